@@ -1,0 +1,46 @@
+# Every target works from a fresh clone: the first one that needs it makes .venv, once.
+# Torch goes in first, by itself and pinned, so that nothing after it can choose another build. On a machine whose
+# package index offers only the CUDA build, name a CPU index: make TORCH_PIP_OPTIONS="--index-url URL" ...
+
+PYTHON ?= python3
+PIP_OPTIONS ?=
+TORCH_PIP_OPTIONS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROMPT := import os\n\n\ndef read_text(path):\n
+BENCHMARKS := benchmarks/criteria.py benchmarks/engine_speed.py
+
+.PHONY: help demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH_PIP_OPTIONS) -c constraints.txt torch==2.13.0 setuptools wheel
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[dev,tasks,plots]'
+	touch $@
+
+demo: $(STAMP) ## prune the built-in model at 50 %, compare it with the original, and show text from both
+	$(BIN)/compress prune --sparsity 0.5 -o demo-pruned --overwrite
+	$(BIN)/compress bench demo ./demo-pruned
+	$(BIN)/compress generate demo -p "$$(printf '$(PROMPT)')"
+	$(BIN)/compress generate ./demo-pruned -p "$$(printf '$(PROMPT)')"
+
+test: $(STAMP) ## the tests; warnings are errors
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP) ## style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## what backs the figures of the README; takes long
+	set -e; for script in $(BENCHMARKS); do $(BIN)/python $$script; done
+
+clean: ## what the other targets made, the environment included
+	rm -rf $(VENV) demo-pruned build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,320 @@
+"""Raw text into token batches: what calibration, training and evaluation read.
+
+A source is
+- a text file, cut at line ends into documents of about 32 kB (less for a small file, so that both splits get some);
+- a folder: every text file in it, recursively, each cut in the same way, and every .jsonl;
+- a .jsonl: one document a line, from `text`, `messages`, or `instruction`, `input`, `output` (see `_row_text`);
+- `stdlib`: the source of the Python standard library on this machine, one document a file;
+- a dataset id on the hub, `owner/name` or `owner/name:configuration`, streamed.
+
+Documents come in an order that depends only on the source and the seed. Each belongs to one split for good, by a hash
+of its text, so that perplexity is measured on text which calibration never saw.
+"""
+
+import hashlib
+import json
+import os
+import random
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from tqdm import tqdm
+
+from engine.errors import DataError, OptionError
+
+Split = Literal["calibration", "held-out", "all"]
+
+DOCUMENT_BYTES = 32 * 1024
+SMALLEST_DOCUMENT_BYTES = 256
+DOCUMENTS_PER_FILE = 64  # a single text file gives at least about this many, as far as its lines allow
+HELD_OUT_ONE_IN = 10
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+HUB_CONFIGURATIONS = {"allenai/c4": "en"}  # what an id means where its dataset has no default configuration
+HUB_SHUFFLE_BUFFER = 1000
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    @property
+    def eos_token_id(self) -> Any: ...
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where one document stands: bytes of a file, read when its turn comes."""
+
+    path: Path
+    offset: int
+    size: int
+    line: int  # the number of its first line, from 1
+    is_row: bool  # one line of a .jsonl
+
+
+def load_documents(source: str, seed: int = 0, limit_bytes: int | None = None, split: Split = "all") -> Iterator[str]:
+    """The documents of a source in the order of the seed, until `limit_bytes` bytes of UTF-8 have been given.
+
+    A path that cannot be read is refused at once; a bad line, an empty split or a hub that does not answer, when the
+    iterator comes to it.
+    """
+    return _of_split(_documents(source, seed), source, split, limit_bytes)
+
+
+def token_batches(
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+    split: Split = "calibration",
+) -> torch.Tensor:
+    """Token ids [samples, sequence_length]: documents packed end to end, an end token (if there is one) after each.
+
+    Reads and tokenises no more of the source than it needs.
+    """
+    if samples < 1 or sequence_length < 1:
+        raise OptionError(f"{samples} samples of {sequence_length} tokens cannot be taken: both must be at least 1")
+    needed = samples * sequence_length
+    end = tokenizer.eos_token_id
+    ids: list[int] = []
+    with tqdm(total=needed, unit=" tokens", desc="reading text", delay=2, leave=False, disable=None) as progress:
+        for text in load_documents(source, seed, split=split):
+            before = len(ids)
+            ids.extend(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            if end is not None:
+                ids.append(end)
+            progress.update(min(len(ids), needed) - before)
+            if len(ids) >= needed:
+                return torch.tensor(ids[:needed], dtype=torch.long).view(samples, sequence_length)
+    raise DataError(
+        f"{source}: too short: {_named(split)} has {len(ids)} tokens, and {samples} sequences of {sequence_length} "
+        f"need {needed}; give more text, or ask for fewer samples or a shorter sequence length"
+    )
+
+
+def split_of(document: str) -> Split:
+    """The split a document belongs to, the same on every machine and in every run."""
+    digest = hashlib.sha256(document.encode()).digest()
+    return "held-out" if int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0 else "calibration"
+
+
+def _of_split(texts: Iterator[str], source: str, split: Split, limit_bytes: int | None) -> Iterator[str]:
+    given_bytes = 0
+    found = False
+    for text in texts:
+        if not text.strip() or (split != "all" and split_of(text) != split):
+            continue
+        if limit_bytes is not None and given_bytes >= limit_bytes:
+            return
+        found = True
+        given_bytes += len(text.encode())
+        yield text
+    if not found:
+        raise DataError(f"{source}: {_named(split)} has no text; give a source with more of it")
+
+
+def _named(split: Split) -> str:
+    return "the source" if split == "all" else f"its {split} part"
+
+
+# Sources
+
+
+def _documents(source: str, seed: int) -> Iterator[str]:
+    if not source:
+        raise DataError("no source of text was named; give a text file, a folder, a .jsonl, `stdlib`, or a dataset id")
+    path = Path(source).expanduser()
+    if source == "stdlib":
+        return _stdlib_texts(seed)
+    if path.exists():
+        pieces = _pieces(path)
+        random.Random(seed).shuffle(pieces)
+        return map(_read, pieces)
+    if HUB_ID.fullmatch(source) and path.suffix not in {".txt", ".jsonl"}:
+        return _hub_texts(source, seed)
+    raise DataError(
+        f"{source}: there is no such file or folder; give a text file, a folder, a .jsonl, `stdlib`, or a dataset id "
+        "(owner/name)"
+    )
+
+
+def _stdlib_texts(seed: int) -> Iterator[str]:
+    """Files that are not UTF-8 are there to test Python's own decoding, and are passed over."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in _files(root, skip={"site-packages", "dist-packages"}) if path.suffix == ".py"]
+    if not paths:
+        raise DataError(f"stdlib: {root} has no Python source; give --data a file or folder of text")
+    random.Random(seed).shuffle(paths)
+    for path in paths:
+        try:
+            yield _bytes(path).decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def _files(root: Path, skip: set[str]) -> list[Path]:
+    """Every file under a folder, in an order of its own; hidden ones and caches are left out."""
+    found = []
+    for folder, subfolders, names in os.walk(root, onerror=_raise_unreadable):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip | {"__pycache__"}]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _pieces(path: Path) -> list[_Piece]:
+    if path.is_dir():
+        texts = [file for file in _files(path, skip=set()) if not _is_binary(file)]
+        return [piece for file in texts for piece in _file_pieces(file, DOCUMENT_BYTES)]
+    if not path.is_file():
+        raise DataError(f"{path}: neither a regular file nor a folder; save the text to a file first")
+    even_share = path.stat().st_size // DOCUMENTS_PER_FILE
+    return _file_pieces(path, min(DOCUMENT_BYTES, max(SMALLEST_DOCUMENT_BYTES, even_share)))
+
+
+def _file_pieces(path: Path, document_bytes: int) -> list[_Piece]:
+    """Cuts a file at line ends. A .jsonl is cut at every one; a line longer than a document stays whole."""
+    is_rows = path.suffix == ".jsonl"
+    pieces: list[_Piece] = []
+    offset = size = 0
+    first_line = 1
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                size += len(line)
+                if is_rows or size >= document_bytes:
+                    pieces.append(_Piece(path, offset, size, first_line, is_rows))
+                    offset, size, first_line = offset + size, 0, number + 1
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if size:
+        pieces.append(_Piece(path, offset, size, first_line, is_rows))
+    return pieces
+
+
+def _read(piece: _Piece) -> str:
+    data = _bytes(piece.path, piece.offset, piece.size)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = piece.line + data.count(b"\n", 0, error.start)
+        raise DataError(
+            f"{piece.path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; convert the file to UTF-8"
+        ) from error
+    if piece.offset == 0:
+        text = text.removeprefix("\ufeff")
+    if not piece.is_row or not text.strip():
+        return text
+    where = f"{piece.path}, line {piece.line}"
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not a line of JSON ({error}); each line must be one JSON object") from error
+    return _row_text(row, where)
+
+
+# Files. What the system refuses becomes a DataError that names the file.
+
+
+def _bytes(path: Path, offset: int = 0, size: int = -1) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _is_binary(path: Path) -> bool:
+    """In a folder only regular files are read, and of those not the ones with a zero byte near their start."""
+    return not path.is_file() or b"\0" in _bytes(path, size=8192)
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions")
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise _unreadable(Path(error.filename), error) from error
+
+
+# Rows of a .jsonl or of a hub dataset
+
+
+def _row_text(row: object, where: str) -> str:
+    """The text of one row.
+
+    `text` is taken as it is. The other two become sections, each `### Title:` with its content on the lines below, and
+    an empty line between them: one for each message, titled by its role; or Instruction, Input (left out where it is
+    empty) and Response.
+    """
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be a JSON object, and this is a {type(row).__name__}")
+    if "text" in row:
+        return _string(row, "text", where)
+    if "messages" in row:
+        return _sections(_messages(row["messages"], where))
+    if "instruction" in row and "output" in row:
+        parts = [("Instruction", _string(row, "instruction", where))]
+        if row.get("input"):
+            parts.append(("Input", _string(row, "input", where)))
+        parts.append(("Response", _string(row, "output", where)))
+        return _sections(parts)
+    raise DataError(
+        f"{where}: a row needs `text`, `messages`, or `instruction` and `output`; this one has "
+        f"{', '.join(f'`{key}`' for key in list(row)[:8]) or 'nothing'}"
+    )
+
+
+def _messages(messages: object, where: str) -> list[tuple[str, str]]:
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise DataError(f"{where}: `messages` must be a list of objects with `role` and `content`")
+    return [(_string(m, "role", where).capitalize(), _string(m, "content", where)) for m in messages]
+
+
+def _string(row: dict[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: `{key}` must be a string, and is {type(value).__name__}")
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise DataError(f"{where}: `{key}` has half of a surrogate pair, which is no character; write it as UTF-8")
+    return value
+
+
+def _sections(parts: list[tuple[str, str]]) -> str:
+    return "\n\n".join(f"### {title}:\n{content}" for title, content in parts)
+
+
+# The hub
+
+
+def _hub_texts(source: str, seed: int) -> Iterator[str]:
+    """Streams the `train` split. Whatever goes wrong inside `datasets` or on the network is one kind of trouble."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DataError(
+            f"{source}: not a path on this machine, and a dataset of the hub needs the package `datasets`: "
+            "pip install 'moe-compress[hub-data]', or give --data a file, a folder or `stdlib`"
+        ) from error
+    name, _, configuration = source.partition(":")
+    try:
+        rows = load_dataset(name, configuration or HUB_CONFIGURATIONS.get(name), split="train", streaming=True)
+        for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=HUB_SHUFFLE_BUFFER), start=1):
+            yield _row_text(row, f"{source}, row {number}")
+    except DataError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise DataError(
+            f"{source}: not a path on this machine, and cannot be read from the hub ({reason}); check the id and the "
+            "network, or give --data a file, a folder or `stdlib`"
+        ) from error

@@ -1,0 +1,455 @@
+"""What is particular to each model family: names on disk, router rule, attention kind, dense sibling.
+
+This is the only file that names families. A family is one `Architecture` row; `decoder_config` resolves a row and a
+checkpoint's config.json into a `DecoderConfig`, the plain numbers the decoder is built from, and refuses by name whatever
+the config asks for and the decoder lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import CheckpointError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model family, as it is on disk. Templates take `layer` and `expert`."""
+
+    model_type: str
+    causal_lm_class: str
+    """The transformers class, for the modelling file of non-uniform artifacts and for `architectures` in config.json."""
+    dense_sibling: str | None = None
+    """model_type of the family that the same weights form when each MoE layer becomes one FFN."""
+    experts_keys: tuple[str, ...] = ()
+    """Config keys that hold the expert count, best first; all are written."""
+    expert_width_key: str = "intermediate_size"
+    block: str = "model.layers.{layer}.mlp"
+    """Prefix of the MoE block; a dense FFN is always at `model.layers.{layer}.mlp`."""
+    expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    always_normalises_top_k: bool = False
+    sparse_step: bool = False
+    """Some layers are dense FFNs, by `decoder_sparse_step` and `mlp_only_layers`."""
+    shared_expert: bool = False
+    """A shared expert scaled by sigmoid(shared_expert_gate · x)."""
+    qk_norm: str = "none"
+    """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
+    qkv_bias: bool | str = False
+    """True, False, or the config key that says."""
+    output_bias: bool | str = False
+    windows: str = "none"
+    """Sliding window: "none", "all" layers (by `sliding_window`), or by "layer_types"."""
+    clip_qkv: bool = False
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    row.model_type: row
+    for row in (
+        Architecture(
+            model_type="mixtral",
+            causal_lm_class="MixtralForCausalLM",
+            dense_sibling="mistral",
+            experts_keys=("num_local_experts",),
+            block="model.layers.{layer}.block_sparse_moe",
+            expert_projections=("w1", "w3", "w2"),
+            always_normalises_top_k=True,
+            windows="all",
+        ),
+        Architecture(
+            model_type="qwen2_moe",
+            causal_lm_class="Qwen2MoeForCausalLM",
+            dense_sibling="qwen2",
+            experts_keys=("num_experts",),
+            expert_width_key="moe_intermediate_size",
+            sparse_step=True,
+            shared_expert=True,
+            qkv_bias="qkv_bias",
+            windows="layer_types",
+        ),
+        Architecture(
+            model_type="qwen3_moe",
+            causal_lm_class="Qwen3MoeForCausalLM",
+            dense_sibling="qwen3",
+            # transformers 5 writes num_local_experts, every older reader wants num_experts.
+            experts_keys=("num_experts", "num_local_experts"),
+            expert_width_key="moe_intermediate_size",
+            sparse_step=True,
+            qk_norm="head",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            windows="all",
+        ),
+        Architecture(
+            model_type="olmoe",
+            causal_lm_class="OlmoeForCausalLM",
+            experts_keys=("num_experts",),
+            qk_norm="full",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            clip_qkv=True,
+        ),
+        Architecture(model_type="mistral", causal_lm_class="MistralForCausalLM", windows="all"),
+        Architecture(
+            model_type="llama",
+            causal_lm_class="LlamaForCausalLM",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+        ),
+        Architecture(
+            model_type="qwen2", causal_lm_class="Qwen2ForCausalLM", qkv_bias=True, windows="layer_types"
+        ),
+        Architecture(
+            model_type="qwen3",
+            causal_lm_class="Qwen3ForCausalLM",
+            qk_norm="head",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            windows="layer_types",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """One MoE layer's sizes."""
+
+    experts: int
+    experts_per_token: int
+    expert_width: int
+    normalise_top_k: bool
+    shared_width: int = 0
+    """Width of the shared expert, 0 for none."""
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One decoder layer: MoE where `moe` is set, otherwise one FFN of `dense_width`."""
+
+    window: int | None
+    """Sliding window in tokens; None attends to everything before."""
+    moe: MoeConfig | None
+    dense_width: int
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything the decoder is built from, in plain numbers."""
+
+    architecture: Architecture
+    vocabulary_size: int
+    hidden_size: int
+    attention_heads: int
+    key_value_heads: int
+    head_dimension: int
+    norm_epsilon: float
+    qkv_bias: bool
+    output_bias: bool
+    clip_qkv: float | None
+    tied_embeddings: bool
+    max_positions: int
+    layers: tuple[LayerConfig, ...]
+    transformers_config: Any = field(repr=False, compare=False)
+    """The family's transformers config: rotary embeddings are initialised from it."""
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that hold experts."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.moe is not None)
+
+    @property
+    def experts_per_layer(self) -> tuple[int, ...]:
+        """Routed experts of each MoE layer, in order."""
+        return tuple(layer.moe.experts for layer in self.layers if layer.moe is not None)
+
+    @property
+    def experts_per_token(self) -> int:
+        """The model's top-k; 0 for a dense model."""
+        return max((layer.moe.experts_per_token for layer in self.layers if layer.moe is not None), default=0)
+
+
+# Keys that a config.json may carry and that change nothing in what the decoder computes.
+_HARMLESS_KEYS = frozenset(
+    """auto_map block_configs _attn_implementation attn_implementation torch_dtype dtype transformers_version
+    use_cache pretraining_tp router_jitter_noise output_router_logits router_aux_loss_coef initializer_range
+    attention_dropout num_experts num_local_experts norm_topk_prob rope_theta rope_scaling rope_parameters rope_type
+    max_window_layers use_sliding_window sliding_window head_dim layer_types moe_layers unsloth_version
+    _name_or_path architectures model_type""".split()
+)
+
+
+def load_transformers_config(config: Mapping[str, Any]) -> Any:
+    """The family's transformers config object for a raw config.json."""
+    # Imported here: transformers takes seconds to import, and `--help` must not wait for it.
+    from transformers import CONFIG_MAPPING
+
+    values = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "block_configs")}
+    try:
+        return CONFIG_MAPPING[config["model_type"]](**values)
+    except Exception as error:  # transformers and huggingface_hub validate with classes of their own
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"config.json cannot be read as a {config['model_type']} config: {reason}") from error
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """The row for a raw config.json; unknown families are refused by name."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError("config.json has no model_type; is this a Hugging Face checkpoint?")
+    if model_type not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"model family {model_type!r} is not supported; supported families: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return ARCHITECTURES[model_type]
+
+
+def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Resolve a raw config.json. Raises UnsupportedError naming each attribute that the decoder cannot honour."""
+    row = architecture_of(config)
+    family = load_transformers_config(config)
+    _refuse_what_is_lacking(row, config, family)
+    counts = _experts_per_layer(row, config, family)
+    heads = _positive(family, "num_attention_heads")
+    hidden = _positive(family, "hidden_size")
+    if getattr(family, "head_dim", 0) is None:
+        family.head_dim = hidden // heads  # transformers' rope initialisers take None for a number
+    return DecoderConfig(
+        architecture=row,
+        vocabulary_size=_positive(family, "vocab_size"),
+        hidden_size=hidden,
+        attention_heads=heads,
+        key_value_heads=_positive(family, "num_key_value_heads"),
+        head_dimension=getattr(family, "head_dim", None) or hidden // heads,
+        norm_epsilon=float(family.rms_norm_eps),
+        qkv_bias=_flag(row.qkv_bias, family),
+        output_bias=_flag(row.output_bias, family),
+        clip_qkv=getattr(family, "clip_qkv", None) if row.clip_qkv else None,
+        tied_embeddings=bool(family.tie_word_embeddings),
+        max_positions=_positive(family, "max_position_embeddings"),
+        layers=tuple(_layer_config(row, family, index, count) for index, count in enumerate(counts)),
+        transformers_config=family,
+    )
+
+
+def _positive(family: Any, key: str) -> int:
+    value = getattr(family, key, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {key} is {value!r}; it must be a positive integer")
+    return value
+
+
+def _flag(rule: bool | str, family: Any) -> bool:
+    return bool(getattr(family, rule, False)) if isinstance(rule, str) else rule
+
+
+def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family: Any) -> None:
+    lacking = []
+    if (act := getattr(family, "hidden_act", "silu")) not in ("silu", "swish"):
+        lacking.append(f"hidden_act={act!r}")
+    if getattr(family, "mlp_bias", False):
+        lacking.append("mlp_bias=true")
+    rope = family.rope_parameters or {}
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        lacking.append(f"rope_type={rope.get('rope_type')!r}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        lacking.append(f"partial_rotary_factor={rope['partial_rotary_factor']}")
+    if any("chunked" in kind or "linear" in kind for kind in getattr(family, "layer_types", None) or ()):
+        lacking.append(f"layer_types={sorted(set(family.layer_types))}")
+    known = set(type(family)().to_dict()) | _HARMLESS_KEYS
+    lacking += [f"{key}={config[key]!r}" for key in config if key not in known and config[key] not in (None, False)]
+    if lacking:
+        raise UnsupportedError(
+            f"config.json of this {row.model_type} asks for what the engine does not have: {', '.join(lacking)[:500]}; "
+            "remove it only if it has no effect on this model"
+        )
+
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+def _experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any) -> list[int]:
+    """Routed experts per decoder layer, 0 where the layer is dense."""
+    layers = _positive(family, "num_hidden_layers")
+    if layers > 10_000:
+        raise CheckpointError(f"config.json: num_hidden_layers is {layers}; that is no real model")
+    if not row.experts_keys:
+        return [0] * layers
+    declared = [config[key] for key in row.experts_keys if isinstance(config.get(key), int)]
+    if len(set(declared)) > 1:
+        raise CheckpointError(f"config.json: {' and '.join(row.experts_keys)} disagree: {declared}")
+    experts = _positive(family, row.experts_keys[0])
+    only_dense = set(getattr(family, "mlp_only_layers", None) or ()) if row.sparse_step else set()
+    step = _positive(family, "decoder_sparse_step") if row.sparse_step else 1
+    counts = [0 if index in only_dense or (index + 1) % step else experts for index in range(layers)]
+    blocks = config.get("block_configs")
+    return counts if blocks is None else _block_config_counts(blocks, counts)
+
+
+def _block_config_counts(blocks: Any, counts: list[int]) -> list[int]:
+    """Per-layer counts of a non-uniform artifact: `block_configs[i].ffn.moe.num_local_experts`."""
+    if not isinstance(blocks, list) or len(blocks) != len(counts):
+        raise CheckpointError(f"config.json: block_configs must be a list of {len(counts)} layers")
+    result = []
+    for index, (block, count) in enumerate(zip(blocks, counts, strict=True)):
+        try:
+            moe = block["ffn"]["moe"]
+            kept = 0 if moe is None else moe["num_local_experts"]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"config.json: block_configs[{index}] lacks ffn.moe.num_local_experts"
+            ) from error
+        if not isinstance(kept, int) or isinstance(kept, bool) or not 0 <= kept <= count or (kept == 0) != (count == 0):
+            raise CheckpointError(
+                f"config.json: block_configs[{index}].ffn.moe.num_local_experts is {kept!r}; layer {index} can hold "
+                f"{'no experts' if count == 0 else f'1 to {count}'}"
+            )
+        result.append(kept)
+    return result
+
+
+def _layer_config(row: Architecture, family: Any, index: int, experts: int) -> LayerConfig:
+    moe = None
+    if experts:
+        moe = MoeConfig(
+            experts=experts,
+            # Where pruning left fewer than k, the layer's own top-k shrinks to what is left (methods.md §2.5).
+            experts_per_token=min(_positive(family, "num_experts_per_tok"), experts),
+            expert_width=_positive(family, row.expert_width_key),
+            normalise_top_k=row.always_normalises_top_k or bool(family.norm_topk_prob),
+            shared_width=_positive(family, "shared_expert_intermediate_size") if row.shared_expert else 0,
+        )
+    return LayerConfig(_window(row, family, index), moe, _positive(family, "intermediate_size"))
+
+
+def _window(row: Architecture, family: Any, index: int) -> int | None:
+    if row.windows == "none":
+        return None
+    if row.windows == "layer_types" and family.layer_types[index] != "sliding_attention":
+        return None
+    return getattr(family, "sliding_window", None) or None
+
+
+def expert_tensor(row: Architecture, layer: int, expert: int, projection: int) -> str:
+    """Name on disk of an expert's gate (0), up (1) or down (2) projection."""
+    return f"{row.block.format(layer=layer)}.experts.{expert}.{row.expert_projections[projection]}.weight"
+
+
+def router_tensor(row: Architecture, layer: int) -> str:
+    """Name on disk of a layer's router weight [experts, hidden]."""
+    return f"{row.block.format(layer=layer)}.gate.weight"
+
+
+def dense_tensor(layer: int, projection: int) -> str:
+    """Name on disk of a dense FFN's gate (0), up (1) or down (2) projection."""
+    return f"model.layers.{layer}.mlp.{('gate_proj', 'up_proj', 'down_proj')[projection]}.weight"
+
+
+def shared_tensor(row: Architecture, layer: int, projection: int) -> str:
+    """Name on disk of the shared expert's gate (0), up (1) or down (2) projection."""
+    return f"{row.block.format(layer=layer)}.shared_expert.{('gate_proj', 'up_proj', 'down_proj')[projection]}.weight"
+
+
+def fused_tensors(row: Architecture, layer: int) -> tuple[str, str]:
+    """Names of the stacked form: gate rows then up rows [E, 2·width, hidden], and down [E, hidden, width]."""
+    block = f"model.layers.{layer}.mlp.experts"
+    return f"{block}.gate_up_proj", f"{block}.down_proj"
+
+
+def fused_router_tensor(layer: int) -> str:
+    """The router's name in a checkpoint whose experts are stacked."""
+    return f"model.layers.{layer}.mlp.gate.weight"
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the checkpoint with its shape, experts one by one, in the order of the layers."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocabulary_size, config.hidden_size)
+    }
+    for index in range(len(config.layers)):
+        shapes.update(layer_tensors(config, index))
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocabulary_size, config.hidden_size)
+    return shapes
+
+
+def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of one decoder layer with their shapes."""
+    row, layer, hidden = config.architecture, config.layers[index], config.hidden_size
+    prefix = f"model.layers.{index}"
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.input_layernorm.weight": (hidden,)}
+    shapes.update(_attention_tensors(config, f"{prefix}.self_attn"))
+    shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+    if layer.moe is None:
+        shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
+        return shapes
+    shapes[router_tensor(row, index)] = (layer.moe.experts, hidden)
+    for expert in range(layer.moe.experts):
+        shapes.update(_ffn(lambda p, e=expert: expert_tensor(row, index, e, p), layer.moe.expert_width, hidden))
+    if layer.moe.shared_width:
+        shapes.update(_ffn(lambda p: shared_tensor(row, index, p), layer.moe.shared_width, hidden))
+        shapes[shared_gate_tensor(row, index)] = (1, hidden)
+    return shapes
+
+
+def shared_gate_tensor(row: Architecture, layer: int) -> str:
+    """Name on disk of the gate that scales the shared expert, [1, hidden]."""
+    return f"{row.block.format(layer=layer)}.shared_expert_gate.weight"
+
+
+def _ffn(name: Any, width: int, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    yield name(0), (width, hidden)
+    yield name(1), (width, hidden)
+    yield name(2), (hidden, width)
+
+
+def _attention_tensors(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, size = config.hidden_size, config.head_dimension
+    query, key = config.attention_heads * size, config.key_value_heads * size
+    for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+        yield f"{prefix}.{name}.weight", (rows, hidden)
+        if config.qkv_bias:
+            yield f"{prefix}.{name}.bias", (rows,)
+    yield f"{prefix}.o_proj.weight", (hidden, query)
+    if config.output_bias:
+        yield f"{prefix}.o_proj.bias", (hidden,)
+    if config.architecture.qk_norm != "none":
+        per_head = config.architecture.qk_norm == "head"
+        yield f"{prefix}.q_norm.weight", (size if per_head else query,)
+        yield f"{prefix}.k_norm.weight", (size if per_head else key,)
+
+
+def with_experts(config: dict[str, Any], experts_per_decoder_layer: list[int]) -> dict[str, Any]:
+    """config.json of the same model with other expert counts (0 = the layer was dense and stays so).
+
+    Uniform counts give a plain config of the family. Others add `block_configs`; the caller adds `auto_map`.
+    """
+    row = architecture_of(config)
+    counts = sorted({count for count in experts_per_decoder_layer if count})
+    changed = {key: value for key, value in config.items() if key not in ("block_configs", "auto_map")}
+    largest = counts[-1]
+    for key in row.experts_keys:
+        changed[key] = largest
+    changed["num_experts_per_tok"] = min(config["num_experts_per_tok"], largest)
+    if len(counts) > 1:
+        changed["block_configs"] = [
+            {"ffn": {"moe": {"num_local_experts": count} if count else None}} for count in experts_per_decoder_layer
+        ]
+    return changed
+
+
+def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
+    """config.json of the dense sibling, each FFN `width` wide. Raises UnsupportedError where there is no sibling."""
+    row = architecture_of(config)
+    if row.dense_sibling is None:
+        raise UnsupportedError(f"family {row.model_type!r} has no dense sibling; keep one expert per layer instead")
+    sibling = ARCHITECTURES[row.dense_sibling]
+    from transformers import CONFIG_MAPPING
+
+    known = set(CONFIG_MAPPING[sibling.model_type]().to_dict())
+    kept = {key: value for key, value in config.items() if key in known}
+    kept |= {"model_type": sibling.model_type, "architectures": [sibling.causal_lm_class], "intermediate_size": width}
+    kept.setdefault("sliding_window", None)
+    return kept

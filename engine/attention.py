@@ -1,0 +1,178 @@
+"""Grouped-query attention with rotary positions, optional qk-norm, biases, clipping and sliding window.
+
+Shape suffixes: B batch, L new positions, P all positions so far, H query heads, G key-value heads, E head dimension,
+D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.architectures import DecoderConfig
+from engine.kv_cache import KeyValueCache
+
+
+class Positions(NamedTuple):
+    """What every layer of one forward shares."""
+
+    cosine: Tensor
+    """[B or 1, 1, L, E] in the model's dtype."""
+    sine: Tensor
+    masks: dict[int | None, Tensor | None]
+    """By sliding window: bool [B or 1, 1, L, P], True where a query may look; None where plain causal says it all."""
+
+
+class Rotary:
+    """Rotary embedding (Su et al. 2021) with the scalings that the families use; frequencies come from transformers.
+
+    `dynamic` and `longrope` depend on the longest sequence of the call, so their frequencies are chosen per forward.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self._config = config.transformers_config
+        self._dimension = config.head_dimension
+        parameters = self._config.rope_parameters
+        self.kind: str = parameters.get("rope_type", "default")
+        self._theta: float = parameters["rope_theta"]
+        self._original_max: int = parameters.get("original_max_position_embeddings", config.max_positions)
+        self._max_positions = config.max_positions
+        self._frequencies, self._scaling = self._initialise(None)
+        self._long: tuple[Tensor, float] | None = None
+
+    def _initialise(self, length: int | None) -> tuple[Tensor, float]:
+        if self.kind == "default":
+            exponents = torch.arange(0, self._dimension, 2, dtype=torch.float32) / self._dimension
+            return 1.0 / (self._theta**exponents), 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        initialise: Callable[..., Any] = ROPE_INIT_FUNCTIONS[self.kind]
+        frequencies, scaling = initialise(self._config, torch.device("cpu"), seq_len=length)
+        return frequencies, scaling
+
+    def _for_length(self, length: int) -> tuple[Tensor, float]:
+        if self.kind == "dynamic" and length > self._max_positions:
+            return self._initialise(length)
+        if self.kind == "longrope" and length > self._original_max:
+            if self._long is None:
+                # transformers switches the frequencies and keeps the attention factor of the short form.
+                self._long = (self._initialise(self._original_max + 1)[0], self._scaling)
+            return self._long
+        return self._frequencies, self._scaling
+
+    def __call__(self, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, 1, L, E] for integer positions [B, L]."""
+        varies = self.kind in ("dynamic", "longrope")
+        frequencies, scaling = self._for_length(int(positions_BL.max()) + 1 if varies else 0)
+        angles = positions_BL[:, None, :, None].float() * frequencies.to(positions_BL.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+def rotate(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Apply rotary positions, halves paired as in the checkpoints of every family here."""
+    first, second = x_BHLE.chunk(2, dim=-1)
+    return x_BHLE * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+def attention_mask(real_BP: Tensor | None, new: int, total: int, window: int | None) -> Tensor | None:
+    """Who may look at whom: causal, within the sliding window, never at padding.
+
+    real_BP: bool [B, P], False at padding; None when there is none. Returns bool [B or 1, 1, L, P], or None where
+    nothing but "new positions are causal among themselves" needs saying (the kernel's own causal mask then serves).
+    """
+    narrow = window is not None and total > window
+    if real_BP is None and not narrow and (new == 1 or new == total):
+        return None
+    device = None if real_BP is None else real_BP.device
+    key = torch.arange(total, device=device)
+    query = torch.arange(total - new, total, device=device)[:, None]
+    allowed_LP = key <= query
+    if window is not None:
+        allowed_LP = allowed_LP & (key > query - window)
+    if real_BP is None:
+        return allowed_LP[None, None]
+    # A padding query looks at nothing real; letting it look at itself keeps its softmax finite.
+    return (allowed_LP & real_BP[:, None, :])[:, None] | (key == query)[None, None]
+
+
+class Attention(nn.Module):
+    """One layer's self-attention."""
+
+    def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        prefix = f"model.layers.{layer}.self_attn"
+        self.layer = layer
+        self.window = config.layers[layer].window
+        self.head_dimension = config.head_dimension
+        self.query_heads, self.key_heads = config.attention_heads, config.key_value_heads
+        self.clip = config.clip_qkv
+        self.epsilon = config.norm_epsilon
+        self.qk_norm = config.architecture.qk_norm
+
+        def parameter(name: str, present: bool = True) -> nn.Parameter | None:
+            return nn.Parameter(tensor(f"{prefix}.{name}"), requires_grad=False) if present else None
+
+        self.query = parameter("q_proj.weight")
+        self.key = parameter("k_proj.weight")
+        self.value = parameter("v_proj.weight")
+        self.output = parameter("o_proj.weight")
+        self.query_bias = parameter("q_proj.bias", config.qkv_bias)
+        self.key_bias = parameter("k_proj.bias", config.qkv_bias)
+        self.value_bias = parameter("v_proj.bias", config.qkv_bias)
+        self.output_bias = parameter("o_proj.bias", config.output_bias)
+        self.query_norm = parameter("q_norm.weight", self.qk_norm != "none")
+        self.key_norm = parameter("k_norm.weight", self.qk_norm != "none")
+
+    def forward(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
+        """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
+        query = self._heads(x_BLD, self.query, self.query_bias, self.query_norm, self.query_heads)
+        key = self._heads(x_BLD, self.key, self.key_bias, self.key_norm, self.key_heads)
+        value = self._heads(x_BLD, self.value, self.value_bias, None, self.key_heads)
+        query = rotate(query, positions.cosine, positions.sine)
+        key = rotate(key, positions.cosine, positions.sine)
+        if cache is not None:
+            key, value = cache.append(self.layer, key, value)
+        mixed = attend(query, key, value, positions.masks[self.window])
+        batch, _, length, _ = query.shape
+        return F.linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+
+    def _heads(
+        self, x_BLD: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Tensor | None, heads: int
+    ) -> Tensor:
+        assert weight is not None
+        projected = F.linear(x_BLD, weight, bias)
+        if norm is not None and self.qk_norm == "full":
+            projected = rms_norm(projected, norm, self.epsilon)
+        if self.clip is not None:
+            projected = projected.clamp(-self.clip, self.clip)
+        split = projected.view(*projected.shape[:2], heads, self.head_dimension)
+        if norm is not None and self.qk_norm == "head":
+            split = rms_norm(split, norm, self.epsilon)
+        return split.transpose(1, 2)
+
+
+def attend(query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax attention of H query heads over G key-value heads, [B, H, L, E]."""
+    batch, heads, length, size = query_BHLE.shape
+    groups = key_BGPE.shape[1]
+    if length == 1:
+        # The query heads of one group become its query positions: no key or value is copied or expanded.
+        grouped = query_BHLE.reshape(batch, groups, heads // groups, size)
+        return F.scaled_dot_product_attention(grouped, key_BGPE, value_BGPE, attn_mask=mask).reshape_as(query_BHLE)
+    if heads != groups:
+        key_BGPE = key_BGPE.repeat_interleave(heads // groups, dim=1)
+        value_BGPE = value_BGPE.repeat_interleave(heads // groups, dim=1)
+    return F.scaled_dot_product_attention(query_BHLE, key_BGPE, value_BGPE, attn_mask=mask, is_causal=mask is None)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension, the mean square taken in float32 (Zhang & Sennrich 2019)."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)

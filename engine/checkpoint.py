@@ -1,0 +1,248 @@
+"""A checkpoint on disk: validated whole when opened, then read tensor by tensor from the map.
+
+Experts are always asked for one by one under the family's own per-expert names; a checkpoint that stores them stacked
+serves the same names as views into the stack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.architectures import (
+    DecoderConfig,
+    decoder_config,
+    expected_tensors,
+    expert_tensor,
+    fused_router_tensor,
+    fused_tensors,
+    layer_tensors,
+    router_tensor,
+)
+from engine.errors import CheckpointError, UnsupportedError
+from engine.json_file import load_json
+from engine.safetensors_file import SafetensorsFile, open_shards
+
+DEMO = "demo"
+DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
+_RELEASE_EVERY_BYTES = 64 << 20
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """The directory of MODEL: `demo`, a local directory, or a hub id (downloaded, or found in the cache)."""
+    if model == DEMO:
+        return DEMO_DIRECTORY
+    path = Path(model)
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        if not path.is_dir():
+            raise CheckpointError(f"{model}: no such directory; give a checkpoint directory, a hub id or 'demo'")
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "modeling_*.py"]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{model}: no such directory, and the hub does not give it ({type(error).__name__}); "
+            "check the name and the network, or download it first"
+        ) from error
+
+
+class Checkpoint:
+    """One model on disk. Opening checks config, headers, names, shapes and dtypes, and reads no weights."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for what the engine lacks."""
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}: no such directory; give the directory of a checkpoint")
+        self.directory = directory
+        self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
+        _refuse_foreign_code(directory, self.raw_config)
+        try:
+            self.config: DecoderConfig = decoder_config(self.raw_config)
+        except (CheckpointError, UnsupportedError) as error:
+            raise type(error)(f"{directory}: {error}") from error
+        by_name, self.files = open_shards(directory)
+        self._views = _views(self.config, by_name)
+        self.shapes = expected_tensors(self.config)
+        self._check_names_and_shapes(by_name)
+
+    def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
+        problems: list[str] = []
+        missing = [name for name in self.shapes if name not in self._views]
+        problems += [f"tensor {name} is missing" for name in missing[:1]]
+        for name, shape in self.shapes.items():
+            view = self._views.get(name)
+            if view is not None and view.shape != shape:
+                problems.append(f"tensor {name} has shape {list(view.shape)} and config.json says {list(shape)}")
+            if view is not None and not view.dtype.is_floating_point:
+                problems.append(f"tensor {name} is {view.dtype}; quantised weights are not read")
+        used = {view.stored_name for view in self._views.values() if view.stored_name in by_name}
+        extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]
+        problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
+        if problems:
+            more = f" ({len(missing)} missing, {len(extra)} extra)" if len(missing) + len(extra) > 1 else ""
+            raise CheckpointError(
+                f"{self.directory}: {problems[0]}{more}; config.json and the weights must be of the same model"
+            )
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as stored, mapped, not to be written to. Reading it makes its pages resident until `release`."""
+        return self._views[name].read()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored dtype, without reading the tensor."""
+        return self._views[name].dtype
+
+    @cached_property
+    def model_dtype(self) -> torch.dtype:
+        """The dtype of the embeddings, which `--dtype auto` computes in."""
+        return self.dtype("model.embed_tokens.weight")
+
+    @property
+    def parameters(self) -> int:
+        """Stored parameters."""
+        return sum(_count(shape) for shape in self.shapes.values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: of the routed experts, the top-k only."""
+        total = self.parameters
+        for layer in self.config.layers:
+            if layer.moe is not None:
+                idle = layer.moe.experts - layer.moe.experts_per_token
+                total -= idle * 3 * layer.moe.expert_width * self.config.hidden_size
+        return total
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the stored tensors."""
+        return sum(_count(shape) * self.dtype(name).itemsize for name, shape in self.shapes.items())
+
+    def release(self) -> None:
+        """Give resident weight pages back to the system; tensors stay valid."""
+        for file in self.files:
+            file.release()
+
+    def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
+        """Read every tensor once and raise CheckpointError naming the first that holds NaN or infinity."""
+        read = 0
+        for name in progress(list(self.shapes)):
+            tensor = self.tensor(name)
+            if not bool(torch.linalg.vector_norm(tensor, torch.inf).isfinite()):
+                raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
+            read += tensor.numel() * tensor.element_size()
+            if read > _RELEASE_EVERY_BYTES:
+                self.release()
+                read = 0
+        self.release()
+
+    def fingerprint(self) -> str:
+        """SHA-256 over config and headers: which model this is, without reading the weights."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            for name, entry in sorted(file.entries.items()):
+                digest.update(f"{name} {entry.dtype} {entry.shape} {entry.begin}\n".encode())
+            digest.update(str(file.size).encode())
+        digest.update(repr(sorted(self.raw_config.items(), key=lambda item: item[0])).encode())
+        return digest.hexdigest()
+
+    def source(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Tensor]:
+        """A tensor source for the decoder: mapped where dtype and device already fit, converted otherwise."""
+        return lambda name: self.tensor(name).to(device=device, dtype=dtype)
+
+    def layer_names(self, layer: int) -> list[str]:
+        """Names of one decoder layer's tensors."""
+        return list(layer_tensors(self.config, layer))
+
+
+class _View:
+    """Where a tensor is: a whole stored tensor, or rows of one expert in a stacked one."""
+
+    def __init__(self, file: SafetensorsFile, stored_name: str, expert: int | None = None, half: int | None = None):
+        self.file, self.stored_name, self.expert, self.half = file, stored_name, expert, half
+        entry = file.entries[stored_name]
+        self.dtype = entry.dtype
+        shape = entry.shape if expert is None else entry.shape[1:]
+        self.rows = shape[0] // 2 if half is not None else 0
+        self.shape = shape if half is None else (self.rows, *shape[1:])
+
+    def read(self) -> Tensor:
+        tensor = self.file.tensor(self.stored_name)
+        if self.expert is None:
+            return tensor
+        tensor = tensor[self.expert]
+        return tensor if self.half is None else tensor[self.half * self.rows : (self.half + 1) * self.rows]
+
+
+def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, _View]:
+    """Every name that can be served: stored ones as they are, stacked experts one by one."""
+    views = {name: _View(file, name) for name, file in by_name.items()}
+    row = config.architecture
+    for layer in config.moe_layers:
+        gate_up, down = fused_tensors(row, layer)
+        if gate_up not in by_name or down not in by_name:
+            continue
+        experts = by_name[gate_up].entries[gate_up].shape[0]
+        declared = config.layers[layer].moe
+        if by_name[down].entries[down].shape[0] != experts or declared is None or declared.experts != experts:
+            raise CheckpointError(f"tensors {gate_up} and {down} hold other expert counts than config.json says")
+        for expert in range(experts):
+            views[expert_tensor(row, layer, expert, 0)] = _View(by_name[gate_up], gate_up, expert, 0)
+            views[expert_tensor(row, layer, expert, 1)] = _View(by_name[gate_up], gate_up, expert, 1)
+            views[expert_tensor(row, layer, expert, 2)] = _View(by_name[down], down, expert)
+        stacked_router = fused_router_tensor(layer)
+        if router_tensor(row, layer) not in views and stacked_router in by_name:
+            views[router_tensor(row, layer)] = _View(by_name[stacked_router], stacked_router)
+    return views
+
+
+def _is_ignorable(name: str, config: DecoderConfig) -> bool:
+    """Tensors that older tools wrote and nobody reads."""
+    tied_copy = config.tied_embeddings and name == "lm_head.weight"
+    return tied_copy or name.endswith((".rotary_emb.inv_freq", ".masked_bias"))
+
+
+def _refuse_foreign_code(directory: Path, config: Mapping[str, Any]) -> None:
+    from engine.architectures import ARCHITECTURES
+
+    if config.get("model_type") not in ARCHITECTURES and config.get("auto_map"):
+        raise UnsupportedError(
+            f"{directory}: model_type {config.get('model_type')!r} needs code of its own (trust_remote_code), which this "
+            "engine never runs; convert it to a supported family first"
+        )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's transformers tokenizer; CheckpointError where it is missing or of another vocabulary."""
+    directory = checkpoint.directory
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain Exception for damaged files
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
+    if len(tokenizer) > checkpoint.config.vocabulary_size:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {checkpoint.config.vocabulary_size}; "
+            "it is of another model"
+        )
+    return tokenizer

@@ -1,0 +1,204 @@
+"""Routing: how a token chooses its experts, as a function from router logits to (expert indices, weights).
+
+The model's own top-k, DiEP's relaxations, adaptive skipping, every expert at once, N-1 sampled experts and a router that
+is being trained are all Routings; one MoE block (experts.py) takes any of them. A Routing belongs to one layer, so what
+it needs of that layer (scores, skip tables) is its own state. Weights may carry gradients: to the router's parameters
+through the logits, and to whatever the Routing itself holds. Indices never do.
+
+Shape suffixes: T tokens, N routed experts of the layer, S slots (experts a token may use), K the model's top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+NO_EXPERT = -1
+"""Index of an empty slot: nothing is loaded or computed for it, whatever its weight."""
+
+
+class Selection(NamedTuple):
+    """What a Routing returns."""
+
+    experts: Tensor
+    """[T, S] int64, each in [0, N) or NO_EXPERT; no expert twice in a row of real slots."""
+    weights: Tensor
+    """[T, S] float32; the block's routed output is the sum over slots of weight · FFN_expert(x)."""
+
+
+class Routing(Protocol):
+    """A layer's rule: router logits [T, N] to a Selection."""
+
+    def __call__(self, logits_TN: Tensor) -> Selection: ...
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The model's own rule (methods.md §2, eq. 1-2 of seed 002): softmax over all experts, the k largest.
+
+    `normalise` rescales the k weights to sum to one. Where the layer has fewer than k experts, all of them are used.
+    """
+
+    experts_per_token: int
+    normalise: bool
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        probabilities_TN = softmax(logits_TN)
+        weights_TK, experts_TK = probabilities_TN.topk(min(self.experts_per_token, logits_TN.shape[-1]), dim=-1)
+        if self.normalise:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return Selection(experts_TK, weights_TK)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A Routing in which only some experts exist: the others' logits become −∞. What pruning must equal."""
+
+    base: Routing
+    kept_N: Tensor
+    """[N] bool."""
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        experts_TS, weights_TS = self.base(logits_TN.masked_fill(~self.kept_N, -torch.inf))
+        return Selection(experts_TS.masked_fill(~self.kept_N[experts_TS], NO_EXPERT), weights_TS)
+
+
+@dataclass(frozen=True)
+class AllExperts:
+    """Every expert on every token, weighted by the softmax over all of them (seed 000, "ALL")."""
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        return _every_expert(logits_TN, softmax(logits_TN))
+
+
+@dataclass(frozen=True)
+class SampledExperts:
+    """Knowledge augmentation (seed 000, methods.md §5.3): N−1 experts, gate = softmax over those.
+
+    With `probability` they are sampled without replacement from the gate distribution, otherwise they are the N−1
+    largest. One draw for the whole call (`per_token=False`: the distribution is the mean over tokens) or one per token.
+    """
+
+    probability: float
+    generator: torch.Generator
+    per_token: bool = False
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        tokens, experts = logits_TN.shape
+        count = max(1, experts - 1)
+        drawn = torch.rand(tokens if self.per_token else 1, 1, generator=self.generator) < self.probability
+        probabilities_TN = softmax(logits_TN.detach())
+        sampled_from = probabilities_TN if self.per_token else probabilities_TN.mean(dim=0, keepdim=True)
+        sampled_TS = sampled_from.multinomial(count, generator=self.generator).expand(tokens, count)
+        experts_TS = torch.where(drawn.to(logits_TN.device), sampled_TS, probabilities_TN.topk(count, dim=-1).indices)
+        return Selection(experts_TS, softmax(logits_TN.gather(-1, experts_TS)))
+
+
+@dataclass(frozen=True)
+class MixedExperts:
+    """DiEP's relaxed layer as the paper has it (seed 002 eq. 6, relaxation `paper`): y = β Σ_i ᾱ_i FFN_i(x).
+
+    ᾱ = softmax(α); every expert on every token, no router weight.
+    """
+
+    alpha_N: Tensor
+    beta: Tensor
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        mixture_N = self.beta * softmax(self.alpha_N)
+        return _every_expert(logits_TN, mixture_N.expand(logits_TN.shape[0], -1))
+
+
+@dataclass(frozen=True)
+class ShiftedLogits:
+    """DiEP relaxation `routed` (methods.md §2.2): the model's own rule on logits ζ + α, times β."""
+
+    base: Routing
+    alpha_N: Tensor
+    beta: Tensor
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        experts_TS, weights_TS = self.base(logits_TN + self.alpha_N.to(logits_TN.dtype))
+        return Selection(experts_TS, self.beta * weights_TS)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """DiEP relaxation `gated` (methods.md §2.2): y = β Σ_{i∈top-k} w_i · gate_i · FFN_i(x).
+
+    `gate_N` are the gates themselves, σ(α + 2) for DiEP and ones for gate gradients (methods.md §3.7).
+    """
+
+    base: Routing
+    gate_N: Tensor
+    beta: Tensor | float = 1.0
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        experts_TS, weights_TS = self.base(logits_TN)
+        return Selection(experts_TS, self.beta * weights_TS * self.gate_N[experts_TS])
+
+
+@dataclass(frozen=True)
+class HardMask:
+    """Pruning as it will be, re-routing included, with a straight-through gradient to the gates.
+
+    Forward: the base rule among open experts only (logits of the others −∞). Backward: each weight also carries the
+    gradient of its gate, as if it had been multiplied by it.
+    """
+
+    base: Routing
+    gate_N: Tensor
+    open_N: Tensor
+    """[N] bool."""
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        experts_TS, weights_TS = Masked(self.base, self.open_N)(logits_TN)
+        gate_TS = self.gate_N[experts_TS.clamp_min(0)]
+        return Selection(experts_TS, weights_TS * (1.0 + gate_TS - gate_TS.detach()))
+
+
+@dataclass(frozen=True)
+class Skipping:
+    """Adaptive skipping (seed 002 §4.3, methods.md §2.8): e_j (j ≥ 1) is skipped when w_ej < S·γ_j(e_0,e_j)·w_e0.
+
+    γ_j(e_0,e_j) = γ1_j · γ2(e_0,e_j). Threshold S scales γ; 0 skips nothing and leaves the base Selection untouched.
+    The first `keep` experts of a token are never skipped. The base must give slots sorted by weight, largest first.
+    """
+
+    base: Routing
+    gamma1_K: Tensor
+    """[K-1] the layer's calibration medians of w_ej / w_e0, j = 1..K-1."""
+    gamma2_NN: Tensor
+    """[N, N] CKA(e_0,e_j) over the layer's mean CKA; ones for NAEE's rule."""
+    threshold: float
+    normalise: bool
+    """Renormalise what is left after a skip: iff the model renormalises its top-k."""
+    keep: int = 1
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        experts_TS, weights_TS = self.base(logits_TN)
+        if self.threshold == 0 or experts_TS.shape[1] <= self.keep:
+            return Selection(experts_TS, weights_TS)
+        rest_TJ = experts_TS[:, 1:]
+        gamma_TJ = self.gamma1_K[: rest_TJ.shape[1]] * self.gamma2_NN[experts_TS[:, :1], rest_TJ]
+        skipped_TJ = weights_TS[:, 1:] < self.threshold * gamma_TJ * weights_TS[:, :1]
+        skipped_TJ[:, : self.keep - 1] = False
+        skipped_TS = torch.nn.functional.pad(skipped_TJ, (1, 0), value=False)
+        left_TS = weights_TS.masked_fill(skipped_TS, 0.0)
+        if self.normalise:  # only tokens that lost something, so that the others keep their weights to the bit
+            renormalised_TS = left_TS / left_TS.sum(dim=-1, keepdim=True)
+            left_TS = torch.where(skipped_TS.any(dim=-1, keepdim=True), renormalised_TS, left_TS)
+        return Selection(experts_TS.masked_fill(skipped_TS, NO_EXPERT), left_TS)
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension in float32 or better, whatever the model's dtype."""
+    return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _every_expert(logits_TN: Tensor, weights_TN: Tensor) -> Selection:
+    tokens, experts = logits_TN.shape
+    return Selection(torch.arange(experts, device=logits_TN.device).expand(tokens, experts), weights_TN)

@@ -1,0 +1,68 @@
+"""Tiny random checkpoints of every family, made by transformers, and what the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+MOE_SIZES = {"num_experts_per_tok": 2, "num_experts": 6}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": MOE_SIZES | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": MOE_SIZES | {"moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
+    "olmoe": MOE_SIZES,
+    "mistral": {},
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+}
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+
+
+def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A tiny random transformers model; weights large enough that differences would show in the logits."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[family](**(SIZES | FAMILIES[family] | changes))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.5 if "gate.weight" in name else 0.15)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def save_reference(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
+    """Save a tiny reference checkpoint (no tokenizer) and return the transformers model."""
+    model = reference_model(family, seed, **changes)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from a second thread, and parallel test workers lose by it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

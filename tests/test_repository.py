@@ -1,0 +1,257 @@
+"""What holds for the repository as a whole: import direction, frozen flags, the README's tree, the command reference.
+
+`python tests/test_repository.py --freeze` records the options that the commands have now in frozen_flags.json. It refuses
+to drop one that is there: others script against them.
+"""
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FROZEN_FLAGS = ROOT / "tests" / "frozen_flags.json"
+FOLDERS = ("engine", "calibrate", "compress")
+FORBIDDEN_IMPORTS = {
+    "engine": {"calibrate", "compress", "cli"},
+    "calibrate": {"compress", "cli"},
+    "compress": {"cli"},
+}
+FAMILIES = re.compile(r"mixtral|qwen|olmoe|llama|mistral|deepseek", re.IGNORECASE)
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+
+# Promised to those who script against the commands, on every one of them and on each.
+EVERYWHERE = "--json --device --dtype --seed --threads -v --debug".split()
+PROMISED = {
+    "prune": (
+        "-o --output --overwrite --resume --sparsity --experts --method --scope --uniform --min-experts --merge "
+        "--relaxation --epochs --learning-rate --reconstruction-weight --batch-size --statistics"
+    ),
+    "calibrate": "-o --output --overwrite --data --samples --sequence-length",
+    "inspect": "",
+    "evaluate": "--data --metric --tasks",
+    "generate": "-p -n --temperature --top-p --top-k --stop --skip-threshold",
+    "bench": "-p -n -r -d -b -o --skip-threshold --backend",
+}
+
+
+# Imports
+
+
+def package_files():
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))] + [ROOT / "cli.py"]
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(path):
+    """Every module that a file imports, at its top or inside a function; `from a import b` gives both a and a.b."""
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                base = f"{above}.{base}".rstrip(".")
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_go_one_way(folder):
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in imported_names(path)
+        if name.split(".")[0] in FORBIDDEN_IMPORTS[folder]
+    }
+    assert not wrong
+
+
+def find_cycle(graph):
+    """One cycle of a graph {node: set of nodes} as a list of nodes, or None."""
+    finished = set()
+
+    def visit(node, trail):
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in finished:
+            return None
+        found = next(filter(None, (visit(after, [*trail, node]) for after in sorted(graph[node]))), None)
+        finished.add(node)
+        return found
+
+    return next(filter(None, (visit(node, []) for node in sorted(graph))), None)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_import_cycle_inside_a_folder(folder):
+    paths = {module_name(path): path for path in (ROOT / folder).rglob("*.py")}
+    graph = {}
+    for module, path in paths.items():
+        names = set(imported_names(path)) & set(paths)
+        # `from engine import errors` names the package too, but needs only the module.
+        graph[module] = {name for name in names if not any(other.startswith(f"{name}.") for other in names)} - {module}
+    assert find_cycle(graph) is None
+
+
+def test_cycles_are_found():
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"c"}, "b": {"c"}, "c": set()}) is None
+
+
+# Code
+
+
+def test_only_the_architecture_table_names_families():
+    named = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in package_files()
+        if path != ROOT / "engine" / "architectures.py"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if FAMILIES.search(line)
+    ]
+    assert not named
+
+
+def unpickling(path):
+    for name in imported_names(path):
+        if name.split(".")[0] in UNPICKLERS or name == "torch.load":
+            yield name
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and (node.value.id, node.attr)
+            in {
+                ("torch", "load"),
+                ("yaml", "load"),
+            }
+        ):
+            yield f"{node.value.id}.{node.attr}"
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            yield "allow_pickle"
+
+
+def test_nothing_is_unpickled():
+    scripts = [path for folder in ("tests", "examples", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
+    found = {f"{path.relative_to(ROOT)}: {name}" for path in [*package_files(), *scripts] for name in unpickling(path)}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import pickle", "def f():\n    from pickle import loads", "from torch import load", "x = torch.load('a')"]
+    + ["import numpy\nnumpy.load('a', allow_pickle=True)", "import yaml\nyaml.load('a')"],
+)
+def test_unpickling_is_found(code, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text(code)
+    assert list(unpickling(tmp_path / "a.py"))
+
+
+# Commands
+
+
+def options_by_command():
+    import cli
+
+    return {
+        name: sorted(
+            flag
+            for parameter in command.params
+            if isinstance(parameter, click.Option)
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        )
+        for name, command in sorted(cli.main.commands.items())
+    }
+
+
+@pytest.mark.parametrize("command", PROMISED)
+def test_promised_options_exist(command):
+    promised = {*PROMISED[command].split(), *EVERYWHERE}
+    assert promised <= set(options_by_command()[command])
+    assert promised <= set(json.loads(FROZEN_FLAGS.read_text(encoding="utf-8"))[command])
+
+
+def test_options_are_the_frozen_ones():
+    frozen = json.loads(FROZEN_FLAGS.read_text(encoding="utf-8"))
+    assert options_by_command() == frozen, "record new options with: python tests/test_repository.py --freeze"
+
+
+def freeze():
+    options = options_by_command()
+    frozen = json.loads(FROZEN_FLAGS.read_text(encoding="utf-8")) if FROZEN_FLAGS.exists() else {}
+    dropped = [
+        f"{command} {flag}"
+        for command, flags in frozen.items()
+        for flag in flags
+        if flag not in options.get(command, [])
+    ]
+    if dropped:
+        sys.exit(f"not frozen: {', '.join(dropped)} would be dropped, and others may script against them")
+    FROZEN_FLAGS.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
+
+
+# Documents
+
+
+def test_command_reference_is_current():
+    path = ROOT / "docs" / "generate_cli_reference.py"
+    specification = importlib.util.spec_from_file_location("generate_cli_reference", path)
+    generator = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(generator)
+    assert generator.REFERENCE.read_text(encoding="utf-8") == generator.render(), (
+        "write it with: python docs/generate_cli_reference.py"
+    )
+
+
+def tree_paths(markdown):
+    """The paths of a ```tree block: one name a line, then what it is; indented under its folder, which ends in a slash.
+
+    Lines drawn with box characters are read as if those were spaces.
+    """
+    block = re.search(r"^```tree\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
+    assert block, "the README has no ```tree block"
+    folders = []  # (indentation, path) of those that the current line may be in
+    for line in block[1].splitlines():
+        line = re.sub("[│├└─]", " ", line)
+        if not line.strip():
+            continue
+        indentation = len(line) - len(line.lstrip())
+        folders = [(other, path) for other, path in folders if other < indentation]
+        path = (folders[-1][1] if folders else "") + line.split()[0]
+        if path.endswith("/"):
+            folders.append((indentation, path))
+        yield path
+
+
+def test_readme_tree_is_true():
+    paths = list(tree_paths((ROOT / "README.md").read_text(encoding="utf-8")))
+    assert not [path for path in paths if not (ROOT / path).exists()], "in the README, and not in the repository"
+    files = [path.relative_to(ROOT).as_posix() for path in package_files() if path.name != "__init__.py"]
+    assert not sorted(set(files) - set(paths)), "in the repository, and not in the README"
+
+
+def test_tree_is_read():
+    drawn = "```tree\n├── engine/        what runs\n│   ├── model.py   the decoder\n│   └── a/\n│       └── b.py\n└── cli.py\n```"
+    plain = "```tree\nengine/   what runs\n  model.py   the decoder\n\n  a/\n    b.py\ncli.py\n```\n"
+    for markdown in (drawn, plain):
+        assert list(tree_paths(markdown)) == ["engine/", "engine/model.py", "engine/a/", "engine/a/b.py", "cli.py"]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--freeze"]:
+        sys.exit("usage: python tests/test_repository.py --freeze")
+    freeze()
