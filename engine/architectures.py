@@ -300,7 +300,7 @@ def _block_config_counts(blocks: Any, counts: list[int]) -> list[int]:
             raise CheckpointError(
                 f"config.json: block_configs[{index}] lacks ffn.moe.num_local_experts"
             ) from error
-        if not isinstance(kept, int) or isinstance(kept, bool) or not 0 <= kept <= count or (kept == 0) != (count == 0):
+        if type(kept) is not int or not 0 <= kept <= count or (kept == 0) != (count == 0):
             raise CheckpointError(
                 f"config.json: block_configs[{index}].ffn.moe.num_local_experts is {kept!r}; layer {index} can hold "
                 f"{'no experts' if count == 0 else f'1 to {count}'}"

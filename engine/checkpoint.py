@@ -240,9 +240,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     except Exception as error:  # tokenizers raises plain Exception for damaged files
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
-    if len(tokenizer) > checkpoint.config.vocabulary_size:
+    vocabulary = checkpoint.config.vocabulary_size
+    # Models pad their vocabulary a little; a tokenizer that is larger, or much smaller, belongs to another model.
+    if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
         raise CheckpointError(
-            f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {checkpoint.config.vocabulary_size}; "
-            "it is of another model"
+            f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; it is of another model"
         )
     return tokenizer

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from engine.routing import NO_EXPERT, Routing, Selection
 
+ExpertObserver = Callable[[int, Tensor, Tensor], None]
+
 SPARSE_MAX_TOKENS = 4
 """Up to this many tokens the sparse path is taken when no gradient is needed: with more, experts begin to be shared."""
 
@@ -61,6 +63,7 @@ class MoeBlock(nn.Module):
         self.shared = shared
         self.shared_gate_1D = None if shared_gate_1D is None else nn.Parameter(shared_gate_1D, requires_grad=False)
         self.observer: Callable[[Tensor, Tensor, Selection], None] | None = None
+        self.expert_observer: ExpertObserver | None = None
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
@@ -68,17 +71,19 @@ class MoeBlock(nn.Module):
         selection = self.routing(logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
-        y_TD = route_through(x_TD, selection, self.experts)
+        y_TD = route_through(x_TD, selection, self.experts, self.expert_observer)
         if self.shared is not None and self.shared_gate_1D is not None:
             y_TD = y_TD + torch.sigmoid(F.linear(x_TD, self.shared_gate_1D)) * self.shared(x_TD)
         return y_TD
 
 
-def route_through(x_TD: Tensor, selection: Selection, experts: nn.ModuleList) -> Tensor:
+def route_through(
+    x_TD: Tensor, selection: Selection, experts: nn.ModuleList, observer: ExpertObserver | None = None
+) -> Tensor:
     """The routed output Σ_slots weight · FFN_expert(x), [T, D]; empty slots cost nothing."""
-    if x_TD.shape[0] <= SPARSE_MAX_TOKENS and not torch.is_grad_enabled():
+    if x_TD.shape[0] <= SPARSE_MAX_TOKENS and observer is None and not torch.is_grad_enabled():
         return sparse(x_TD, selection, experts)
-    return grouped(x_TD, selection, experts)
+    return grouped(x_TD, selection, experts, observer)
 
 
 def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList) -> Tensor:
@@ -92,7 +97,9 @@ def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList) -> Tensor
     return y_TD
 
 
-def grouped(x_TD: Tensor, selection: Selection, experts: nn.ModuleList) -> Tensor:
+def grouped(
+    x_TD: Tensor, selection: Selection, experts: nn.ModuleList, observer: ExpertObserver | None = None
+) -> Tensor:
     """One product per expert over its tokens.
 
     Slots are sorted by expert once and the results put back by the inverse permutation: gathers in both directions,
@@ -101,17 +108,17 @@ def grouped(x_TD: Tensor, selection: Selection, experts: nn.ModuleList) -> Tenso
     tokens, slots = selection.experts.shape
     flat = selection.experts.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat + 1, minlength=len(experts) + 1).tolist()
-    empty, counts = counts[0], counts[1:]
+    empty, *counts = torch.bincount(flat + 1, minlength=len(experts) + 1).tolist()
     order_R = order[empty:]
-    weights_R = selection.weights.reshape(-1)[order_R].to(x_TD.dtype)
     pieces = x_TD[order_R // slots].split(counts)
-    outputs = [expert(piece) for expert, piece in zip(experts, pieces, strict=True) if piece.shape[0]]
-    if not outputs:
-        return torch.zeros_like(x_TD)
-    y_RD = torch.cat(outputs) * weights_R[:, None]
-    if empty:
-        y_RD = torch.cat([y_RD.new_zeros(empty, y_RD.shape[1]), y_RD])
+    weights = selection.weights.reshape(-1)[order_R].to(x_TD.dtype).split(counts)
+    outputs = [x_TD.new_zeros(empty, x_TD.shape[1])]
+    for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
+        if piece.shape[0]:
+            output = experts[index](piece)
+            if observer is not None:
+                observer(index, output, weight)
+            outputs.append(output * weight[:, None])
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
-    return y_RD[inverse].view(tokens, slots, -1).sum(dim=1)
+    return torch.cat(outputs)[inverse].view(tokens, slots, -1).sum(dim=1)

@@ -5,7 +5,11 @@ class and shrinks each layer to its entry in `block_configs`, so the directory l
 where this package is not installed. The config stays of the family's own class.
 """
 
+from pathlib import Path
+
+from engine.architectures import ARCHITECTURES
 from engine.errors import UnsupportedError
+from engine.json_file import load_json
 
 FILE_NAME = "modeling_compressed.py"
 
@@ -63,3 +67,12 @@ def render(causal_lm_class: str) -> str:
 def auto_map() -> dict[str, str]:
     """The `auto_map` entry of `config.json` that makes transformers load the file."""
     return {"AutoModelForCausalLM": "modeling_compressed.CompressedForCausalLM"}
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether the directory's modelling file is, byte for byte, one that this module writes, and so may be run."""
+    config, source = directory / "config.json", directory / FILE_NAME
+    if not config.is_file() or not source.is_file():
+        return False
+    row = ARCHITECTURES.get(load_json(config, "model config").get("model_type", ""))
+    return row is not None and source.read_text(encoding="utf-8") == render(row.causal_lm_class)

@@ -1,7 +1,7 @@
 """What holds for the repository as a whole: import direction, frozen flags, the README's tree, the command reference.
 
-`python tests/test_repository.py --freeze` records the options that the commands have now in frozen_flags.json. It refuses
-to drop one that is there: others script against them.
+`python tests/test_repository.py --freeze` records the options that the commands have now in frozen_flags.json. It
+refuses to drop one that is there: others script against them.
 """
 
 import ast
@@ -26,7 +26,7 @@ FAMILIES = re.compile(r"mixtral|qwen|olmoe|llama|mistral|deepseek", re.IGNORECAS
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 # Promised to those who script against the commands, on every one of them and on each.
-EVERYWHERE = "--json --device --dtype --seed --threads -v --debug".split()
+EVERYWHERE = ["--json", "--device", "--dtype", "--seed", "--threads", "-v", "--debug"]
 PROMISED = {
     "prune": (
         "-o --output --overwrite --resume --sparsity --experts --method --scope --uniform --min-experts --merge "
@@ -152,8 +152,14 @@ def test_nothing_is_unpickled():
 
 @pytest.mark.parametrize(
     "code",
-    ["import pickle", "def f():\n    from pickle import loads", "from torch import load", "x = torch.load('a')"]
-    + ["import numpy\nnumpy.load('a', allow_pickle=True)", "import yaml\nyaml.load('a')"],
+    [
+        "import pickle",
+        "def f():\n    from pickle import loads",
+        "from torch import load",
+        "x = torch.load('a')",
+        "import numpy\nnumpy.load('a', allow_pickle=True)",
+        "import yaml\nyaml.load('a')",
+    ],
 )
 def test_unpickling_is_found(code, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
@@ -245,8 +251,8 @@ def test_readme_tree_is_true():
 
 
 def test_tree_is_read():
-    drawn = "```tree\n├── engine/        what runs\n│   ├── model.py   the decoder\n│   └── a/\n│       └── b.py\n└── cli.py\n```"
-    plain = "```tree\nengine/   what runs\n  model.py   the decoder\n\n  a/\n    b.py\ncli.py\n```\n"
+    drawn = "```tree\n├── engine/   what runs\n│   ├── model.py  it\n│   └── a/\n│       └── b.py\n└── cli.py\n```"
+    plain = "```tree\nengine/   what runs\n  model.py   it\n\n  a/\n    b.py\ncli.py\n```\n"
     for markdown in (drawn, plain):
         assert list(tree_paths(markdown)) == ["engine/", "engine/model.py", "engine/a/", "engine/a/b.py", "cli.py"]
 

@@ -1,0 +1,120 @@
+"""Calibration: one streaming pass over text, every statistic of every MoE layer (methods.md §1).
+
+Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, D hidden, R tokens routed to one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from calibrate.similarity import linear_cka, rbf_cka
+from calibrate.statistics import LayerStatistics, Statistics
+from engine.checkpoint import Checkpoint
+from engine.experts import MoeBlock
+from engine.model import DecoderLayer
+from engine.routing import Selection, softmax
+from engine.streaming import stream_layers
+
+SIMILARITY_TOKENS = 256
+"""Every expert is run on the same sample of this many tokens for CKA."""
+
+
+def collect(
+    checkpoint: Checkpoint,
+    tokens_SL: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Statistics:
+    """Statistics of a checkpoint on token sequences, one layer in memory at a time."""
+    layers: dict[int, LayerStatistics] = {}
+    chosen = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
+    sample_T = chosen[:SIMILARITY_TOKENS].sort().values
+
+    def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
+        block = layer.feed_forward
+        if not isinstance(block, MoeBlock):
+            return None
+        collector = LayerCollector(block, sample_T.to(device))
+
+        def finish() -> None:
+            layers[index] = collector.statistics()
+
+        return finish
+
+    stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, progress=progress).close()
+    header = {
+        "model": checkpoint.fingerprint(),
+        "tokens": tokens_SL.numel(),
+        "sequence_length": tokens_SL.shape[1],
+        "seed": seed,
+    }
+    return Statistics(layers, header)
+
+
+class LayerCollector:
+    """Watches one MoE block and sums up, in float64, what every method needs."""
+
+    def __init__(self, block: MoeBlock, sample_T: Tensor) -> None:
+        """sample_T: sorted indices into the flat sequence of all tokens, whose inputs are kept for CKA."""
+        experts, hidden = block.router_ND.shape
+        self.block, self.sample_T, self.seen = block, sample_T, 0
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=block.router_ND.device)
+
+        self.tokens_routed, self.probability, self.routed_probability = zeros(experts), zeros(experts), zeros(experts)
+        self.weight, self.weighted_norm = zeros(experts), zeros(experts)
+        self.norm, self.squared_norm, self.output = zeros(experts), zeros(experts), zeros(experts, hidden)
+        self.ratios: list[Tensor] = []
+        self.samples: list[Tensor] = []
+        block.observer = self.see_routing
+        block.expert_observer = self.see_expert
+
+    def see_routing(self, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
+        """Router statistics of one batch."""
+        probabilities_TN = softmax(logits_TN).double()
+        experts_TK, weights_TK = selection
+        self.probability += probabilities_TN.sum(0)
+        self.routed_probability.index_add_(0, experts_TK.flatten(), probabilities_TN.gather(1, experts_TK).flatten())
+        ordered_TK = weights_TK.float().sort(dim=1, descending=True).values
+        self.ratios.append((ordered_TK[:, 1:] / ordered_TK[:, :1]).cpu())
+        here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + x_TD.shape[0])]
+        self.samples.append(x_TD[here - self.seen])
+        self.seen += x_TD.shape[0]
+
+    def see_expert(self, expert: int, output_RD: Tensor, weight_R: Tensor) -> None:
+        """Output statistics of one expert on the tokens routed to it."""
+        norms_R = output_RD.float().norm(dim=1).double()
+        self.tokens_routed[expert] += len(norms_R)
+        self.weight[expert] += weight_R.double().sum()
+        self.weighted_norm[expert] += (weight_R.double() * norms_R).sum()
+        self.norm[expert] += norms_R.sum()
+        self.squared_norm[expert] += norms_R.square().sum()
+        self.output[expert] += output_RD.sum(0, dtype=torch.float64 if output_RD.is_cpu else torch.float32)
+
+    def statistics(self) -> LayerStatistics:
+        """The sums as LayerStatistics; runs every expert on the sample for CKA."""
+        sample_TD = torch.cat(self.samples)
+        outputs_NTD = torch.stack([expert(sample_TD).float() for expert in self.block.experts])
+        unselected = 1.0 - self.routed_probability.sum() / max(self.seen, 1)
+        return LayerStatistics(
+            tokens=torch.tensor(self.seen),
+            tokens_routed=self.tokens_routed.long().cpu(),
+            probability_sum=self.probability.cpu(),
+            routed_probability_sum=self.routed_probability.cpu(),
+            weight_sum=self.weight.cpu(),
+            weighted_norm_sum=self.weighted_norm.cpu(),
+            norm_sum=self.norm.cpu(),
+            squared_norm_sum=self.squared_norm.cpu(),
+            output_sum=self.output.float().cpu(),
+            weight_ratio_median=torch.cat(self.ratios).median(dim=0).values,
+            linear_cka=linear_cka(outputs_NTD).cpu(),
+            rbf_cka=rbf_cka(outputs_NTD).cpu(),
+            unselected_probability_share=unselected.cpu(),
+        )

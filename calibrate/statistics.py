@@ -1,0 +1,120 @@
+"""What calibration saw, as one file that every method reads: safetensors with a JSON header.
+
+Shape suffixes: N routed experts of the layer, K the model's top-k, D hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.architectures import DecoderConfig
+from engine.errors import DataError, OutputError
+from engine.safetensors_file import SafetensorsFile
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class LayerStatistics:
+    """One MoE layer (methods.md §1). Sums run over calibration tokens; "routed" means the router selected the expert."""
+
+    tokens: Tensor
+    """[] tokens seen."""
+    tokens_routed: Tensor
+    """[N] tokens routed to each expert."""
+    probability_sum: Tensor
+    """[N] router probability summed over all tokens."""
+    routed_probability_sum: Tensor
+    """[N] router probability summed over routed tokens."""
+    weight_sum: Tensor
+    """[N] the weight that the model really uses, summed over routed tokens."""
+    weighted_norm_sum: Tensor
+    """[N] Σ weight · ‖FFN_i(x)‖₂ over routed tokens (REAP)."""
+    norm_sum: Tensor
+    """[N] Σ ‖FFN_i(x)‖₂ over routed tokens."""
+    squared_norm_sum: Tensor
+    """[N] Σ ‖FFN_i(x)‖₂² over routed tokens."""
+    output_sum: Tensor
+    """[N, D] Σ FFN_i(x) over routed tokens."""
+    weight_ratio_median: Tensor
+    """[K-1] median over tokens of w_{e_j} / w_{e_0}, j = 1..K-1 (γ1 of methods.md §2.8)."""
+    linear_cka: Tensor
+    """[N, N] of expert outputs, every expert run on the same sample of tokens."""
+    rbf_cka: Tensor
+    """[N, N] likewise."""
+    unselected_probability_share: Tensor
+    """[] share of router probability that goes to experts not selected (figure 1 of seed 000)."""
+
+
+@dataclass
+class Statistics:
+    """Statistics of every MoE layer by decoder layer index, and which model and text they are of."""
+
+    layers: dict[int, LayerStatistics]
+    header: dict[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Write the file, replacing an old one only when whole."""
+        from safetensors.torch import save_file
+
+        tensors = {
+            f"layers.{index}.{field.name}": getattr(layer, field.name).contiguous()
+            for index, layer in self.layers.items()
+            for field in fields(LayerStatistics)
+        }
+        header = json.dumps({"schema_version": SCHEMA_VERSION} | self.header)
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            save_file(tensors, partial, metadata={"statistics": header})
+            partial.replace(path)
+        except OSError as error:
+            raise OutputError(
+                f"{path}: cannot write statistics ({error.strerror or error}); give another file"
+            ) from error
+
+
+def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
+    """Read a statistics file made for this model. Raises DataError where it is of another or not one at all."""
+    with SafetensorsFile(path) as file:
+        try:
+            header = json.loads(file.metadata.get("statistics", ""))
+            version = header["schema_version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: not a statistics file; make one with `compress calibrate`") from error
+        if version != SCHEMA_VERSION:
+            raise DataError(
+                f"{path}: statistics of schema {version}, this version reads {SCHEMA_VERSION}; calibrate again"
+            )
+        layers = {index: _read_layer(file, index, config, path) for index in config.moe_layers}
+    return Statistics(layers, header)
+
+
+def _read_layer(file: SafetensorsFile, index: int, config: DecoderConfig, path: Path) -> LayerStatistics:
+    moe = config.layers[index].moe
+    assert moe is not None
+    experts, per_token = moe.experts, moe.experts_per_token
+    shapes: Mapping[str, tuple[int, ...]] = {
+        "tokens": (),
+        "unselected_probability_share": (),
+        "output_sum": (experts, config.hidden_size),
+        "weight_ratio_median": (per_token - 1,),
+        "linear_cka": (experts, experts),
+        "rbf_cka": (experts, experts),
+    }
+    values = {}
+    for field in fields(LayerStatistics):
+        name = f"layers.{index}.{field.name}"
+        shape = shapes.get(field.name, (experts,))
+        if name not in file.entries or file.entries[name].shape != shape:
+            raise DataError(f"{path}: {name} is missing or of another shape; these statistics are of another model")
+        values[field.name] = file.tensor(name).clone()
+        if not bool(torch.isfinite(values[field.name]).all()):
+            raise DataError(f"{path}: {name} holds NaN or infinity; calibrate again")
+    return LayerStatistics(**values)

@@ -1,0 +1,432 @@
+"""The `compress` command: parse, call, print. No logic lives here."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.errors import CompressError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+PRUNE_METHODS = ("diep", "frequency", "reap", "man", "mc-moe", "fisher", "taylor", "random")
+MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
+
+
+@dataclass(frozen=True)
+class Common:
+    """Options of every command."""
+
+    json: bool
+    device: str
+    dtype: str
+    seed: int
+    threads: int | None
+    verbose: bool
+    debug: bool
+
+    def torch_dtype(self) -> Any:
+        """None for auto."""
+        import torch
+
+        return None if self.dtype == "auto" else getattr(torch, self.dtype)
+
+
+def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+    """Add the options of every command; run it; print its result, or one line of what is wrong."""
+
+    @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there.")
+    @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to compute.")
+    @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: as stored.")
+    @click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same result.")
+    @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; all cores by default.")
+    @click.option("-v", "--verbose", is_flag=True, help="Say more on stderr.")
+    @click.option("--debug", is_flag=True, help="Show tracebacks.")
+    @functools.wraps(function)
+    def run(
+        as_json: bool, device: str, dtype: str, seed: int, threads: int | None, verbose: bool, debug: bool, **own: Any
+    ) -> None:
+        common = Common(as_json, device, dtype, seed, threads, verbose, debug)
+        try:
+            prepare_process(common)
+            result = function(common, **own)
+        except CompressError as error:
+            if debug:
+                raise
+            click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            sys.exit(130)
+        if as_json:
+            click.echo(json.dumps(result, allow_nan=False))
+
+    return run
+
+
+def prepare_process(common: Common) -> None:
+    """Threads, and quiet libraries unless asked otherwise."""
+    import torch
+
+    if common.threads is not None:
+        torch.set_num_threads(common.threads)
+    if not common.verbose:
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def chosen_device(common: Common) -> str:
+    """`auto` resolved; CUDA where there is none is refused."""
+    from engine.generate import resolve_device
+
+    return str(resolve_device(common.device))
+
+
+def progress_bar(iterable: Iterable[Any], description: str) -> Iterable[Any]:
+    """A bar on stderr, on a terminal, for whatever takes over two seconds."""
+    from tqdm import tqdm
+
+    bar: Iterable[Any] = tqdm(iterable, desc=description, delay=2, leave=False, disable=None)
+    return bar
+
+
+def say(common: Common, text: str) -> None:
+    """What people read: on stdout, or on stderr when stdout is for a machine."""
+    click.echo(text, err=common.json)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size(count: float | None) -> str:
+    """Bytes for people."""
+    if count is None:
+        return "–"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure, or a dash where it was not measured."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="moe-compress", prog_name="compress")
+def main() -> None:
+    """Make a Mixture-of-Experts language model small, write it as safetensors, run it, and say what it costs."""
+
+
+@main.command()
+@click.argument("model", default="demo")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]")
+@click.option("--sparsity", type=float, help="Share of all experts to remove, between 0 and 1.")
+@click.option("--experts", type=int, help="Experts to keep per layer (on average), instead of --sparsity.")
+@click.option("--method", type=click.Choice(PRUNE_METHODS), default="diep", show_default=True, help="Criterion.")
+@click.option("--scope", type=click.Choice(("global", "layer")), default="global", show_default=True,
+              help="Rank the experts of all layers together, or cut each layer by the same share.")
+@click.option("--uniform", is_flag=True, help="Same count in every layer: a plain checkpoint of its family.")
+@click.option("--min-experts", type=int, default=0, help="Least experts per layer.  [default: experts per token]")
+@click.option("--merge", type=click.Choice(("none",)), default="none", show_default=True,
+              help="What becomes of removed experts.")
+@click.option("--relaxation", type=click.Choice(("paper", "routed", "gated")), default="gated", show_default=True,
+              help="DiEP: the relaxed layer.")
+@click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, help="DiEP: passes over the text.")
+@click.option("--learning-rate", type=float, help="DiEP: of α and β.  [default: by relaxation]")
+@click.option("--reconstruction-weight", type=float, default=0.01, show_default=True, help="DiEP: λ.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP: sequences a step.")
+@click.option("--pressure", type=float, help="DiEP, gated: μ.  [default: by relaxation]")
+@click.option("--start", type=click.Choice(("zero", "fisher")), help="DiEP: start of α.  [default: by relaxation]")
+@click.option("--score", type=click.Choice(("raw", "normalised")),
+              help="DiEP: rank by α·β or by N·softmax(α)·β.  [default: by relaxation]")
+@click.option("--data", help="Calibration text: file, folder, .jsonl, 'stdlib' or a dataset id.")
+@click.option("--samples", type=int, default=128, show_default=True, help="Calibration sequences.")
+@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
+@click.option("--evaluation-samples", type=int, default=32, show_default=True,
+              help="Held-out sequences for perplexity before and after; 0 for none.")
+@click.option("--statistics", type=click.Path(path_type=Path), help="Use a file of `compress calibrate`.")
+@click.option("--plan", type=click.Path(path_type=Path), help="Carry out this plan instead of making one.")
+@click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing result.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+@common_options
+def prune(common: Common, **options: Any) -> dict[str, Any]:
+    """Remove experts from MODEL and write the smaller model.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    """
+    from compress.prune import prune as run
+
+    figures = run(_prune_options(common, **options), progress_bar)
+    rows = [
+        ["", "before", "after"],
+        ["experts", str(figures["experts_before"]), str(figures["experts_after"])],
+        ["parameters", f"{figures['parameters_before']:,}", f"{figures['parameters_after']:,}"],
+        ["weights", size(figures["bytes_before"]), size(figures["bytes_after"])],
+        ["perplexity", number(figures["perplexity_before"]), number(figures["perplexity_after"])],
+    ]
+    say(common, table(rows))
+    say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
+    say(
+        common,
+        f"{figures['artifact']}: written in {figures['seconds']:.1f} s, "
+        f"peak memory {size(figures['peak_memory_bytes'])}",
+    )
+    return figures
+
+
+def _prune_options(common: Common, **given: Any) -> Any:
+    from compress.diep import DiepOptions
+    from compress.prune import CalibrationOptions, PruneOptions
+    from compress.selection import Budget
+    from engine.errors import OptionError
+
+    if given["plan"] is None and (given["sparsity"] is None) == (given["experts"] is None):
+        raise OptionError("give --sparsity or --experts (one of them), or a ready-made --plan")
+    if given["uniform"] and given["method"] == "diep" and given["scope"] == "layer":
+        given["uniform"] = False
+    budget = Budget(
+        sparsity=given["sparsity"],
+        experts=given["experts"],
+        scope="layer" if given["uniform"] else given["scope"],
+        min_experts=given["min_experts"],
+    )
+    model = given["model"]
+    return PruneOptions(
+        model=model,
+        output=given["output"] or Path(f"{Path(model).name}-{given['method']}"),
+        budget=None if given["plan"] is not None else budget,
+        method=given["method"],
+        diep=DiepOptions(
+            relaxation=given["relaxation"],
+            epochs=given["epochs"],
+            batch_size=given["batch_size"],
+            learning_rate=given["learning_rate"],
+            reconstruction_weight=given["reconstruction_weight"],
+            pressure=given["pressure"],
+            start=given["start"],
+            score=given["score"],
+            seed=common.seed,
+        ),
+        calibration=CalibrationOptions(
+            data=given["data"],
+            samples=given["samples"],
+            sequence_length=given["sequence_length"],
+            evaluation_samples=given["evaluation_samples"],
+            seed=common.seed,
+        ),
+        statistics=given["statistics"],
+        plan=given["plan"],
+        plan_output=given["plan_output"],
+        dtype=common.torch_dtype(),
+        device=chosen_device(common),
+        overwrite=given["overwrite"],
+        resume=given["resume"],
+    )
+
+
+@main.command()
+@click.argument("model", default="demo")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
+@click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id.")
+@click.option("--samples", type=int, default=128, show_default=True, help="Sequences.")
+@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@common_options
+def calibrate(common: Common, **options: Any) -> dict[str, Any]:
+    """Run text through MODEL once and save what every method reads.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    """
+    from compress.prune import CalibrationOptions, calibrate_to_file
+
+    result = calibrate_to_file(
+        options["model"],
+        options["output"],
+        CalibrationOptions(options["data"], options["samples"], options["sequence_length"], 0, common.seed),
+        dtype=common.torch_dtype(),
+        device=chosen_device(common),
+        overwrite=options["overwrite"],
+        progress=progress_bar,
+    )
+    say(
+        common,
+        f"{result['statistics']}: {result['tokens']:,} tokens in {result['seconds']:.1f} s, "
+        f"peak memory {size(result['peak_memory_bytes'])}",
+    )
+    return result
+
+
+@main.command()
+@click.argument("path", default="demo")
+@click.option("--checksums", is_flag=True, help="Also compare every file with the artifact's checksums.")
+@common_options
+def inspect(common: Common, path: str, checksums: bool) -> dict[str, Any]:
+    """Say what a checkpoint or artifact is, and check that it is whole."""
+    from engine.inspect import inspect as run
+
+    result = run(path, checksums=checksums, progress=progress_bar)
+    shown = {key: value for key, value in result.items() if key != "provenance"}
+    say(common, table([[key.replace("_", " "), _shown(key, value)] for key, value in shown.items()]))
+    if result["provenance"]:
+        say(common, f"made by method {result['provenance']['method']} from {result['provenance']['source']['model']}")
+    return result
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == "bytes":
+        return size(value)
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "–"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+@main.command()
+@click.argument("model", default="demo")
+@click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id.")
+@click.option("--metric", type=click.Choice(("perplexity",)), default="perplexity", show_default=True, help="Figure.")
+@click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, instead of a metric.")
+@click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
+@click.option("--samples", type=int, default=32, show_default=True, help="Sequences.")
+@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
+@click.option("--split", type=click.Choice(("held-out", "calibration", "all")), default="held-out", show_default=True,
+              help="Part of the text; calibration never sees 'held-out'.")
+@common_options
+def evaluate(common: Common, **options: Any) -> dict[str, Any]:
+    """Measure the quality of MODEL.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    """
+    from compress.prune import CalibrationOptions, evaluate_model, evaluate_tasks
+
+    device = chosen_device(common)
+    if options["tasks"]:
+        result = evaluate_tasks(options["model"], options["tasks"].split(","), limit=options["limit"], device=device)
+        say(common, table([["task", "value"], *([name, str(value)] for name, value in result["value"].items())]))
+        return result
+    result = evaluate_model(
+        options["model"],
+        CalibrationOptions(options["data"], options["samples"], options["sequence_length"], 0, common.seed),
+        split=options["split"],
+        dtype=common.torch_dtype(),
+        device=device,
+        progress=progress_bar,
+    )
+    say(common, f"{result['metric']} {result['value']:.4f} on {result['tokens']:,} tokens in {result['seconds']:.1f} s")
+    return result
+
+
+@main.command()
+@click.argument("model", default="demo")
+@click.option("-p", "--prompt", multiple=True, required=True, help="Text to continue; may be given several times.")
+@click.option("-n", "--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Smallest set with this probability.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Likeliest k only; 0 for all.")
+@click.option("--stop", multiple=True, help="Text to stop at; may be given several times.")
+@click.option("--skip-threshold", type=float, default=0.0, show_default=True,
+              help="Skip unneeded experts: 0 off, 1 the calibrated rule, higher skips more.")
+@click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
+@common_options
+def generate(common: Common, **options: Any) -> dict[str, Any]:
+    """Continue a text with MODEL, then report what it cost.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    """
+    from engine.generate import Engine
+    from engine.sampling import SamplingOptions
+
+    engine = Engine.open(
+        options["model"],
+        device=common.device,
+        dtype=common.dtype,
+        threads=common.threads,
+        skip_threshold=options["skip_threshold"],
+        skip_min_experts=options["skip_min_experts"],
+    )
+    prompts = list(options["prompt"])
+    generations = engine.generate(
+        prompts,
+        max_new_tokens=options["tokens"],
+        sampling=SamplingOptions(options["temperature"], options["top_p"], options["top_k"], common.seed),
+        stop=list(options["stop"]),
+    )
+    report = engine.report()
+    for prompt, generation in zip(prompts, generations, strict=True):
+        say(common, f"{prompt}{generation.text}\n")
+    say(
+        common,
+        f"{report.generated_tokens} tokens, {number(report.tokens_per_second, 1)} tokens/s, first after "
+        f"{report.time_to_first_token_seconds:.2f} s, peak memory {size(report.peak_memory_bytes)}, "
+        f"experts skipped {report.experts_skipped_share:.0%}",
+    )
+    texts = [generation.text for generation in generations]
+    return {
+        "text": texts[0] if len(texts) == 1 else texts,
+        "prompt_tokens": report.prompt_tokens,
+        "generated_tokens": report.generated_tokens,
+        "time_to_first_token_seconds": report.time_to_first_token_seconds,
+        "tokens_per_second": report.tokens_per_second,
+        "peak_memory_bytes": report.peak_memory_bytes,
+        "experts_skipped_share": report.experts_skipped_share,
+        "experts_skipped_share_per_layer": report.experts_skipped_share_per_layer,
+    }
+
+
+@main.command()
+@click.argument("models", nargs=-1)
+@click.option("-p", "--prompt-tokens", type=int, default=512, show_default=True, help="Prefill test; 0 for none.")
+@click.option("-n", "--generated-tokens", type=int, default=128, show_default=True, help="Decode test; 0 for none.")
+@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of each test.")
+@click.option("-d", "--depth", type=int, default=0, show_default=True, help="Tokens already in the cache.")
+@click.option("-b", "--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
+@click.option("-o", "--output-format", type=click.Choice(("md", "csv", "json", "jsonl")), default="md",
+              show_default=True, help="How rows are printed.")
+@click.option("--skip-threshold", type=float, default=0.0, show_default=True, help="Skip unneeded experts.")
+@click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
+@click.option("--backend", type=click.Choice(("torch", "transformers")), multiple=True,
+              help="torch is ours; may be given several times.  [default: torch]")
+@common_options
+def bench(common: Common, **options: Any) -> dict[str, Any]:
+    """Measure tokens/s and memory of one or more models, side by side, each in its own process."""
+    from engine.bench import bench_models, format_rows
+
+    rows = bench_models(
+        list(options["models"]) or ["demo"],
+        list(options["backend"]) or ["torch"],
+        prompt_tokens=options["prompt_tokens"],
+        generated_tokens=options["generated_tokens"],
+        repetitions=options["repetitions"],
+        depth=options["depth"],
+        batch=options["batch"],
+        skip_threshold=options["skip_threshold"],
+        skip_min_experts=options["skip_min_experts"],
+        device=common.device,
+        dtype=common.dtype,
+        threads=common.threads,
+        seed=common.seed,
+    )
+    say(common, format_rows(rows, options["output_format"]))
+    return {"rows": rows}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Carry out a Plan: read a checkpoint tensor by tensor, write the smaller one shard by shard, never holding a layer whole.
+
+Shape suffixes: F expert width, D hidden, M experts of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan
+from engine import remote_code
+from engine.architectures import (
+    as_dense,
+    decoder_config,
+    dense_tensor,
+    expected_tensors,
+    expert_tensor,
+    router_tensor,
+    shared_tensor,
+    with_experts,
+)
+from engine.checkpoint import Checkpoint
+from engine.json_file import write_json
+from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
+
+DOWN = 2
+"""The projection whose columns, not rows, are the hidden units."""
+_RELEASE_EVERY_BYTES = 64 << 20
+
+
+def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise PlanError unless the plan is for this checkpoint."""
+    moes = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
+    experts = {index: moe.experts for index, moe in moes.items() if moe is not None}
+    width = next((moe.expert_width for moe in moes.values() if moe is not None), 0)
+    check_plan(plan, experts, width, checkpoint.config.architecture.shared_expert)
+
+
+def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+    """config.json of the result."""
+    raw = checkpoint.raw_config
+    if plan.kind == "dense":
+        return as_dense(raw, _dense_width(plan, checkpoint))
+    counts = [len(plan.layers[index]) if index in plan.layers else 0 for index in range(len(checkpoint.config.layers))]
+    changed = with_experts(raw, counts) | {"architectures": [checkpoint.config.architecture.causal_lm_class]}
+    return changed if plan.is_uniform else changed | {"auto_map": remote_code.auto_map()}
+
+
+def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
+    layer, (expert,) = next(iter(plan.layers.items()))
+    moe = checkpoint.config.layers[layer].moe
+    assert moe is not None
+    widths = [moe.shared_width if p.sources[0].expert == SHARED_EXPERT else moe.expert_width for p in expert.parts]
+    return sum(widths)
+
+
+def apply(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    directory: Path,
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> None:
+    """Write config, weights and, where layers differ in experts, the modelling file into an empty directory."""
+    check_fits(plan, checkpoint)
+    raw = planned_config(plan, checkpoint)
+    config = decoder_config(raw)
+    made = _made_tensors(plan, checkpoint)
+    shapes = expected_tensors(config)
+    layout = {name: (_dtype(name, checkpoint), shape) for name, shape in shapes.items()}
+    read = 0
+    with ShardWriter(directory, layout, shard_bytes) as writer:
+        for name in progress(list(shapes)):
+            tensor = made[name]() if name in made else checkpoint.tensor(name)
+            writer.add(name, tensor.to(layout[name][0]))
+            read += tensor.numel() * tensor.element_size()
+            if read > _RELEASE_EVERY_BYTES:
+                del tensor
+                checkpoint.release()
+                read = 0
+    write_json(directory / "config.json", raw)
+    if "auto_map" in raw:
+        source = remote_code.render(checkpoint.config.architecture.causal_lm_class)
+        (directory / remote_code.FILE_NAME).write_text(source, encoding="utf-8")
+
+
+def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    """Unchanged tensors keep their dtype; experts and routers are stored as the model's first expert is."""
+    return checkpoint.dtype(name) if name in checkpoint.shapes else checkpoint.model_dtype
+
+
+def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
+    """How to make each tensor that is not copied under its own name, without making any yet."""
+    row = checkpoint.config.architecture
+    made: dict[str, Callable[[], Tensor]] = {}
+    for layer, experts in plan.layers.items():
+        for index, expert in enumerate(experts):
+            for projection in range(3):
+                name = (
+                    dense_tensor(layer, projection)
+                    if plan.kind == "dense"
+                    else expert_tensor(row, layer, index, projection)
+                )
+                made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
+        if plan.kind == "moe":
+            made[router_tensor(row, layer)] = _deferred(_router, checkpoint, layer, experts)
+    return made
+
+
+def _deferred(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], Tensor]:
+    return lambda: function(*arguments)
+
+
+def _projection(checkpoint: Checkpoint, layer: int, expert: PlannedExpert, projection: int) -> Tensor:
+    """One projection of a planned expert: its parts side by side along the hidden units."""
+    blocks = [_part(checkpoint, layer, part, projection) for part in expert.parts]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1 if projection == DOWN else 0)
+
+
+def _part(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
+    """Σ coefficient · permuted source; the down projection times the part's scale. A plain copy stays a mapped view."""
+    scale = part.scale if projection == DOWN else 1.0
+    tensors = [(source, _source_tensor(checkpoint, layer, source, projection)) for source in part.sources]
+    if len(tensors) == 1 and tensors[0][0].coefficient * scale == 1.0 and tensors[0][0].permutation is None:
+        return tensors[0][1]
+    total = torch.zeros(tensors[0][1].shape, dtype=torch.float32)
+    for source, tensor in tensors:
+        if source.permutation is not None:
+            tensor = tensor.index_select(1 if projection == DOWN else 0, torch.tensor(source.permutation))
+        total += source.coefficient * scale * tensor.float()
+    return total
+
+
+def _source_tensor(checkpoint: Checkpoint, layer: int, source: Source, projection: int) -> Tensor:
+    row = checkpoint.config.architecture
+    if source.expert == SHARED_EXPERT:
+        return checkpoint.tensor(shared_tensor(row, layer, projection))
+    return checkpoint.tensor(expert_tensor(row, layer, int(source.expert), projection))
+
+
+def _router(checkpoint: Checkpoint, layer: int, experts: tuple[PlannedExpert, ...]) -> Tensor:
+    """The result's router, [M, D]: a weighted sum of source rows for each expert, one-hot in pruning."""
+    weight = checkpoint.tensor(router_tensor(checkpoint.config.architecture, layer))
+    if all(expert.is_copy for expert in experts):
+        return weight[[int(expert.router[0].expert) for expert in experts]]
+    rows = [sum(s.coefficient * weight[int(s.expert)].float() for s in expert.router) for expert in experts]
+    return torch.stack([row for row in rows if isinstance(row, Tensor)])
+
+
+def carried_files(checkpoint: Checkpoint) -> Iterator[Path]:
+    """Tokenizer and generation files of the source, which the result takes over unchanged."""
+    names = (
+        "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
+        "added_tokens.json vocab.json merges.txt chat_template.jinja"
+    )
+    for name in names.split():
+        path = checkpoint.directory / name
+        if path.is_file():
+            yield path

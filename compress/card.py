@@ -1,0 +1,57 @@
+"""The model card that an artifact carries: its figures, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def model_card(figures: Mapping[str, Any], source: str, layers: Sequence[int], skipping: bool) -> str:
+    """README.md of an artifact. `layers`: decoder layer index of each MoE layer."""
+    uniform = len(set(figures["experts_per_layer"])) == 1
+    load = "" if uniform else ", trust_remote_code=True"
+    rows = [
+        ("experts", figures["experts_before"], figures["experts_after"]),
+        ("parameters", f"{figures['parameters_before']:,}", f"{figures['parameters_after']:,}"),
+        ("bytes of weights", f"{figures['bytes_before']:,}", f"{figures['bytes_after']:,}"),
+        ("perplexity", _number(figures["perplexity_before"]), _number(figures["perplexity_after"])),
+    ]
+    kept = [f"| {layer} | {count} |" for layer, count in zip(layers, figures["experts_per_layer"], strict=True)]
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "tags: [mixture-of-experts, pruned, moe-compress]",
+            "---",
+            f"# {source}, {figures['sparsity']:.0%} of experts removed",
+            "",
+            f"Made by moe-compress with method `{figures['method']}`. Every option, the plan (which experts stayed) and the",
+            "checksums of all files are in `compression.json`.",
+            "",
+            "| | before | after |",
+            "| --- | ---: | ---: |",
+            *(f"| {name} | {before} | {after} |" for name, before, after in rows),
+            "",
+            f"Perplexity is on {figures['evaluation']}.",
+            f"It took {figures['seconds']:.0f} s and at most {figures['peak_memory_bytes'] / 1e9:.2f} GB of memory.",
+            "",
+            "```python",
+            "from transformers import AutoModelForCausalLM",
+            f'model = AutoModelForCausalLM.from_pretrained("this directory"{load})',
+            "```",
+            "",
+            *(
+                ["Tables for adaptive expert skipping are in `skip_tables.safetensors`: `compress generate … --skip-threshold 1`.", ""]
+                if skipping
+                else []
+            ),
+            "| layer | experts |",
+            "| ---: | ---: |",
+            *kept,
+            "",
+        ]
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}"

@@ -1,0 +1,286 @@
+"""DiEP: differentiable expert pruning (Bai et al., seed 002; methods.md §2).
+
+The model's weights are frozen. Per MoE layer there are intra-layer scores α ∈ R^N and one inter-layer score β; they are
+trained on L = CE(next token) + λ·‖F'(x; α, β) − F(x)‖_F through a relaxed layer, three α-steps to one β-step, and all
+experts of all layers are then ranked by α·β.
+
+Deviations from the paper, each an option: two more relaxations (methods.md §2.2); α may start from gate Fisher instead of
+zero; the score may be the normalised N·ᾱ·β, since α is defined only up to a constant per layer under the softmax.
+
+Shape suffixes: S sequences, B batch, L positions, D hidden, N experts of a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.gate_gradients import gate_gradients
+from compress.losses import next_token_loss, reconstruction_loss
+from engine.model import Decoder, own_routing, routed_by
+from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
+from engine.safetensors_file import SafetensorsFile
+from engine.streaming import TOKENS_PER_BATCH, Activations, batches
+
+ALPHA_STEPS = 3
+"""α-steps to each β-step (seed 002, setting)."""
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """What differs between the relaxations beside the layer itself."""
+
+    routing: Callable[[Routing, Tensor, Tensor], Routing]
+    """(the model's own rule, α_N, β) to the relaxed layer's Routing."""
+    learning_rate: float
+    start: str
+    """α starts at "zero" or from "fisher"."""
+    score: str
+    """"raw" α·β or "normalised" N·ᾱ·β."""
+    pressure: float = 0.0
+    """μ: weight of the mean gate in the loss, which asks every expert to justify itself."""
+
+
+def gate(alpha_N: Tensor) -> Tensor:
+    """The gate of the `gated` relaxation: σ(α + 2), 0.88 at α = 0."""
+    return torch.sigmoid(alpha_N + 2.0)
+
+
+RELAXATIONS: dict[str, Relaxation] = {
+    "paper": Relaxation(lambda base, alpha, beta: MixedExperts(alpha, beta), 5e-3, "zero", "normalised"),
+    "routed": Relaxation(ShiftedLogits, 5e-3, "zero", "raw"),
+    "gated": Relaxation(
+        lambda base, alpha, beta: Gated(base, gate(alpha), beta), 3e-2, "fisher", "raw", pressure=0.5
+    ),
+}
+
+
+@dataclass(frozen=True)
+class DiepOptions:
+    """None stands for the relaxation's own default."""
+
+    relaxation: str = "gated"
+    epochs: int = 10
+    batch_size: int = 16
+    learning_rate: float | None = None
+    reconstruction_weight: float = 0.01
+    """λ."""
+    pressure: float | None = None
+    """μ."""
+    start: str | None = None
+    score: str | None = None
+    seed: int = 0
+
+    def filled(self) -> DiepOptions:
+        """The same with every None replaced."""
+        default = RELAXATIONS[self.relaxation]
+        return DiepOptions(
+            **asdict(self)
+            | {
+                name: getattr(default, name)
+                for name in ("learning_rate", "pressure", "start", "score")
+                if getattr(self, name) is None
+            }
+        )
+
+
+@dataclass
+class DiepState:
+    """Everything that a search needs to go on: scores, both optimisers, and how far it is."""
+
+    alphas: list[Tensor]
+    betas: list[Tensor]
+    alpha_optimiser: torch.optim.Adam
+    beta_optimiser: torch.optim.Adam
+    epoch: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+def search(
+    decoder: Decoder,
+    tokens_SL: Tensor,
+    options: DiepOptions,
+    *,
+    state_path: Path | None = None,
+    resume: bool = False,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> dict[int, Tensor]:
+    """Scores s [N] by decoder layer index. With `state_path` the state is saved each epoch and `resume` goes on from it."""
+    options = options.filled()
+    decoder.checkpoint_activations = True
+    if resume and state_path is not None and state_path.exists():
+        state = load_state(state_path, decoder, options)
+    else:
+        state = new_state(decoder, starting_alphas(decoder, tokens_SL, options), options)
+    remaining = range(state.epoch, options.epochs)
+    if remaining:
+        with full_hidden_states(decoder, tokens_SL) as full:
+            for epoch in progress(remaining):
+                run_epoch(decoder, tokens_SL, full, state, options, epoch)
+                state.epoch = epoch + 1
+                if state_path is not None:
+                    save_state(state, state_path)
+    return discrete_scores(decoder, state, options)
+
+
+def discrete_scores(decoder: Decoder, state: DiepState, options: DiepOptions) -> dict[int, Tensor]:
+    """s = α·β (seed 002 §4.2), α with mean zero in its layer; or N·ᾱ·β."""
+    result = {}
+    for layer, alpha, beta in zip(decoder.config.moe_layers, state.alphas, state.betas, strict=True):
+        alpha, beta = alpha.detach(), beta.detach()
+        if options.score == "normalised":
+            result[layer] = len(alpha) * alpha.softmax(0) * beta
+        else:
+            result[layer] = alpha * beta
+    return result
+
+
+def starting_alphas(decoder: Decoder, tokens_SL: Tensor, options: DiepOptions) -> list[Tensor]:
+    """α at the start, [N] per MoE layer: zero (ᾱ uniform), or half the z-score of log gate Fisher over all experts."""
+    device = decoder.embedding_VD.device
+    if options.start == "zero":
+        return [torch.zeros(count, device=device) for count in decoder.config.experts_per_layer]
+    _, squares = gate_gradients(decoder, tokens_SL, own_samples=True, seed=options.seed)
+    logs = [(square + 1e-30).log() for square in squares.values()]
+    every = torch.cat(logs)
+    # An expert that was never routed to has no gradient: its floor would swamp the spread of all others.
+    floor = every[every > math.log(1e-29)].min() if bool((every > math.log(1e-29)).any()) else every.min()
+    every = every.clamp_min(floor)
+    spread = every.std().clamp_min(1e-6)
+    return [(0.5 * (log.clamp_min(floor) - every.mean()) / spread).float().to(device) for log in logs]
+
+
+def new_state(decoder: Decoder, alphas: list[Tensor], options: DiepOptions) -> DiepState:
+    """β = 1 and fresh Adam optimisers; adaptive rates matter, the scores are few and badly scaled (methods.md §2.4)."""
+    alphas = [alpha.clone().requires_grad_(True) for alpha in alphas]
+    betas = [torch.ones((), device=alpha.device, requires_grad=True) for alpha in alphas]
+    assert options.learning_rate is not None
+    return DiepState(
+        alphas,
+        betas,
+        torch.optim.Adam(alphas, lr=options.learning_rate),
+        torch.optim.Adam(betas, lr=options.learning_rate),
+    )
+
+
+@torch.no_grad()
+def full_hidden_states(decoder: Decoder, tokens_SL: Tensor) -> Activations:
+    """F(x): the full model's hidden states after the last norm, computed once per sequence."""
+    shape = (*tokens_SL.shape, decoder.config.hidden_size)
+    full = Activations(shape, decoder.embedding_VD.dtype)
+    for rows in batches(*tokens_SL.shape):
+        full[rows] = decoder.hidden_states(tokens_SL[rows].to(decoder.embedding_VD.device))
+    return full
+
+
+def run_epoch(
+    decoder: Decoder, tokens_SL: Tensor, full: Activations, state: DiepState, options: DiepOptions, epoch: int
+) -> None:
+    """One pass over the sequences, in an order that depends on seed and epoch alone, so that a resumed run repeats it."""
+    count = tokens_SL.shape[0]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed * 100_003 + epoch))
+    per_epoch = math.ceil(count / options.batch_size)
+    for index, rows in enumerate(order.split(options.batch_size)):
+        step = epoch * per_epoch + index
+        is_alpha = step % (ALPHA_STEPS + 1) < ALPHA_STEPS
+        optimiser = state.alpha_optimiser if is_alpha else state.beta_optimiser
+        assert options.learning_rate is not None
+        cosine = 0.5 * (1.0 + math.cos(math.pi * step / (per_epoch * options.epochs)))
+        for group in optimiser.param_groups:
+            group["lr"] = options.learning_rate * cosine
+        state.losses.append(gradients(decoder, tokens_SL, full, rows.tolist(), state, options, is_alpha))
+        optimiser.step()
+
+
+def gradients(
+    decoder: Decoder,
+    tokens_SL: Tensor,
+    full: Activations,
+    rows: list[int],
+    state: DiepState,
+    options: DiepOptions,
+    is_alpha: bool,
+) -> float:
+    """Set .grad of α or of β to the batch's mean gradient, accumulated over small groups of sequences; return the loss."""
+    trained = state.alphas if is_alpha else state.betas
+    for parameter in state.alphas + state.betas:
+        parameter.grad = None
+        parameter.requires_grad_(any(parameter is other for other in trained))
+    predictions = len(rows) * (tokens_SL.shape[1] - 1)
+    group = max(1, TOKENS_PER_BATCH // tokens_SL.shape[1])
+    total = 0.0
+    for start in range(0, len(rows), group):
+        chosen = rows[start : start + group]
+        tokens = tokens_SL[chosen].to(decoder.embedding_VD.device)
+        target = torch.cat([full[slice(row, row + 1)] for row in chosen]).to(tokens.device)
+        with routed_by(decoder, relaxed_routings(decoder, state, options)):
+            hidden = decoder.hidden_states(tokens)
+            loss = next_token_loss(hidden, decoder.head_VD, tokens) / predictions
+            loss = loss + options.reconstruction_weight * reconstruction_loss(hidden, target) / len(rows)
+            loss.backward(inputs=trained)
+        total += float(loss.detach())
+    if options.pressure and is_alpha:
+        pressure = options.pressure * torch.cat([gate(alpha) for alpha in state.alphas]).mean()
+        pressure.backward(inputs=trained)
+        total += float(pressure.detach())
+    return total
+
+
+def relaxed_routings(decoder: Decoder, state: DiepState, options: DiepOptions) -> list[Routing]:
+    """The relaxed layer's Routing for every MoE layer."""
+    make = RELAXATIONS[options.relaxation].routing
+    moes = [decoder.config.layers[index].moe for index in decoder.config.moe_layers]
+    return [
+        make(own_routing(moe), alpha, beta)
+        for moe, alpha, beta in zip(moes, state.alphas, state.betas, strict=True)
+        if moe is not None
+    ]
+
+
+def save_state(state: DiepState, path: Path) -> None:
+    """Write scores and optimiser moments as one safetensors file, replacing the last one only when whole."""
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, values, optimiser in (
+        ("alpha", state.alphas, state.alpha_optimiser),
+        ("beta", state.betas, state.beta_optimiser),
+    ):
+        for index, parameter in enumerate(values):
+            tensors[f"{name}.{index}"] = parameter.detach().clone()
+            for key, moment in optimiser.state.get(parameter, {}).items():
+                tensors[f"{name}.{index}.{key}"] = moment.detach().clone()
+    partial = path.with_name(f".{path.name}.partial")
+    save_file(tensors, partial, metadata={"diep": json.dumps({"epoch": state.epoch, "losses": state.losses})})
+    partial.replace(path)
+
+
+def load_state(path: Path, decoder: Decoder, options: DiepOptions) -> DiepState:
+    """The inverse of `save_state`."""
+    with SafetensorsFile(path) as file:
+        header = json.loads(file.metadata["diep"])
+        count = len(decoder.config.moe_layers)
+        state = new_state(decoder, [file.tensor(f"alpha.{index}").clone() for index in range(count)], options)
+        with torch.no_grad():
+            for index, beta in enumerate(state.betas):
+                beta.copy_(file.tensor(f"beta.{index}"))
+        for name, values, optimiser in (
+            ("alpha", state.alphas, state.alpha_optimiser),
+            ("beta", state.betas, state.beta_optimiser),
+        ):
+            for index, parameter in enumerate(values):
+                moments = {
+                    key: file.tensor(f"{name}.{index}.{key}").clone()
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                    if f"{name}.{index}.{key}" in file.entries
+                }
+                if moments:
+                    optimiser.state[parameter] = moments
+    state.epoch, state.losses = header["epoch"], header["losses"]
+    return state

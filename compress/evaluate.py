@@ -1,0 +1,45 @@
+"""Quality: perplexity by our own streaming forward, tasks through lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import remote_code
+from engine.checkpoint import Checkpoint
+from engine.errors import CheckpointError, OptionError
+from engine.streaming import stream_negative_log_likelihood
+
+
+def perplexity(
+    checkpoint: Checkpoint,
+    tokens_SL: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> float:
+    """exp of the mean negative log-likelihood of each sequence's tokens after its first, layer by layer."""
+    total, count = stream_negative_log_likelihood(checkpoint, tokens_SL, dtype=dtype, device=device, progress=progress)
+    if not math.isfinite(total):
+        raise CheckpointError(
+            f"{checkpoint.directory}: the loss is not finite; activations overflow, try --dtype float32"
+        )
+    return math.exp(min(total / count, 700.0))
+
+
+def tasks(directory: Path, names: list[str], *, limit: int | None = None, device: str = "cpu") -> dict[str, Any]:
+    """Results of lm-evaluation-harness tasks by name, through transformers."""
+    try:
+        import lm_eval
+    except ImportError as error:
+        raise OptionError("tasks need lm-evaluation-harness; install it with `pip install moe-compress[tasks]`") from error
+    model = {"pretrained": str(directory), "trust_remote_code": remote_code.is_ours(directory)}
+    results = lm_eval.simple_evaluate(model="hf", model_args=model, tasks=names, limit=limit, device=device)
+    scores: dict[str, Any] = results["results"]
+    return scores

@@ -1,0 +1,36 @@
+"""Losses, as pure functions.
+
+Shape suffixes: B sequences, L positions, D hidden, V vocabulary, T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 512
+
+
+def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor) -> Tensor:
+    """Cross-entropy of each next token in nats, summed over the B·(L−1) predictions.
+
+    Logits are made and, in the backward pass, made again for CHUNK_TOKENS at a time: never B·L·V of them at once.
+    """
+    hidden_TD = hidden_BLD[:, :-1].reshape(-1, hidden_BLD.shape[-1])
+    targets_T = tokens_BL[:, 1:].reshape(-1)
+    total = hidden_TD.new_zeros((), dtype=torch.float32)
+    for hidden, targets in zip(hidden_TD.split(CHUNK_TOKENS), targets_T.split(CHUNK_TOKENS), strict=True):
+        total = total + checkpoint(_chunk_loss, hidden, head_VD, targets, use_reentrant=False)
+    return total
+
+
+def _chunk_loss(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden_TD, head_VD).float(), targets_T, reduction="sum")
+
+
+def reconstruction_loss(hidden_BLD: Tensor, full_BLD: Tensor) -> Tensor:
+    """Φ = ‖F'(x) − F(x)‖_F per sequence (seed 002 §4.2), summed over the batch."""
+    difference = hidden_BLD.float() - full_BLD.float()
+    return torch.linalg.vector_norm(difference, dim=(1, 2)).sum()

@@ -1,0 +1,416 @@
+"""The main job: a checkpoint in, calibration, scores, plan, a smaller artifact out, with figures before and after."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibrate.collect import collect
+from calibrate.skipping import skip_tables
+from calibrate.statistics import Statistics, load_statistics
+from calibrate.text import Split, token_batches
+from compress.apply import apply, carried_files, check_fits
+from compress.card import model_card
+from compress.diep import DiepOptions, search
+from compress.evaluate import perplexity, tasks
+from compress.gate_gradients import fisher_scores, taylor_scores
+from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
+from compress.saliency import SCORES, scores
+from compress.selection import Budget
+from engine.artifact import check_output, whole_or_nothing, write_provenance
+from engine.checkpoint import DEMO, Checkpoint, load_tokenizer, resolve
+from engine.errors import DataError, OptionError, OutputError
+from engine.json_file import load_json, write_json
+from engine.model import Decoder
+from engine.report import peak_memory_bytes
+from engine.skip_tables import FILE_NAME as SKIP_TABLES
+
+GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
+METHODS = ("diep", *SCORES, *GRADIENT_METHODS, "random")
+SKIP_TABLE_SEQUENCES = 16
+"""Sequences on which the result's own skip tables are measured."""
+
+Progress = Callable[[Iterable[Any], str], Iterable[Any]]
+
+
+def no_progress(iterable: Iterable[Any], description: str) -> Iterable[Any]:
+    """For callers who want no progress bar."""
+    return iterable
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Which text, and how much of it."""
+
+    data: str | None = None
+    """None: the standard library's source for the demo model, C4 otherwise."""
+    samples: int = 128
+    sequence_length: int | None = None
+    """None: 256 for the demo model, otherwise 2,048 or the model's maximum if smaller."""
+    evaluation_samples: int = 32
+    """Held-out sequences for perplexity; 0 measures none."""
+    seed: int = 0
+
+    def filled(self, model: str, max_positions: int) -> CalibrationOptions:
+        """The same with every None replaced. Raises OptionError for what the model cannot take."""
+        is_demo = model == DEMO
+        length = self.sequence_length or min(256 if is_demo else 2048, max_positions)
+        if not 2 <= length <= max_positions:
+            raise OptionError(f"sequence length is {length}; this model takes 2 to {max_positions}")
+        if self.samples < 1 or self.evaluation_samples < 0:
+            raise OptionError("samples must be at least 1, and evaluation samples not negative")
+        return replace(self, data=self.data or ("stdlib" if is_demo else "allenai/c4"), sequence_length=length)
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """One pruning run."""
+
+    model: str
+    output: Path
+    budget: Budget | None
+    """None with a ready-made plan."""
+    method: str = "diep"
+    diep: DiepOptions = DiepOptions()
+    calibration: CalibrationOptions = CalibrationOptions()
+    statistics: Path | None = None
+    plan: Path | None = None
+    plan_output: Path | None = None
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
+    overwrite: bool = False
+    resume: bool = False
+
+
+@dataclass
+class Prepared:
+    """Inputs that were found to be good, before any work."""
+
+    checkpoint: Checkpoint
+    calibration: CalibrationOptions
+    tokens_SL: Tensor
+    held_out_SL: Tensor | None
+    statistics: Statistics | None
+    plan: Plan | None
+    dtype: torch.dtype
+    budget: Budget | None
+
+
+def prune(options: PruneOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """Run the job; the figures of the result, with the keys of `compress prune --json`."""
+    started = time.monotonic()
+    prepared = prepare(options)
+    prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    work = WorkDirectory(options)
+    try:
+        before = work.once(
+            "perplexity_before", lambda: _perplexity(prepared.checkpoint, prepared, options, progress, "before")
+        )
+        plan = prepared.plan or make_plan(options, prepared, work, progress)
+        check_fits(plan, prepared.checkpoint)
+        if options.plan_output is not None:
+            write_json(options.plan_output, plan_to_json(plan))
+        figures = write_artifact(options, prepared, plan, before, started, progress)
+    except OSError as error:
+        raise OutputError(f"{options.output}: {error.strerror or error}; make space or give another --output") from error
+    work.remove()
+    return figures
+
+
+def prepare(options: PruneOptions) -> Prepared:
+    """Open and check everything that the run will need; nothing is written. Raises a CompressError for bad input."""
+    check_output(options.output, options.overwrite)
+    checkpoint = Checkpoint(resolve(options.model))
+    config = checkpoint.config
+    if not config.moe_layers:
+        raise OptionError(f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so there is nothing to prune")
+    counts = dict(zip(config.moe_layers, config.experts_per_layer, strict=True))
+    budget = options.budget
+    if budget is not None:
+        if budget.min_experts == 0:  # the default: at least max(1, k) in each layer (methods.md §2.5)
+            least = config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
+            budget = replace(budget, min_experts=max(1, least))
+        budget.check(counts)
+    calibration = options.calibration.filled(options.model, config.max_positions)
+    plan = None
+    if options.plan is not None:
+        plan = plan_from_json(load_json(options.plan, "plan"))
+        check_fits(plan, checkpoint)
+    statistics = None if options.statistics is None else load_statistics(options.statistics, config)
+    tokenizer = load_tokenizer(checkpoint)
+    tokens, held_out = _texts(calibration, tokenizer, config.vocabulary_size)
+    dtype = options.dtype or checkpoint.model_dtype
+    return Prepared(checkpoint, calibration, tokens, held_out, statistics, plan, dtype, budget)
+
+
+def _texts(calibration: CalibrationOptions, tokenizer: Any, vocabulary: int) -> tuple[Tensor, Tensor | None]:
+    assert calibration.data is not None and calibration.sequence_length is not None
+    common = {"sequence_length": calibration.sequence_length, "seed": calibration.seed}
+    tokens = token_batches(calibration.data, tokenizer, samples=calibration.samples, split="calibration", **common)
+    held_out = None
+    if calibration.evaluation_samples:
+        held_out = token_batches(
+            calibration.data, tokenizer, samples=calibration.evaluation_samples, split="held-out", **common
+        )
+    if int(tokens.max()) >= vocabulary:
+        raise DataError(f"the tokenizer makes token {int(tokens.max())} and the model knows {vocabulary}; wrong tokenizer")
+    return tokens, held_out
+
+
+class WorkDirectory:
+    """What an interrupted run leaves beside its output, so that `--resume` need not begin again."""
+
+    def __init__(self, options: PruneOptions) -> None:
+        self.path = options.output.with_name(f".{options.output.name}.work")
+        wanted = _resumable(options)
+        found = self.path / "options.json"
+        if options.resume and found.is_file():
+            if load_json(found, "interrupted run") != wanted:
+                raise OptionError(f"{self.path}: was begun with other options; repeat those, or leave out --resume")
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir(parents=True)
+            write_json(found, wanted)
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """A JSON value computed once and remembered over interruptions."""
+        path = self.path / f"{name}.json"
+        if path.is_file():
+            return load_json(path, name)["value"]
+        value = compute()
+        partial = path.with_suffix(".partial")
+        write_json(partial, {"value": value})
+        partial.replace(path)
+        return value
+
+    def remove(self) -> None:
+        """The result is there: nothing is left to resume."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _resumable(options: PruneOptions) -> dict[str, Any]:
+    """The options that decide the result, as JSON."""
+    values = asdict(options)
+    for key in ("resume", "overwrite", "plan_output"):
+        del values[key]
+    return dict(json.loads(json.dumps(values, default=str)))
+
+
+def make_plan(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Plan:
+    """Scores by the chosen method, then the budget."""
+    assert prepared.budget is not None
+    if options.method == "diep":
+        ranked = search(
+            _decoder(options, prepared),
+            prepared.tokens_SL,
+            options.diep,
+            state_path=work.path / "diep.safetensors",
+            resume=options.resume,
+            progress=lambda epochs: progress(epochs, "searching (epochs)"),
+        )
+    elif options.method in GRADIENT_METHODS:
+        ranked = GRADIENT_METHODS[options.method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
+    else:
+        ranked = scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
+    return pruning_plan(prepared.budget.select(ranked))
+
+
+def _decoder(options: PruneOptions, prepared: Prepared) -> Decoder:
+    decoder = Decoder(prepared.checkpoint.config, prepared.checkpoint.source(prepared.dtype, options.device))
+    decoder.checkpoint_activations = True
+    return decoder
+
+
+def _statistics(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Statistics:
+    if prepared.statistics is not None:
+        return prepared.statistics
+    saved = work.path / "statistics.safetensors"
+    if saved.is_file():
+        return load_statistics(saved, prepared.checkpoint.config)
+    statistics = collect(
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        dtype=prepared.dtype,
+        device=options.device,
+        seed=options.calibration.seed,
+        progress=lambda layers: progress(layers, "calibrating (layers)"),
+    )
+    statistics.save(saved)
+    return statistics
+
+
+def _perplexity(
+    checkpoint: Checkpoint, prepared: Prepared, options: PruneOptions, progress: Progress, when: str
+) -> float | None:
+    if prepared.held_out_SL is None:
+        return None
+    return perplexity(
+        checkpoint,
+        prepared.held_out_SL,
+        dtype=prepared.dtype,
+        device=options.device,
+        progress=lambda layers: progress(layers, f"perplexity {when} (layers)"),
+    )
+
+
+def write_artifact(
+    options: PruneOptions, prepared: Prepared, plan: Plan, before: float | None, started: float, progress: Progress
+) -> dict[str, Any]:
+    """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
+    source = prepared.checkpoint
+    with whole_or_nothing(options.output, options.overwrite) as directory:
+        apply(plan, source, directory, progress=lambda names: progress(names, "writing"))
+        for path in carried_files(source):
+            shutil.copyfile(path, directory / path.name)
+        result = Checkpoint(directory)
+        if result.config.moe_layers:
+            sample = prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
+            own = collect(result, sample, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
+            skip_tables(own).save(directory / SKIP_TABLES)
+        after = _perplexity(result, prepared, options, progress, "after")
+        figures = _figures(options, prepared, result, before, after, time.monotonic() - started)
+        card = model_card(figures, options.model, result.config.moe_layers, skipping=(directory / SKIP_TABLES).exists())
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        write_provenance(directory, _provenance(options, prepared, plan, figures))
+    return figures
+
+
+def _figures(
+    options: PruneOptions,
+    prepared: Prepared,
+    result: Checkpoint,
+    before: float | None,
+    after: float | None,
+    seconds: float,
+) -> dict[str, Any]:
+    source = prepared.checkpoint
+    experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
+    calibration = prepared.calibration
+    return {
+        "artifact": str(options.output),
+        "method": options.method if prepared.plan is None else "plan",
+        "sparsity": 1.0 - experts_after / experts_before,
+        "experts_before": experts_before,
+        "experts_after": experts_after,
+        "experts_per_layer": list(result.config.experts_per_layer),
+        "parameters_before": source.parameters,
+        "parameters_after": result.parameters,
+        "bytes_before": source.bytes,
+        "bytes_after": result.bytes,
+        "perplexity_before": before,
+        "perplexity_after": after,
+        "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
+        f"{calibration.data}",
+        "seconds": seconds,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def _provenance(options: PruneOptions, prepared: Prepared, plan: Plan, figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "source": {"model": options.model, "fingerprint": prepared.checkpoint.fingerprint()},
+        "method": figures["method"],
+        "options": _resumable(options) | {"diep": asdict(options.diep.filled())},
+        "seed": options.calibration.seed,
+        "plan": plan_to_json(plan),
+        "experts_per_layer": figures["experts_per_layer"],
+        "skip_tables": SKIP_TABLES,
+        "figures": figures,
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "numpy")},
+    }
+
+
+def calibrate_to_file(
+    model: str,
+    output: Path,
+    calibration: CalibrationOptions,
+    *,
+    dtype: torch.dtype | None,
+    device: str,
+    overwrite: bool,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """`compress calibrate`: statistics of a model into a file."""
+    started = time.monotonic()
+    if output.exists() and not overwrite:
+        raise OutputError(f"{output}: exists already; give another --output, or --overwrite to replace it")
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise OutputError(f"{output}: cannot be written as a file; give another --output")
+    checkpoint = Checkpoint(resolve(model))
+    if not checkpoint.config.moe_layers:
+        raise OptionError(f"{model}: is not a mixture of experts, so there is nothing to calibrate")
+    filled = calibration.filled(model, checkpoint.config.max_positions)
+    tokens, _ = _texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
+    checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    statistics = collect(
+        checkpoint,
+        tokens,
+        dtype=dtype or checkpoint.model_dtype,
+        device=device,
+        seed=filled.seed,
+        progress=lambda layers: progress(layers, "calibrating (layers)"),
+    )
+    statistics.header |= {"data": filled.data}
+    statistics.save(output)
+    return {
+        "statistics": str(output),
+        "tokens": tokens.numel(),
+        "seconds": time.monotonic() - started,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def evaluate_model(
+    model: str,
+    calibration: CalibrationOptions,
+    *,
+    split: Split,
+    dtype: torch.dtype | None,
+    device: str,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """`compress evaluate`: perplexity of a model."""
+    started = time.monotonic()
+    checkpoint = Checkpoint(resolve(model))
+    filled = calibration.filled(model, checkpoint.config.max_positions)
+    assert filled.data is not None and filled.sequence_length is not None
+    tokens = token_batches(
+        filled.data,
+        load_tokenizer(checkpoint),
+        samples=filled.samples,
+        sequence_length=filled.sequence_length,
+        seed=filled.seed,
+        split=split,
+    )
+    value = perplexity(
+        checkpoint,
+        tokens,
+        dtype=dtype or checkpoint.model_dtype,
+        device=device,
+        progress=lambda layers: progress(layers, "perplexity (layers)"),
+    )
+    return {
+        "metric": "perplexity",
+        "value": value,
+        "tokens": tokens.numel() - len(tokens),
+        "seconds": time.monotonic() - started,
+        "data": filled.data,
+        "split": split,
+    }
+
+
+def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> dict[str, Any]:
+    """`compress evaluate --tasks`: lm-evaluation-harness tasks."""
+    started = time.monotonic()
+    checkpoint = Checkpoint(resolve(model))
+    results = tasks(checkpoint.directory, names, limit=limit, device=device)
+    return {"metric": "tasks", "value": results, "tokens": None, "seconds": time.monotonic() - started}

@@ -1,0 +1,52 @@
+"""One-shot pruning scores: each a pure function from one layer's statistics to a score per expert, higher = keep.
+
+Shape suffixes: N routed experts of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from calibrate.statistics import LayerStatistics, Statistics
+
+
+def frequency(layer: LayerStatistics) -> Tensor:
+    """Expert trimming (methods.md §3.1): tokens routed to the expert, as a share so that layers compare."""
+    return layer.tokens_routed.double() / layer.tokens.clamp_min(1)
+
+
+def reap(layer: LayerStatistics) -> Tensor:
+    """REAP (methods.md §3.6): mean over routed tokens of weight · ‖FFN_i(x)‖₂; 0 for an expert never routed to."""
+    return layer.weighted_norm_sum / layer.tokens_routed.clamp_min(1)
+
+
+def mean_output_norm(layer: LayerStatistics) -> Tensor:
+    """MAN: mean over routed tokens of ‖FFN_i(x)‖₂."""
+    return layer.norm_sum / layer.tokens_routed.clamp_min(1)
+
+
+def significance(layer: LayerStatistics) -> Tensor:
+    """MC-MoE's pruning part (methods.md §3.5): access frequency × mean routing weight."""
+    return frequency(layer) * layer.weight_sum / layer.tokens_routed.clamp_min(1)
+
+
+SCORES: dict[str, Callable[[LayerStatistics], Tensor]] = {
+    "frequency": frequency,
+    "reap": reap,
+    "man": mean_output_norm,
+    "mc-moe": significance,
+}
+
+
+def scores(method: str, statistics: Statistics, seed: int = 0) -> dict[int, Tensor]:
+    """Scores of every MoE layer by decoder layer index; `random` is the floor (methods.md §3.8)."""
+    if method == "random":
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            index: torch.rand(len(layer.tokens_routed), generator=generator)
+            for index, layer in statistics.layers.items()
+        }
+    return {index: SCORES[method](layer) for index, layer in statistics.layers.items()}

@@ -1,0 +1,81 @@
+"""From scores to the experts that stay: DiEP's global ranking (seed 002 §4.2, methods.md §2.5) and its plainer forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many experts may stay, and where."""
+
+    sparsity: float | None = None
+    """Share of all experts that goes, in (0, 1)."""
+    experts: int | None = None
+    """Experts per layer that stay, on average for scope "global"; instead of sparsity."""
+    scope: str = "global"
+    """"global" ranks the experts of all layers together; "layer" removes the same share of each."""
+    min_experts: int = 1
+    """Every layer keeps at least this many."""
+
+    def check(self, counts: Mapping[int, int]) -> None:
+        """Raise OptionError unless a model with `counts` experts by layer can be cut to this budget."""
+        if (self.sparsity is None) == (self.experts is None):
+            raise OptionError("give either a sparsity or a number of experts")
+        if self.sparsity is not None and not 0.0 < self.sparsity < 1.0:
+            raise OptionError(f"sparsity is {self.sparsity}; it must lie strictly between 0 and 1")
+        largest = max(counts.values())
+        if self.experts is not None and not 1 <= self.experts < largest:
+            raise OptionError(f"cannot keep {self.experts} experts a layer; the layers have up to {largest}")
+        if self.min_experts < 1:
+            raise OptionError(f"min-experts is {self.min_experts}; every layer needs at least one expert")
+        for layer, count in counts.items():
+            if self.scope == "layer" and self._kept_of(count) < min(self.min_experts, count):
+                raise OptionError(
+                    f"layer {layer} would keep {self._kept_of(count)} of {count} experts, under the minimum of "
+                    f"{self.min_experts}; lower the sparsity or --min-experts"
+                )
+        least = sum(min(self.min_experts, count) for count in counts.values())
+        if self.kept_in_all(counts) < least:
+            raise OptionError(
+                f"only {self.kept_in_all(counts)} experts would be kept, and {len(counts)} layers with at least "
+                f"{self.min_experts} each need {least}; lower the sparsity or --min-experts"
+            )
+
+    def kept_in_all(self, counts: Mapping[int, int]) -> int:
+        """Experts that stay in the whole model: Σ N_l − round(r · Σ N_l)."""
+        total = sum(counts.values())
+        if self.experts is not None:
+            return sum(min(self.experts, count) for count in counts.values())
+        assert self.sparsity is not None
+        return total - round(self.sparsity * total)
+
+    def _kept_of(self, count: int) -> int:
+        if self.experts is not None:
+            return min(self.experts, count)
+        assert self.sparsity is not None
+        return count - round(self.sparsity * count)
+
+    def select(self, scores: Mapping[int, Tensor]) -> dict[int, list[int]]:
+        """The experts of each layer that stay, ascending. Ties go to the earlier layer and lower index."""
+        counts = {layer: len(values) for layer, values in scores.items()}
+        self.check(counts)
+        ranked = {layer: values.argsort(descending=True, stable=True).tolist() for layer, values in scores.items()}
+        if self.scope == "layer":
+            return {layer: sorted(order[: self._kept_of(counts[layer])]) for layer, order in ranked.items()}
+        # The minimum of each layer stays whatever its score; the rest of the budget goes to the best of all others.
+        kept = {layer: order[: min(self.min_experts, len(order))] for layer, order in ranked.items()}
+        others = [
+            (-float(scores[layer][expert]), layer, expert)
+            for layer, order in ranked.items()
+            for expert in order[len(kept[layer]) :]
+        ]
+        left = self.kept_in_all(counts) - sum(map(len, kept.values()))
+        for _, layer, expert in sorted(others)[:left]:
+            kept[layer].append(expert)
+        return {layer: sorted(experts) for layer, experts in kept.items()}

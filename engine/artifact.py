@@ -1,0 +1,147 @@
+"""An artifact: a checkpoint that also carries its plan, skip tables, provenance and figures, in compression.json.
+
+Also how such a directory comes to be whole or not at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError, OutputError
+from engine.json_file import load_json, write_json
+from engine.sha256 import file_sha256
+
+FILE_NAME = "compression.json"
+SCHEMA_VERSION = 1
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def read_provenance(directory: Path) -> dict[str, Any] | None:
+    """The content of compression.json, or None for a checkpoint that is not an artifact of ours."""
+    path = directory / FILE_NAME
+    if not path.exists():
+        return None
+    values = load_json(path, "provenance")
+    version = values.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{path}: schema_version is {version!r} and this version reads {SCHEMA_VERSION}; update moe-compress"
+        )
+    files = values.get("files")
+    if not isinstance(files, dict) or not all(_is_file_entry(name, entry) for name, entry in files.items()):
+        raise CheckpointError(f"{path}: files must map plain file names to bytes and sha256; the file is damaged")
+    return values
+
+
+def _is_file_entry(name: str, entry: Any) -> bool:
+    return (
+        Path(name).name == name
+        and name not in ("", ".", "..")
+        and isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+    )
+
+
+def write_provenance(directory: Path, values: Mapping[str, Any]) -> None:
+    """Write compression.json, with size and SHA-256 of every other file of the directory."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted(directory.iterdir())
+        if path.name != FILE_NAME
+    }
+    write_json(directory / FILE_NAME, {"schema_version": SCHEMA_VERSION} | dict(values) | {"files": files})
+
+
+def check_sizes(directory: Path, provenance: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a file is missing or of another size than when the artifact was written."""
+    for name, entry in provenance["files"].items():
+        path = directory / name
+        if not path.is_file():
+            raise CheckpointError(f"{directory}: {name} is missing; copy the artifact again")
+        if path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, was written with {entry['bytes']}; copy it again")
+
+
+def check_checksums(directory: Path, provenance: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a file is not, byte for byte, what was written."""
+    check_sizes(directory, provenance)
+    for name, entry in provenance["files"].items():
+        if file_sha256(directory / name) != entry["sha256"]:
+            raise CheckpointError(f"{directory / name}: checksum differs from {FILE_NAME}; copy the artifact again")
+
+
+def partial_path(output: Path) -> Path:
+    """The temporary sibling that a result is written to before it gets its name."""
+    return output.with_name(f".{output.name}.partial")
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Raise OutputError unless a result can be written to `output`. Nothing is created."""
+    if output.exists() or output.is_symlink():
+        if not overwrite:
+            raise OutputError(f"{output}: exists already; give another --output, or --overwrite to replace it")
+        if not output.is_dir() or output.is_symlink():
+            raise OutputError(f"{output}: is not a directory, so it is not replaced; give another --output")
+        if any(output.iterdir()) and not (output / "config.json").is_file():
+            raise OutputError(f"{output}: holds something else than a model, so it is not replaced; give another --output")
+    parent = output.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise OutputError(f"{output}: cannot be made in {parent}; give another --output")
+
+
+@contextmanager
+def whole_or_nothing(output: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary sibling to write into, which becomes `output` in one step at the end of the body.
+
+    If the body raises, the sibling is removed; if the process is killed, it is left and removed by the next run. An old
+    directory is exchanged for the new one in a single system call and removed afterwards.
+    """
+    check_output(output, overwrite)
+    partial = partial_path(output)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        _sync(partial)
+        if output.exists():
+            _exchange(partial, output)
+        else:
+            partial.rename(output)
+        _sync(output.absolute().parent)
+    except OSError as error:
+        raise OutputError(
+            f"{output}: cannot be written ({error.strerror or error}); make space or give another --output"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two directories atomically where the system can, otherwise by two renames."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None:
+        done = renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE)
+        if done == 0:
+            return
+    aside = old.with_name(f".{old.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    old.rename(aside)
+    new.rename(old)
+    shutil.rmtree(aside, ignore_errors=True)

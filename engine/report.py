@@ -1,0 +1,127 @@
+"""What a run cost: tokens per second by the clock, memory by the operating system, experts that were skipped.
+
+Shape suffixes: T tokens, S slots, L MoE layers.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from engine.experts import MoeBlock
+from engine.routing import NO_EXPERT, Selection
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of generation. Rates are None where there was nothing to divide."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    time_to_first_token_seconds: float
+    """From the call to the first token of the batch, tokenizing included."""
+    prefill_tokens_per_second: float | None
+    tokens_per_second: float | None
+    """Tokens after the first of each sequence, over the time after the first."""
+    peak_memory_bytes: int
+    weights_bytes: int
+    kv_cache_bytes: int
+    experts_skipped_share: float
+    """Of the expert evaluations that the model's own rule asks for."""
+    experts_skipped_share_per_layer: list[float]
+    """One per MoE layer."""
+    experts_read: int
+    """Expert evaluations that were carried out: one for each expert of each token and layer."""
+
+
+def rate(count: int, seconds: float) -> float | None:
+    """Count per second, None for nothing in no time."""
+    return count / seconds if count > 0 and seconds > 0 else None
+
+
+def peak_memory_bytes() -> int:
+    """The most that this process ever had resident, mapped weights included."""
+    peak = _status_bytes("VmHWM")
+    if peak is not None:
+        return peak
+    # Second best: on some systems this figure survives exec, so a child starts with its parent's peak.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resident_memory_bytes() -> int:
+    """What this process has resident now, mapped weights included."""
+    resident = _status_bytes("VmRSS")
+    return int(psutil.Process().memory_info().rss) if resident is None else resident
+
+
+def _status_bytes(field: str) -> int | None:
+    """A field of /proc/self/status; None where the system has no such file or field."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    values = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(values[0]) * 1024 if values else None
+
+
+class SkipCounter:
+    """Counts per MoE layer how many slots were left empty, as an observer of the blocks.
+
+    The sums stay tensors on the device until they are asked for, so counting never makes decoding wait.
+    """
+
+    def __init__(self, blocks: Sequence[MoeBlock], device: torch.device | str = "cpu") -> None:
+        self._blocks = blocks
+        self._slots_L = torch.zeros(len(blocks), dtype=torch.int64, device=device)
+        self._skipped_L = torch.zeros_like(self._slots_L)
+        self.counted_T: Tensor | None = None
+        """Bool [T], False for tokens of the next forward that are padding or past their end; None counts all."""
+
+    def attach(self) -> None:
+        """Watch the blocks from now on."""
+        for layer, block in enumerate(self._blocks):
+            block.observer = self._observer(layer)
+
+    def detach(self) -> None:
+        """Watch no longer; what was counted stays."""
+        for block in self._blocks:
+            block.observer = None
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self._slots_L.zero_()
+        self._skipped_L.zero_()
+
+    def _observer(self, layer: int) -> Callable[[Tensor, Tensor, Selection], None]:
+        def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
+            empty_TS = selection.experts == NO_EXPERT
+            if self.counted_T is None:
+                self._slots_L[layer] += empty_TS.numel()
+            else:
+                empty_TS = empty_TS & self.counted_T[:, None]
+                self._slots_L[layer] += self.counted_T.sum() * empty_TS.shape[1]
+            self._skipped_L[layer] += empty_TS.sum()
+
+        return observe
+
+    @property
+    def share(self) -> float:
+        """Share of all slots that were left empty, 0 before any forward."""
+        return int(self._skipped_L.sum()) / max(1, int(self._slots_L.sum()))
+
+    @property
+    def share_per_layer(self) -> list[float]:
+        """The same for each MoE layer."""
+        return (self._skipped_L / self._slots_L.clamp_min(1)).tolist()  # type: ignore[no-any-return]
+
+    @property
+    def filled(self) -> int:
+        """Slots that were not left empty."""
+        return int(self._slots_L.sum()) - int(self._skipped_L.sum())

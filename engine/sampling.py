@@ -1,0 +1,78 @@
+"""From the logits of one step to the next token of each sequence.
+
+Shape suffixes: B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError, OptionError
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen. Raises OptionError for values outside the ranges named here."""
+
+    temperature: float = 0.0
+    """0 takes the most probable token; otherwise logits are divided by it."""
+    top_p: float = 1.0
+    """In (0, 1]: only the most probable tokens that together reach this probability."""
+    top_k: int = 0
+    """Only so many of the most probable tokens; 0 for all."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise OptionError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top-p is {self.top_p}; it must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise OptionError(f"top-k is {self.top_k}; it must be 0 (all tokens) or more")
+        if not 0 <= self.seed < 2**63:
+            raise OptionError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """A random generator at the start of this seed."""
+        return torch.Generator(device).manual_seed(self.seed)
+
+
+def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generator) -> Tensor:
+    """The next tokens, int64 [B]. Top-k acts first, top-p on what is left, as is usual; one token always stays.
+
+    Raises CheckpointError where a logit is NaN or infinite.
+    """
+    if not bool(logits_BV.isfinite().all()):
+        raise CheckpointError(
+            "the model gives logits that are NaN or infinite: its weights are damaged or its activations overflow; "
+            "try --dtype float32, or `compress inspect --checksums`"
+        )
+    if options.temperature == 0:
+        return logits_BV.argmax(dim=-1)
+    scores_BV = _top_p(_top_k(logits_BV.float() / options.temperature, options.top_k), options.top_p)
+    return scores_BV.softmax(dim=-1).multinomial(1, generator=generator)[:, 0]
+
+
+def _top_k(scores_BV: Tensor, count: int) -> Tensor:
+    if count == 0 or count >= scores_BV.shape[-1]:
+        return scores_BV
+    # The indices, not the k-th value, decide: among equals no more than k stay.
+    kept_BK = scores_BV.topk(count, dim=-1).indices
+    closed_BV = torch.ones_like(scores_BV, dtype=torch.bool).scatter(-1, kept_BK, False)
+    return scores_BV.masked_fill(closed_BV, -torch.inf)
+
+
+def _top_p(scores_BV: Tensor, share: float) -> Tensor:
+    if share == 1:
+        return scores_BV
+    sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True, stable=True)
+    probabilities_BV = sorted_BV.softmax(dim=-1)
+    # A token is left out when those before it reach the share already; none is before the first.
+    before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
+    closed_BV = before_BV >= share
+    closed_BV[:, 0] = False
+    return scores_BV.masked_fill(closed_BV.scatter(-1, order_BV, closed_BV), -torch.inf)

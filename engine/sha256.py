@@ -1,0 +1,14 @@
+"""SHA-256 of files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from engine.json_file import reading
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a whole file in hexadecimal, read in blocks."""
+    with reading(path, "file") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
