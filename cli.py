@@ -137,31 +137,54 @@ def main() -> None:
 
 @main.command()
 @click.argument("model", default="demo")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]"
+)
 @click.option("--sparsity", type=float, help="Share of all experts to remove, between 0 and 1.")
 @click.option("--experts", type=int, help="Experts to keep per layer (on average), instead of --sparsity.")
 @click.option("--method", type=click.Choice(PRUNE_METHODS), default="diep", show_default=True, help="Criterion.")
-@click.option("--scope", type=click.Choice(("global", "layer")), default="global", show_default=True,
-              help="Rank the experts of all layers together, or cut each layer by the same share.")
+@click.option(
+    "--scope",
+    type=click.Choice(("global", "layer")),
+    default="global",
+    show_default=True,
+    help="Rank the experts of all layers together, or cut each layer by the same share.",
+)
 @click.option("--uniform", is_flag=True, help="Same count in every layer: a plain checkpoint of its family.")
 @click.option("--min-experts", type=int, default=0, help="Least experts per layer.  [default: experts per token]")
-@click.option("--merge", type=click.Choice(("none",)), default="none", show_default=True,
-              help="What becomes of removed experts.")
-@click.option("--relaxation", type=click.Choice(("paper", "routed", "gated")), default="gated", show_default=True,
-              help="DiEP: the relaxed layer.")
+@click.option(
+    "--merge", type=click.Choice(("none",)), default="none", show_default=True, help="What becomes of removed experts."
+)
+@click.option(
+    "--relaxation",
+    type=click.Choice(("paper", "routed", "gated")),
+    default="gated",
+    show_default=True,
+    help="DiEP: the relaxed layer.",
+)
 @click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, help="DiEP: passes over the text.")
 @click.option("--learning-rate", type=float, help="DiEP: of α and β.  [default: by relaxation]")
 @click.option("--reconstruction-weight", type=float, default=0.01, show_default=True, help="DiEP: λ.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP: sequences a step.")
 @click.option("--pressure", type=float, help="DiEP, gated: μ.  [default: by relaxation]")
 @click.option("--start", type=click.Choice(("zero", "fisher")), help="DiEP: start of α.  [default: by relaxation]")
-@click.option("--score", type=click.Choice(("raw", "normalised")),
-              help="DiEP: rank by α·β or by N·softmax(α)·β.  [default: by relaxation]")
+@click.option(
+    "--score",
+    type=click.Choice(("raw", "normalised")),
+    help="DiEP: rank by α·β or by N·softmax(α)·β.  [default: by relaxation]",
+)
 @click.option("--data", help="Calibration text: file, folder, .jsonl, 'stdlib' or a dataset id.")
 @click.option("--samples", type=int, default=128, show_default=True, help="Calibration sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
-@click.option("--evaluation-samples", type=int, default=32, show_default=True,
-              help="Held-out sequences for perplexity before and after; 0 for none.")
+@click.option(
+    "--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]"
+)
+@click.option(
+    "--evaluation-samples",
+    type=int,
+    default=32,
+    show_default=True,
+    help="Held-out sequences for perplexity before and after; 0 for none.",
+)
 @click.option("--statistics", type=click.Path(path_type=Path), help="Use a file of `compress calibrate`.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Carry out this plan instead of making one.")
 @click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file.")
@@ -248,7 +271,9 @@ def _prune_options(common: Common, **given: Any) -> Any:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
 @click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id.")
 @click.option("--samples", type=int, default=128, show_default=True, help="Sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
+@click.option(
+    "--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]"
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @common_options
 def calibrate(common: Common, **options: Any) -> dict[str, Any]:
@@ -306,9 +331,16 @@ def _shown(key: str, value: Any) -> str:
 @click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, instead of a metric.")
 @click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
 @click.option("--samples", type=int, default=32, show_default=True, help="Sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
-@click.option("--split", type=click.Choice(("held-out", "calibration", "all")), default="held-out", show_default=True,
-              help="Part of the text; calibration never sees 'held-out'.")
+@click.option(
+    "--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]"
+)
+@click.option(
+    "--split",
+    type=click.Choice(("held-out", "calibration", "all")),
+    default="held-out",
+    show_default=True,
+    help="Part of the text; calibration never sees 'held-out'.",
+)
 @common_options
 def evaluate(common: Common, **options: Any) -> dict[str, Any]:
     """Measure the quality of MODEL.
@@ -342,8 +374,13 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Smallest set with this probability.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Likeliest k only; 0 for all.")
 @click.option("--stop", multiple=True, help="Text to stop at; may be given several times.")
-@click.option("--skip-threshold", type=float, default=0.0, show_default=True,
-              help="Skip unneeded experts: 0 off, 1 the calibrated rule, higher skips more.")
+@click.option(
+    "--skip-threshold",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Skip unneeded experts: 0 off, 1 the calibrated rule, higher skips more.",
+)
 @click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
 @common_options
 def generate(common: Common, **options: Any) -> dict[str, Any]:
@@ -398,12 +435,22 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of each test.")
 @click.option("-d", "--depth", type=int, default=0, show_default=True, help="Tokens already in the cache.")
 @click.option("-b", "--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
-@click.option("-o", "--output-format", type=click.Choice(("md", "csv", "json", "jsonl")), default="md",
-              show_default=True, help="How rows are printed.")
+@click.option(
+    "-o",
+    "--output-format",
+    type=click.Choice(("md", "csv", "json", "jsonl")),
+    default="md",
+    show_default=True,
+    help="How rows are printed.",
+)
 @click.option("--skip-threshold", type=float, default=0.0, show_default=True, help="Skip unneeded experts.")
 @click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
-@click.option("--backend", type=click.Choice(("torch", "transformers")), multiple=True,
-              help="torch is ours; may be given several times.  [default: torch]")
+@click.option(
+    "--backend",
+    type=click.Choice(("torch", "transformers")),
+    multiple=True,
+    help="torch is ours; may be given several times.  [default: torch]",
+)
 @common_options
 def bench(common: Common, **options: Any) -> dict[str, Any]:
     """Measure tokens/s and memory of one or more models, side by side, each in its own process."""

@@ -14,7 +14,9 @@ def linear_cka(x_NTD: Tensor) -> Tensor:
 
     Computed from Gram matrices over samples, tr(XXᵀ·YYᵀ), which is the same number and costs T² instead of D².
     """
-    centred = (x_NTD - x_NTD.mean(dim=1, keepdim=True)).double()
+    # Widened first: the mean of what never varies is then exact, and nothing is left of it.
+    x_NTD = x_NTD.double()
+    centred = x_NTD - x_NTD.mean(dim=1, keepdim=True)
     return _alignment(centred @ centred.transpose(1, 2))
 
 

@@ -41,7 +41,10 @@ def model_card(figures: Mapping[str, Any], source: str, layers: Sequence[int], s
             "```",
             "",
             *(
-                ["Tables for adaptive expert skipping are in `skip_tables.safetensors`: `compress generate … --skip-threshold 1`.", ""]
+                [
+                    "Tables for adaptive expert skipping are in `skip_tables.safetensors`: `compress generate … --skip-threshold 1`.",
+                    "",
+                ]
                 if skipping
                 else []
             ),

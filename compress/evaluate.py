@@ -38,7 +38,9 @@ def tasks(directory: Path, names: list[str], *, limit: int | None = None, device
     try:
         import lm_eval
     except ImportError as error:
-        raise OptionError("tasks need lm-evaluation-harness; install it with `pip install moe-compress[tasks]`") from error
+        raise OptionError(
+            "tasks need lm-evaluation-harness; install it with `pip install moe-compress[tasks]`"
+        ) from error
     model = {"pretrained": str(directory), "trust_remote_code": remote_code.is_ours(directory)}
     results = lm_eval.simple_evaluate(model="hf", model_args=model, tasks=names, limit=limit, device=device)
     scores: dict[str, Any] = results["results"]

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compress.losses import CHUNK_TOKENS, next_token_loss
+from engine.linear import linear
 from engine.model import Decoder, own_routing, routed_by
 from engine.routing import Gated
 
@@ -59,7 +59,7 @@ def _sample_next(hidden_1LD: Tensor, head_VD: Tensor, tokens_1L: Tensor, generat
     """The text with each next token replaced by one drawn from the model's prediction at its place."""
     drawn = [tokens_1L[0, :1]]
     for hidden in hidden_1LD[0, :-1].split(CHUNK_TOKENS):
-        probabilities = F.linear(hidden, head_VD).float().softmax(-1)
+        probabilities = linear(hidden, head_VD).float().softmax(-1)
         drawn.append(probabilities.multinomial(1, generator=generator)[:, 0])
     return torch.cat(drawn)[None]
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from engine.linear import linear
+
 CHUNK_TOKENS = 512
 
 
@@ -27,10 +29,15 @@ def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor) -> T
 
 
 def _chunk_loss(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden_TD, head_VD).float(), targets_T, reduction="sum")
+    return F.cross_entropy(_wide(linear(hidden_TD, head_VD)), targets_T, reduction="sum")
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 or better, whatever the model's dtype."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def reconstruction_loss(hidden_BLD: Tensor, full_BLD: Tensor) -> Tensor:
     """Φ = ‖F'(x) − F(x)‖_F per sequence (seed 002 §4.2), summed over the batch."""
-    difference = hidden_BLD.float() - full_BLD.float()
+    difference = _wide(hidden_BLD) - _wide(full_BLD)
     return torch.linalg.vector_norm(difference, dim=(1, 2)).sum()

@@ -121,7 +121,9 @@ def prune(options: PruneOptions, progress: Progress = no_progress) -> dict[str, 
             write_json(options.plan_output, plan_to_json(plan))
         figures = write_artifact(options, prepared, plan, before, started, progress)
     except OSError as error:
-        raise OutputError(f"{options.output}: {error.strerror or error}; make space or give another --output") from error
+        raise OutputError(
+            f"{options.output}: {error.strerror or error}; make space or give another --output"
+        ) from error
     work.remove()
     return figures
 
@@ -132,12 +134,16 @@ def prepare(options: PruneOptions) -> Prepared:
     checkpoint = Checkpoint(resolve(options.model))
     config = checkpoint.config
     if not config.moe_layers:
-        raise OptionError(f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so there is nothing to prune")
+        raise OptionError(
+            f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so there is nothing to prune"
+        )
     counts = dict(zip(config.moe_layers, config.experts_per_layer, strict=True))
     budget = options.budget
     if budget is not None:
         if budget.min_experts == 0:  # the default: at least max(1, k) in each layer (methods.md §2.5)
-            least = config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
+            least = (
+                config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
+            )
             budget = replace(budget, min_experts=max(1, least))
         budget.check(counts)
     calibration = options.calibration.filled(options.model, config.max_positions)
@@ -162,7 +168,9 @@ def _texts(calibration: CalibrationOptions, tokenizer: Any, vocabulary: int) -> 
             calibration.data, tokenizer, samples=calibration.evaluation_samples, split="held-out", **common
         )
     if int(tokens.max()) >= vocabulary:
-        raise DataError(f"the tokenizer makes token {int(tokens.max())} and the model knows {vocabulary}; wrong tokenizer")
+        raise DataError(
+            f"the tokenizer makes token {int(tokens.max())} and the model knows {vocabulary}; wrong tokenizer"
+        )
     return tokens, held_out
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
+from engine.json_file import shown
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             qkv_bias="attention_bias",
             output_bias="attention_bias",
         ),
-        Architecture(
-            model_type="qwen2", causal_lm_class="Qwen2ForCausalLM", qkv_bias=True, windows="layer_types"
-        ),
+        Architecture(model_type="qwen2", causal_lm_class="Qwen2ForCausalLM", qkv_bias=True, windows="layer_types"),
         Architecture(
             model_type="qwen3",
             causal_lm_class="Qwen3ForCausalLM",
@@ -172,12 +171,46 @@ class DecoderConfig:
 
 # Keys that a config.json may carry and that change nothing in what the decoder computes.
 _HARMLESS_KEYS = frozenset(
-    """auto_map block_configs _attn_implementation attn_implementation torch_dtype dtype transformers_version
-    use_cache pretraining_tp router_jitter_noise output_router_logits router_aux_loss_coef initializer_range
-    attention_dropout num_experts num_local_experts norm_topk_prob rope_theta rope_scaling rope_parameters rope_type
-    max_window_layers use_sliding_window sliding_window head_dim layer_types moe_layers unsloth_version
-    _name_or_path architectures model_type""".split()
+    [
+        "auto_map",
+        "block_configs",
+        "_attn_implementation",
+        "attn_implementation",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "pretraining_tp",
+        "router_jitter_noise",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "initializer_range",
+        "attention_dropout",
+        "num_experts",
+        "num_local_experts",
+        "norm_topk_prob",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_type",
+        "max_window_layers",
+        "use_sliding_window",
+        "sliding_window",
+        "head_dim",
+        "layer_types",
+        "moe_layers",
+        "unsloth_version",
+        "_name_or_path",
+        "architectures",
+        "model_type",
+        "num_labels",
+        "id2label",
+        "label2id",
+    ]
 )
+# transformers does not want the first three, and makes a list as long as `num_labels` says of the others.
+_WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "num_labels", "id2label", "label2id"])
+MAX_LAYERS = 10_000
 
 
 def load_transformers_config(config: Mapping[str, Any]) -> Any:
@@ -185,7 +218,10 @@ def load_transformers_config(config: Mapping[str, Any]) -> Any:
     # Imported here: transformers takes seconds to import, and `--help` must not wait for it.
     from transformers import CONFIG_MAPPING
 
-    values = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "block_configs")}
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # before transformers makes lists of that length
+        raise CheckpointError(f"config.json: num_hidden_layers is {shown(layers)}; that is no real model")
+    values = {key: value for key, value in config.items() if key not in _WITHHELD_KEYS}
     try:
         return CONFIG_MAPPING[config["model_type"]](**values)
     except Exception as error:  # transformers and huggingface_hub validate with classes of their own
@@ -215,6 +251,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     hidden = _positive(family, "hidden_size")
     if getattr(family, "head_dim", 0) is None:
         family.head_dim = hidden // heads  # transformers' rope initialisers take None for a number
+    _check_heads(config, family, hidden, heads)
     return DecoderConfig(
         architecture=row,
         vocabulary_size=_positive(family, "vocab_size"),
@@ -238,6 +275,17 @@ def _positive(family: Any, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {key} is {value!r}; it must be a positive integer")
     return value
+
+
+def _check_heads(config: Mapping[str, Any], family: Any, hidden: int, heads: int) -> None:
+    """Raise CheckpointError for sizes that do not divide, which shapes alone would not show."""
+    groups, size = _positive(family, "num_key_value_heads"), getattr(family, "head_dim", None) or hidden // heads
+    if heads % groups:
+        raise CheckpointError(f"config.json: {heads} attention heads cannot share {groups} key-value heads evenly")
+    if not config.get("head_dim") and hidden % heads:
+        raise CheckpointError(f"config.json: hidden_size {hidden} is not divisible by {heads} attention heads")
+    if size < 2 or size % 2:
+        raise CheckpointError(f"config.json: a head has {size} dimensions; rotary positions need an even number")
 
 
 def _flag(rule: bool | str, family: Any) -> bool:
@@ -272,14 +320,14 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 def _experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any) -> list[int]:
     """Routed experts per decoder layer, 0 where the layer is dense."""
     layers = _positive(family, "num_hidden_layers")
-    if layers > 10_000:
-        raise CheckpointError(f"config.json: num_hidden_layers is {layers}; that is no real model")
     if not row.experts_keys:
         return [0] * layers
     declared = [config[key] for key in row.experts_keys if isinstance(config.get(key), int)]
     if len(set(declared)) > 1:
         raise CheckpointError(f"config.json: {' and '.join(row.experts_keys)} disagree: {declared}")
-    experts = _positive(family, row.experts_keys[0])
+    experts, per_token = _positive(family, row.experts_keys[0]), _positive(family, "num_experts_per_tok")
+    if per_token > experts:
+        raise CheckpointError(f"config.json: a token cannot use {per_token} of {experts} experts (num_experts_per_tok)")
     only_dense = set(getattr(family, "mlp_only_layers", None) or ()) if row.sparse_step else set()
     step = _positive(family, "decoder_sparse_step") if row.sparse_step else 1
     counts = [0 if index in only_dense or (index + 1) % step else experts for index in range(layers)]
@@ -297,9 +345,7 @@ def _block_config_counts(blocks: Any, counts: list[int]) -> list[int]:
             moe = block["ffn"]["moe"]
             kept = 0 if moe is None else moe["num_local_experts"]
         except (TypeError, KeyError) as error:
-            raise CheckpointError(
-                f"config.json: block_configs[{index}] lacks ffn.moe.num_local_experts"
-            ) from error
+            raise CheckpointError(f"config.json: block_configs[{index}] lacks ffn.moe.num_local_experts") from error
         if type(kept) is not int or not 0 <= kept <= count or (kept == 0) != (count == 0):
             raise CheckpointError(
                 f"config.json: block_configs[{index}].ffn.moe.num_local_experts is {kept!r}; layer {index} can hold "
@@ -364,9 +410,7 @@ def fused_router_tensor(layer: int) -> str:
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint with its shape, experts one by one, in the order of the layers."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocabulary_size, config.hidden_size)
-    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocabulary_size, config.hidden_size)}
     for index in range(len(config.layers)):
         shapes.update(layer_tensors(config, index))
     shapes["model.norm.weight"] = (config.hidden_size,)

@@ -66,7 +66,9 @@ def check_sizes(directory: Path, provenance: Mapping[str, Any]) -> None:
         if not path.is_file():
             raise CheckpointError(f"{directory}: {name} is missing; copy the artifact again")
         if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, was written with {entry['bytes']}; copy it again")
+            raise CheckpointError(
+                f"{path}: has {path.stat().st_size} bytes, was written with {entry['bytes']}; copy it again"
+            )
 
 
 def check_checksums(directory: Path, provenance: Mapping[str, Any]) -> None:
@@ -90,7 +92,9 @@ def check_output(output: Path, overwrite: bool) -> None:
         if not output.is_dir() or output.is_symlink():
             raise OutputError(f"{output}: is not a directory, so it is not replaced; give another --output")
         if any(output.iterdir()) and not (output / "config.json").is_file():
-            raise OutputError(f"{output}: holds something else than a model, so it is not replaced; give another --output")
+            raise OutputError(
+                f"{output}: holds something else than a model, so it is not replaced; give another --output"
+            )
     parent = output.absolute().parent
     while not parent.exists():
         parent = parent.parent

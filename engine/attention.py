@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.architectures import DecoderConfig
 from engine.kv_cache import KeyValueCache
+from engine.linear import is_emulated, linear
 
 
 class Positions(NamedTuple):
@@ -139,13 +140,13 @@ class Attention(nn.Module):
             key, value = cache.append(self.layer, key, value)
         mixed = attend(query, key, value, positions.masks[self.window])
         batch, _, length, _ = query.shape
-        return F.linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+        return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
     def _heads(
         self, x_BLD: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Tensor | None, heads: int
     ) -> Tensor:
         assert weight is not None
-        projected = F.linear(x_BLD, weight, bias)
+        projected = linear(x_BLD, weight, bias)
         if norm is not None and self.qk_norm == "full":
             projected = rms_norm(projected, norm, self.epsilon)
         if self.clip is not None:
@@ -158,6 +159,8 @@ class Attention(nn.Module):
 
 def attend(query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax attention of H query heads over G key-value heads, [B, H, L, E]."""
+    if is_emulated(query_BHLE):
+        return attend(query_BHLE.float(), key_BGPE.float(), value_BGPE.float(), mask).to(query_BHLE.dtype)
     batch, heads, length, size = query_BHLE.shape
     groups = key_BGPE.shape[1]
     if length == 1:
@@ -171,8 +174,8 @@ def attend(query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tenso
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / rms(x) · weight over the last dimension, the mean square taken in float32 (Zhang & Sennrich 2019)."""
-    if x.dtype == torch.float32:
+    """x / rms(x) · weight over the last dimension, the mean square taken in float32 or better (Zhang & Sennrich 2019)."""
+    if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, epsilon)
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)

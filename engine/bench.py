@@ -1,12 +1,12 @@
-"""Speed and memory of several models side by side, in llama-bench's habits and columns.
+"""Speed and memory of several models side by side, with the tests and columns that GGUF runtimes made customary.
 
-Tests: `pp512` reads 512 tokens, `tg128` generates 128 one by one, both after `depth` tokens that are not timed. Each has a
-warm-up, then repetitions; mean and standard deviation of tokens per second are reported.
+Tests: `pp512` reads 512 tokens, `tg128` generates 128 one by one, both after `depth` tokens that are not timed. Each
+has a warm-up, then repetitions; mean and standard deviation of tokens per second are reported.
 
 Each (model, backend) lives in a process of its own, so that its memory is the operating system's figure for it alone.
-The workers stay alive and take turns in every repetition, so that what else the machine does falls on all of them alike;
-a worker that waits for its turn sleeps on its standard input. `python -m engine.bench SPEC` is such a worker: requests
-are lines of words (`warm pp 512 0`, `run tg 128 0`, `memory`), replies lines of JSON.
+The workers stay alive and take turns in every repetition, so that what else the machine does falls on all of them
+alike; a worker that waits for its turn sleeps on its standard input. `python -m engine.bench SPEC` is such a worker:
+requests are lines of words (`warm pp 512 0`, `run tg 128 0`, `memory`), replies lines of JSON.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BenchCase:
 
     @property
     def name(self) -> str:
-        """As llama-bench writes it."""
+        """As in the table: `pp512`, or `tg128 @ d1024` after 1,024 tokens."""
         return f"{self.kind}{self.tokens}" + (f" @ d{self.depth}" if self.depth else "")
 
 
@@ -130,6 +130,30 @@ def bench(
         ]
 
 
+def bench_models(
+    models: Sequence[str],
+    backends: Sequence[str] = ("torch",),
+    *,
+    prompt_tokens: int = 512,
+    generated_tokens: int = 128,
+    depth: int = 0,
+    repetitions: int = 5,
+    skip_threshold: float = 0.0,
+    progress: Callable[[Sequence[int]], Iterable[int]] = iter,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """`bench` of each model on each backend; `options` are the other fields of BenchSpec.
+
+    Where backends are compared, only `torch` skips experts, as the rows' `skip_threshold` says; asking for skipping
+    with no backend that can is refused.
+    """
+    skips = {name: skip_threshold if name == "torch" or "torch" not in backends else 0.0 for name in backends}
+    specs = [
+        BenchSpec(model, backend, skip_threshold=skips[backend], **options) for model in models for backend in backends
+    ]
+    return bench(specs, cases_for(prompt_tokens, generated_tokens, depth), repetitions, progress)
+
+
 def _row(
     worker: _Worker, case: BenchCase, seconds: list[float], warm: dict[str, Any], peak_bytes: int
 ) -> dict[str, Any]:
@@ -179,12 +203,10 @@ def _markdown(rows: Sequence[dict[str, Any]]) -> str:
     head = ["model", "size", "params", "backend", "threads", "test", "t/s", "peak memory", "skipped"]
     table = [head, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
-    numbers = [name in ("size", "params", "threads", "t/s", "peak memory", "skipped") for name in head]
-    lines = [
-        [cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(line, widths, numbers, strict=True)]
-        for line in table
-    ]
-    rule = ["-" * (width - 1) + (":" if number else "-") for width, number in zip(widths, numbers, strict=True)]
+    sides = ["<" if name in ("model", "backend", "test") else ">" for name in head]
+    columns = list(zip(widths, sides, strict=True))
+    lines = [[f"{cell:{side}{width}}" for cell, (width, side) in zip(line, columns, strict=True)] for line in table]
+    rule = ["-" * (width - 1) + (":" if side == ">" else "-") for width, side in columns]
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
 
 
@@ -216,7 +238,7 @@ class _Worker:
         # The worker finds this package wherever it was started, and (-P) no folder of the same name in the way.
         package_parent = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine.bench", json.dumps(asdict(self.spec))],
             stdin=subprocess.PIPE,
@@ -352,10 +374,10 @@ class TransformersBackend:
         own_code = _needs_own_code(self.checkpoint)
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             self.checkpoint.directory, dtype=self.dtype, trust_remote_code=own_code, local_files_only=True
         )
-        self._model: Any = model.to(self.device).eval()
+        self._model = model.to(self.device).eval()
         self.weights_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         self._past: Any = None
 
@@ -390,8 +412,8 @@ def _needs_own_code(checkpoint: Checkpoint) -> bool:
     path = checkpoint.directory / remote_code.FILE_NAME
     if auto_map != remote_code.auto_map() or not path.is_file() or path.read_bytes() != expected:
         raise OptionError(
-            f"{checkpoint.directory}: the transformers backend would run code from this directory that this version did "
-            "not write; use --backend torch"
+            f"{checkpoint.directory}: the transformers backend would run code from this directory that this version "
+            "did not write; use --backend torch"
         )
     return True
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.architectures import (
+    ARCHITECTURES,
     DecoderConfig,
     decoder_config,
     expected_tensors,
@@ -26,12 +27,13 @@ from engine.architectures import (
     router_tensor,
 )
 from engine.errors import CheckpointError, UnsupportedError
-from engine.json_file import load_json
+from engine.json_file import load_json, shown
 from engine.safetensors_file import SafetensorsFile, open_shards
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
 _RELEASE_EVERY_BYTES = 64 << 20
+_SAME_MODEL = "config.json and the weights must be of the same model"
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -71,9 +73,24 @@ class Checkpoint:
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{directory}: {error}") from error
         by_name, self.files = open_shards(directory)
+        self._check_routers(by_name)
         self._views = _views(self.config, by_name)
         self.shapes = expected_tensors(self.config)
         self._check_names_and_shapes(by_name)
+
+    def _check_routers(self, by_name: Mapping[str, SafetensorsFile]) -> None:
+        """Compare the expert counts first: lists as long as an absurd config.json says are never made."""
+        for layer, experts in zip(self.config.moe_layers, self.config.experts_per_layer, strict=True):
+            names = [router_tensor(self.config.architecture, layer), fused_router_tensor(layer)]
+            name = next((name for name in names if name in by_name), None)
+            if name is None:
+                raise CheckpointError(f"{self.directory}: tensor {names[0]} is missing; {_SAME_MODEL}")
+            shape = by_name[name].entries[name].shape
+            if shape != (experts, self.config.hidden_size):
+                raise CheckpointError(
+                    f"{self.directory}: tensor {name} has shape {list(shape)} and config.json says {shown(experts)} experts "
+                    f"and hidden size {self.config.hidden_size}; {_SAME_MODEL}"
+                )
 
     def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
         problems: list[str] = []
@@ -90,9 +107,7 @@ class Checkpoint:
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
             more = f" ({len(missing)} missing, {len(extra)} extra)" if len(missing) + len(extra) > 1 else ""
-            raise CheckpointError(
-                f"{self.directory}: {problems[0]}{more}; config.json and the weights must be of the same model"
-            )
+            raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {_SAME_MODEL}")
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as stored, mapped, not to be written to. Reading it makes its pages resident until `release`."""
@@ -137,7 +152,8 @@ class Checkpoint:
         read = 0
         for name in progress(list(self.shapes)):
             tensor = self.tensor(name)
-            if not bool(torch.linalg.vector_norm(tensor, torch.inf).isfinite()):
+            low, high = torch.aminmax(tensor)  # one fast read; NaN propagates
+            if not bool(low.isfinite() & high.isfinite()):
                 raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
             read += tensor.numel() * tensor.element_size()
             if read > _RELEASE_EVERY_BYTES:
@@ -212,9 +228,7 @@ def _is_ignorable(name: str, config: DecoderConfig) -> bool:
 
 
 def _refuse_foreign_code(directory: Path, config: Mapping[str, Any]) -> None:
-    from engine.architectures import ARCHITECTURES
-
-    if config.get("model_type") not in ARCHITECTURES and config.get("auto_map"):
+    if config.get("auto_map") and str(config.get("model_type")) not in ARCHITECTURES:
         raise UnsupportedError(
             f"{directory}: model_type {config.get('model_type')!r} needs code of its own (trust_remote_code), which this "
             "engine never runs; convert it to a supported family first"

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.linear import linear
 from engine.routing import NO_EXPERT, Routing, Selection
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
@@ -38,7 +39,7 @@ class Expert(nn.Module):
 
 def swiglu(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
     """down(silu(gate·x) ⊙ up·x), the FFN of every family here."""
-    return F.linear(F.silu(F.linear(x_TD, gate_FD)) * F.linear(x_TD, up_FD), down_DF)
+    return linear(F.silu(linear(x_TD, gate_FD)) * linear(x_TD, up_FD), down_DF)
 
 
 class MoeBlock(nn.Module):
@@ -67,13 +68,13 @@ class MoeBlock(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
-        logits_TN = F.linear(x_TD, self.router_ND)
+        logits_TN = linear(x_TD, self.router_ND)
         selection = self.routing(logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
         y_TD = route_through(x_TD, selection, self.experts, self.expert_observer)
         if self.shared is not None and self.shared_gate_1D is not None:
-            y_TD = y_TD + torch.sigmoid(F.linear(x_TD, self.shared_gate_1D)) * self.shared(x_TD)
+            y_TD = y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * self.shared(x_TD)
         return y_TD
 
 

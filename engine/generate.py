@@ -108,7 +108,7 @@ class Engine:
             found = self.tokenizer.eos_token_id
         ids = [] if found is None else found if isinstance(found, list) else [found]
         if not all(type(token) is int for token in ids):
-            raise CheckpointError(f"{directory}: eos_token_id is {found!r:.80}; it must be a token id or a list of them")
+            raise CheckpointError(f"{directory}: eos_token_id is {found!r:.80}; it must be a token id or a list of ids")
         return frozenset(ids)
 
     @cached_property
@@ -137,7 +137,7 @@ class Engine:
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> list[Generation]:
-        """Continue each prompt, all in one batch. Raises OptionError for prompts or limits that do not fit the model."""
+        """Continue each prompt, all in one batch. OptionError for prompts or limits that do not fit the model."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if not prompts:
             return []
@@ -154,7 +154,7 @@ class Engine:
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> Iterator[str]:
-        """The text of `generate` in pieces as it comes, in whole characters. Raises, before the first piece, the same."""
+        """The text of `generate` in pieces as it comes, in whole characters; the same errors, raised at once."""
         batch = self._start([prompt], max_new_tokens, sampling, stop)
         return (piece for _ in self._run(batch) if (piece := batch.sequences[0].take()))
 
@@ -177,6 +177,7 @@ class Engine:
     def _start(
         self, prompts: Sequence[str], max_new_tokens: int, sampling: SamplingOptions, stop: str | Sequence[str]
     ) -> _Batch:
+        _ = self.tokenizer, self.end_tokens  # loaded by the first run, and no part of what it took
         started = time.perf_counter()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not text for text in stops):
@@ -444,6 +445,6 @@ def _check_room(prompt_tokens: int, max_new_tokens: int, max_positions: int) -> 
         raise OptionError(f"the number of new tokens is {max_new_tokens}; it must be at least 1")
     if prompt_tokens + max_new_tokens > max_positions:
         raise OptionError(
-            f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones make {prompt_tokens + max_new_tokens}, and "
-            f"the model has {max_positions} positions; shorten the prompt or ask for fewer tokens"
+            f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones make {prompt_tokens + max_new_tokens}, "
+            f"and the model has {max_positions} positions; shorten the prompt or ask for fewer tokens"
         )

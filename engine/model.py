@@ -28,6 +28,7 @@ from engine.architectures import (
 from engine.attention import Attention, Positions, Rotary, attention_mask, rms_norm
 from engine.experts import Expert, MoeBlock
 from engine.kv_cache import KeyValueCache
+from engine.linear import linear
 from engine.routing import Routing, TopK
 
 TensorSource = Callable[[str], Tensor]
@@ -72,7 +73,9 @@ class Decoder(nn.Module):
         """The MoE blocks in the order of their layers."""
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
 
-    def hidden_states(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def hidden_states(
+        self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """Final hidden states after the last norm, [B, L, D].
 
         real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow what it holds.
@@ -91,13 +94,13 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         """Logits of every new position, [B, L, V]."""
-        return F.linear(self.hidden_states(tokens_BL, real_BP, cache), self.head_VD)
+        return linear(self.hidden_states(tokens_BL, real_BP, cache), self.head_VD)
 
     def last_logits(
         self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """Logits of the last position only, [B, V]: what generation needs, without L·V logits in memory."""
-        return F.linear(self.hidden_states(tokens_BL, real_BP, cache)[:, -1], self.head_VD)
+        return linear(self.hidden_states(tokens_BL, real_BP, cache)[:, -1], self.head_VD)
 
 
 def positions_for(

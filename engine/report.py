@@ -119,7 +119,7 @@ class SkipCounter:
     @property
     def share_per_layer(self) -> list[float]:
         """The same for each MoE layer."""
-        return (self._skipped_L / self._slots_L.clamp_min(1)).tolist()  # type: ignore[no-any-return]
+        return (self._skipped_L / self._slots_L.clamp_min(1)).tolist()
 
     @property
     def filled(self) -> int:

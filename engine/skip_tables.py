@@ -1,7 +1,7 @@
 """The tables of adaptive skipping (methods.md §2.8), as they travel with a checkpoint, and the Routings they make.
 
-For each MoE layer, `gamma1_J` holds the calibration medians of w_ej / w_e0 for the ranks j = 1..K-1, and `gamma2_NN` the
-similarity of the outputs of two experts over the layer's mean similarity.
+For each MoE layer, `gamma1_J` holds the calibration medians of w_ej / w_e0 for the ranks j = 1..K-1, and `gamma2_NN`
+the similarity of the outputs of two experts over the layer's mean similarity.
 
 Shape suffixes: J ranks after the first (K-1), N routed experts of the layer.
 """
@@ -39,8 +39,8 @@ class SkipTables:
 
         tensors: dict[str, Tensor] = {}
         for layer, (gamma1_J, gamma2_NN) in enumerate(zip(self.gamma1_J, self.gamma2_NN, strict=True)):
-            tensors[_name(layer, "gamma1")] = gamma1_J.detach().float().cpu().contiguous()
-            tensors[_name(layer, "gamma2")] = gamma2_NN.detach().float().cpu().contiguous()
+            tensors[_name(layer, "gamma1")] = _own(gamma1_J)
+            tensors[_name(layer, "gamma2")] = _own(gamma2_NN)
         # Serialised first and written here, because safetensors' own writer reports a full disk as its private error.
         content = save(tensors)
         with writing(path, "skip tables"):
@@ -108,6 +108,11 @@ def _skipping(moe: MoeConfig, gamma1_J: Tensor, gamma2_NN: Tensor, threshold: fl
 
 def _name(layer: int, table: str) -> str:
     return f"moe_layers.{layer}.{table}"
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy for the file: safetensors refuses tensors that share memory, as tables of ones may."""
+    return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _read(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.attention import Positions, Rotary, rms_norm
 from engine.checkpoint import Checkpoint
+from engine.linear import linear
 from engine.model import DecoderLayer, positions_for
 
 MEMORY_LIMIT_BYTES = 256 << 20
@@ -32,10 +33,10 @@ Visit = Callable[[int, DecoderLayer], Callable[[], None] | None]
 class Activations:
     """Hidden states of S sequences, [S, L, D], read and replaced batch by batch."""
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, limit: int = MEMORY_LIMIT_BYTES) -> None:
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
         self._row_bytes = shape[1] * shape[2] * dtype.itemsize
-        in_memory = shape[0] * self._row_bytes <= limit
+        in_memory = shape[0] * self._row_bytes <= MEMORY_LIMIT_BYTES
         self._tensor = torch.empty(shape, dtype=dtype) if in_memory else None
         # A plain file and not a map: pages of a map count as resident, those of the page cache do not.
         self._file = None if in_memory else tempfile.TemporaryFile(prefix="moe-compress-")  # noqa: SIM115
@@ -67,7 +68,9 @@ class Activations:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -133,7 +136,7 @@ def stream_negative_log_likelihood(
             hidden_LD = rms_norm(states[row : row + 1].to(device), norm, config.norm_epsilon)[0, :-1]
             targets_L = tokens_SL[row, 1:].to(device)
             for part in torch.arange(targets_L.shape[0], device=device).split(512):
-                logits = F.linear(hidden_LD[part], head_VD).float()
+                logits = linear(hidden_LD[part], head_VD).float()
                 total += float(F.cross_entropy(logits, targets_L[part], reduction="sum"))
             count += targets_L.numel()
     checkpoint.release()

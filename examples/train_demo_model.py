@@ -4,8 +4,8 @@
 
 Needs the tokenizer of `train_tokenizer.py` in the output directory. Trains on the calibration split only, for a given
 wall time: the learning rate follows the clock, so that it reaches zero when the time is over, on any machine. Matrices
-are trained by Muon, the embedding, the routers and the norms by AdamW, in float32; what is saved is bfloat16. A run that
-was interrupted goes on from its last checkpoint in the work directory.
+are trained by Muon, the embedding, the routers and the norms by AdamW, in float32; what is saved is bfloat16. A run
+that was interrupted goes on from its last checkpoint in the work directory.
 
 @RESULT@
 """
@@ -185,7 +185,7 @@ def decoder_of(tensors: dict[str, Tensor]) -> Decoder:
 
 
 class LoadBalance:
-    """Collects the load-balance loss of Switch (Fedus et al. 2021), N · Σ share_i · mean probability_i, of each layer."""
+    """Collects each layer's load-balance loss, N · Σ share_i · mean probability_i (Switch, Fedus et al. 2021)."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._losses: list[Tensor] = []
@@ -385,6 +385,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Others may be reading the file: they see the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)
+    temporary.chmod(0o644)  # safetensors leaves its files readable by their owner alone
     os.replace(temporary, path)
 
 
@@ -399,7 +400,7 @@ def write_curve(progress: Progress, path: Path) -> None:
 
 
 def write_model(tensors: dict[str, Tensor], end: int, directory: Path) -> dict[str, Tensor]:
-    """config.json, generation_config.json and model.safetensors. Returns the tensors as they were saved, in bfloat16."""
+    """config.json, generation_config.json, model.safetensors. Returns the tensors as they were saved, in bfloat16."""
     rounded = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     write_json(directory / "config.json", CONFIG | ends)

@@ -1,0 +1,88 @@
+"""A checkpoint of a given shape with random weights, for benchmarks of speed and memory; written in bounded memory.
+
+python benchmarks/random_model.py DIRECTORY                      1.5 B parameters, 8 experts top-2, bf16 (3 GB)
+python benchmarks/random_model.py DIRECTORY --experts 16 --top-k 4 --width 1792
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.architectures import decoder_config, expected_tensors
+from engine.checkpoint import DEMO_DIRECTORY
+from engine.json_file import write_json
+from engine.safetensors_file import ShardWriter
+
+
+def shape(hidden: int = 1024, layers: int = 16, experts: int = 8, top_k: int = 2, width: int = 3584) -> dict[str, Any]:
+    """config.json of the reference shape."""
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 256,
+        "num_local_experts": experts,
+        "num_experts_per_tok": top_k,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+
+
+def write_random_model(directory: Path, config: dict[str, Any], seed: int = 0) -> None:
+    """Write config, weights ~ N(0, 1/fan-in) in bf16, and the demo model's tokenizer filled up to the vocabulary."""
+    directory.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = expected_tensors(decoder_config(config))
+    with ShardWriter(directory, {name: (torch.bfloat16, size) for name, size in shapes.items()}) as writer:
+        for name, size in shapes.items():
+            writer.add(name, random_tensor(size, generator))
+    write_json(directory / "config.json", config)
+    write_tokenizer(directory, config["vocab_size"])
+
+
+def random_tensor(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Norm weights are one, all others normal with variance 1/fan-in."""
+    if len(size) == 1:
+        return torch.ones(size, dtype=torch.bfloat16)
+    return (torch.randn(size, generator=generator) * size[-1] ** -0.5).bfloat16()
+
+
+def write_tokenizer(directory: Path, vocabulary: int) -> None:
+    """The demo model's tokenizer with unused tokens up to the wanted vocabulary."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_DIRECTORY)
+    tokenizer.add_tokens([f"<unused{index}>" for index in range(vocabulary - len(tokenizer))])
+    tokenizer.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--width", type=int, default=3584)
+    parser.add_argument("--overwrite", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.overwrite:
+        shutil.rmtree(arguments.directory, ignore_errors=True)
+    write_random_model(
+        arguments.directory,
+        shape(layers=arguments.layers, experts=arguments.experts, top_k=arguments.top_k, width=arguments.width),
+    )

@@ -1,0 +1,62 @@
+"""Where benchmark results live, and how they get into the README: `python benchmarks/results.py` copies every table.
+
+Each benchmark writes benchmarks/results/NAME.json (all figures, with the machine) and NAME.md (the table). The README shows
+NAME.md between `<!-- NAME -->` and `<!-- /NAME -->`; a test holds the two equal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, first column left, the others right."""
+    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def save(name: str, figures: Any, table: str) -> None:
+    """Write both files and show the table."""
+    import torch
+
+    RESULTS.mkdir(exist_ok=True)
+    machine = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, "figures": figures}, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(table)
+    print(table)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def with_tables(readme: str) -> str:
+    """The README's text with every marked table as the last benchmark wrote it."""
+    for path in sorted(RESULTS.glob("*.md")):
+        marked = re.compile(rf"(<!-- {path.stem} -->\n).*?(<!-- /{path.stem} -->)", re.DOTALL)
+        table = path.read_text()
+        readme = marked.sub(lambda match, table=table: f"{match[1]}\n{table}\n{match[2]}", readme)
+    return readme
+
+
+if __name__ == "__main__":
+    README.write_text(with_tables(README.read_text()))

@@ -1,0 +1,22 @@
+"""A byte-level tokenizer without merges: one token for each byte of UTF-8, so that characters span tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SPECIAL = ("<pad>", "<s>", "</s>")
+VOCABULARY = 264
+"""A `vocab_size` that takes this tokenizer and the special tokens that some families' tokenizer classes add to it."""
+
+
+def add_tokenizer(path: Path, bos: bool = True) -> None:
+    """Save the tokenizer beside a tiny checkpoint, with the ids of pad, bos and eos that conftest gives its models."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {"pad_token": SPECIAL[0], "eos_token": SPECIAL[2]} | ({"bos_token": SPECIAL[1]} if bos else {})
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
