@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
     @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there.")
     @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to compute.")
     @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: as stored.")
-    @click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same result.")
+    @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Same seed, same result.")
     @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; all cores by default.")
     @click.option("-v", "--verbose", is_flag=True, help="Say more on stderr.")
     @click.option("--debug", is_flag=True, help="Show tracebacks.")
@@ -79,6 +80,7 @@ def prepare_process(common: Common) -> None:
     if common.threads is not None:
         torch.set_num_threads(common.threads)
     if not common.verbose:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what transformers sets its logger to when imported
         logging.getLogger("transformers").setLevel(logging.ERROR)
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
@@ -137,9 +139,7 @@ def main() -> None:
 
 @main.command()
 @click.argument("model", default="demo")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]"
-)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]")
 @click.option("--sparsity", type=float, help="Share of all experts to remove, between 0 and 1.")
 @click.option("--experts", type=int, help="Experts to keep per layer (on average), instead of --sparsity.")
 @click.option("--method", type=click.Choice(PRUNE_METHODS), default="diep", show_default=True, help="Criterion.")
@@ -175,9 +175,7 @@ def main() -> None:
 )
 @click.option("--data", help="Calibration text: file, folder, .jsonl, 'stdlib' or a dataset id.")
 @click.option("--samples", type=int, default=128, show_default=True, help="Calibration sequences.")
-@click.option(
-    "--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]"
-)
+@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
 @click.option(
     "--evaluation-samples",
     type=int,
@@ -210,8 +208,7 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
     say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
     say(
         common,
-        f"{figures['artifact']}: written in {figures['seconds']:.1f} s, "
-        f"peak memory {size(figures['peak_memory_bytes'])}",
+        f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
     return figures
 
@@ -224,6 +221,8 @@ def _prune_options(common: Common, **given: Any) -> Any:
 
     if given["plan"] is None and (given["sparsity"] is None) == (given["experts"] is None):
         raise OptionError("give --sparsity or --experts (one of them), or a ready-made --plan")
+    if given["plan"] is not None and (given["sparsity"] is not None or given["experts"] is not None):
+        raise OptionError("--plan says which experts stay; leave out --sparsity and --experts")
     if given["uniform"] and given["method"] == "diep" and given["scope"] == "layer":
         given["uniform"] = False
     budget = Budget(
@@ -271,9 +270,7 @@ def _prune_options(common: Common, **given: Any) -> Any:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
 @click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id.")
 @click.option("--samples", type=int, default=128, show_default=True, help="Sequences.")
-@click.option(
-    "--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]"
-)
+@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @common_options
 def calibrate(common: Common, **options: Any) -> dict[str, Any]:
@@ -331,9 +328,7 @@ def _shown(key: str, value: Any) -> str:
 @click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, instead of a metric.")
 @click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
 @click.option("--samples", type=int, default=32, show_default=True, help="Sequences.")
-@click.option(
-    "--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]"
-)
+@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
 @click.option(
     "--split",
     type=click.Choice(("held-out", "calibration", "all")),

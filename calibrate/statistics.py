@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.architectures import DecoderConfig
-from engine.errors import DataError, OutputError
-from engine.safetensors_file import SafetensorsFile
+from engine.errors import DataError
+from engine.json_file import shown
+from engine.safetensors_file import SafetensorsFile, write_tensors
 
 SCHEMA_VERSION = 1
 
@@ -62,22 +63,13 @@ class Statistics:
 
     def save(self, path: Path) -> None:
         """Write the file, replacing an old one only when whole."""
-        from safetensors.torch import save_file
-
         tensors = {
             f"layers.{index}.{field.name}": getattr(layer, field.name).contiguous()
             for index, layer in self.layers.items()
             for field in fields(LayerStatistics)
         }
         header = json.dumps({"schema_version": SCHEMA_VERSION} | self.header)
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            save_file(tensors, partial, metadata={"statistics": header})
-            partial.replace(path)
-        except OSError as error:
-            raise OutputError(
-                f"{path}: cannot write statistics ({error.strerror or error}); give another file"
-            ) from error
+        write_tensors(path, tensors, {"statistics": header}, "statistics")
 
 
 def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
@@ -86,11 +78,11 @@ def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
         try:
             header = json.loads(file.metadata.get("statistics", ""))
             version = header["schema_version"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}: not a statistics file; make one with `compress calibrate`") from error
         if version != SCHEMA_VERSION:
             raise DataError(
-                f"{path}: statistics of schema {version}, this version reads {SCHEMA_VERSION}; calibrate again"
+                f"{path}: statistics of schema {shown(version)}, this version reads {SCHEMA_VERSION}; calibrate again"
             )
         layers = {index: _read_layer(file, index, config, path) for index in config.moe_layers}
     return Statistics(layers, header)

@@ -132,10 +132,10 @@ def _named(split: Split) -> str:
 def _documents(source: str, seed: int) -> Iterator[str]:
     if not source:
         raise DataError("no source of text was named; give a text file, a folder, a .jsonl, `stdlib`, or a dataset id")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if source == "stdlib":
         return _stdlib_texts(seed)
-    if path.exists():
+    if os.path.exists(path):
         pieces = _pieces(path)
         random.Random(seed).shuffle(pieces)
         return map(_read, pieces)

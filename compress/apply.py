@@ -25,6 +25,7 @@ from engine.architectures import (
     with_experts,
 )
 from engine.checkpoint import Checkpoint
+from engine.errors import PlanError, UnsupportedError
 from engine.json_file import write_json
 from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
 
@@ -39,6 +40,24 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
     experts = {index: moe.experts for index, moe in moes.items() if moe is not None}
     width = next((moe.expert_width for moe in moes.values() if moe is not None), 0)
     check_plan(plan, experts, width, checkpoint.config.architecture.shared_expert)
+    widths = set()
+    for layer, planned in plan.layers.items():
+        for index, expert in enumerate(planned):
+            parts = [{_width(source, layer, checkpoint) for source in part.sources} for part in expert.parts]
+            where = f"plan, layer {layer}, expert {index}"
+            if any(len(part) > 1 for part in parts):
+                raise PlanError(f"{where}: adds up experts that are {sorted(set.union(*parts))} hidden units wide")
+            widths.add(sum(part.pop() for part in parts))
+            if plan.kind == "moe" and widths != {width}:
+                raise PlanError(f"{where}: is {max(widths - {width})} hidden units wide; the model's are {width}")
+    if len(widths) > 1:
+        raise PlanError(f"the plan's dense layers are {sorted(widths)} hidden units wide; they must all be equal")
+
+
+def _width(source: Source, layer: int, checkpoint: Checkpoint) -> int:
+    moe = checkpoint.config.layers[layer].moe
+    assert moe is not None
+    return moe.shared_width if source.expert == SHARED_EXPERT else moe.expert_width
 
 
 def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -53,10 +72,7 @@ def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
     layer, (expert,) = next(iter(plan.layers.items()))
-    moe = checkpoint.config.layers[layer].moe
-    assert moe is not None
-    widths = [moe.shared_width if p.sources[0].expert == SHARED_EXPERT else moe.expert_width for p in expert.parts]
-    return sum(widths)
+    return sum(_width(part.sources[0], layer, checkpoint) for part in expert.parts)
 
 
 def apply(
@@ -73,6 +89,12 @@ def apply(
     config = decoder_config(raw)
     made = _made_tensors(plan, checkpoint)
     shapes = expected_tensors(config)
+    for name, shape in shapes.items():
+        if name not in made and checkpoint.shapes.get(name) != shape:
+            raise UnsupportedError(
+                f"{checkpoint.directory}: a {config.architecture.model_type} needs {name} of shape {list(shape)}, which "
+                f"this {checkpoint.config.architecture.model_type} does not have; make a plan of kind 'moe' instead"
+            )
     layout = {name: (_dtype(name, checkpoint), shape) for name, shape in shapes.items()}
     read = 0
     with ShardWriter(directory, layout, shard_bytes) as writer:
@@ -103,9 +125,7 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
         for index, expert in enumerate(experts):
             for projection in range(3):
                 name = (
-                    dense_tensor(layer, projection)
-                    if plan.kind == "dense"
-                    else expert_tensor(row, layer, index, projection)
+                    dense_tensor(layer, projection) if plan.kind == "dense" else expert_tensor(row, layer, index, projection)
                 )
                 made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
         if plan.kind == "moe":

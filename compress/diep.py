@@ -23,9 +23,10 @@ from torch import Tensor
 
 from compress.gate_gradients import gate_gradients
 from compress.losses import next_token_loss, reconstruction_loss
+from engine.errors import DataError, OptionError
 from engine.model import Decoder, own_routing, routed_by
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
-from engine.safetensors_file import SafetensorsFile
+from engine.safetensors_file import SafetensorsFile, write_tensors
 from engine.streaming import TOKENS_PER_BATCH, Activations, batches
 
 ALPHA_STEPS = 3
@@ -74,6 +75,14 @@ class DiepOptions:
     start: str | None = None
     score: str | None = None
     seed: int = 0
+
+    def check(self) -> None:
+        """Raise OptionError for a number that no search can use."""
+        filled = self.filled()
+        for name in ("learning_rate", "reconstruction_weight", "pressure"):
+            value = getattr(filled, name)
+            if not 0.0 <= value < math.inf:
+                raise OptionError(f"{name.replace('_', '-')} is {value}; it must be a number from 0")
 
     def filled(self) -> DiepOptions:
         """The same with every None replaced."""
@@ -243,8 +252,6 @@ def relaxed_routings(decoder: Decoder, state: DiepState, options: DiepOptions) -
 
 def save_state(state: DiepState, path: Path) -> None:
     """Write scores and optimiser moments as one safetensors file, replacing the last one only when whole."""
-    from safetensors.torch import save_file
-
     tensors = {}
     for name, values, optimiser in (
         ("alpha", state.alphas, state.alpha_optimiser),
@@ -254,17 +261,21 @@ def save_state(state: DiepState, path: Path) -> None:
             tensors[f"{name}.{index}"] = parameter.detach().clone()
             for key, moment in optimiser.state.get(parameter, {}).items():
                 tensors[f"{name}.{index}.{key}"] = moment.detach().clone()
-    partial = path.with_name(f".{path.name}.partial")
-    save_file(tensors, partial, metadata={"diep": json.dumps({"epoch": state.epoch, "losses": state.losses})})
-    partial.replace(path)
+    header = json.dumps({"epoch": state.epoch, "losses": state.losses})
+    write_tensors(path, tensors, {"diep": header}, "the state of the search")
 
 
 def load_state(path: Path, decoder: Decoder, options: DiepOptions) -> DiepState:
-    """The inverse of `save_state`."""
+    """The inverse of `save_state`. Raises DataError for another file."""
     with SafetensorsFile(path) as file:
-        header = json.loads(file.metadata["diep"])
+        try:
+            header = json.loads(file.metadata["diep"])
+        except (KeyError, ValueError) as error:
+            raise DataError(f"{path}: is not the state of a search; leave out --resume") from error
         count = len(decoder.config.moe_layers)
-        state = new_state(decoder, [file.tensor(f"alpha.{index}").clone() for index in range(count)], options)
+        device = decoder.embedding_VD.device
+        alphas = [file.tensor(f"alpha.{index}").clone().to(device) for index in range(count)]
+        state = new_state(decoder, alphas, options)
         with torch.no_grad():
             for index, beta in enumerate(state.betas):
                 beta.copy_(file.tensor(f"beta.{index}"))
@@ -274,7 +285,8 @@ def load_state(path: Path, decoder: Decoder, options: DiepOptions) -> DiepState:
         ):
             for index, parameter in enumerate(values):
                 moments = {
-                    key: file.tensor(f"{name}.{index}.{key}").clone()
+                    # Adam keeps its count of steps on the CPU, whatever the device.
+                    key: file.tensor(f"{name}.{index}.{key}").clone().to("cpu" if key == "step" else device)
                     for key in ("step", "exp_avg", "exp_avg_sq")
                     if f"{name}.{index}.{key}" in file.entries
                 }

@@ -29,7 +29,8 @@ def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor) -> T
 
 
 def _chunk_loss(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor) -> Tensor:
-    return F.cross_entropy(_wide(linear(hidden_TD, head_VD)), targets_T, reduction="sum")
+    logits_TV = _wide(linear(hidden_TD, head_VD))
+    return F.cross_entropy(logits_TV, targets_T, reduction="sum")
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -40,4 +41,5 @@ def _wide(x: Tensor) -> Tensor:
 def reconstruction_loss(hidden_BLD: Tensor, full_BLD: Tensor) -> Tensor:
     """Φ = ‖F'(x) − F(x)‖_F per sequence (seed 002 §4.2), summed over the batch."""
     difference = _wide(hidden_BLD) - _wide(full_BLD)
-    return torch.linalg.vector_norm(difference, dim=(1, 2)).sum()
+    norms_B: Tensor = torch.linalg.vector_norm(difference, dim=(1, 2))
+    return norms_B.sum()

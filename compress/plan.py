@@ -176,16 +176,12 @@ def plan_from_json(values: Any) -> Plan:
         raise PlanError("not a plan: expected an object with schema_version, kind and layers")
     version = values.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise PlanError(
-            f"plan has schema_version {version!r}; this version reads {SCHEMA_VERSION}; update moe-compress"
-        )
+        raise PlanError(f"plan has schema_version {version!r}; this version reads {SCHEMA_VERSION}; update moe-compress")
     layers = {}
     for name, experts in values["layers"].items():
         if not name.isascii() or not name.isdigit() or not isinstance(experts, list):
             raise PlanError(f"plan, layer {name!r}: expected a layer number and a list of experts")
-        layers[int(name)] = tuple(
-            _expert_from_json(e, f"plan, layer {name}, expert {i}") for i, e in enumerate(experts)
-        )
+        layers[int(name)] = tuple(_expert_from_json(e, f"plan, layer {name}, expert {i}") for i, e in enumerate(experts))
     return Plan(layers, values.get("kind", "moe"))
 
 

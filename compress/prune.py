@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,9 +29,17 @@ from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.saliency import SCORES, scores
 from compress.selection import Budget
-from engine.artifact import check_output, whole_or_nothing, write_provenance
+from engine.artifact import (
+    check_checksums,
+    check_file_output,
+    check_output,
+    partial_path,
+    read_provenance,
+    whole_or_nothing,
+    write_provenance,
+)
 from engine.checkpoint import DEMO, Checkpoint, load_tokenizer, resolve
-from engine.errors import DataError, OptionError, OutputError
+from engine.errors import CompressError, DataError, OptionError, OutputError
 from engine.json_file import load_json, write_json
 from engine.model import Decoder
 from engine.report import peak_memory_bytes
@@ -63,7 +74,9 @@ class CalibrationOptions:
     def filled(self, model: str, max_positions: int) -> CalibrationOptions:
         """The same with every None replaced. Raises OptionError for what the model cannot take."""
         is_demo = model == DEMO
-        length = self.sequence_length or min(256 if is_demo else 2048, max_positions)
+        length = self.sequence_length
+        if length is None:
+            length = min(256 if is_demo else 2048, max_positions)
         if not 2 <= length <= max_positions:
             raise OptionError(f"sequence length is {length}; this model takes 2 to {max_positions}")
         if self.samples < 1 or self.evaluation_samples < 0:
@@ -108,29 +121,55 @@ class Prepared:
 def prune(options: PruneOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress prune --json`."""
     started = time.monotonic()
+    work = WorkDirectory(options)
+    if (figures := finished_before(options, work)) is not None:
+        return figures
     prepared = prepare(options)
     prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
-    work = WorkDirectory(options)
     try:
+        work.begin(prepared)
         before = work.once(
             "perplexity_before", lambda: _perplexity(prepared.checkpoint, prepared, options, progress, "before")
         )
         plan = prepared.plan or make_plan(options, prepared, work, progress)
         check_fits(plan, prepared.checkpoint)
+        figures = write_artifact(options, prepared, plan, before, started, progress)
         if options.plan_output is not None:
             write_json(options.plan_output, plan_to_json(plan))
-        figures = write_artifact(options, prepared, plan, before, started, progress)
+    except CompressError:
+        work.abandon()
+        raise
     except OSError as error:
-        raise OutputError(
-            f"{options.output}: {error.strerror or error}; make space or give another --output"
-        ) from error
+        work.abandon()
+        raise OutputError(f"{options.output}: {error.strerror or error}; make space or give another --output") from error
     work.remove()
     return figures
+
+
+def finished_before(options: PruneOptions, work: WorkDirectory) -> dict[str, Any] | None:
+    """For `--resume` of a run whose result was already in place: its figures. None if there is still work to do."""
+    if not options.resume or options.overwrite or not os.path.isdir(options.output):
+        return None
+    provenance = read_provenance(options.output)
+    if provenance is None or provenance.get("options") != _recorded(options):
+        return None
+    source = provenance.get("source")
+    if not isinstance(source, dict) or source.get("fingerprint") != Checkpoint(resolve(options.model)).fingerprint():
+        return None
+    check_checksums(options.output, provenance)
+    if options.plan_output is not None:
+        write_json(options.plan_output, provenance["plan"])
+    shutil.rmtree(partial_path(options.output), ignore_errors=True)
+    work.remove()
+    return dict(provenance["figures"])
 
 
 def prepare(options: PruneOptions) -> Prepared:
     """Open and check everything that the run will need; nothing is written. Raises a CompressError for bad input."""
     check_output(options.output, options.overwrite)
+    if options.plan_output is not None:
+        check_file_output(options.plan_output, options.overwrite)
+    options.diep.check()
     checkpoint = Checkpoint(resolve(options.model))
     config = checkpoint.config
     if not config.moe_layers:
@@ -141,9 +180,7 @@ def prepare(options: PruneOptions) -> Prepared:
     budget = options.budget
     if budget is not None:
         if budget.min_experts == 0:  # the default: at least max(1, k) in each layer (methods.md §2.5)
-            least = (
-                config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
-            )
+            least = config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
             budget = replace(budget, min_experts=max(1, least))
         budget.check(counts)
     calibration = options.calibration.filled(options.model, config.max_positions)
@@ -151,7 +188,11 @@ def prepare(options: PruneOptions) -> Prepared:
     if options.plan is not None:
         plan = plan_from_json(load_json(options.plan, "plan"))
         check_fits(plan, checkpoint)
-    statistics = None if options.statistics is None else load_statistics(options.statistics, config)
+    statistics = None
+    if options.statistics is not None:
+        statistics = load_statistics(options.statistics, config)
+        if statistics.header.get("model") != checkpoint.fingerprint():
+            raise DataError(f"{options.statistics}: statistics of another model than {options.model}; calibrate again")
     tokenizer = load_tokenizer(checkpoint)
     tokens, held_out = _texts(calibration, tokenizer, config.vocabulary_size)
     dtype = options.dtype or checkpoint.model_dtype
@@ -168,9 +209,7 @@ def _texts(calibration: CalibrationOptions, tokenizer: Any, vocabulary: int) -> 
             calibration.data, tokenizer, samples=calibration.evaluation_samples, split="held-out", **common
         )
     if int(tokens.max()) >= vocabulary:
-        raise DataError(
-            f"the tokenizer makes token {int(tokens.max())} and the model knows {vocabulary}; wrong tokenizer"
-        )
+        raise DataError(f"the tokenizer makes token {int(tokens.max())} and the model knows {vocabulary}; wrong tokenizer")
     return tokens, held_out
 
 
@@ -178,16 +217,28 @@ class WorkDirectory:
     """What an interrupted run leaves beside its output, so that `--resume` need not begin again."""
 
     def __init__(self, options: PruneOptions) -> None:
-        self.path = options.output.with_name(f".{options.output.name}.work")
-        wanted = _resumable(options)
+        """Nothing is read or written before `begin`."""
+        self.options = options
+        self.path = options.output.absolute().parent / f".{options.output.name}.work"
+        self._resumed = False
+        self._new_parents = [parent for parent in self.path.parents if not os.path.exists(parent)]
+
+    def begin(self, prepared: Prepared) -> None:
+        """Start afresh, or go on with what is there. Raises OptionError where that was another run."""
+        wanted = _resumable(self.options) | {
+            "fingerprint": prepared.checkpoint.fingerprint(),
+            "tokens": hashlib.sha256(prepared.tokens_SL.numpy().tobytes()).hexdigest(),
+        }
         found = self.path / "options.json"
-        if options.resume and found.is_file():
-            if load_json(found, "interrupted run") != wanted:
-                raise OptionError(f"{self.path}: was begun with other options; repeat those, or leave out --resume")
-        else:
+        self._resumed = self.options.resume and found.is_file()
+        if not self._resumed:
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(parents=True)
             write_json(found, wanted)
+        elif load_json(found, "interrupted run") != wanted:
+            raise OptionError(
+                f"{self.path}: was begun with other options, model or text; repeat those, or leave out --resume"
+            )
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """A JSON value computed once and remembered over interruptions."""
@@ -195,14 +246,26 @@ class WorkDirectory:
         if path.is_file():
             return load_json(path, name)["value"]
         value = compute()
-        partial = path.with_suffix(".partial")
-        write_json(partial, {"value": value})
-        partial.replace(path)
+        write_json(path, {"value": value})
         return value
+
+    def abandon(self) -> None:
+        """After an error leave nothing behind, except what an earlier, interrupted run had left already."""
+        if self._resumed:
+            return
+        self.remove()
+        for parent in self._new_parents:
+            with suppress(OSError):
+                parent.rmdir()
 
     def remove(self) -> None:
         """The result is there: nothing is left to resume."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _recorded(options: PruneOptions) -> dict[str, Any]:
+    """The same with the search's defaults filled in, as provenance has it."""
+    return _resumable(options) | {"diep": asdict(options.diep.filled())}
 
 
 def _resumable(options: PruneOptions) -> dict[str, Any]:
@@ -327,7 +390,7 @@ def _provenance(options: PruneOptions, prepared: Prepared, plan: Plan, figures: 
     return {
         "source": {"model": options.model, "fingerprint": prepared.checkpoint.fingerprint()},
         "method": figures["method"],
-        "options": _resumable(options) | {"diep": asdict(options.diep.filled())},
+        "options": _recorded(options),
         "seed": options.calibration.seed,
         "plan": plan_to_json(plan),
         "experts_per_layer": figures["experts_per_layer"],
@@ -349,10 +412,7 @@ def calibrate_to_file(
 ) -> dict[str, Any]:
     """`compress calibrate`: statistics of a model into a file."""
     started = time.monotonic()
-    if output.exists() and not overwrite:
-        raise OutputError(f"{output}: exists already; give another --output, or --overwrite to replace it")
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise OutputError(f"{output}: cannot be written as a file; give another --output")
+    check_file_output(output, overwrite)
     checkpoint = Checkpoint(resolve(model))
     if not checkpoint.config.moe_layers:
         raise OptionError(f"{model}: is not a mixture of experts, so there is nothing to calibrate")
@@ -420,5 +480,5 @@ def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: s
     """`compress evaluate --tasks`: lm-evaluation-harness tasks."""
     started = time.monotonic()
     checkpoint = Checkpoint(resolve(model))
-    results = tasks(checkpoint.directory, names, limit=limit, device=device)
+    results = tasks(checkpoint, names, limit=limit, device=device)
     return {"metric": "tasks", "value": results, "tokens": None, "seconds": time.monotonic() - started}

@@ -46,7 +46,6 @@ def scores(method: str, statistics: Statistics, seed: int = 0) -> dict[int, Tens
     if method == "random":
         generator = torch.Generator().manual_seed(seed)
         return {
-            index: torch.rand(len(layer.tokens_routed), generator=generator)
-            for index, layer in statistics.layers.items()
+            index: torch.rand(len(layer.tokens_routed), generator=generator) for index, layer in statistics.layers.items()
         }
     return {index: SCORES[method](layer) for index, layer in statistics.layers.items()}

@@ -476,7 +476,8 @@ def with_experts(config: dict[str, Any], experts_per_decoder_layer: list[int]) -
     largest = counts[-1]
     for key in row.experts_keys:
         changed[key] = largest
-    changed["num_experts_per_tok"] = min(config["num_experts_per_tok"], largest)
+    # A config may leave its family's default out.
+    changed["num_experts_per_tok"] = min(load_transformers_config(config).num_experts_per_tok, largest)
     if len(counts) > 1:
         changed["block_configs"] = [
             {"ffn": {"moe": {"num_local_experts": count} if count else None}} for count in experts_per_decoder_layer
@@ -492,8 +493,13 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
     sibling = ARCHITECTURES[row.dense_sibling]
     from transformers import CONFIG_MAPPING
 
-    known = set(CONFIG_MAPPING[sibling.model_type]().to_dict())
-    kept = {key: value for key, value in config.items() if key in known}
+    # What the config says, and what it leaves to its family's defaults where the sibling's are others. The rotary
+    # parameters are always written whole: old configs have them under names of their own.
+    known = CONFIG_MAPPING[sibling.model_type]().to_dict()
+    meant = load_transformers_config(config).to_dict()
+    kept = {key: value for key, value in config.items() if key in known or key in ("rope_theta", "torch_dtype")}
+    kept |= {key: meant[key] for key in known if key not in config and key in meant and meant[key] != known[key]}
+    kept["rope_parameters"] = meant["rope_parameters"]
     kept |= {"model_type": sibling.model_type, "architectures": [sibling.causal_lm_class], "intermediate_size": width}
     kept.setdefault("sliding_window", None)
     return kept

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError, OutputError
-from engine.json_file import load_json, write_json
+from engine.json_file import load_json, shown, write_json
 from engine.sha256 import file_sha256
 
 FILE_NAME = "compression.json"
@@ -31,7 +31,7 @@ def read_provenance(directory: Path) -> dict[str, Any] | None:
     version = values.get("schema_version")
     if version != SCHEMA_VERSION:
         raise CheckpointError(
-            f"{path}: schema_version is {version!r} and this version reads {SCHEMA_VERSION}; update moe-compress"
+            f"{path}: schema_version is {shown(version)} and this version reads {SCHEMA_VERSION}; update moe-compress"
         )
     files = values.get("files")
     if not isinstance(files, dict) or not all(_is_file_entry(name, entry) for name, entry in files.items()):
@@ -63,11 +63,16 @@ def check_sizes(directory: Path, provenance: Mapping[str, Any]) -> None:
     """Raise CheckpointError where a file is missing or of another size than when the artifact was written."""
     for name, entry in provenance["files"].items():
         path = directory / name
-        if not path.is_file():
-            raise CheckpointError(f"{directory}: {name} is missing; copy the artifact again")
+        if not os.path.isfile(path):  # and not Path.is_file, which raises for a name that is too long
+            raise CheckpointError(f"{directory}: {shown(name)} is missing; copy the artifact again")
         if path.stat().st_size != entry["bytes"]:
+            size, written = path.stat().st_size, shown(entry["bytes"])
+            raise CheckpointError(f"{path}: has {size} bytes, was written with {written}; copy it again")
+    for path in sorted(directory.iterdir()):
+        decides = path.name == "config.json" or path.suffix == ".safetensors" or path.name.endswith(".index.json")
+        if decides and path.name not in provenance["files"]:
             raise CheckpointError(
-                f"{path}: has {path.stat().st_size} bytes, was written with {entry['bytes']}; copy it again"
+                f"{path}: is not part of this artifact ({FILE_NAME}); remove it, or copy the artifact again"
             )
 
 
@@ -86,20 +91,30 @@ def partial_path(output: Path) -> Path:
 
 def check_output(output: Path, overwrite: bool) -> None:
     """Raise OutputError unless a result can be written to `output`. Nothing is created."""
-    if output.exists() or output.is_symlink():
+    if output.name in ("", ".."):
+        raise OutputError(f"{output}: names no new directory; give --output a name of its own")
+    if os.path.lexists(output):
         if not overwrite:
             raise OutputError(f"{output}: exists already; give another --output, or --overwrite to replace it")
         if not output.is_dir() or output.is_symlink():
             raise OutputError(f"{output}: is not a directory, so it is not replaced; give another --output")
         if any(output.iterdir()) and not (output / "config.json").is_file():
-            raise OutputError(
-                f"{output}: holds something else than a model, so it is not replaced; give another --output"
-            )
+            raise OutputError(f"{output}: holds something else than a model, so it is not replaced; give another --output")
     parent = output.absolute().parent
-    while not parent.exists():
+    while not os.path.exists(parent):
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(f"{output}: cannot be made in {parent}; give another --output")
+
+
+def check_file_output(output: Path, overwrite: bool) -> None:
+    """The same for a result that is one file."""
+    if os.path.lexists(output) and not overwrite:
+        raise OutputError(f"{output}: exists already; give another file, or --overwrite to replace it")
+    if not output.name or os.path.isdir(output) or not os.access(output.absolute().parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{output}: cannot be written as a file; give another one, in a directory that exists")
+    if not os.path.isdir(output.absolute().parent):
+        raise OutputError(f"{output}: {output.absolute().parent} is not a directory; give another file")
 
 
 @contextmanager
@@ -115,7 +130,8 @@ def whole_or_nothing(output: Path, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        _sync(partial)
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
         if output.exists():
             _exchange(partial, output)
         else:
@@ -129,8 +145,8 @@ def whole_or_nothing(output: Path, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -147,5 +163,9 @@ def _exchange(new: Path, old: Path) -> None:
     aside = old.with_name(f".{old.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     old.rename(aside)
-    new.rename(old)
+    try:
+        new.rename(old)
+    except OSError:
+        aside.rename(old)
+        raise
     shutil.rmtree(aside, ignore_errors=True)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.architectures import DecoderConfig
+from engine.errors import CheckpointError
 from engine.kv_cache import KeyValueCache
 from engine.linear import is_emulated, linear
 
@@ -42,8 +43,23 @@ class Rotary:
         self._theta: float = parameters["rope_theta"]
         self._original_max: int = parameters.get("original_max_position_embeddings", config.max_positions)
         self._max_positions = config.max_positions
-        self._frequencies, self._scaling = self._initialise(None)
+        self._frequencies, self._scaling = self._checked(None)
         self._long: tuple[Tensor, float] | None = None
+        if self.kind == "longrope":
+            # transformers switches the frequencies and keeps the attention factor of the short form.
+            self._long = (self._checked(self._original_max + 1)[0], self._scaling)
+
+    def _checked(self, length: int | None) -> tuple[Tensor, float]:
+        """Initialise. Raises CheckpointError for parameters that give no frequencies to rotate by."""
+        try:
+            frequencies, scaling = self._initialise(length)
+            usable = frequencies.shape == (self._dimension // 2,) and bool((frequencies > 0).all())
+            if not usable or not torch.isfinite(frequencies * scaling).all():
+                raise ValueError("the frequencies are not positive numbers, one for each pair of dimensions")
+        except Exception as error:  # transformers computes with whatever it finds there
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise CheckpointError(f"config.json: rope_parameters cannot be used ({reason}); correct them") from error
+        return frequencies, scaling
 
     def _initialise(self, length: int | None) -> tuple[Tensor, float]:
         if self.kind == "default":
@@ -59,9 +75,7 @@ class Rotary:
         if self.kind == "dynamic" and length > self._max_positions:
             return self._initialise(length)
         if self.kind == "longrope" and length > self._original_max:
-            if self._long is None:
-                # transformers switches the frequencies and keeps the attention factor of the short form.
-                self._long = (self._initialise(self._original_max + 1)[0], self._scaling)
+            assert self._long is not None
             return self._long
         return self._frequencies, self._scaling
 
@@ -80,7 +94,9 @@ def rotate(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x_BHLE * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
-def attention_mask(real_BP: Tensor | None, new: int, total: int, window: int | None) -> Tensor | None:
+def attention_mask(
+    real_BP: Tensor | None, new: int, total: int, window: int | None, device: torch.device | str = "cpu"
+) -> Tensor | None:
     """Who may look at whom: causal, within the sliding window, never at padding.
 
     real_BP: bool [B, P], False at padding; None when there is none. Returns bool [B or 1, 1, L, P], or None where
@@ -89,7 +105,6 @@ def attention_mask(real_BP: Tensor | None, new: int, total: int, window: int | N
     narrow = window is not None and total > window
     if real_BP is None and not narrow and (new == 1 or new == total):
         return None
-    device = None if real_BP is None else real_BP.device
     key = torch.arange(total, device=device)
     query = torch.arange(total - new, total, device=device)[:, None]
     allowed_LP = key <= query
@@ -115,19 +130,22 @@ class Attention(nn.Module):
         self.epsilon = config.norm_epsilon
         self.qk_norm = config.architecture.qk_norm
 
-        def parameter(name: str, present: bool = True) -> nn.Parameter | None:
-            return nn.Parameter(tensor(f"{prefix}.{name}"), requires_grad=False) if present else None
+        def parameter(name: str) -> nn.Parameter:
+            return nn.Parameter(tensor(f"{prefix}.{name}"), requires_grad=False)
+
+        def optional(name: str, present: bool) -> nn.Parameter | None:
+            return parameter(name) if present else None
 
         self.query = parameter("q_proj.weight")
         self.key = parameter("k_proj.weight")
         self.value = parameter("v_proj.weight")
         self.output = parameter("o_proj.weight")
-        self.query_bias = parameter("q_proj.bias", config.qkv_bias)
-        self.key_bias = parameter("k_proj.bias", config.qkv_bias)
-        self.value_bias = parameter("v_proj.bias", config.qkv_bias)
-        self.output_bias = parameter("o_proj.bias", config.output_bias)
-        self.query_norm = parameter("q_norm.weight", self.qk_norm != "none")
-        self.key_norm = parameter("k_norm.weight", self.qk_norm != "none")
+        self.query_bias = optional("q_proj.bias", config.qkv_bias)
+        self.key_bias = optional("k_proj.bias", config.qkv_bias)
+        self.value_bias = optional("v_proj.bias", config.qkv_bias)
+        self.output_bias = optional("o_proj.bias", config.output_bias)
+        self.query_norm = optional("q_norm.weight", self.qk_norm != "none")
+        self.key_norm = optional("k_norm.weight", self.qk_norm != "none")
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
@@ -142,10 +160,7 @@ class Attention(nn.Module):
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
-    def _heads(
-        self, x_BLD: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Tensor | None, heads: int
-    ) -> Tensor:
-        assert weight is not None
+    def _heads(self, x_BLD: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, heads: int) -> Tensor:
         projected = linear(x_BLD, weight, bias)
         if norm is not None and self.qk_norm == "full":
             projected = rms_norm(projected, norm, self.epsilon)

@@ -148,15 +148,11 @@ def bench_models(
     with no backend that can is refused.
     """
     skips = {name: skip_threshold if name == "torch" or "torch" not in backends else 0.0 for name in backends}
-    specs = [
-        BenchSpec(model, backend, skip_threshold=skips[backend], **options) for model in models for backend in backends
-    ]
+    specs = [BenchSpec(model, backend, skip_threshold=skips[backend], **options) for model in models for backend in backends]
     return bench(specs, cases_for(prompt_tokens, generated_tokens, depth), repetitions, progress)
 
 
-def _row(
-    worker: _Worker, case: BenchCase, seconds: list[float], warm: dict[str, Any], peak_bytes: int
-) -> dict[str, Any]:
+def _row(worker: _Worker, case: BenchCase, seconds: list[float], warm: dict[str, Any], peak_bytes: int) -> dict[str, Any]:
     spec, about = worker.spec, worker.about
     rates = [case.tokens * spec.batch / each for each in seconds]
     return {
@@ -165,6 +161,7 @@ def _row(
         "test": case.name,
         "tokens_per_second_mean": statistics.mean(rates),
         "tokens_per_second_sd": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        "tokens_per_second_median": statistics.median(rates),
         "peak_memory_bytes": peak_bytes,
         "weights_bytes": about["weights_bytes"],
         "kv_cache_bytes": warm["kv_cache_bytes"],
@@ -254,9 +251,7 @@ class _Worker:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._process.kill()  # it has nothing to save
         self._process.communicate()
         self._log.close()
@@ -371,7 +366,7 @@ class TransformersBackend:
         self.checkpoint = Checkpoint(resolve(spec.model))
         self.device = resolve_device(spec.device)
         self.dtype = resolve_dtype(spec.dtype, self.checkpoint)
-        own_code = _needs_own_code(self.checkpoint)
+        own_code = remote_code.is_needed(self.checkpoint.directory, self.checkpoint.raw_config)
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -401,21 +396,6 @@ class TransformersBackend:
 
 
 BACKENDS: dict[str, Callable[[BenchSpec], Backend]] = {"torch": TorchBackend, "transformers": TransformersBackend}
-
-
-def _needs_own_code(checkpoint: Checkpoint) -> bool:
-    """Whether the directory asks for a modelling file. Raises OptionError where that is not the one written here."""
-    auto_map = checkpoint.raw_config.get("auto_map")
-    if not auto_map:
-        return False
-    expected = remote_code.render(checkpoint.config.architecture.causal_lm_class).encode()
-    path = checkpoint.directory / remote_code.FILE_NAME
-    if auto_map != remote_code.auto_map() or not path.is_file() or path.read_bytes() != expected:
-        raise OptionError(
-            f"{checkpoint.directory}: the transformers backend would run code from this directory that this version "
-            "did not write; use --backend torch"
-        )
-    return True
 
 
 def run_case(backend: Backend, case: BenchCase, tokens_BL: Tensor) -> float:

@@ -7,6 +7,7 @@ serves the same names as views into the stack.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,8 @@ from engine.architectures import (
     layer_tensors,
     router_tensor,
 )
+from engine.artifact import check_sizes, read_provenance
+from engine.attention import Rotary
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.safetensors_file import SafetensorsFile, open_shards
@@ -41,9 +44,10 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if model == DEMO:
         return DEMO_DIRECTORY
     path = Path(model)
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        if not path.is_dir():
-            raise CheckpointError(f"{model}: no such directory; give a checkpoint directory, a hub id or 'demo'")
+    if os.path.exists(path) or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        if not os.path.isdir(path):
+            found = "not a directory" if os.path.exists(path) else "no such directory"
+            raise CheckpointError(f"{model}: {found}; give a checkpoint directory, a hub id or 'demo'")
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -66,10 +70,15 @@ class Checkpoint:
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory; give the directory of a checkpoint")
         self.directory = directory
+        self.provenance = read_provenance(directory)
+        """What compression.json says, None for a checkpoint that is not an artifact of ours."""
+        if self.provenance is not None:
+            check_sizes(directory, self.provenance)
         self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
         _refuse_foreign_code(directory, self.raw_config)
         try:
             self.config: DecoderConfig = decoder_config(self.raw_config)
+            Rotary(self.config)  # made and dropped: parameters that it cannot use are refused here
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{directory}: {error}") from error
         by_name, self.files = open_shards(directory)
@@ -207,11 +216,16 @@ def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dic
         gate_up, down = fused_tensors(row, layer)
         if gate_up not in by_name or down not in by_name:
             continue
-        experts = by_name[gate_up].entries[gate_up].shape[0]
-        declared = config.layers[layer].moe
-        if by_name[down].entries[down].shape[0] != experts or declared is None or declared.experts != experts:
-            raise CheckpointError(f"tensors {gate_up} and {down} hold other expert counts than config.json says")
-        for expert in range(experts):
+        moe = config.layers[layer].moe
+        assert moe is not None
+        stacks = {
+            gate_up: (moe.experts, 2 * moe.expert_width, config.hidden_size),
+            down: (moe.experts, config.hidden_size, moe.expert_width),
+        }
+        for name, shape in stacks.items():
+            if (stored := by_name[name].entries[name].shape) != shape:
+                raise CheckpointError(f"tensor {name} has shape {list(stored)} and config.json says {list(shape)}")
+        for expert in range(moe.experts):
             views[expert_tensor(row, layer, expert, 0)] = _View(by_name[gate_up], gate_up, expert, 0)
             views[expert_tensor(row, layer, expert, 1)] = _View(by_name[gate_up], gate_up, expert, 1)
             views[expert_tensor(row, layer, expert, 2)] = _View(by_name[down], down, expert)

@@ -98,9 +98,7 @@ def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList) -> Tensor
     return y_TD
 
 
-def grouped(
-    x_TD: Tensor, selection: Selection, experts: nn.ModuleList, observer: ExpertObserver | None = None
-) -> Tensor:
+def grouped(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, observer: ExpertObserver | None = None) -> Tensor:
     """One product per expert over its tokens.
 
     Slots are sorted by expert once and the results put back by the inverse permutation: gathers in both directions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.artifact import check_checksums, check_sizes, read_provenance
+from engine.artifact import check_checksums, read_provenance
 from engine.checkpoint import Checkpoint, resolve
 from engine.errors import OptionError
 from engine.skip_tables import load_skip_tables
@@ -17,8 +17,8 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
     """Everything `compress inspect --json` says. Raises CheckpointError for what is not whole."""
     directory = resolve(path)
     provenance = read_provenance(directory)
-    if provenance is not None:
-        (check_checksums if checksums else check_sizes)(directory, provenance)
+    if checksums and provenance is not None:
+        check_checksums(directory, provenance)
     elif checksums:
         raise OptionError(f"{path}: has no checksums; only artifacts written by this tool carry them")
     checkpoint = Checkpoint(directory)

@@ -8,7 +8,7 @@ import os
 import reprlib
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -57,6 +57,20 @@ def writing(path: Path, what: str) -> Iterator[None]:
         raise OutputError(
             f"{path}: cannot write {what} ({reason}); make space there or give another output directory"
         ) from error
+
+
+@contextmanager
+def replacing(path: Path, what: str) -> Iterator[Path]:
+    """A temporary sibling to write, which becomes `path` in one step at the end of the body; errors as for `writing`."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with writing(path, what):
+            yield partial
+            partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,12 +135,12 @@ def load_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` as an indented JSON object, its keys in their order, through to the disk.
+    """Write `content` as an indented JSON object, its keys in their order, through to the disk: all of it or nothing.
 
     OutputError if the file cannot be written; ValueError (a bug of the caller) for NaN or infinity.
     """
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    with writing(path, "JSON"), path.open("w", encoding="utf-8") as file:
+    with replacing(path, "JSON") as partial, partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -50,7 +50,7 @@ class DecoderLayer(nn.Module):
         """[B, L, D] to [B, L, D]."""
         x_BLD = x_BLD + self.attention(rms_norm(x_BLD, self.attention_norm, self.epsilon), positions, cache)
         normed = rms_norm(x_BLD, self.feed_forward_norm, self.epsilon)
-        y_TD = self.feed_forward(normed.view(-1, normed.shape[-1]))
+        y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]))
         return x_BLD + y_TD.view_as(x_BLD)
 
 
@@ -73,9 +73,7 @@ class Decoder(nn.Module):
         """The MoE blocks in the order of their layers."""
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
 
-    def hidden_states(
-        self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def hidden_states(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         """Final hidden states after the last norm, [B, L, D].
 
         real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow what it holds.
@@ -96,9 +94,7 @@ class Decoder(nn.Module):
         """Logits of every new position, [B, L, V]."""
         return linear(self.hidden_states(tokens_BL, real_BP, cache), self.head_VD)
 
-    def last_logits(
-        self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         """Logits of the last position only, [B, V]: what generation needs, without L·V logits in memory."""
         return linear(self.hidden_states(tokens_BL, real_BP, cache)[:, -1], self.head_VD)
 
@@ -121,7 +117,9 @@ def positions_for(
         index_BL = (real_BP.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
     cosine, sine = rotary(index_BL, dtype)
     windows = {layer.window for layer in config.layers}
-    return Positions(cosine, sine, {window: attention_mask(real_BP, new, total, window) for window in windows})
+    return Positions(
+        cosine, sine, {window: attention_mask(real_BP, new, total, window, tokens_BL.device) for window in windows}
+    )
 
 
 def own_routing(moe: MoeConfig) -> Routing:

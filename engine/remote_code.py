@@ -5,10 +5,12 @@ class and shrinks each layer to its entry in `block_configs`, so the directory l
 where this package is not installed. The config stays of the family's own class.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from engine.architectures import ARCHITECTURES
-from engine.errors import UnsupportedError
+from engine.errors import OptionError, UnsupportedError
 from engine.json_file import load_json
 
 FILE_NAME = "modeling_compressed.py"
@@ -74,5 +76,19 @@ def is_ours(directory: Path) -> bool:
     config, source = directory / "config.json", directory / FILE_NAME
     if not config.is_file() or not source.is_file():
         return False
-    row = ARCHITECTURES.get(load_json(config, "model config").get("model_type", ""))
-    return row is not None and source.read_text(encoding="utf-8") == render(row.causal_lm_class)
+    row = ARCHITECTURES.get(str(load_json(config, "model config").get("model_type")))
+    return row is not None and source.read_bytes() == render(row.causal_lm_class).encode()
+
+
+def is_needed(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether transformers loads the checkpoint only by code of its own. Raises OptionError unless that is all ours."""
+    if not config.get("auto_map"):
+        return False
+    tokenizer = directory / "tokenizer_config.json"
+    brings_more = tokenizer.is_file() and load_json(tokenizer, "tokenizer config").get("auto_map")
+    if config["auto_map"] != auto_map() or not is_ours(directory) or brings_more:
+        raise OptionError(
+            f"{directory}: transformers would run code from this directory that this version did not write "
+            "(trust_remote_code); use our own engine, or write the artifact again"
+        )
+    return True

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Self
 import torch
 
 from engine.errors import CheckpointError, OutputError
-from engine.json_file import load_json, parse_object, reading, shown, write_json, writing
+from engine.json_file import load_json, parse_object, reading, replacing, shown, write_json, writing
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -57,9 +57,7 @@ _TORCH_NAMES = {
     "F8_E5M2": "float8_e5m2",
 }
 # The wider unsigned integers are missing from older releases of torch.
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, own) for name, own in _TORCH_NAMES.items() if hasattr(torch, own)
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in _TORCH_NAMES.items() if hasattr(torch, own)}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -112,9 +110,7 @@ def _parse_shape(where: str, dtype: torch.dtype, raw: object) -> tuple[tuple[int
 def _parse_offsets(where: str, raw: object) -> tuple[int, int]:
     """The byte range in a header's entry, counted from the start of the data."""
     if not isinstance(raw, list) or len(raw) != 2 or not all(map(_is_natural, raw)) or raw[0] > raw[1]:
-        raise CheckpointError(
-            f"{where}: data_offsets {shown(raw)} is not [begin, end] with 0 <= begin <= end; {_AGAIN}"
-        )
+        raise CheckpointError(f"{where}: data_offsets {shown(raw)} is not [begin, end] with 0 <= begin <= end; {_AGAIN}")
     return raw[0], raw[1]
 
 
@@ -195,8 +191,7 @@ class SafetensorsFile:
             header, data_start = _read_header(path, file, self.size)
         self.metadata = _parse_metadata(path, header.pop(_METADATA, {}))
         self.entries = {
-            name: _parse_entry(f"{path}: tensor {shown(name)}", raw, data_start, self.size)
-            for name, raw in header.items()
+            name: _parse_entry(f"{path}: tensor {shown(name)}", raw, data_start, self.size) for name, raw in header.items()
         }
         _check_coverage(path, self.entries, data_start, self.size)
 
@@ -471,9 +466,7 @@ class ShardWriter:
         """Make the directory and the empty files, all or none of them."""
         with writing(self.directory, "a checkpoint"):
             self.directory.mkdir(parents=True, exist_ok=True)
-            old = sorted(
-                path.name for pattern in ("*.safetensors", INDEX_NAME) for path in self.directory.glob(pattern)
-            )
+            old = sorted(path.name for pattern in ("*.safetensors", INDEX_NAME) for path in self.directory.glob(pattern))
         if old:
             raise OutputError(
                 f"{self.directory}: already holds weights, such as {shown(old[0])}; remove them or give another output "
@@ -491,9 +484,7 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             self.discard()
             return
@@ -564,6 +555,18 @@ class ShardWriter:
                 # What led here is the error to report; a file without its header is refused by every reader anyway.
                 continue
         self._created.clear()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str) -> None:
+    """Write a file of `tensors` that are in memory anyway, replacing an old one only when whole; OutputError as above."""
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    shard = _plan_shard(path, layout, _layout_bytes(layout), metadata)
+    with replacing(path, what) as partial, partial.open("wb", buffering=0) as file:
+        _write_at(file.fileno(), memoryview(shard.header), 0)
+        for name, tensor in tensors.items():
+            if shard.entries[name].nbytes:
+                _write_at(file.fileno(), _raw_bytes(tensor), shard.entries[name].begin)
+        os.fsync(file.fileno())
 
 
 def _shard_name(number: int, count: int) -> str:

@@ -10,5 +10,8 @@ from engine.json_file import reading
 
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a whole file in hexadecimal, read in blocks."""
+    digest = hashlib.sha256()
     with reading(path, "file") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

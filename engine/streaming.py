@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ class Activations:
         count = len(range(*rows.indices(self.shape[0])))
         data = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
         self._file.seek(rows.start * self._row_bytes)
-        self._file.readinto(memoryview(data.view(torch.uint8).numpy()).cast("B"))
+        self._file.readinto(_bytes(data))
         return data
 
     def __setitem__(self, rows: slice, values: Tensor) -> None:
@@ -57,7 +57,7 @@ class Activations:
             return
         assert self._file is not None
         self._file.seek(rows.start * self._row_bytes)
-        self._file.write(memoryview(values.cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+        self._file.write(_bytes(values.cpu().contiguous()))
 
     def close(self) -> None:
         """Let go of the memory or the file."""
@@ -68,10 +68,14 @@ class Activations:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's own memory."""
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
 
 
 def batches(sequences: int, length: int) -> Iterator[slice]:

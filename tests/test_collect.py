@@ -60,9 +60,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
     n, k = moe.experts, moe.experts_per_token
     per_expert = {
         name: [0.0] * n
-        for name in (
-            "tokens_routed probability_sum routed_probability_sum weight_sum weighted_norm_sum norm_sum squared_norm_sum"
-        ).split()
+        for name in ["tokens_routed", "probability_sum", "routed_probability_sum", "weight_sum", "weighted_norm_sum", "norm_sum", "squared_norm_sum"]
     }
     output = torch.zeros(n, x.shape[1], dtype=torch.float64)
     ratios: list[list[float]] = [[] for _ in range(k - 1)]

@@ -65,9 +65,7 @@ def test_taylor_and_its_squares_equal_finite_differences(decoder: Decoder) -> No
 def test_fisher_is_of_tokens_that_the_model_itself_draws(decoder: Decoder) -> None:
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        drawn = [
-            _sample_next(decoder.hidden_states(row[None]), decoder.head_VD, row[None], generator) for row in TOKENS
-        ]
+        drawn = [_sample_next(decoder.hidden_states(row[None]), decoder.head_VD, row[None], generator) for row in TOKENS]
     expected = finite_differences(decoder, torch.cat(drawn))
     got = fisher_scores(decoder, TOKENS, seed=4)
     assert torch.allclose(torch.cat(list(got.values())), expected.square().sum(0), atol=1e-5)

@@ -36,7 +36,10 @@ ROPES: dict[str, dict[str, Any]] = {
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     *((family, "plain", {}) for family in FAMILIES),
     ("mixtral", "rope dynamic, long", {"head_dim": 8, "max_position_embeddings": 16, "rope_parameters": ROPES["dynamic"]}),
-    *(("mixtral", f"rope {name}", {"head_dim": 8, "rope_parameters": rope | {"rope_theta": 10000.0}}) for name, rope in ROPES.items()),
+    *(
+        ("mixtral", f"rope {name}", {"head_dim": 8, "rope_parameters": rope | {"rope_theta": 10000.0}})
+        for name, rope in ROPES.items()
+    ),
     ("qwen3_moe", "rope yarn", {"rope_parameters": ROPES["yarn"] | {"rope_theta": 10000.0}}),
     ("llama", "rope llama3", {"rope_parameters": ROPES["llama3"] | {"rope_theta": 10000.0}}),
     ("mixtral", "sliding window", {"sliding_window": 7}),
@@ -64,7 +67,9 @@ def record(family: str, variant: str, what: str, difference: float) -> None:
     assert difference <= TOLERANCE, f"{family} {variant} {what}: {difference:.2e}"
 
 
-@pytest.mark.parametrize(("family", "variant", "changes"), VARIANTS, ids=[f"{f}-{v}".replace(" ", "-") for f, v, _ in VARIANTS])
+@pytest.mark.parametrize(
+    ("family", "variant", "changes"), VARIANTS, ids=[f"{f}-{v}".replace(" ", "-") for f, v, _ in VARIANTS]
+)
 def test_logits_equal_transformers(family: str, variant: str, changes: dict[str, Any], tmp_path: Path) -> None:
     reference = save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
@@ -85,7 +90,9 @@ def compare(family: str, variant: str, reference: Any, decoder: Decoder) -> None
     real = torch.ones(2, 24, dtype=torch.bool)
     real[1, :11] = False
     padded = tokens.masked_fill(~real, 0)
-    reference_logits = reference(padded, attention_mask=real.long(), position_ids=(real.long().cumsum(-1) - 1).clamp_min(0)).logits
+    reference_logits = reference(
+        padded, attention_mask=real.long(), position_ids=(real.long().cumsum(-1) - 1).clamp_min(0)
+    ).logits
     got = decoder(padded, real_BP=real)
     record(family, variant, "padded batch", float((got - reference_logits)[real].abs().max()))
 

@@ -24,9 +24,7 @@ from engine.errors import PlanError
 MERGING = Plan(
     {
         0: (
-            PlannedExpert(
-                (Part((Source(0, 0.75), Source(2, 0.25, (1, 0, 2)))),), (Source(0),)
-            ),
+            PlannedExpert((Part((Source(0, 0.75), Source(2, 0.25, (1, 0, 2)))),), (Source(0),)),
             PlannedExpert((Part((Source(1),)),), (Source(1, 0.5), Source(3, 0.5))),
         )
     }

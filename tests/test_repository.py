@@ -200,10 +200,7 @@ def freeze():
     options = options_by_command()
     frozen = json.loads(FROZEN_FLAGS.read_text(encoding="utf-8")) if FROZEN_FLAGS.exists() else {}
     dropped = [
-        f"{command} {flag}"
-        for command, flags in frozen.items()
-        for flag in flags
-        if flag not in options.get(command, [])
+        f"{command} {flag}" for command, flags in frozen.items() for flag in flags if flag not in options.get(command, [])
     ]
     if dropped:
         sys.exit(f"not frozen: {', '.join(dropped)} would be dropped, and others may script against them")

@@ -143,8 +143,7 @@ def test_threshold_zero_is_bit_identical_to_no_skipping() -> None:
 def random_block(routing: Routing, experts: int = 4, hidden: int = 6, width: int = 5) -> MoeBlock:
     torch.manual_seed(0)
     parts = [
-        Expert(torch.randn(width, hidden), torch.randn(width, hidden), torch.randn(hidden, width))
-        for _ in range(experts)
+        Expert(torch.randn(width, hidden), torch.randn(width, hidden), torch.randn(hidden, width)) for _ in range(experts)
     ]
     return MoeBlock(torch.randn(experts, hidden), parts, routing)
 
@@ -182,7 +181,11 @@ def test_grouped_and_sparse_paths_equal_the_naive_sum(tokens: int, skip: bool) -
     naive = torch.stack(
         [
             sum(
-                (w * block.experts[e](x[t]) for e, w in zip(selection.experts[t].tolist(), selection.weights[t], strict=True) if e != NO_EXPERT),
+                (
+                    w * block.experts[e](x[t])
+                    for e, w in zip(selection.experts[t].tolist(), selection.weights[t], strict=True)
+                    if e != NO_EXPERT
+                ),
                 torch.zeros(6),
             )
             for t in range(tokens)

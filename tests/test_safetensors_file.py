@@ -49,9 +49,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether both tensors have the same dtype, shape and bits."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(
-        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
-    )
+    return torch.equal(left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8))
 
 
 def write_shards(directory: Path, tensors: Tensors, **options: Any) -> list[Path]:

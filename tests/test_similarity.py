@@ -73,9 +73,7 @@ def test_a_large_mean_costs_no_precision(cka: Callable[[Tensor], Tensor]) -> Non
 
 @KERNELS
 @pytest.mark.parametrize("value", [0.0, 2.5, 0.1])
-def test_a_constant_representation_is_aligned_with_none_but_itself(
-    cka: Callable[[Tensor], Tensor], value: float
-) -> None:
+def test_a_constant_representation_is_aligned_with_none_but_itself(cka: Callable[[Tensor], Tensor], value: float) -> None:
     x = representations()
     x[1], x[2] = value, -3 * value
     got = cka(x)

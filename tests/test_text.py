@@ -314,9 +314,7 @@ def test_hub_out_of_reach_is_refused(monkeypatch):
         raise ConnectionError("no route to host\nand a long story")
 
     install_hub(monkeypatch, load_dataset)
-    with pytest.raises(
-        DataError, match=r"cannot be read from the hub \(no route to host\); check the id and the network"
-    ):
+    with pytest.raises(DataError, match=r"cannot be read from the hub \(no route to host\); check the id and the network"):
         list(load_documents("owner/name"))
 
 

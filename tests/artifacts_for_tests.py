@@ -1,0 +1,39 @@
+"""A tiny model with its tokenizer, text to calibrate on, commands on them, and what a directory holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from conftest import save_reference
+from tokenizers_for_tests import VOCABULARY, add_tokenizer
+
+KEPT = {"0": [0, 1, 2], "1": [0, 1, 2, 3, 5], "2": [4, 5]}
+"""A plan whose layers differ, for the models of conftest with 3 layers of 6 experts."""
+CALIBRATION = ["--data", "text.txt", "--samples", "4", "--sequence-length", "16"]
+PRUNE = ["prune", "model", "--sparsity", "0.5", "--method", "frequency", *CALIBRATION, "--evaluation-samples", "2"]
+
+
+def make_workplace(path: Path, family: str = "mixtral", **changes: Any) -> None:
+    """`model`, `text.txt` and `plan.json` in a directory, which PRUNE is to be run in."""
+    save_reference(family, path / "model", vocab_size=VOCABULARY, **changes)
+    add_tokenizer(path / "model")
+    words = "the quick brown fox jumps over a lazy dog while seven experts look away".split()
+    chosen = random.Random(0)
+    lines = [" ".join(chosen.choices(words, k=9)) for _ in range(1500)]
+    (path / "text.txt").write_text("\n".join(lines))
+    (path / "plan.json").write_text(json.dumps({"schema_version": 1, "kind": "moe", "layers": KEPT}))
+
+
+def listing(path: Path) -> dict[str, tuple[int, str]]:
+    """Every file and directory under `path`: time of its last change, and content."""
+    return {
+        entry.relative_to(path).as_posix(): (
+            entry.lstat().st_mtime_ns,
+            hashlib.sha256(entry.read_bytes()).hexdigest() if entry.is_file() else "",
+        )
+        for entry in path.rglob("*")
+    }
