@@ -44,6 +44,8 @@ class Relaxation:
     """α starts at "zero" or from "fisher"."""
     score: str
     """"raw" α·β or "normalised" N·ᾱ·β."""
+    is_shift_invariant: bool = True
+    """A constant added to all α of a layer changes nothing, so their mean is kept at zero (methods.md §2.5)."""
     pressure: float = 0.0
     """μ: weight of the mean gate in the loss, which asks every expert to justify itself."""
 
@@ -56,7 +58,7 @@ def gate(alpha_N: Tensor) -> Tensor:
 RELAXATIONS: dict[str, Relaxation] = {
     "paper": Relaxation(lambda base, alpha, beta: MixedExperts(alpha, beta), 5e-3, "zero", "normalised"),
     "routed": Relaxation(ShiftedLogits, 5e-3, "zero", "raw"),
-    "gated": Relaxation(lambda base, alpha, beta: Gated(base, gate(alpha), beta), 3e-2, "fisher", "raw", pressure=0.5),
+    "gated": Relaxation(lambda base, alpha, beta: Gated(base, gate(alpha), beta), 3e-2, "fisher", "raw", is_shift_invariant=False, pressure=0.5),
 }
 
 
@@ -137,7 +139,7 @@ def search(
 
 
 def discrete_scores(decoder: Decoder, state: DiepState, options: DiepOptions) -> dict[int, Tensor]:
-    """s = α·β (seed 002 §4.2), α with mean zero in its layer; or N·ᾱ·β."""
+    """s = α·β (seed 002 §4.2), or N·ᾱ·β."""
     result = {}
     for layer, alpha, beta in zip(decoder.config.moe_layers, state.alphas, state.betas, strict=True):
         alpha, beta = alpha.detach(), beta.detach()
@@ -203,6 +205,10 @@ def run_epoch(
             group["lr"] = options.learning_rate * cosine
         state.losses.append(gradients(decoder, tokens_SL, full, rows.tolist(), state, options, is_alpha))
         optimiser.step()
+        if is_alpha and RELAXATIONS[options.relaxation].is_shift_invariant:
+            with torch.no_grad():
+                for alpha in state.alphas:
+                    alpha -= alpha.mean()
 
 
 def gradients(

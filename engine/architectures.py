@@ -208,9 +208,9 @@ _HARMLESS_KEYS = frozenset(
         "label2id",
     ]
 )
-# transformers does not want the first three, and makes a list as long as `num_labels` says of the others.
-_WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "num_labels", "id2label", "label2id"])
-MAX_LAYERS = 10_000
+_WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs"])
+MAX_LIST = 10_000
+"""transformers makes lists as long as some keys of config.json say; longer ones belong to no real model."""
 
 
 def load_transformers_config(config: Mapping[str, Any]) -> Any:
@@ -218,9 +218,9 @@ def load_transformers_config(config: Mapping[str, Any]) -> Any:
     # Imported here: transformers takes seconds to import, and `--help` must not wait for it.
     from transformers import CONFIG_MAPPING
 
-    layers = config.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MAX_LAYERS:  # before transformers makes lists of that length
-        raise CheckpointError(f"config.json: num_hidden_layers is {shown(layers)}; that is no real model")
+    for key in ("num_hidden_layers", "num_labels"):
+        if isinstance(config.get(key), int) and config[key] > MAX_LIST:
+            raise CheckpointError(f"config.json: {key} is {shown(config[key])}; that is no real model")
     values = {key: value for key, value in config.items() if key not in _WITHHELD_KEYS}
     try:
         return CONFIG_MAPPING[config["model_type"]](**values)
@@ -262,7 +262,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         norm_epsilon=float(family.rms_norm_eps),
         qkv_bias=_flag(row.qkv_bias, family),
         output_bias=_flag(row.output_bias, family),
-        clip_qkv=getattr(family, "clip_qkv", None) if row.clip_qkv else None,
+        clip_qkv=_clip(family) if row.clip_qkv else None,
         tied_embeddings=bool(family.tie_word_embeddings),
         max_positions=_positive(family, "max_position_embeddings"),
         layers=tuple(_layer_config(row, family, index, count) for index, count in enumerate(counts)),
@@ -288,6 +288,13 @@ def _check_heads(config: Mapping[str, Any], family: Any, hidden: int, heads: int
         raise CheckpointError(f"config.json: a head has {size} dimensions; rotary positions need an even number")
 
 
+def _clip(family: Any) -> float | None:
+    value = getattr(family, "clip_qkv", None)
+    if value is not None and not (isinstance(value, int | float) and 0 < value < 1e38):
+        raise CheckpointError(f"config.json: clip_qkv is {shown(value)}; it must be a positive number")
+    return value
+
+
 def _flag(rule: bool | str, family: Any) -> bool:
     return bool(getattr(family, rule, False)) if isinstance(rule, str) else rule
 
@@ -301,6 +308,8 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
     rope = family.rope_parameters or {}
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         lacking.append(f"rope_type={rope.get('rope_type')!r}")
+    if any(isinstance(value, dict) for value in rope.values()):
+        lacking.append("rope_parameters for each kind of layer")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         lacking.append(f"partial_rotary_factor={rope['partial_rotary_factor']}")
     if any("chunked" in kind or "linear" in kind for kind in getattr(family, "layer_types", None) or ()):

@@ -40,7 +40,7 @@ class Rotary:
         self._dimension = config.head_dimension
         parameters = self._config.rope_parameters
         self.kind: str = parameters.get("rope_type", "default")
-        self._theta: float = parameters["rope_theta"]
+        self._theta: Any = parameters.get("rope_theta")
         self._original_max: int = parameters.get("original_max_position_embeddings", config.max_positions)
         self._max_positions = config.max_positions
         self._frequencies, self._scaling = self._checked(None)

@@ -111,7 +111,7 @@ class Checkpoint:
                 problems.append(f"tensor {name} has shape {list(view.shape)} and config.json says {list(shape)}")
             if view is not None and not view.dtype.is_floating_point:
                 problems.append(f"tensor {name} is {view.dtype}; quantised weights are not read")
-        used = {view.stored_name for view in self._views.values() if view.stored_name in by_name}
+        used = {self._views[name].stored_name for name in self.shapes if name in self._views}
         extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:

@@ -451,7 +451,7 @@ def measure(
         tokens=progress.tokens,
         minutes=round(progress.seconds / 60, 1),
         perplexity=round(math.exp(mean_loss(decoder, rows)), 3),
-        half_removed=[round(half_removed(decoder, rows[::4], seed), 2) for seed in range(3)],
+        half_removed=[round(half_removed(decoder, rows, seed), 3) for seed in range(3)],
         sample=sample(decoder, tokenizer, PROMPT, tokens=120, temperature=0.5),
     )
 

@@ -21,7 +21,7 @@ def make_workplace(path: Path, family: str = "mixtral", **changes: Any) -> None:
     """`model`, `text.txt` and `plan.json` in a directory, which PRUNE is to be run in."""
     save_reference(family, path / "model", vocab_size=VOCABULARY, **changes)
     add_tokenizer(path / "model")
-    words = "the quick brown fox jumps over a lazy dog while seven experts look away".split()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "experts", "look", "away"]
     chosen = random.Random(0)
     lines = [" ".join(chosen.choices(words, k=9)) for _ in range(1500)]
     (path / "text.txt").write_text("\n".join(lines))

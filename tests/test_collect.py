@@ -24,6 +24,15 @@ from engine.model import Decoder
 from engine.streaming import stream_negative_log_likelihood
 
 TOKENS = torch.randint(3, 96, (5, 13), generator=torch.Generator().manual_seed(7))
+SUMS = (
+    "tokens_routed",
+    "probability_sum",
+    "routed_probability_sum",
+    "weight_sum",
+    "weighted_norm_sum",
+    "norm_sum",
+    "squared_norm_sum",
+)
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in MOE_FAMILIES),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [1], "num_experts_per_tok": 3}),
@@ -58,10 +67,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
         return down @ (F.silu(gate @ token) * (up @ token))
 
     n, k = moe.experts, moe.experts_per_token
-    per_expert = {
-        name: [0.0] * n
-        for name in ["tokens_routed", "probability_sum", "routed_probability_sum", "weight_sum", "weighted_norm_sum", "norm_sum", "squared_norm_sum"]
-    }
+    per_expert = {name: [0.0] * n for name in SUMS}
     output = torch.zeros(n, x.shape[1], dtype=torch.float64)
     ratios: list[list[float]] = [[] for _ in range(k - 1)]
     unselected = 0.0

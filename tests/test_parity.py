@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, save_reference
+from conftest import FAMILIES, MOE_FAMILIES, save_reference
 
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import KeyValueCache
 from engine.model import Decoder
 
-TOLERANCE = 1e-4
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
@@ -58,35 +59,26 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "every second layer sparse", {"decoder_sparse_step": 2}),
     ("mixtral", "head dimension", {"head_dim": 12}),
 ]
-TABLE: list[tuple[str, str, str, float]] = []
-
-
-def record(family: str, variant: str, what: str, difference: float) -> None:
-    """One line of the table that the run prints; fails above the tolerance."""
-    TABLE.append((family, variant, what, difference))
-    assert difference <= TOLERANCE, f"{family} {variant} {what}: {difference:.2e}"
-
-
 @pytest.mark.parametrize(
     ("family", "variant", "changes"), VARIANTS, ids=[f"{f}-{v}".replace(" ", "-") for f, v, _ in VARIANTS]
 )
-def test_logits_equal_transformers(family: str, variant: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_equal_transformers(family: str, variant: str, changes: dict[str, Any], tmp_path: Path, parity: Any) -> None:
     reference = save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
-    compare(family, variant, reference, decoder)
+    compare(partial(parity, family, variant), variant, reference, decoder)
 
 
 @torch.no_grad()
-def compare(family: str, variant: str, reference: Any, decoder: Decoder) -> None:
+def compare(record: Callable[[str, float], None], variant: str, reference: Any, decoder: Decoder) -> None:
     """Prefill, step-by-step decode past a prefill, and a left-padded batch of different lengths."""
     tokens = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
     expected = reference(tokens).logits
-    record(family, variant, "prefill", float((decoder(tokens) - expected).abs().max()))
+    record("prefill", float((decoder(tokens) - expected).abs().max()))
     if "dynamic" not in variant and "longrope" not in variant:  # those two depend on the length of the whole call
         cache = KeyValueCache(decoder.config, 2, 24, torch.float32)
         steps = [decoder(tokens[:, :9], cache=cache)] + [decoder(tokens[:, i : i + 1], cache=cache) for i in range(9, 24)]
-        record(family, variant, "decode", float((torch.cat(steps, 1) - expected).abs().max()))
+        record("decode", float((torch.cat(steps, 1) - expected).abs().max()))
     real = torch.ones(2, 24, dtype=torch.bool)
     real[1, :11] = False
     padded = tokens.masked_fill(~real, 0)
@@ -94,7 +86,7 @@ def compare(family: str, variant: str, reference: Any, decoder: Decoder) -> None
         padded, attention_mask=real.long(), position_ids=(real.long().cumsum(-1) - 1).clamp_min(0)
     ).logits
     got = decoder(padded, real_BP=real)
-    record(family, variant, "padded batch", float((got - reference_logits)[real].abs().max()))
+    record("padded batch", float((got - reference_logits)[real].abs().max()))
 
 
 def test_padded_decode_equals_each_sequence_alone(tmp_path: Path) -> None:
@@ -122,3 +114,27 @@ def test_chunked_prefill_equals_whole(tmp_path: Path) -> None:
         cache = KeyValueCache(decoder.config, 1, 20, torch.float32)
         pieces = [decoder(piece, cache=cache) for piece in tokens.split(6, dim=1)]
         assert torch.allclose(torch.cat(pieces, 1), decoder(tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_a_pruned_non_uniform_artifact_equals_transformers(
+    family: str, tmp_path: Path, parity: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The artifact's own modelling file, in transformers, against our decoder on the same directory."""
+    import transformers.dynamic_module_utils
+    from transformers import AutoModelForCausalLM
+
+    from compress.apply import apply
+    from compress.plan import pruning_plan
+
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    save_reference(family, tmp_path / "full")
+    pruned = tmp_path / "pruned"
+    pruned.mkdir()
+    apply(pruning_plan({0: [0, 2, 5], 1: [3], 2: [0, 1, 2, 3, 4, 5]}), Checkpoint(tmp_path / "full"), pruned)
+    reference = AutoModelForCausalLM.from_pretrained(pruned, trust_remote_code=True, dtype=torch.float32).eval()
+    checkpoint = Checkpoint(pruned)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
+    tokens = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        parity(family, "plain", "pruned non-uniform", float((decoder(tokens) - reference(tokens).logits).abs().max()))

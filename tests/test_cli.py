@@ -1,0 +1,113 @@
+"""The commands end to end on a tiny model: JSON keys as promised, nothing else on stdout, artifacts that load."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from conftest import save_reference
+from tokenizers_for_tests import add_tokenizer
+
+import cli
+
+FIGURES = (
+    "artifact method sparsity experts_before experts_after experts_per_layer parameters_before parameters_after "
+    "bytes_before bytes_after perplexity_before perplexity_after seconds peak_memory_bytes"
+)
+KEYS = {
+    "prune": FIGURES,
+    "calibrate": "statistics tokens seconds peak_memory_bytes",
+    "inspect": "kind architecture experts_per_layer experts_per_token parameters active_parameters bytes valid provenance",
+    "evaluate": "metric value tokens seconds",
+    "generate": "text prompt_tokens generated_tokens time_to_first_token_seconds tokens_per_second peak_memory_bytes "
+    "experts_skipped_share experts_skipped_share_per_layer",
+    "bench": "model backend test tokens_per_second_mean tokens_per_second_sd peak_memory_bytes weights_bytes "
+    "kv_cache_bytes experts_skipped_share",
+}
+TEXT = ["--data", "{text}", "--samples", "4", "--sequence-length", "32"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer, and text."""
+    directory = tmp_path_factory.mktemp("cli")
+    save_reference("mixtral", directory / "model", vocab_size=264)
+    add_tokenizer(directory / "model")
+    lines = [f"line {number} says that {number * 7 % 13} follows {number * 5 % 11}" for number in range(4000)]
+    (directory / "text.txt").write_text("\n".join(lines))
+    return directory
+
+
+def run(place: Path, *arguments: str) -> dict[str, Any]:
+    """Run a command with --json; stdout is exactly one JSON object."""
+    filled = [argument.format(text=place / "text.txt", model=place / "model", here=place) for argument in arguments]
+    result = CliRunner().invoke(cli.main, [*filled, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    values: dict[str, Any] = json.loads(result.stdout)
+    assert result.stdout.count("\n") == 1
+    return values
+
+
+@pytest.mark.parametrize("uniform", [False, True], ids=["global", "uniform"])
+def test_prune_then_everything_else_on_its_result(place: Path, tmp_path: Path, uniform: bool) -> None:
+    pruned = str(tmp_path / "pruned")
+    options = ["--uniform"] if uniform else []
+    figures = run(place, "prune", "{model}", "--sparsity", "0.5", "--method", "reap", "-o", pruned, *TEXT, *options)
+    assert set(KEYS["prune"].split()) <= set(figures)
+    assert figures["experts_before"] == 18 and figures["experts_after"] == 9 == sum(figures["experts_per_layer"])
+    assert figures["sparsity"] == 0.5 and figures["bytes_after"] < figures["bytes_before"]
+    assert (Path(pruned) / "modeling_compressed.py").exists() == (len(set(figures["experts_per_layer"])) > 1)
+    if uniform:
+        assert figures["experts_per_layer"] == [3, 3, 3]
+    inspected = run(place, "inspect", pruned, "--checksums")
+    assert set(KEYS["inspect"].split()) <= set(inspected)
+    assert inspected["kind"] == "artifact" and inspected["valid"] and inspected["checksums_compared"]
+    evaluated = run(place, "evaluate", pruned, *TEXT)
+    assert set(KEYS["evaluate"].split()) <= set(evaluated)
+    generated = run(place, "generate", pruned, "-p", "line", "-n", "8", "--skip-threshold", "1")
+    assert set(KEYS["generate"].split()) <= set(generated)
+    assert len(generated["experts_skipped_share_per_layer"]) == 3
+
+
+def test_diep_writes_a_plan_that_can_be_carried_out_again(place: Path, tmp_path: Path) -> None:
+    first, again, plan = tmp_path / "first", tmp_path / "again", tmp_path / "plan.json"
+    run(place, "prune", "{model}", "--experts", "4", "--epochs", "1", "-o", str(first), "--plan-output", str(plan), *TEXT)
+    run(place, "prune", "{model}", "--plan", str(plan), "-o", str(again), *TEXT)
+    assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert json.loads((first / "compression.json").read_text())["plan"] == json.loads(plan.read_text())
+    assert not list(tmp_path.glob(".*")), "nothing temporary is left"
+
+
+def test_calibrate_once_use_often(place: Path, tmp_path: Path) -> None:
+    statistics = str(tmp_path / "statistics.safetensors")
+    assert set(KEYS["calibrate"].split()) <= set(run(place, "calibrate", "{model}", "-o", statistics, *TEXT))
+    for method in ("frequency", "man", "mc-moe"):
+        options = ["--sparsity", "0.25", "--method", method, "--statistics", statistics, "-o", str(tmp_path / method)]
+        assert run(place, "prune", "{model}", *options, *TEXT)["method"] == method
+
+
+def test_bench_rows(place: Path) -> None:
+    rows = run(place, "bench", "{model}", "-p", "8", "-n", "4", "-r", "1")["rows"]
+    assert [row["test"] for row in rows] == ["pp8", "tg4"]
+    assert all(set(KEYS["bench"].split()) <= set(row) for row in rows)
+
+
+def test_people_get_a_table(place: Path, tmp_path: Path) -> None:
+    arguments = ["prune", str(place / "model"), "--sparsity", "0.5", "--method", "random", "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli.main, [*arguments, *(part.format(text=place / "text.txt") for part in TEXT)])
+    assert result.exit_code == 0
+    assert re.search(r"^experts +18 +9$", result.stdout, re.MULTILINE)
+
+
+def test_the_built_in_model_is_whole_and_speaks() -> None:
+    runner = CliRunner()
+    inspected = json.loads(runner.invoke(cli.main, ["inspect", "--json"]).stdout)
+    assert inspected["valid"] and inspected["experts_per_layer"] == [8] * 6
+    torch.set_num_threads(1)
+    generated = json.loads(runner.invoke(cli.main, ["generate", "-p", "import ", "-n", "8", "--json"]).stdout)
+    assert generated["generated_tokens"] == 8 and generated["text"]
