@@ -42,7 +42,8 @@ def model_card(figures: Mapping[str, Any], source: str, layers: Sequence[int], s
             "",
             *(
                 [
-                    "Tables for adaptive expert skipping are in `skip_tables.safetensors`: `compress generate … --skip-threshold 1`.",
+                    "Tables for adaptive expert skipping are in `skip_tables.safetensors`; to use them:",
+                    "`compress generate … --skip-threshold 1`.",
                     "",
                 ]
                 if skipping

@@ -58,7 +58,14 @@ def gate(alpha_N: Tensor) -> Tensor:
 RELAXATIONS: dict[str, Relaxation] = {
     "paper": Relaxation(lambda base, alpha, beta: MixedExperts(alpha, beta), 5e-3, "zero", "normalised"),
     "routed": Relaxation(ShiftedLogits, 5e-3, "zero", "raw"),
-    "gated": Relaxation(lambda base, alpha, beta: Gated(base, gate(alpha), beta), 3e-2, "fisher", "raw", is_shift_invariant=False, pressure=0.5),
+    "gated": Relaxation(
+        lambda base, alpha, beta: Gated(base, gate(alpha), beta),
+        3e-2,
+        "fisher",
+        "raw",
+        is_shift_invariant=False,
+        pressure=0.5,
+    ),
 }
 
 

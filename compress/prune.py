@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ class PruneOptions:
     budget: Budget | None
     """None with a ready-made plan."""
     method: str = "diep"
-    diep: DiepOptions = DiepOptions()
-    calibration: CalibrationOptions = CalibrationOptions()
+    diep: DiepOptions = field(default_factory=DiepOptions)
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     statistics: Path | None = None
     plan: Path | None = None
     plan_output: Path | None = None

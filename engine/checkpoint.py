@@ -171,13 +171,16 @@ class Checkpoint:
         self.release()
 
     def fingerprint(self) -> str:
-        """SHA-256 over config and headers: which model this is, without reading the weights."""
+        """SHA-256 over config, headers, norms and routers: which model this is, reading next to none of the weights."""
         digest = hashlib.sha256()
         for file in self.files:
             for name, entry in sorted(file.entries.items()):
                 digest.update(f"{name} {entry.dtype} {entry.shape} {entry.begin}\n".encode())
             digest.update(str(file.size).encode())
         digest.update(repr(sorted(self.raw_config.items(), key=lambda item: item[0])).encode())
+        routers = [router_tensor(self.config.architecture, layer) for layer in self.config.moe_layers]
+        for name in ("model.norm.weight", *routers):
+            digest.update(self.tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def source(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Tensor]:

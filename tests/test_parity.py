@@ -59,6 +59,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "every second layer sparse", {"decoder_sparse_step": 2}),
     ("mixtral", "head dimension", {"head_dim": 12}),
 ]
+
+
 @pytest.mark.parametrize(
     ("family", "variant", "changes"), VARIANTS, ids=[f"{f}-{v}".replace(" ", "-") for f, v, _ in VARIANTS]
 )
