@@ -43,12 +43,13 @@ ISOLATED = """
 import sys
 sys.modules.update(dict.fromkeys(("engine", "compress", "calibrate")))  # None: importing one of them raises
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 for directory in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
     with torch.no_grad():
-        logits = model(torch.load(directory + "/tokens.pt")).logits
-    torch.save(logits, directory + "/logits.pt")
+        logits = model(load_file(directory + "/tokens.safetensors")["tokens"]).logits
+    save_file({"logits": logits}, directory + "/logits.safetensors")
 """
 
 
@@ -211,7 +212,7 @@ def test_more_experts_than_the_config_has_are_refused(tmp_path: Path) -> None:
 def test_loads_where_this_package_is_not_importable(tmp_path: Path) -> None:
     directories = [write_pruned(full_model(family), tmp_path / family / "pruned") for family in FAMILIES]
     for directory in directories:
-        torch.save(TOKENS, directory / "tokens.pt")
+        save_file({"tokens": TOKENS}, directory / "tokens.safetensors")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-I", "-c", ISOLATED, *map(str, directories)]
@@ -219,7 +220,7 @@ def test_loads_where_this_package_is_not_importable(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for family, directory in zip(FAMILIES, directories, strict=True):
         expected = masked_logits(full_model(family))
-        torch.testing.assert_close(torch.load(directory / "logits.pt"), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(load_file(directory / "logits.safetensors")["logits"], expected, atol=1e-5, rtol=0)
 
 
 def test_render_refuses_what_is_not_a_class_name() -> None:
