@@ -10,7 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROMPT := import os\n\n\ndef read_text(path):\n
-BENCHMARKS := benchmarks/criteria.py benchmarks/engine_speed.py
+SAMPLING := --temperature 0.6 --top-p 0.9
+BENCHMARKS := benchmarks/criteria.py benchmarks/engine_speed.py benchmarks/pruning_memory.py benchmarks/results.py
 
 .PHONY: help demo test lint bench clean
 .DEFAULT_GOAL := help
@@ -27,11 +28,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## prune the built-in model at 50 %, compare it with the original, and show text from both
 	$(BIN)/compress prune --sparsity 0.5 -o demo-pruned --overwrite
 	$(BIN)/compress bench demo ./demo-pruned
-	$(BIN)/compress generate demo -p "$$(printf '$(PROMPT)')"
-	$(BIN)/compress generate ./demo-pruned -p "$$(printf '$(PROMPT)')"
+	$(BIN)/compress generate demo -p "$$(printf '$(PROMPT)')" -n 96 $(SAMPLING)
+	$(BIN)/compress generate ./demo-pruned -p "$$(printf '$(PROMPT)')" -n 96 $(SAMPLING)
 
 test: $(STAMP) ## the tests; warnings are errors
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 lint: $(STAMP) ## style, format and types
 	$(BIN)/ruff check .

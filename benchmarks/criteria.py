@@ -1,8 +1,8 @@
 """Perplexity of every pruning criterion, side by side: random, frequency, REAP and DiEP in its relaxations.
 
-python benchmarks/criteria.py [--model demo] [--seeds 3] [--methods random,reap,diep-gated] [--epochs 10]
+python benchmarks/criteria.py [--model demo] [--seeds 3] [--methods random,reap,diep-gated] [--epochs 10] [--jobs 2]
 
-Each (method, seed) runs in a process of its own, so that its time and peak memory are its alone. The seed draws the
+Each (method, seed) runs in a process of its own on one thread, so that its time and peak memory are its alone. The seed draws the
 calibration text (and whatever the method draws); the held-out text is the same for all. Pruned models are evaluated by
 masking, which a test holds equal to removing.
 """
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -131,12 +133,24 @@ def plot(runs: list[dict[str, Any]], name: str) -> None:
     figure.savefig(RESULTS / f"{name}.png", dpi=130)
 
 
+def in_process(model: str, method: str, seed: int, epochs: int) -> dict[str, Any]:
+    """`run_one` in a process with one thread."""
+    command = [sys.executable, __file__, "--model", model, "--epochs", str(epochs), "--worker", f"{method}:{seed}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
+    run: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    cells = {name: round(cell["perplexity"], 2) for name, cell in run["cells"].items()}
+    print(f"{method} seed {seed}: {run['seconds']:.1f} s {cells}", file=sys.stderr, flush=True)
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--name", default="criteria")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -144,14 +158,9 @@ def main() -> None:
         method, seed = arguments.worker.split(":")
         print(json.dumps(run_one(arguments.model, method, int(seed), arguments.epochs)))
         return
-    runs = []
-    for method in arguments.methods.split(","):
-        for seed in range(arguments.seeds):
-            command = [sys.executable, __file__, "--model", arguments.model, "--epochs", str(arguments.epochs)]
-            done = subprocess.run([*command, "--worker", f"{method}:{seed}"], stdout=subprocess.PIPE, check=True, text=True)
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
-            cells = {name: round(cell["perplexity"], 2) for name, cell in runs[-1]["cells"].items()}
-            print(f"{method} seed {seed}: {runs[-1]['seconds']:.1f} s {cells}", file=sys.stderr, flush=True)
+    wanted = [(method, seed) for method in arguments.methods.split(",") for seed in range(arguments.seeds)]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        runs = list(pool.map(lambda pair: in_process(arguments.model, *pair, arguments.epochs), wanted))
     save(arguments.name, runs, table(runs))
     plot(runs, arguments.name)
 
