@@ -33,10 +33,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from calibrate.text import load_documents
+from calibrate.collect import collect
+from calibrate.skipping import skip_tables
+from calibrate.text import load_documents, token_batches
 from engine.architectures import decoder_config, expected_tensors, router_tensor
+from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.model import Decoder, own_routing, routed_by
 from engine.routing import Masked, Selection
+from engine.skip_tables import FILE_NAME as SKIP_TABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "engine" / "demo_model"
@@ -555,6 +559,13 @@ def main() -> None:
     finish(tensors, tokenizer, progress, even_windows(held_out, 256, 512), output, work)
 
 
+def write_skip_tables(output: Path) -> None:
+    """The tables of adaptive skipping, from the default calibration text."""
+    checkpoint = Checkpoint(output)
+    tokens = token_batches("stdlib", load_tokenizer(checkpoint), samples=128, sequence_length=256, seed=0)
+    skip_tables(collect(checkpoint, tokens, dtype=checkpoint.model_dtype)).save(output / SKIP_TABLES)
+
+
 def finish(
     tensors: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
@@ -565,6 +576,7 @@ def finish(
 ) -> None:
     """Writes the model, its figures and its curve."""
     rounded = write_model(tensors, tokenizer.eos_token_id, output)
+    write_skip_tables(output)
     if output.resolve() == DEMO_MODEL:  # the curve that is kept belongs to the model that is shipped
         write_curve(progress, CURVE)
     plot(progress, work / "curve.png")
