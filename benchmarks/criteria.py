@@ -2,9 +2,9 @@
 
 python benchmarks/criteria.py [--model demo] [--seeds 3] [--methods random,reap,diep-gated] [--epochs 10] [--jobs 2]
 
-Each (method, seed) runs in a process of its own on one thread, so that its time and peak memory are its alone. The seed draws the
-calibration text (and whatever the method draws); the held-out text is the same for all. Pruned models are evaluated by
-masking, which a test holds equal to removing.
+Each (method, seed) runs in a process of its own on one thread, so that its time and peak memory are its alone. The seed
+draws the calibration text (and whatever the method draws); the held-out text is the same for all. Pruned models are
+evaluated by masking, which a test holds equal to removing.
 """
 
 from __future__ import annotations

@@ -28,6 +28,24 @@ def test_equals_float64(arithmetic: bool, dtype: torch.dtype, shape: tuple[int, 
     assert torch.allclose(got.double(), expected, rtol=2e-2, atol=5e-2)
 
 
+def test_the_compiled_kernel_equals_float64() -> None:
+    gemv = pytest.importorskip("engine.gemv", reason="needs the extra `fast`").gemv
+    torch.manual_seed(0)
+    weight, x, y = torch.randn(37, 51).bfloat16(), torch.randn(51), torch.empty(37)
+    for threads in (1, 2):
+        gemv(weight.view(torch.uint16).numpy(), x.numpy(), y.numpy(), threads)
+        assert torch.allclose(y.double(), weight.double() @ x.double(), atol=1e-5)
+
+
+def test_without_the_kernel_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.linear, "has_half_arithmetic", lambda: False)
+    x, weight = torch.randn(2, 16).bfloat16(), torch.randn(21, 16).bfloat16()
+    with torch.no_grad():
+        fast = linear(x, weight)
+        monkeypatch.setattr(engine.linear, "_compiled_gemv", lambda: None)
+        assert torch.allclose(fast.float(), linear(x, weight).float(), rtol=2e-2, atol=5e-2)
+
+
 def test_gradients(arithmetic: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(9, 16).bfloat16().requires_grad_()
