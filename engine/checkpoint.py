@@ -24,7 +24,6 @@ from engine.architectures import (
     expert_tensor,
     fused_router_tensor,
     fused_tensors,
-    layer_tensors,
     router_tensor,
 )
 from engine.artifact import check_sizes, read_provenance
@@ -186,10 +185,6 @@ class Checkpoint:
     def source(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Tensor]:
         """A tensor source for the decoder: mapped where dtype and device already fit, converted otherwise."""
         return lambda name: self.tensor(name).to(device=device, dtype=dtype)
-
-    def layer_names(self, layer: int) -> list[str]:
-        """Names of one decoder layer's tensors."""
-        return list(layer_tensors(self.config, layer))
 
 
 class _View:

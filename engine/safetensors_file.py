@@ -7,7 +7,6 @@ so that every refusal of an untrusted file names the tensor that it is about and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
@@ -31,7 +30,7 @@ MAX_HEADER_BYTES = 100_000_000
 _WHAT = "safetensors file"
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # of the data's start, so that tensors of any dtype can be used where they lie
-_BLOCK = 1 << 20  # bytes read or written at a time
+_BLOCK = 1 << 20  # bytes written at a time
 _MAX_RANK = 64  # beyond this torch's own operations refuse a tensor
 _MAX_BYTES = 2**63 - 1  # torch counts elements and bytes in int64
 _PICKLES = (".bin", ".pt", ".pth")
@@ -246,15 +245,6 @@ class SafetensorsFile:
         """
         self._map = None
 
-    def sha256(self) -> str:
-        """The SHA-256 of the whole file in hexadecimal, read in blocks apart from the mapping."""
-        digest = hashlib.sha256()
-        with reading(self.path, _WHAT) as file:
-            self._check_unchanged(file)
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        return digest.hexdigest()
-
 
 def _check_inside(directory: Path, path: Path) -> None:
     """Refuse a link that leads out of the checkpoint, except to the `blobs` of a Hugging Face cache.
@@ -345,12 +335,6 @@ def open_shards(directory: Path) -> tuple[dict[str, SafetensorsFile], list[Safet
     else:
         raise _no_weights_error(directory)
     return {name: file for file in files for name in file.entries}, files
-
-
-def read_index(directory: Path) -> dict[str, Path]:
-    """The file that holds each tensor of a checkpoint, by the tensor's name; errors as for `open_shards`."""
-    by_tensor, _ = open_shards(directory)
-    return {name: file.path for name, file in by_tensor.items()}
 
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
