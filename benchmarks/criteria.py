@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--keep", action="store_true", help="keep the last results of methods that are not named")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--name", default="criteria")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -161,6 +162,9 @@ def main() -> None:
     wanted = [(method, seed) for method in arguments.methods.split(",") for seed in range(arguments.seeds)]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         runs = list(pool.map(lambda pair: in_process(arguments.model, *pair, arguments.epochs), wanted))
+    if arguments.keep:
+        last = json.loads((RESULTS / f"{arguments.name}.json").read_text())["figures"]
+        runs = [run for run in last if run["method"] not in arguments.methods.split(",")] + runs
     save(arguments.name, runs, table(runs))
     plot(runs, arguments.name)
 

@@ -68,10 +68,15 @@ def _row_by_row(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 @cache
 def _compiled_gemv() -> Callable[..., None] | None:
     """The compiled kernel; None where Numba is missing or has no place for its cache."""
+    threads = torch.get_num_threads()
     try:
         from engine.gemv import gemv
     except (ImportError, RuntimeError):
         return None
+    nothing = torch.zeros(1, 1)
+    gemv(nothing.to(torch.bfloat16).view(torch.uint16).numpy(), nothing[0].numpy(), torch.zeros(1).numpy(), threads)
+    # Numba's start gives all cores to the OpenMP pool that it shares with torch; torch takes its own number back.
+    torch.set_num_threads(threads)
     return gemv
 
 
