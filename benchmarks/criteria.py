@@ -125,7 +125,7 @@ def plot(runs: list[dict[str, Any]], name: str) -> None:
         places = [cell + (index - len(methods) / 2 + 0.5) * width for cell in range(len(CELLS))]
         axes.bar(places, means, width * 0.92, label=method)
     axes.axhline(runs[0]["full"], color="black", linewidth=0.8, linestyle="--")
-    axes.text(len(CELLS) - 0.55, runs[0]["full"], "full model", va="bottom", ha="right", fontsize=8)
+    axes.text(-0.55, runs[0]["full"], "full model", va="bottom", ha="left", fontsize=8)
     axes.set_xticks(range(len(CELLS)), [f"{sparsity:.0%} removed, {scope}" for sparsity, scope in CELLS])
     axes.set_ylabel("held-out perplexity (lower is better)")
     axes.legend(ncols=4, fontsize=8, frameon=False)
