@@ -43,6 +43,7 @@ def test_keyboard_interrupt_is_one_word_and_130(tmp_path: Path, overwrite: bool)
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     work = f".{output}.work"
     try:
