@@ -38,7 +38,7 @@ from engine.artifact import (
     whole_or_nothing,
     write_provenance,
 )
-from engine.checkpoint import DEMO, Checkpoint, load_tokenizer, resolve
+from engine.checkpoint import DEMO, DEMO_DIRECTORY, Checkpoint, load_tokenizer, resolve
 from engine.errors import CompressError, DataError, OptionError, OutputError
 from engine.json_file import load_json, write_json
 from engine.model import Decoder
@@ -63,7 +63,7 @@ class CalibrationOptions:
     """Which text, and how much of it."""
 
     data: str | None = None
-    """None: the standard library's source for the demo model, C4 otherwise."""
+    """None: the standard library's source for the demo model and what was made of it, C4 otherwise."""
     samples: int = 128
     sequence_length: int | None = None
     """None: 256 for the demo model, otherwise 2,048 or the model's maximum if smaller."""
@@ -71,9 +71,9 @@ class CalibrationOptions:
     """Held-out sequences for perplexity; 0 measures none."""
     seed: int = 0
 
-    def filled(self, model: str, max_positions: int) -> CalibrationOptions:
+    def filled(self, checkpoint: Checkpoint) -> CalibrationOptions:
         """The same with every None replaced. Raises OptionError for what the model cannot take."""
-        is_demo = model == DEMO
+        is_demo, max_positions = _is_of_demo(checkpoint), checkpoint.config.max_positions
         length = self.sequence_length
         if length is None:
             length = min(256 if is_demo else 2048, max_positions)
@@ -82,6 +82,13 @@ class CalibrationOptions:
         if self.samples < 1 or self.evaluation_samples < 0:
             raise OptionError("samples must be at least 1, and evaluation samples not negative")
         return replace(self, data=self.data or ("stdlib" if is_demo else "allenai/c4"), sequence_length=length)
+
+
+def _is_of_demo(checkpoint: Checkpoint) -> bool:
+    """The demo model, or an artifact that was made from it."""
+    provenance = read_provenance(checkpoint.directory) or {}
+    source = provenance.get("source")
+    return checkpoint.directory == DEMO_DIRECTORY or (isinstance(source, dict) and source.get("model") == DEMO)
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ def prepare(options: PruneOptions) -> Prepared:
             least = config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
             budget = replace(budget, min_experts=max(1, least))
         budget.check(counts)
-    calibration = options.calibration.filled(options.model, config.max_positions)
+    calibration = options.calibration.filled(checkpoint)
     plan = None
     if options.plan is not None:
         plan = plan_from_json(load_json(options.plan, "plan"))
@@ -416,7 +423,7 @@ def calibrate_to_file(
     checkpoint = Checkpoint(resolve(model))
     if not checkpoint.config.moe_layers:
         raise OptionError(f"{model}: is not a mixture of experts, so there is nothing to calibrate")
-    filled = calibration.filled(model, checkpoint.config.max_positions)
+    filled = calibration.filled(checkpoint)
     tokens, _ = _texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
     checkpoint.check_finite(lambda names: progress(names, "checking weights"))
     statistics = collect(
@@ -449,7 +456,7 @@ def evaluate_model(
     """`compress evaluate`: perplexity of a model."""
     started = time.monotonic()
     checkpoint = Checkpoint(resolve(model))
-    filled = calibration.filled(model, checkpoint.config.max_positions)
+    filled = calibration.filled(checkpoint)
     assert filled.data is not None and filled.sequence_length is not None
     tokens = token_batches(
         filled.data,

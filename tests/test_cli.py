@@ -104,6 +104,14 @@ def test_people_get_a_table(place: Path, tmp_path: Path) -> None:
     assert re.search(r"^experts +18 +9$", result.stdout, re.MULTILINE)
 
 
+def test_what_is_made_of_the_built_in_model_is_measured_on_the_same_text(tmp_path: Path) -> None:
+    output = str(tmp_path / "half")
+    options = ["--sparsity", "0.5", "--method", "random", "--samples", "2", "--evaluation-samples", "2"]
+    figures = json.loads(CliRunner().invoke(cli.main, ["prune", *options, "-o", output, "--json"]).stdout)
+    evaluated = json.loads(CliRunner().invoke(cli.main, ["evaluate", output, "--samples", "2", "--json"]).stdout)
+    assert evaluated["data"] == "stdlib" and evaluated["value"] == pytest.approx(figures["perplexity_after"])
+
+
 def test_the_built_in_model_is_whole_and_speaks() -> None:
     runner = CliRunner()
     inspected = json.loads(runner.invoke(cli.main, ["inspect", "--json"]).stdout)
