@@ -223,8 +223,6 @@ def _prune_options(common: Common, **given: Any) -> Any:
         raise OptionError("give --sparsity or --experts (one of them), or a ready-made --plan")
     if given["plan"] is not None and (given["sparsity"] is not None or given["experts"] is not None):
         raise OptionError("--plan says which experts stay; leave out --sparsity and --experts")
-    if given["uniform"] and given["method"] == "diep" and given["scope"] == "layer":
-        given["uniform"] = False
     budget = Budget(
         sparsity=given["sparsity"],
         experts=given["experts"],
