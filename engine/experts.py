@@ -8,19 +8,23 @@ Shape suffixes: T tokens, D hidden, F expert width, S slots, N experts, R real (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.linear import linear
+from engine.linear import as_bfloat16, compiled_kernels, linear, linears, multiplies_bfloat16
 from engine.routing import NO_EXPERT, Routing, Selection
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
 
 SPARSE_MAX_TOKENS = 4
 """Up to this many tokens the sparse path is taken when no gradient is needed: with more, experts begin to be shared."""
+
+TRANSPOSED_FROM_TOKENS = 16
+"""From this many tokens on, bfloat16 products have the weight on the left: oneDNN rearranges its right operand on each
+call, and so it is the tokens that are rearranged and not the weight."""
 
 
 class Expert(nn.Module):
@@ -34,12 +38,29 @@ class Expert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
-        return swiglu(x_TD, self.gate_FD, self.up_FD, self.down_DF)
+        if x_TD.shape[0] == 1:
+            return mixture(x_TD, [self], [1.0])
+        return self.products(x_TD)
+
+    def products(self, x_TD: Tensor) -> Tensor:
+        """The same, as three products."""
+        if x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
+            x_DT = x_TD.T
+            return (self.down_DF @ (F.silu(self.gate_FD @ x_DT).mul_(self.up_FD @ x_DT))).T
+        gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (None, None))
+        return linear(F.silu(gate_TF) * up_TF, self.down_DF)
 
 
-def swiglu(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
-    """down(silu(gate·x) ⊙ up·x), the FFN of every family here."""
-    return linear(F.silu(linear(x_TD, gate_FD)) * linear(x_TD, up_FD), down_DF)
+def mixture(x_1D: Tensor, experts: Sequence[Expert], weights: Sequence[float]) -> Tensor:
+    """Σ weight · FFN_expert(x) of one token, [1, D]: one compiled call where that is possible."""
+    chosen = [(expert.gate_FD, expert.up_FD, expert.down_DF) for expert in experts]
+    kernels = compiled_kernels(1, x_1D, *(weight for expert in chosen for weight in expert))
+    if kernels is not None:
+        addresses = [tuple(weight.data_ptr() for weight in expert) for expert in chosen]
+        width = chosen[0][0].shape[0] if chosen else 0
+        return as_bfloat16(kernels.swiglu(x_1D.data_ptr(), addresses, weights, x_1D.shape[1], width))[None]
+    outputs = [expert.products(x_1D) * weight for expert, weight in zip(experts, weights, strict=True)]
+    return sum(outputs[1:], outputs[0]) if outputs else torch.zeros_like(x_1D)
 
 
 class MoeBlock(nn.Module):
@@ -89,13 +110,11 @@ def route_through(
 
 def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList) -> Tensor:
     """Token by token, only the chosen experts' weights are touched."""
-    weights_TS = selection.weights.to(x_TD.dtype)
-    y_TD = torch.zeros_like(x_TD)
-    for token, chosen in enumerate(selection.experts.tolist()):
-        for slot, expert in enumerate(chosen):
-            if expert != NO_EXPERT:
-                y_TD[token] += weights_TS[token, slot] * experts[expert](x_TD[token : token + 1])[0]
-    return y_TD
+    rows = []
+    for x_1D, indices, weights in zip(x_TD.split(1), selection.experts.tolist(), selection.weights.tolist(), strict=True):
+        filled = [slot for slot, index in enumerate(indices) if index != NO_EXPERT]
+        rows.append(mixture(x_1D, [experts[indices[slot]] for slot in filled], [weights[slot] for slot in filled]))
+    return torch.cat(rows)
 
 
 def grouped(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, observer: ExpertObserver | None = None) -> Tensor:

@@ -1,19 +1,19 @@
 """x·Wᵀ for weights stored in half precision, at the speed that the processor allows.
 
-Processors without bfloat16 arithmetic emulate it: on AVX2 a bfloat16 product of 512 rows runs 8 times slower than the same
-in float32. There, products of several rows widen the weight a block at a time into a small buffer that stays in cache and
-multiply in float32, which is also the more exact result. Single rows are bound by memory: they go through a compiled
-kernel where Numba is installed (gemv.py, 1.6 times the speed of torch's) and through torch otherwise. Processors that have
-the arithmetic, and GPUs, use torch throughout.
+Single rows are bound by memory: in bfloat16 they go through compiled kernels where Numba is installed (gemv.py), and
+through torch otherwise. Several rows go through torch, except on processors that only emulate bfloat16 arithmetic (on AVX2
+a product of 512 rows runs 8 times slower than the same in float32): there they widen the weight a block at a time into a
+small buffer that stays in cache and multiply in float32, which is also the more exact result.
 
-Shape suffixes: T rows, I input features, O output features.
+Shape suffixes: T rows, I input features, O output features, D hidden, F expert width.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor
 WIDEN_FROM_ROWS = 4
 """Fewer rows are multiplied one by one: each then costs one read of the weight, less than widening it."""
 BLOCK_ELEMENTS = 1 << 22
-_scratch = threading.local()
+_local = threading.local()
 
 
 @cache
@@ -37,44 +37,78 @@ def is_emulated(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype in (torch.bfloat16, torch.float16) and not has_half_arithmetic()
 
 
+def multiplies_bfloat16(tensor: Tensor) -> bool:
+    """Whether this is a bfloat16 tensor of a processor that multiplies such by itself."""
+    return tensor.is_cpu and tensor.dtype == torch.bfloat16 and has_half_arithmetic()
+
+
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x·Wᵀ + b over the last dimension, in x's dtype. Differentiable in x and in the weight."""
-    if not is_emulated(weight_OI):
-        return F.linear(x, weight_OI, bias_O)
+    return linears(x, (weight_OI,), (bias_O,))[0]
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`linear` of one x with several weights: one row takes one compiled call for all of them."""
     rows = x.numel() // x.shape[-1]
+    kernels = compiled_kernels(rows, x, *weights)
+    if kernels is None:
+        return [_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    inputs, outputs = x.shape[-1], [weight.shape[0] for weight in weights]
+    addresses = [weight.data_ptr() for weight in weights]
+    x_TI = x.reshape(rows, inputs)
+    made = [as_bfloat16(kernels.products(row_I.data_ptr(), addresses, outputs, inputs)) for row_I in x_TI]
+    y_TO = made[0][None] if rows == 1 else torch.stack(made)
+    pieces = [piece.view(*x.shape[:-1], -1) for piece in y_TO.split(outputs, dim=-1)]
+    return [y if bias is None else y + bias for y, bias in zip(pieces, biases, strict=True)]
+
+
+def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    if not is_emulated(weight_OI) or rows == 0:
+        return F.linear(x, weight_OI, bias_O)
     if torch.is_grad_enabled() and (x.requires_grad or weight_OI.requires_grad):
         y = F.linear(x.float(), weight_OI.float())
-    elif rows == 0:
-        return F.linear(x, weight_OI, bias_O)
     elif rows < WIDEN_FROM_ROWS:
-        y = _row_by_row(x.reshape(rows, -1), weight_OI).view(*x.shape[:-1], -1)
+        y = torch.cat([F.linear(row, weight_OI) for row in x.reshape(rows, 1, -1)]).view(*x.shape[:-1], -1)
     else:
         y = _widened(x.reshape(rows, -1).float(), weight_OI).view(*x.shape[:-1], -1)
     return (y if bias_O is None else y + bias_O).to(x.dtype)
 
 
-def _row_by_row(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x·Wᵀ for a few rows, each reading the weight once; float32 from the compiled kernel, x's dtype from torch."""
-    gemv = _compiled_gemv()
-    if gemv is None or weight_OI.dtype != torch.bfloat16 or not weight_OI.is_contiguous():
-        return torch.cat([F.linear(row, weight_OI) for row in x_TI[:, None]])
-    bits_OI = weight_OI.view(torch.uint16).numpy()
-    y_TO = torch.empty(x_TI.shape[0], weight_OI.shape[0], dtype=torch.float32)
-    for x_I, y_O in zip(x_TI.float().numpy(), y_TO.numpy(), strict=True):
-        gemv(bits_OI, x_I, y_O, torch.get_num_threads())
-    return y_TO
+def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
+    """The module of compiled kernels where it serves so many rows of these tensors, else None.
+
+    Each row reads the weights once more, so several rows are worth it only where torch would do no better.
+    """
+    if rows < 1 or rows >= (2 if has_half_arithmetic() else WIDEN_FROM_ROWS):
+        return None
+    if any(t.dtype != torch.bfloat16 or not t.is_cpu or not t.is_contiguous() for t in tensors):
+        return None
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return None
+    kernels = _load_kernels()
+    threads = torch.get_num_threads()
+    if kernels is not None and getattr(_local, "threads", None) != threads:
+        kernels.use_threads(threads)
+        _local.threads = threads
+    return kernels
+
+
+def as_bfloat16(bits: Any) -> Tensor:
+    """A kernel's result as a tensor."""
+    return torch.from_numpy(bits).view(torch.bfloat16)
 
 
 @cache
-def _compiled_gemv() -> Callable[..., None] | None:
-    """The compiled kernel; None where Numba is missing or has no place for its cache."""
+def _load_kernels() -> Any:
+    """The compiled kernels; None where Numba is missing or has no place for its cache."""
     threads = torch.get_num_threads()
     try:
-        from engine.gemv import gemv
+        from engine import gemv
     except (ImportError, RuntimeError):
         return None
-    nothing = torch.zeros(1, 1)
-    gemv(nothing.to(torch.bfloat16).view(torch.uint16).numpy(), nothing[0].numpy(), torch.zeros(1).numpy(), threads)
+    nothing = torch.zeros(1, dtype=torch.bfloat16)
+    gemv.products(nothing.data_ptr(), [nothing.data_ptr()], [1], 1)
     # Numba's start gives all cores to the OpenMP pool that it shares with torch; torch takes its own number back.
     torch.set_num_threads(threads)
     return gemv
@@ -95,8 +129,8 @@ def _widened(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def _buffer(elements: int) -> Tensor:
     """This thread's float32 scratch of at least so many elements; fresh memory would cost more than the widening."""
-    buffer: Tensor | None = getattr(_scratch, "buffer", None)
+    buffer: Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < elements:
         buffer = torch.empty(max(elements, BLOCK_ELEMENTS), dtype=torch.float32)
-        _scratch.buffer = buffer
+        _local.buffer = buffer
     return buffer

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+import engine.experts
 import engine.linear
-from engine.linear import linear
+from engine.experts import Expert, mixture
+from engine.linear import as_bfloat16, linear, linears
 
 
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])
@@ -28,22 +33,65 @@ def test_equals_float64(arithmetic: bool, dtype: torch.dtype, shape: tuple[int, 
     assert torch.allclose(got.double(), expected, rtol=2e-2, atol=5e-2)
 
 
-def test_the_compiled_kernel_equals_float64() -> None:
-    gemv = pytest.importorskip("engine.gemv", reason="needs the extra `fast`").gemv
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_products_equal_float64(threads: int) -> None:
+    kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
     torch.manual_seed(0)
-    weight, x, y = torch.randn(37, 51).bfloat16(), torch.randn(51), torch.empty(37)
-    for threads in (1, 2):
-        gemv(weight.view(torch.uint16).numpy(), x.numpy(), y.numpy(), threads)
-        assert torch.allclose(y.double(), weight.double() @ x.double(), atol=1e-5)
+    kernels.use_threads(threads)
+    x, weights = torch.randn(51).bfloat16(), [torch.randn(rows, 51).bfloat16() for rows in (37, 1, 8)]
+    y = as_bfloat16(kernels.products(x.data_ptr(), [w.data_ptr() for w in weights], [37, 1, 8], 51))
+    exact = torch.cat(weights).double() @ x.double()
+    assert torch.equal(y, exact.float().bfloat16())
 
 
-def test_without_the_kernel_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.linear, "has_half_arithmetic", lambda: False)
-    x, weight = torch.randn(2, 16).bfloat16(), torch.randn(21, 16).bfloat16()
+@pytest.mark.parametrize("slots", [0, 1, 3])
+def test_compiled_experts_equal_float64(slots: int) -> None:
+    kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    torch.manual_seed(0)
+    hidden, width = 24, 77  # no multiple of a block of rows
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    experts = [tuple(torch.randn(shape).bfloat16() for shape in shapes) for _ in range(slots)]
+    weights, x = [0.5, 0.25, 2.0][:slots], torch.randn(hidden).bfloat16() * 4  # gates up to ±60: all of exp's range
+    addresses = [tuple(weight.data_ptr() for weight in expert) for expert in experts]
+    y = as_bfloat16(kernels.swiglu(x.data_ptr(), addresses, weights, hidden, width))
+    wide = x.double()
+    exact = torch.zeros(hidden, dtype=torch.float64)
+    for weight, (gate, up, down) in zip(weights, experts, strict=True):
+        exact += weight * (down.double() @ (F.silu(gate.double() @ wide) * (up.double() @ wide)))
+    assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40])
+def test_the_compiled_kernel_hides_no_overflow(value: float) -> None:
+    kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    x, weight = torch.tensor([value, 1.0]).bfloat16(), torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16()
+    y = as_bfloat16(kernels.products(x.data_ptr(), [weight.data_ptr()], [2], 2))
+    expected = (weight.double() @ x.double()).float().bfloat16()
+    assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_several_weights_at_once(arithmetic: bool, rows: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 1, 16).bfloat16()
+    weights, biases = [torch.randn(n, 16).bfloat16() for n in (6, 4)], [torch.randn(6).bfloat16(), None]
     with torch.no_grad():
-        fast = linear(x, weight)
-        monkeypatch.setattr(engine.linear, "_compiled_gemv", lambda: None)
-        assert torch.allclose(fast.float(), linear(x, weight).float(), rtol=2e-2, atol=5e-2)
+        together = linears(x, weights, biases)
+        alone = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    assert [y.shape for y in together] == [(rows, 1, 6), (rows, 1, 4)]
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+def test_without_the_kernels_torch_serves(arithmetic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 16).bfloat16(), torch.randn(21, 16).bfloat16()
+    expert = Expert(*(torch.randn(shape).bfloat16() / 4 for shape in ((24, 16), (24, 16), (16, 24))))
+    with torch.no_grad():
+        fast = linear(x, weight), mixture(x, [expert, expert], [0.5, 0.25])
+        monkeypatch.setattr(engine.linear, "_load_kernels", lambda: None)
+        slow = linear(x, weight), mixture(x, [expert, expert], [0.5, 0.25])
+    for a, b in zip(fast, slow, strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=5e-2)
 
 
 def test_gradients(arithmetic: bool) -> None:
@@ -55,3 +103,15 @@ def test_gradients(arithmetic: bool) -> None:
     (wide_x @ wide_weight.T).square().sum().backward()
     assert torch.allclose(x.grad.double(), wide_x.grad, rtol=3e-2, atol=2.0)
     assert torch.allclose(weight.grad.double(), wide_weight.grad, rtol=3e-2, atol=2.0)
+
+
+def test_transposed_products_equal_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.experts, "multiplies_bfloat16", lambda _: True)
+    torch.manual_seed(0)
+    gate, up, down = (torch.randn(shape).bfloat16() / 4 for shape in ((24, 16), (24, 16), (16, 24)))
+    x = torch.randn(20, 16).bfloat16()
+    with torch.no_grad():
+        got = Expert(gate, up, down)(x)
+    wide = x.double()
+    exact = (F.silu(wide @ gate.double().T) * (wide @ up.double().T)) @ down.double().T
+    assert got.shape == (20, 16) and torch.allclose(got.double(), exact, rtol=2e-2, atol=2e-2)
