@@ -214,8 +214,9 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
 
 
 def _prune_options(common: Common, **given: Any) -> Any:
+    from calibrate.options import CalibrationOptions
     from compress.diep import DiepOptions
-    from compress.prune import CalibrationOptions, PruneOptions
+    from compress.prune import PruneOptions
     from compress.selection import Budget
     from engine.errors import OptionError
 
@@ -276,7 +277,8 @@ def calibrate(common: Common, **options: Any) -> dict[str, Any]:
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
     """
-    from compress.prune import CalibrationOptions, calibrate_to_file
+    from calibrate.options import CalibrationOptions
+    from calibrate.to_file import calibrate_to_file
 
     result = calibrate_to_file(
         options["model"],
@@ -340,7 +342,8 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
     """
-    from compress.prune import CalibrationOptions, evaluate_model, evaluate_tasks
+    from calibrate.options import CalibrationOptions
+    from compress.evaluate import evaluate_model, evaluate_tasks
 
     device = chosen_device(common)
     if options["tasks"]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from calibrate.options import CalibrationOptions
+from calibrate.text import Split, token_batches
 from engine import remote_code
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import CheckpointError, DataError, OptionError
+from engine.progress import Progress, no_progress
 from engine.streaming import stream_negative_log_likelihood
 
 
@@ -47,3 +51,50 @@ def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None,
         ) from error
     scores: dict[str, Any] = results["results"]
     return scores
+
+
+def evaluate_model(
+    model: str,
+    calibration: CalibrationOptions,
+    *,
+    split: Split,
+    dtype: torch.dtype | None,
+    device: str,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """`compress evaluate`: perplexity of a model."""
+    started = time.monotonic()
+    checkpoint = Checkpoint(resolve(model))
+    filled = calibration.filled(checkpoint)
+    assert filled.data is not None and filled.sequence_length is not None
+    tokens = token_batches(
+        filled.data,
+        load_tokenizer(checkpoint),
+        samples=filled.samples,
+        sequence_length=filled.sequence_length,
+        seed=filled.seed,
+        split=split,
+    )
+    value = perplexity(
+        checkpoint,
+        tokens,
+        dtype=dtype or checkpoint.model_dtype,
+        device=device,
+        progress=lambda layers: progress(layers, "perplexity (layers)"),
+    )
+    return {
+        "metric": "perplexity",
+        "value": value,
+        "tokens": tokens.numel() - len(tokens),
+        "seconds": time.monotonic() - started,
+        "data": filled.data,
+        "split": split,
+    }
+
+
+def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> dict[str, Any]:
+    """`compress evaluate --tasks`: lm-evaluation-harness tasks."""
+    started = time.monotonic()
+    checkpoint = Checkpoint(resolve(model))
+    results = tasks(checkpoint, names, limit=limit, device=device)
+    return {"metric": "tasks", "value": results, "tokens": None, "seconds": time.monotonic() - started}

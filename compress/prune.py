@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from calibrate.collect import collect
+from calibrate.options import CalibrationOptions, calibration_texts
 from calibrate.skipping import skip_tables
 from calibrate.statistics import Statistics, load_statistics
-from calibrate.text import Split, token_batches
 from compress.apply import apply, carried_files, check_fits
 from compress.card import model_card
 from compress.diep import DiepOptions, search
-from compress.evaluate import perplexity, tasks
+from compress.evaluate import perplexity
 from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.saliency import SCORES, scores
@@ -38,10 +38,11 @@ from engine.artifact import (
     whole_or_nothing,
     write_provenance,
 )
-from engine.checkpoint import DEMO, DEMO_DIRECTORY, Checkpoint, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import CompressError, DataError, OptionError, OutputError
 from engine.json_file import load_json, write_json
 from engine.model import Decoder
+from engine.progress import Progress, no_progress
 from engine.report import peak_memory_bytes
 from engine.skip_tables import FILE_NAME as SKIP_TABLES
 
@@ -49,46 +50,6 @@ GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
 METHODS = ("diep", *SCORES, *GRADIENT_METHODS, "random")
 SKIP_TABLE_SEQUENCES = 16
 """Sequences on which the result's own skip tables are measured."""
-
-Progress = Callable[[Iterable[Any], str], Iterable[Any]]
-
-
-def no_progress(iterable: Iterable[Any], description: str) -> Iterable[Any]:
-    """For callers who want no progress bar."""
-    return iterable
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """Which text, and how much of it."""
-
-    data: str | None = None
-    """None: the standard library's source for the demo model and what was made of it, C4 otherwise."""
-    samples: int = 128
-    sequence_length: int | None = None
-    """None: 256 for the demo model, otherwise 2,048 or the model's maximum if smaller."""
-    evaluation_samples: int = 32
-    """Held-out sequences for perplexity; 0 measures none."""
-    seed: int = 0
-
-    def filled(self, checkpoint: Checkpoint) -> CalibrationOptions:
-        """The same with every None replaced. Raises OptionError for what the model cannot take."""
-        is_demo, max_positions = _is_of_demo(checkpoint), checkpoint.config.max_positions
-        length = self.sequence_length
-        if length is None:
-            length = min(256 if is_demo else 2048, max_positions)
-        if not 2 <= length <= max_positions:
-            raise OptionError(f"sequence length is {length}; this model takes 2 to {max_positions}")
-        if self.samples < 1 or self.evaluation_samples < 0:
-            raise OptionError("samples must be at least 1, and evaluation samples not negative")
-        return replace(self, data=self.data or ("stdlib" if is_demo else "allenai/c4"), sequence_length=length)
-
-
-def _is_of_demo(checkpoint: Checkpoint) -> bool:
-    """The demo model, or an artifact that was made from it."""
-    provenance = read_provenance(checkpoint.directory) or {}
-    source = provenance.get("source")
-    return checkpoint.directory == DEMO_DIRECTORY or (isinstance(source, dict) and source.get("model") == DEMO)
 
 
 @dataclass(frozen=True)
@@ -201,23 +162,9 @@ def prepare(options: PruneOptions) -> Prepared:
         if statistics.header.get("model") != checkpoint.fingerprint():
             raise DataError(f"{options.statistics}: statistics of another model than {options.model}; calibrate again")
     tokenizer = load_tokenizer(checkpoint)
-    tokens, held_out = _texts(calibration, tokenizer, config.vocabulary_size)
+    tokens, held_out = calibration_texts(calibration, tokenizer, config.vocabulary_size)
     dtype = options.dtype or checkpoint.model_dtype
     return Prepared(checkpoint, calibration, tokens, held_out, statistics, plan, dtype, budget)
-
-
-def _texts(calibration: CalibrationOptions, tokenizer: Any, vocabulary: int) -> tuple[Tensor, Tensor | None]:
-    assert calibration.data is not None and calibration.sequence_length is not None
-    common = {"sequence_length": calibration.sequence_length, "seed": calibration.seed}
-    tokens = token_batches(calibration.data, tokenizer, samples=calibration.samples, split="calibration", **common)
-    held_out = None
-    if calibration.evaluation_samples:
-        held_out = token_batches(
-            calibration.data, tokenizer, samples=calibration.evaluation_samples, split="held-out", **common
-        )
-    if int(tokens.max()) >= vocabulary:
-        raise DataError(f"the tokenizer makes token {int(tokens.max())} and the model knows {vocabulary}; wrong tokenizer")
-    return tokens, held_out
 
 
 class WorkDirectory:
@@ -405,87 +352,3 @@ def _provenance(options: PruneOptions, prepared: Prepared, plan: Plan, figures: 
         "figures": figures,
         "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "numpy")},
     }
-
-
-def calibrate_to_file(
-    model: str,
-    output: Path,
-    calibration: CalibrationOptions,
-    *,
-    dtype: torch.dtype | None,
-    device: str,
-    overwrite: bool,
-    progress: Progress = no_progress,
-) -> dict[str, Any]:
-    """`compress calibrate`: statistics of a model into a file."""
-    started = time.monotonic()
-    check_file_output(output, overwrite)
-    checkpoint = Checkpoint(resolve(model))
-    if not checkpoint.config.moe_layers:
-        raise OptionError(f"{model}: is not a mixture of experts, so there is nothing to calibrate")
-    filled = calibration.filled(checkpoint)
-    tokens, _ = _texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
-    checkpoint.check_finite(lambda names: progress(names, "checking weights"))
-    statistics = collect(
-        checkpoint,
-        tokens,
-        dtype=dtype or checkpoint.model_dtype,
-        device=device,
-        seed=filled.seed,
-        progress=lambda layers: progress(layers, "calibrating (layers)"),
-    )
-    statistics.header |= {"data": filled.data}
-    statistics.save(output)
-    return {
-        "statistics": str(output),
-        "tokens": tokens.numel(),
-        "seconds": time.monotonic() - started,
-        "peak_memory_bytes": peak_memory_bytes(),
-    }
-
-
-def evaluate_model(
-    model: str,
-    calibration: CalibrationOptions,
-    *,
-    split: Split,
-    dtype: torch.dtype | None,
-    device: str,
-    progress: Progress = no_progress,
-) -> dict[str, Any]:
-    """`compress evaluate`: perplexity of a model."""
-    started = time.monotonic()
-    checkpoint = Checkpoint(resolve(model))
-    filled = calibration.filled(checkpoint)
-    assert filled.data is not None and filled.sequence_length is not None
-    tokens = token_batches(
-        filled.data,
-        load_tokenizer(checkpoint),
-        samples=filled.samples,
-        sequence_length=filled.sequence_length,
-        seed=filled.seed,
-        split=split,
-    )
-    value = perplexity(
-        checkpoint,
-        tokens,
-        dtype=dtype or checkpoint.model_dtype,
-        device=device,
-        progress=lambda layers: progress(layers, "perplexity (layers)"),
-    )
-    return {
-        "metric": "perplexity",
-        "value": value,
-        "tokens": tokens.numel() - len(tokens),
-        "seconds": time.monotonic() - started,
-        "data": filled.data,
-        "split": split,
-    }
-
-
-def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> dict[str, Any]:
-    """`compress evaluate --tasks`: lm-evaluation-harness tasks."""
-    started = time.monotonic()
-    checkpoint = Checkpoint(resolve(model))
-    results = tasks(checkpoint, names, limit=limit, device=device)
-    return {"metric": "tasks", "value": results, "tokens": None, "seconds": time.monotonic() - started}

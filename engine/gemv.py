@@ -109,7 +109,7 @@ def _compiled(signature: str) -> Any:
     return numba.njit(signature, parallel=True, fastmath=_MATHS, nogil=True, cache=True)
 
 
-@_compiled("void(uint64, uint64[::1], int64[::1], int64, uint16[::1])")
+@_compiled("void(uint64, uint64[::1], int64[::1], int64, uint16[::1])")  # type: ignore[untyped-decorator]
 def _products(x_address: Any, weights_M: Any, ends_M: Any, inputs: Any, y_O: Any) -> None:
     """y = [W_0·x, W_1·x, …]; ends_M: where each matrix's rows end in y."""
     x_I = _wide_vector(x_address, inputs)
@@ -121,7 +121,7 @@ def _products(x_address: Any, weights_M: Any, ends_M: Any, inputs: Any, y_O: Any
         y_O[row] = _narrow(_row_times(weights_M[matrix], row - begin, x_I))
 
 
-@_compiled("void(uint64, uint64[:, ::1], float32[::1], int64, uint16[::1])")
+@_compiled("void(uint64, uint64[:, ::1], float32[::1], int64, uint16[::1])")  # type: ignore[untyped-decorator]
 def _swiglu(x_address: Any, experts_S3: Any, weights_S: Any, width: Any, y_D: Any) -> None:
     """y = Σ_s w_s · down_s(silu(gate_s·x) ⊙ up_s·x)."""
     hidden = y_D.shape[0]
