@@ -26,6 +26,7 @@ from compress.card import model_card
 from compress.diep import DiepOptions, search
 from compress.evaluate import perplexity
 from compress.gate_gradients import fisher_scores, taylor_scores
+from compress.naee import SUBSET_LIMIT, naee, search_used
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.saliency import SCORES, scores
 from compress.selection import Budget
@@ -47,7 +48,9 @@ from engine.report import peak_memory_bytes
 from engine.skip_tables import FILE_NAME as SKIP_TABLES
 
 GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
-METHODS = ("diep", *SCORES, *GRADIENT_METHODS, "random")
+METHODS = ("diep", "naee", *SCORES, *GRADIENT_METHODS, "random")
+DEFAULT_SCOPE = {"naee": "layer"}
+"""Scopes of methods that cannot rank the experts of all layers together; "global" for all others."""
 SKIP_TABLE_SEQUENCES = 16
 """Sequences on which the result's own skip tables are measured."""
 
@@ -61,6 +64,7 @@ class PruneOptions:
     budget: Budget | None
     """None with a ready-made plan."""
     method: str = "diep"
+    naee_limit: int = SUBSET_LIMIT
     diep: DiepOptions = field(default_factory=DiepOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     statistics: Path | None = None
@@ -144,13 +148,14 @@ def prepare(options: PruneOptions) -> Prepared:
         raise OptionError(
             f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so there is nothing to prune"
         )
-    counts = dict(zip(config.moe_layers, config.experts_per_layer, strict=True))
     budget = options.budget
     if budget is not None:
+        if options.method == "naee" and budget.scope == "global":
+            raise OptionError("naee compares subsets within a layer and cannot rank across layers; leave out --scope global")
         if budget.min_experts == 0:  # the default: at least max(1, k) in each layer (methods.md §2.5)
             least = config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
             budget = replace(budget, min_experts=max(1, least))
-        budget.check(counts)
+        budget.check(_counts(checkpoint))
     calibration = options.calibration.filled(checkpoint)
     plan = None
     if options.plan is not None:
@@ -233,6 +238,20 @@ def _resumable(options: PruneOptions) -> dict[str, Any]:
 def make_plan(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Plan:
     """Scores by the chosen method, then the budget."""
     assert prepared.budget is not None
+    if options.method == "naee":
+        return pruning_plan(
+            naee(
+                prepared.checkpoint,
+                prepared.tokens_SL,
+                prepared.budget.kept_per_layer(_counts(prepared.checkpoint)),
+                dtype=prepared.dtype,
+                device=options.device,
+                seed=options.calibration.seed,
+                limit=options.naee_limit,
+                once=work.once,
+                progress=lambda layers: progress(layers, "comparing subsets (layers)"),
+            )
+        )
     if options.method == "diep":
         ranked = search(
             _decoder(options, prepared),
@@ -247,6 +266,11 @@ def make_plan(options: PruneOptions, prepared: Prepared, work: WorkDirectory, pr
     else:
         ranked = scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
     return pruning_plan(prepared.budget.select(ranked))
+
+
+def _counts(checkpoint: Checkpoint) -> dict[int, int]:
+    """Experts of each MoE layer by decoder layer index."""
+    return dict(zip(checkpoint.config.moe_layers, checkpoint.config.experts_per_layer, strict=True))
 
 
 def _decoder(options: PruneOptions, prepared: Prepared) -> Decoder:
@@ -320,6 +344,10 @@ def _figures(
     source = prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
     calibration = prepared.calibration
+    own: dict[str, Any] = {}
+    if options.method == "naee" and prepared.budget is not None:
+        counts = _counts(source)
+        own["naee"] = search_used(counts, prepared.budget.kept_per_layer(counts), options.naee_limit)
     return {
         "artifact": str(options.output),
         "method": options.method if prepared.plan is None else "plan",
@@ -337,7 +365,7 @@ def _figures(
         f"{calibration.data}",
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),
-    }
+    } | own
 
 
 def _provenance(options: PruneOptions, prepared: Prepared, plan: Plan, figures: dict[str, Any]) -> dict[str, Any]:
