@@ -42,6 +42,30 @@ def test_scope_layer_removes_the_same_share_of_each() -> None:
     assert Budget(0.75, scope="layer").select(SCORES) == {0: [0], 3: [3]}
 
 
+def test_scope_uniform_keeps_the_same_count_in_layers_of_any_size() -> None:
+    assert Budget(0.5, scope="uniform").select(SCORES) == {0: [0, 2], 3: [1, 3]}
+    uneven = {0: torch.tensor([0.5, 0.7, 0.1]), 1: torch.tensor([0.1, 0.9, 0.8, 0.2, 0.3])}
+    assert Budget(0.5, scope="uniform").select(uneven) == {0: [0, 1], 1: [1, 2]}, "half of the average of 4"
+    assert Budget(0.5, scope="layer").select(uneven) == {0: [1], 1: [1, 2, 4]}
+    assert Budget(experts=3, scope="uniform").select(uneven) == {0: [0, 1, 2], 1: [1, 2, 4]}
+    five = {0: torch.arange(5.0), 1: torch.arange(5.0)}
+    assert Budget(0.5, scope="uniform").select(five) == Budget(0.5, scope="layer").select(five)
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (Budget(0.1, scope="uniform"), "would keep 4 experts in each layer, and layer 0 has 3"),
+        (Budget(experts=4, scope="uniform"), "would keep 4 experts in each layer, and layer 0 has 3"),
+        (Budget(0.9, scope="uniform"), "layer 0 would keep 0 of 3 experts, under the minimum of 1"),
+        (Budget(0.5, scope="uniform", min_experts=3), "layer 0 would keep 2 of 3 experts, under the minimum of 3"),
+    ],
+)
+def test_what_scope_uniform_refuses(budget: Budget, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        budget.check({0: 3, 3: 5})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ties_go_to_the_earlier_layer_and_the_lower_index(dtype: torch.dtype) -> None:
     same = {2: torch.zeros(4, dtype=dtype), 5: torch.zeros(4, dtype=dtype)}
