@@ -19,7 +19,8 @@ from torch import Tensor
 import cli
 import engine.model
 import engine.routing
-from calibrate.collect import collect
+from calibrate.collect import LayerCollector, collect
+from calibrate.statistics import Statistics
 from compress.apply import apply
 from compress.gate_gradients import _sample_next
 from compress.naee import naee
@@ -29,6 +30,7 @@ from compress.saliency import SCORES, scores
 from compress.selection import Budget
 from engine.architectures import MoeConfig
 from engine.checkpoint import Checkpoint
+from engine.experts import Expert, MoeBlock
 from engine.model import Decoder
 from engine.routing import Routing, SigmoidTopK
 
@@ -237,6 +239,30 @@ def test_naee_keeps_as_many_as_its_scope_says(checkpoint: Checkpoint, budget: Bu
 
 
 # Experts that no token uses
+
+
+@torch.no_grad()
+def test_statistics_of_a_router_that_leaves_slots_empty_by_hand() -> None:
+    """Scores 0.8, 0.5, 0.4, 0.1 of one token; its best group is {0} alone, so the second of its two slots is empty."""
+    routing = SigmoidTopK(2, True, torch.tensor([1.0, 0.0, 0.0, 0.0]), 3.0, ((0,), (1, 2), (3,)), 1)
+    ones = torch.ones(1, 1)
+    experts = [Expert(ones, ones, ones * size) for size in (1.0, 2.0, 3.0, 4.0)]
+    block = MoeBlock(torch.logit(torch.tensor([[0.8], [0.5], [0.4], [0.1]])), experts, routing)
+    collector = LayerCollector(block, torch.tensor([0, 1]))
+    block(ones.expand(5, 1))
+    layer = collector.statistics()
+    norm = float(F.silu(ones))
+    assert layer.tokens_routed.tolist() == [5, 0, 0, 0]
+    assert layer.weight_sum.tolist() == [15.0, 0.0, 0.0, 0.0], "renormalised to one, times the scale"
+    assert layer.probability_sum.tolist() == pytest.approx([5 * score / 1.8 for score in (0.8, 0.5, 0.4, 0.1)])
+    assert layer.routed_probability_sum.tolist() == pytest.approx([4.0 / 1.8, 0.0, 0.0, 0.0])
+    assert float(layer.unselected_probability_share) == pytest.approx(1.0 / 1.8)
+    assert layer.weight_ratio_median.tolist() == [0.0]
+    statistics = Statistics({0: layer}, {})
+    by_hand = {"frequency": 1.0, "probability": 0.8 / 1.8, "reap": 3 * norm, "man": norm, "mc-moe": 3.0}
+    for method, first in by_hand.items():
+        rest = [score / 1.8 for score in (0.5, 0.4, 0.1)] if method == "probability" else [0.0] * 3
+        assert scores(method, statistics)[0].tolist() == pytest.approx([first, *rest])
 
 
 @pytest.mark.parametrize("method", [*SCORES, *GRADIENT_METHODS, "naee"])
