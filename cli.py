@@ -165,7 +165,9 @@ def main() -> None:
 @click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, help="DiEP: passes over the text.")
 @click.option("--learning-rate", type=float, help="DiEP: of α and β.  [default: by relaxation]")
 @click.option("--reconstruction-weight", type=float, default=0.01, show_default=True, help="DiEP: λ.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP: sequences a step.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP, recovery: sequences a step."
+)
 @click.option("--pressure", type=float, help="DiEP, gated: μ.  [default: by relaxation]")
 @click.option("--start", type=click.Choice(("zero", "fisher")), help="DiEP: start of α.  [default: by relaxation]")
 @click.option(
@@ -173,6 +175,14 @@ def main() -> None:
     type=click.Choice(("raw", "normalised")),
     help="DiEP: rank by α·β or by N·softmax(α)·β.  [default: by relaxation]",
 )
+@click.option(
+    "--recover-steps",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Afterwards train the kept router rows and the norms for so many steps towards MODEL's predictions.",
+)
+@click.option("--recover-learning-rate", type=float, default=1e-3, show_default=True, help="Recovery: of AdamW.")
 @click.option("--data", help="Calibration text: file, folder, .jsonl, 'stdlib' or a dataset id.")
 @click.option("--samples", type=int, default=128, show_default=True, help="Calibration sequences.")
 @click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
@@ -217,6 +227,7 @@ def _prune_options(common: Common, **given: Any) -> Any:
     from calibrate.options import CalibrationOptions
     from compress.diep import DiepOptions
     from compress.prune import PruneOptions
+    from compress.recover import RecoverOptions
     from compress.selection import Budget
     from engine.errors import OptionError
 
@@ -247,6 +258,7 @@ def _prune_options(common: Common, **given: Any) -> Any:
             score=given["score"],
             seed=common.seed,
         ),
+        recover=RecoverOptions(given["recover_steps"], given["recover_learning_rate"], given["batch_size"], common.seed),
         calibration=CalibrationOptions(
             data=given["data"],
             samples=given["samples"],

@@ -27,6 +27,7 @@ from compress.diep import DiepOptions, search
 from compress.evaluate import perplexity
 from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
+from compress.recover import RecoverOptions, recover
 from compress.saliency import SCORES, scores
 from compress.selection import Budget
 from engine.artifact import (
@@ -62,6 +63,7 @@ class PruneOptions:
     """None with a ready-made plan."""
     method: str = "diep"
     diep: DiepOptions = field(default_factory=DiepOptions)
+    recover: RecoverOptions = field(default_factory=RecoverOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     statistics: Path | None = None
     plan: Path | None = None
@@ -101,7 +103,8 @@ def prune(options: PruneOptions, progress: Progress = no_progress) -> dict[str, 
         )
         plan = prepared.plan or make_plan(options, prepared, work, progress)
         check_fits(plan, prepared.checkpoint)
-        figures = write_artifact(options, prepared, plan, before, started, progress)
+        trained = recovered(options, prepared, plan, work, progress)
+        figures = write_artifact(options, prepared, plan, trained, before, started, progress)
         if options.plan_output is not None:
             write_json(options.plan_output, plan_to_json(plan))
     except CompressError:
@@ -138,6 +141,7 @@ def prepare(options: PruneOptions) -> Prepared:
     if options.plan_output is not None:
         check_file_output(options.plan_output, options.overwrite)
     options.diep.check()
+    options.recover.check()
     checkpoint = Checkpoint(resolve(options.model))
     config = checkpoint.config
     if not config.moe_layers:
@@ -287,13 +291,38 @@ def _perplexity(
     )
 
 
+def recovered(
+    options: PruneOptions, prepared: Prepared, plan: Plan, work: WorkDirectory, progress: Progress
+) -> dict[str, Tensor]:
+    """What recovery has trained, by tensor name; nothing where it was not asked for."""
+    if not options.recover.steps:
+        return {}
+    return recover(
+        plan,
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        options.recover,
+        dtype=prepared.dtype,
+        device=options.device,
+        state_path=work.path / "recovery.safetensors",
+        resume=options.resume,
+        progress=lambda steps: progress(steps, "recovering (steps)"),
+    )
+
+
 def write_artifact(
-    options: PruneOptions, prepared: Prepared, plan: Plan, before: float | None, started: float, progress: Progress
+    options: PruneOptions,
+    prepared: Prepared,
+    plan: Plan,
+    trained: dict[str, Tensor],
+    before: float | None,
+    started: float,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
     source = prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
-        apply(plan, source, directory, progress=lambda names: progress(names, "writing"))
+        apply(plan, source, directory, replaced=trained, progress=lambda names: progress(names, "writing"))
         for path in carried_files(source):
             shutil.copyfile(path, directory / path.name)
         result = Checkpoint(directory)
@@ -335,6 +364,7 @@ def _figures(
         "perplexity_after": after,
         "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
         f"{calibration.data}",
+        "recover_steps": options.recover.steps,
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),
     }

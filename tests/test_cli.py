@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import save_reference
+from safetensors.torch import load_file
 from tokenizers_for_tests import add_tokenizer
 
 import cli
@@ -81,6 +82,17 @@ def test_diep_writes_a_plan_that_can_be_carried_out_again(place: Path, tmp_path:
     assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
     assert json.loads((first / "compression.json").read_text())["plan"] == json.loads(plan.read_text())
     assert not list(tmp_path.glob(".*")), "nothing temporary is left"
+
+
+def test_recovery_changes_routers_and_norms_only(place: Path, tmp_path: Path) -> None:
+    plain, recovered = tmp_path / "plain", tmp_path / "recovered"
+    options = ["--sparsity", "0.5", "--method", "reap", *TEXT]
+    run(place, "prune", "{model}", *options, "-o", str(plain))
+    figures = run(place, "prune", "{model}", *options, "-o", str(recovered), "--recover-steps", "3")
+    assert figures["recover_steps"] == 3
+    before, after = (load_file(path / "model.safetensors") for path in (plain, recovered))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("gate.weight" in name or "norm" in name for name in changed)
 
 
 def test_calibrate_once_use_often(place: Path, tmp_path: Path) -> None:
