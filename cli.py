@@ -236,7 +236,7 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
 @click.argument("model", default="demo")
 @click.option("--experts", type=int, required=True, help="Experts per layer of the result.")
 @click.option(
-    "--method", type=click.Choice(MERGE_METHODS), default="hc-smoe", show_default=True, help="How experts are grouped."
+    "--method", type=click.Choice(MERGE_METHODS), default="ream", show_default=True, help="How experts are grouped."
 )
 @artifact_options
 @common_options

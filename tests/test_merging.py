@@ -89,7 +89,7 @@ def test_s_smoe_by_hand() -> None:
 
 
 def test_hc_smoe_by_hand() -> None:
-    """On a line at 0, 5, 9 and 4: first 1 and 3; then 0 is 4.5 from them and 2 is 4.5: average linkage, and ties join 0."""
+    """On a line at 0, 5, 9.5 and 4: first 1 and 3; then 0, which is 4.5 from them on average, before 2, which is 5."""
     layer = replace(LAYER, output_mean=torch.tensor([[0.0], [5.0], [9.5], [4.0]]))
     same(hc_smoe(layer, 3), {0: {0: 1.0}, 1: {1: 1.0}, 2: {2: 1.0}})  # 3 is in the group of 1 and was never used
     same(hc_smoe(layer, 2), {0: {0: 10 / 16, 1: 6 / 16}, 2: {2: 1.0}})
