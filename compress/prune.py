@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -26,6 +26,7 @@ from compress.card import model_card
 from compress.diep import DiepOptions, search
 from compress.evaluate import perplexity
 from compress.gate_gradients import fisher_scores, taylor_scores
+from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.recover import RecoverOptions, recover
 from compress.saliency import SCORES, scores
@@ -49,19 +50,22 @@ from engine.skip_tables import FILE_NAME as SKIP_TABLES
 
 GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
 METHODS = ("diep", *SCORES, *GRADIENT_METHODS, "random")
+"""Of pruning; those of merging are MERGE_METHODS."""
 SKIP_TABLE_SEQUENCES = 16
 """Sequences on which the result's own skip tables are measured."""
 
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """One pruning run."""
+    """One run of pruning or, with a method of MERGE_METHODS, of merging."""
 
     model: str
     output: Path
     budget: Budget | None
     """None with a ready-made plan."""
     method: str = "diep"
+    merge: str = "none"
+    """What becomes of pruned experts: "none" drops them, "cka" merges each into its most similar kept one."""
     diep: DiepOptions = field(default_factory=DiepOptions)
     recover: RecoverOptions = field(default_factory=RecoverOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -146,7 +150,7 @@ def prepare(options: PruneOptions) -> Prepared:
     config = checkpoint.config
     if not config.moe_layers:
         raise OptionError(
-            f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so there is nothing to prune"
+            f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so it has no experts to spare"
         )
     counts = dict(zip(config.moe_layers, config.experts_per_layer, strict=True))
     budget = options.budget
@@ -235,10 +239,45 @@ def _resumable(options: PruneOptions) -> dict[str, Any]:
 
 
 def make_plan(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Plan:
-    """Scores by the chosen method, then the budget."""
+    """The experts that stay by score and budget, or the groups that become one expert each."""
     assert prepared.budget is not None
+    if options.method in MERGE_METHODS:
+        assert prepared.budget.experts is not None and prepared.budget.scope == "layer"
+        groups = merge_groups(options.method, _statistics(options, prepared, work, progress), prepared.budget.experts)
+        return _merged(groups, options, prepared, work, progress)
+    kept = prepared.budget.select(_scores(options, prepared, work, progress))
+    if options.merge == "cka":
+        groups = merge_pruned(kept, _statistics(options, prepared, work, progress))
+        return _merged(groups, options, prepared, work, progress)
+    return pruning_plan(kept)
+
+
+def _merged(
+    groups: Mapping[int, Sequence[Group]],
+    options: PruneOptions,
+    prepared: Prepared,
+    work: WorkDirectory,
+    progress: Progress,
+) -> Plan:
+    """The groups aligned, once over interruptions: with wide experts that takes longest."""
+
+    def aligned() -> dict[str, Any]:
+        return plan_to_json(
+            merging_plan(
+                groups,
+                prepared.checkpoint,
+                device=options.device,
+                progress=lambda layers: progress(layers, "aligning (layers)"),
+            )
+        )
+
+    return plan_from_json(work.once("merging_plan", aligned))
+
+
+def _scores(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> dict[int, Tensor]:
+    """Scores by the chosen method."""
     if options.method == "diep":
-        ranked = search(
+        return search(
             _decoder(options, prepared),
             prepared.tokens_SL,
             options.diep,
@@ -246,11 +285,9 @@ def make_plan(options: PruneOptions, prepared: Prepared, work: WorkDirectory, pr
             resume=options.resume,
             progress=lambda epochs: progress(epochs, "searching (epochs)"),
         )
-    elif options.method in GRADIENT_METHODS:
-        ranked = GRADIENT_METHODS[options.method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
-    else:
-        ranked = scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
-    return pruning_plan(prepared.budget.select(ranked))
+    if options.method in GRADIENT_METHODS:
+        return GRADIENT_METHODS[options.method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
+    return scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
 
 
 def _decoder(options: PruneOptions, prepared: Prepared) -> Decoder:
