@@ -392,20 +392,21 @@ def draw(
     """Every picture that these models have something for, as PNG files of the directory, in the order of the page."""
     pictures = []
     y_label = "held-out perplexity (lower is better)"
-    if points := _points(rows, "bytes", 1e-6):
+    if points := _points(rows, "bytes", "", 1e-6):
         figure = plots.scatter(points, "weights in MB", y_label)
         about = "Down and to the left is better."
         pictures.append(save(directory, "quality_and_size", figure, "Quality against size", about))
-    if points := _points(rows, "decode_tokens_per_second_mean", 1.0):
+    if points := _points(rows, "decode_tokens_per_second_mean", "decode_tokens_per_second_sd"):
         figure = plots.scatter(points, "decode, tokens per second", y_label)
-        about = "Down and to the right is better."
+        about = "Down and to the right is better; bars are standard deviations."
         pictures.append(save(directory, "quality_and_speed", figure, "Quality against speed", about))
     return pictures + draw_experts(directory, [_pictured(*pair) for pair in zip(subjects, statistics, strict=True)])
 
 
-def _points(rows: Sequence[dict[str, Any]], key: str, scale: float) -> list[plots.Point]:
+def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: float = 1.0) -> list[plots.Point]:
+    """Of the rows that have both figures: perplexity over `key`, with the standard deviation under `deviation`."""
     return [
-        plots.Point(row["label"], row[key] * scale, row["perplexity"], row["perplexity_group"])
+        plots.Point(row["label"], row[key] * scale, row["perplexity"], row["perplexity_group"], row.get(deviation) or 0.0)
         for row in rows
         if row[key] is not None and row["perplexity"] is not None
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 
 from compress.columns import Column, Row, columns
 from compress.pictures import Picture
+from compress.plots import DOTS_PER_INCH
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def page(
         rows=[(row, [_cell(column, row, rows[0]) for column in shown]) for row in rows],
         notes=notes,
         settings=settings,
-        pictures=[(picture, _data_uri(picture.path)) for picture in pictures],
+        pictures=[(picture, _data_uri(picture.path), *_display_size(picture.path)) for picture in pictures],
     )
 
 
@@ -48,6 +50,13 @@ def _cell(column: Column, row: Row, first: Row) -> Cell:
 
 def _data_uri(path: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
+def _display_size(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG in CSS pixels, of which an inch has 96: finer pictures look sharp, and not large."""
+    with path.open("rb") as file:
+        width, height = struct.unpack(">II", file.read(24)[16:])
+    return round(width * 96 / DOTS_PER_INCH), round(height * 96 / DOTS_PER_INCH)
 
 
 _SOURCE = """\
@@ -65,30 +74,31 @@ _SOURCE = """\
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1500px; margin: 0 auto; padding: 16px clamp(12px, 3vw, 40px) 48px; }
+main { max-width: 1600px; margin: 0 auto; padding: 16px clamp(12px, 2vw, 24px) 48px; }
 h1 { font-size: clamp(1.4rem, 4vw, 2rem); line-height: 1.2; margin: 0.4em 0 0.6em; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2em 0 0.4em; overflow-wrap: anywhere; }
 p { max-width: 75ch; margin: 0.4em 0; color: var(--soft); }
 .note { border-left: 4px solid var(--accent); padding: 4px 12px; color: var(--ink); overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 8px 12px; text-align: right; vertical-align: top; white-space: nowrap; }
+table { border-collapse: collapse; width: 100%; font-size: 0.92rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 8px; text-align: right; vertical-align: top; white-space: nowrap; }
 th, td { border-bottom: 1px solid var(--line); }
 tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--band); padding: 0; }
 th:first-child, tbody th { text-align: left; position: sticky; left: 0; background: var(--paper); }
 thead th:first-child { background: var(--band); }
 tbody th { font-weight: 600; white-space: normal; overflow-wrap: anywhere; min-width: 110px; max-width: min(40vw, 420px); }
-button { all: unset; display: block; width: 100%; box-sizing: border-box; padding: 8px 12px; }
+button { all: unset; display: block; width: 100%; box-sizing: border-box; padding: 8px; }
 button { cursor: pointer; font-weight: 600; }
 button:focus-visible { outline: 2px solid var(--accent); outline-offset: -2px; }
 button::after { content: "\\2195"; opacity: 0.35; padding-left: 4px; }
 th[aria-sort=ascending] button::after { content: "\\2191"; opacity: 1; }
 th[aria-sort=descending] button::after { content: "\\2193"; opacity: 1; }
-small { display: block; color: var(--soft); font-size: 0.8rem; font-weight: 400; overflow-wrap: anywhere; }
-figure { margin: 0; }
-img { display: block; max-width: 100%; height: auto; background: #ffffff; }
-img { border: 1px solid var(--line); border-radius: 8px; }
+small { display: block; color: var(--soft); font-size: 0.85em; font-weight: 400; overflow-wrap: anywhere; }
+.pictures { display: flex; flex-wrap: wrap; gap: 0 32px; align-items: flex-end; }
+section { max-width: 100%; min-width: min(100%, 22rem); }
+.picture { background: #ffffff; }
+img { display: block; max-width: 100%; height: auto; }
 dl { display: grid; grid-template-columns: minmax(8em, max-content) minmax(0, 1fr); gap: 4px 16px; font-size: 0.9rem; }
 dt { color: var(--soft); }
 dd { margin: 0; overflow-wrap: anywhere; }
@@ -127,11 +137,18 @@ dd { margin: 0; overflow-wrap: anywhere; }
 </table>
 </div>
 <p>{{ rows | length }} models; small figures with × are ratios to the first. A heading sorts the table.</p>
-{% for picture, uri in pictures %}
+<div class="pictures">
+{% for picture, uri, width, height in pictures %}
+<section style="width: {{ width }}px">
 <h2>{{ picture.title }}</h2>
 <p>{{ picture.about }}</p>
-<figure><img src="{{ uri }}" alt="{{ picture.title }}"></figure>
+<div class="scroll picture" tabindex="0" role="region" aria-label="{{ picture.title }}">
+<img src="{{ uri }}" alt="{{ picture.title }}" width="{{ width }}" height="{{ height }}"
+  style="min-width: {{ [width, 600] | min }}px">
+</div>
+</section>
 {% endfor %}
+</div>
 <h2>What the columns say</h2>
 <dl>
 {% for column in columns %}

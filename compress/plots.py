@@ -37,6 +37,8 @@ class Point:
     x: float
     y: float
     group: int = 1
+    x_sd: float = 0.0
+    """Standard deviation of x, drawn as a bar where it is above 0."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Any:
             own = [point for point in points if point.group == group]
             for index, point in enumerate(own):
                 colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+                if point.x_sd:
+                    axes.errorbar([point.x], [point.y], xerr=[point.x_sd], color=colour, capsize=3, linewidth=1.2)
                 axes.plot([point.x], [point.y], marker, color=colour, markersize=8, markeredgecolor="white")
             axes.set_xlabel(x_label)
             axes.set_ylabel(y_label)
@@ -135,10 +139,11 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Any:
 
 
 def _widen(axes: Any, points: Sequence[Point]) -> None:
-    """Room around the points for their labels, also where all of them are equal; no amount is below zero."""
-    for values, limit in (([point.x for point in points], axes.set_xlim), ([point.y for point in points], axes.set_ylim)):
+    """Room around the points for their labels, and never so near that differences of a few per cent look large."""
+    across = [point.x + sign * point.x_sd for point in points for sign in (-1, 1)]
+    for values, limit in ((across, axes.set_xlim), ([point.y for point in points], axes.set_ylim)):
         low, high = min(values), max(values)
-        margin = 0.22 * (high - low) or 0.1 * abs(high) or 1.0
+        margin = max(0.22 * (high - low), 0.05 * abs(high)) or 1.0
         limit(max(0.0, low - margin) if low >= 0 else low - margin, high + margin)
 
 
@@ -151,6 +156,9 @@ def _place_labels(axes: Any, points: Sequence[Point]) -> None:
     centres = [axes.transData.transform((point.x, point.y)) for point in points]
     radius = 6 * DOTS_PER_INCH / 72
     taken = [Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius) for x, y in centres]
+    for point in points:  # bars of deviation
+        (left, y), (right, _) = axes.transData.transform([(point.x - point.x_sd, point.y), (point.x + point.x_sd, point.y)])
+        taken.append(Bbox.from_bounds(left - 2, y - radius / 2, right - left + 4, radius))
     for point, centre in zip(points, centres, strict=True):
         label = axes.text(0, 0, short(point.name), transform=IdentityTransform(), fontsize=9.5)
         extent = label.get_window_extent(renderer)
@@ -205,7 +213,8 @@ def experts_per_layer(counts: Mapping[str, Mapping[int, int]]) -> Any:
     across = max(3.0, 0.4 * len(lines[0]))
     down = 0.42 * len(counts)
     with _style():
-        page = _Page(names.inches + across + 1.1, len(lines), down, title=0.15, below=0.62)
+        title = "Experts per layer"
+        page = _Page(_width(names.inches + across + 1.1, title, names.inches), len(lines), down, title=0.15, below=0.62)
         figure = Figure(figsize=page.size)
         for index, line in enumerate(lines):
             axes = page.axes(figure, index, names.inches, across)
@@ -215,7 +224,7 @@ def experts_per_layer(counts: Mapping[str, Mapping[int, int]]) -> Any:
             axes.set_yticks(range(len(counts)), names.shown)
             axes.set_xticks(range(len(line)), [str(layer) for layer in line])
             axes.set_xlabel("layer")
-        page.title(figure, "Experts per layer", names.inches)
+        page.title(figure, title, names.inches)
         _colour_bar(figure, page, picture, names.inches + across, "experts")
     return figure
 
@@ -233,7 +242,8 @@ def expert_usage(usages: Sequence[Usage]) -> Any:
     in_a_line = max(1, min(len(usages), int(13.0 // (across + 0.75))))
     with _style():
         lines = math.ceil(len(usages) / in_a_line)
-        page = _Page(0.75 + in_a_line * (across + 0.75) + 0.6, lines, down, title=0.36, below=0.62)
+        title = "Routed tokens, % of a layer (grey: no such expert)"
+        page = _Page(_width(0.75 + in_a_line * (across + 0.75) + 0.6, title, 0.75), lines, down, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         for index, usage in enumerate(usages):
             line, place = divmod(index, in_a_line)
@@ -249,7 +259,7 @@ def expert_usage(usages: Sequence[Usage]) -> Any:
             _whole_ticks(axes.set_yticks, layers, down)
             axes.set_xlabel("expert")
             axes.set_ylabel("layer")
-        page.title(figure, "Share of routed tokens, per cent of a layer; grey: no such expert", 0.75)
+        page.title(figure, title, 0.75)
         _colour_bar(figure, page, picture, 0.75 + in_a_line * (across + 0.75) - 0.75, "share of tokens", percent=True)
     return figure
 
@@ -262,8 +272,9 @@ def expert_similarity(name: str, matrices: Mapping[int, Any]) -> Any:
     in_a_line = min(8 if len(matrices) > 8 else 4, len(matrices))
     left = 0.35
     with _style():
-        across = max(in_a_line * (side + gap), 3.6)
-        page = _Page(left + across + 0.7, math.ceil(len(matrices) / in_a_line), side, title=0.4, below=0.3)
+        title = f"Similarity of experts (RBF CKA), {short(name)}"
+        width = _width(left + in_a_line * (side + gap) + 0.7, title, left)
+        page = _Page(width, math.ceil(len(matrices) / in_a_line), side, title=0.4, below=0.3)
         figure = Figure(figsize=page.size)
         for index, (layer, matrix) in enumerate(sorted(matrices.items())):
             line, place = divmod(index, in_a_line)
@@ -274,7 +285,7 @@ def expert_similarity(name: str, matrices: Mapping[int, Any]) -> Any:
             ticks = sorted({0, count - 1}) if count > 1 else [0]
             axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
             axes.set_yticks(ticks, [str(tick) for tick in ticks] if place == 0 else [""] * len(ticks), fontsize=8)
-        page.title(figure, f"Similarity of experts (RBF CKA), {short(name)}", left)
+        page.title(figure, title, left)
         _colour_bar(figure, page, picture, left + in_a_line * (side + gap) - gap, "CKA")
     return figure
 
@@ -294,7 +305,8 @@ def search_scores(name: str, scores: SearchScores) -> Any:
     across = _between(0.4 * experts, 2.6, 7.0)
     down = _between(0.3 * len(layers), 1.2, 12.0)
     with _style():
-        page = _Page(0.75 + across + 1.35 + 2.6 + 0.2, 1, down, title=0.36, below=0.62)
+        title = f"DiEP scores, {short(name)}"
+        page = _Page(_width(0.75 + across + 1.35 + 2.6 + 0.2, title, 0.75), 1, down, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         axes = page.axes(figure, 0, 0.75, across)
         picture = _heat(axes, grid, -bound, bound, colours="PuOr_r")
@@ -315,14 +327,20 @@ def search_scores(name: str, scores: SearchScores) -> Any:
         _whole_ticks(axes.set_yticks, layers, down)
         _colour_bar(figure, page, picture, 0.75 + across, "α")
         bars = page.axes(figure, 0, 0.75 + across + 1.35, 2.6)
-        bars.barh(range(len(layers)), [scores.beta[layer] for layer in layers], color=COLOURS[0], height=0.7)
+        changes = [scores.beta[layer] - 1.0 for layer in layers]
+        bars.barh(range(len(layers)), changes, left=1.0, color=COLOURS[0], height=0.7)
+        bars.axvline(1.0, color="black", linewidth=0.8)
+        reach = 1.1 * max(0.01, *map(abs, changes))
+        bars.set_xlim(1.0 - reach, 1.0 + reach)
+        bars.xaxis.set_major_locator(_locator())
+        bars.ticklabel_format(axis="x", useOffset=False)
         bars.set_ylim(len(layers) - 0.5, -0.5)
         _whole_ticks(bars.set_yticks, layers, down)
-        bars.set_title("β of each layer")
+        bars.set_title("β of each layer, from 1")
         bars.set_xlabel("β")
         bars.grid(axis="x", color="#e6e6e6")
         bars.set_axisbelow(True)
-        page.title(figure, f"DiEP scores, {short(name)}", 0.75)
+        page.title(figure, title, 0.75)
     return figure
 
 
@@ -352,6 +370,11 @@ class _Names:
         self.shown = [short(name) for name in names]
         # Wide signs take more than a Latin letter does.
         self.inches = 0.25 + 0.083 * max(sum(1 if ord(sign) < 0x1100 else 2 for sign in name) for name in self.shown)
+
+
+def _width(wanted: float, title: str, left: float) -> float:
+    """Inches of a page, at least what its title takes."""
+    return max(wanted, left + 0.2 + 0.11 * sum(1 if ord(sign) < 0x1100 else 2 for sign in title))
 
 
 def _between(value: float, low: float, high: float) -> float:
