@@ -330,8 +330,9 @@ def search_scores(name: str, scores: SearchScores) -> Any:
         changes = [scores.beta[layer] - 1.0 for layer in layers]
         bars.barh(range(len(layers)), changes, left=1.0, color=COLOURS[0], height=0.7)
         bars.axvline(1.0, color="black", linewidth=0.8)
-        reach = 1.1 * max(0.01, *map(abs, changes))
-        bars.set_xlim(1.0 - reach, 1.0 + reach)
+        low, high = min([0.0, *changes]), max([0.0, *changes])
+        margin = max(0.08 * (high - low), 0.002)
+        bars.set_xlim(1.0 + low - margin, 1.0 + high + margin)
         bars.xaxis.set_major_locator(_locator())
         bars.ticklabel_format(axis="x", useOffset=False)
         bars.set_ylim(len(layers) - 0.5, -0.5)
