@@ -306,7 +306,7 @@ def search_scores(name: str, scores: SearchScores) -> Any:
     down = _between(0.3 * len(layers), 1.2, 12.0)
     with _style():
         title = f"DiEP scores, {short(name)}"
-        page = _Page(_width(0.75 + across + 1.35 + 2.6 + 0.2, title, 0.75), 1, down, title=0.36, below=0.62)
+        page = _Page(_width(0.75 + across + 1.35 + 2.6 + 0.35, title, 0.75), 1, down, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         axes = page.axes(figure, 0, 0.75, across)
         picture = _heat(axes, grid, -bound, bound, colours="PuOr_r")
