@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from compress.columns import number, size, text_table
 from engine.errors import CompressError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -166,22 +167,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def size(count: float | None) -> str:
-    """Bytes for people."""
-    if count is None:
-        return "–"
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A figure, or a dash where it was not measured."""
-    return "–" if value is None else f"{value:,.{digits}f}"
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="moe-compress", prog_name="compress")
 def main() -> None:
@@ -278,6 +263,8 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
         common,
         f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
+    if not figures["plots"]:
+        say(common, "no plots: matplotlib is not installed (pip install moe-compress[plots])")
     return figures
 
 
@@ -545,6 +532,71 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
     )
     say(common, format_rows(rows, options["output_format"]))
     return {"rows": rows}
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory for JSON, CSV, plots and an HTML page.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing comparison.")
+@click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id; the same for all models.")
+@click.option("--samples", type=click.IntRange(min=0), default=32, show_default=True, help="Held-out sequences; 0 for none.")
+@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: the shortest default of the models]")
+@click.option(
+    "--calibration-samples",
+    type=click.IntRange(min=0),
+    default=16,
+    show_default=True,
+    help="Sequences for the plots of expert usage and similarity, with --output; 0 for none.",
+)
+@click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, besides perplexity.")
+@click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
+@click.option("--speed/--no-speed", default=True, show_default=True, help="Measure tokens/s and memory.")
+@click.option("-p", "--prompt-tokens", type=int, default=512, show_default=True, help="Prefill test; 0 for none.")
+@click.option("-n", "--generated-tokens", type=int, default=128, show_default=True, help="Decode test; 0 for none.")
+@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of each test.")
+@click.option(
+    "--skip-threshold",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Skip unneeded experts, in perplexity and speed, of the models that have tables for it.",
+)
+@common_options
+def compare(common: Common, **options: Any) -> dict[str, Any]:
+    """Compare the quality, size, speed and memory of MODELS, in one run.
+
+    Each is a checkpoint directory, a hub id, or 'demo', the built-in model.
+    """
+    from calibrate.options import CalibrationOptions
+    from compress.compare import CompareOptions
+    from compress.compare import compare as run
+
+    samples, length = options["calibration_samples"], options["sequence_length"]
+    result = run(
+        CompareOptions(
+            models=options["models"],
+            output=options["output"],
+            text=CalibrationOptions(options["data"], samples, length, options["samples"], common.seed),
+            tasks=tuple(options["tasks"].split(",")) if options["tasks"] else (),
+            limit=options["limit"],
+            speed=options["speed"],
+            prompt_tokens=options["prompt_tokens"],
+            generated_tokens=options["generated_tokens"],
+            repetitions=options["repetitions"],
+            skip_threshold=options["skip_threshold"],
+            dtype=common.dtype,
+            device=chosen_device(common),
+            threads=common.threads,
+            overwrite=options["overwrite"],
+        ),
+        progress_bar,
+    )
+    say(common, table(text_table(result["rows"])))
+    for note in result["notes"]:
+        say(common, note)
+    if result["output"]:
+        say(common, f"{result['output']}: written; open {Path(result['output']) / 'index.html'}")
+    return result
 
 
 if __name__ == "__main__":

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compress.pictures import Picture
 
-def model_card(figures: Mapping[str, Any], source: str, layers: Sequence[int], skipping: bool) -> str:
-    """README.md of an artifact. `layers`: decoder layer index of each MoE layer."""
+
+def model_card(
+    figures: Mapping[str, Any], source: str, layers: Sequence[int], skipping: bool, pictures: Sequence[Picture] = ()
+) -> str:
+    """README.md of an artifact. `layers`: decoder layer index of each MoE layer; `pictures` lie beside it."""
     uniform = len(set(figures["experts_per_layer"])) == 1
     load = "" if uniform else ", trust_remote_code=True"
     rows = [
@@ -53,6 +57,7 @@ def model_card(figures: Mapping[str, Any], source: str, layers: Sequence[int], s
             "| ---: | ---: |",
             *kept,
             "",
+            *(line for picture in pictures for line in (f"![{picture.title}]({picture.path.name})", "", picture.about, "")),
         ]
     )
 

@@ -21,12 +21,15 @@ from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts
 from calibrate.skipping import skip_tables
 from calibrate.statistics import Statistics, load_statistics
+from compress import plots
 from compress.apply import apply, carried_files, check_fits
 from compress.card import model_card
 from compress.diep import DiepOptions, search
+from compress.diep_scores import load_scores, save_scores, scores_of_state
 from compress.evaluate import perplexity
 from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
+from compress.pictures import Picture, Pictured, draw, expert_counts, kept_experts
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.recover import RecoverOptions, recover
 from compress.saliency import SCORES, scores
@@ -108,7 +111,7 @@ def prune(options: PruneOptions, progress: Progress = no_progress) -> dict[str, 
         plan = prepared.plan or make_plan(options, prepared, work, progress)
         check_fits(plan, prepared.checkpoint)
         trained = recovered(options, prepared, plan, work, progress)
-        figures = write_artifact(options, prepared, plan, trained, before, started, progress)
+        figures = write_artifact(options, prepared, plan, trained, before, started, progress, work)
         if options.plan_output is not None:
             write_json(options.plan_output, plan_to_json(plan))
     except CompressError:
@@ -182,6 +185,8 @@ class WorkDirectory:
         """Nothing is read or written before `begin`."""
         self.options = options
         self.path = options.output.absolute().parent / f".{options.output.name}.work"
+        self.search_state = self.path / "diep.safetensors"
+        self.statistics = self.path / "statistics.safetensors"
         self._resumed = False
         self._new_parents = [parent for parent in self.path.parents if not os.path.exists(parent)]
 
@@ -281,7 +286,7 @@ def _scores(options: PruneOptions, prepared: Prepared, work: WorkDirectory, prog
             _decoder(options, prepared),
             prepared.tokens_SL,
             options.diep,
-            state_path=work.path / "diep.safetensors",
+            state_path=work.search_state,
             resume=options.resume,
             progress=lambda epochs: progress(epochs, "searching (epochs)"),
         )
@@ -299,7 +304,7 @@ def _decoder(options: PruneOptions, prepared: Prepared) -> Decoder:
 def _statistics(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Statistics:
     if prepared.statistics is not None:
         return prepared.statistics
-    saved = work.path / "statistics.safetensors"
+    saved = work.statistics
     if saved.is_file():
         return load_statistics(saved, prepared.checkpoint.config)
     statistics = collect(
@@ -355,6 +360,7 @@ def write_artifact(
     before: float | None,
     started: float,
     progress: Progress,
+    work: WorkDirectory,
 ) -> dict[str, Any]:
     """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
     source = prepared.checkpoint
@@ -363,16 +369,45 @@ def write_artifact(
         for path in carried_files(source):
             shutil.copyfile(path, directory / path.name)
         result = Checkpoint(directory)
+        own = None
         if result.config.moe_layers:
             sample = prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
             own = collect(result, sample, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
             skip_tables(own).save(directory / SKIP_TABLES)
         after = _perplexity(result, prepared, options, progress, "after")
+        if work.search_state.is_file():
+            save_scores(scores_of_state(work.search_state, source.config.moe_layers), directory)
+        pictures = _pictures(options, prepared, plan, result, own, work)
         figures = _figures(options, prepared, result, before, after, time.monotonic() - started)
-        card = model_card(figures, options.model, result.config.moe_layers, skipping=(directory / SKIP_TABLES).exists())
+        figures["plots"] = [picture.path.name for picture in pictures]
+        skipping = (directory / SKIP_TABLES).exists()
+        card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures)
         (directory / "README.md").write_text(card, encoding="utf-8")
         write_provenance(directory, _provenance(options, prepared, plan, figures))
     return figures
+
+
+def _pictures(
+    options: PruneOptions, prepared: Prepared, plan: Plan, result: Checkpoint, after: Statistics | None, work: WorkDirectory
+) -> list[Picture]:
+    """Drawn into the result's directory; none without matplotlib. Usage before is shown where it was measured anyway."""
+    if not plots.available():
+        return []
+    config = prepared.checkpoint.config
+    before = prepared.statistics
+    if before is None and work.statistics.is_file():
+        before = load_statistics(work.statistics, config)
+    models = [
+        Pictured(f"{Path(options.model).name} (before)", expert_counts(config), before),
+        Pictured(
+            f"{options.output.name} (after)",
+            expert_counts(result.config),
+            after,
+            kept_experts(plan, result.config),
+            load_scores(result.directory),
+        ),
+    ]
+    return draw(result.directory, models)
 
 
 def _figures(
