@@ -19,7 +19,7 @@ from engine.errors import CompressError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PRUNE_METHODS = ("diep", "frequency", "reap", "man", "mc-moe", "fisher", "taylor", "random")
+PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
 MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
 MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
 
@@ -181,9 +181,7 @@ def main() -> None:
 @click.option(
     "--scope",
     type=click.Choice(("global", "layer")),
-    default="global",
-    show_default=True,
-    help="Rank the experts of all layers together, or cut each layer by the same share.",
+    help="Rank the experts of all layers together, or cut each layer by the same share.  [default: global; naee: layer]",
 )
 @click.option("--uniform", is_flag=True, help="Same count in every layer: a plain checkpoint of its family.")
 @click.option("--min-experts", type=int, default=0, help="Least experts per layer.  [default: experts per token]")
@@ -213,6 +211,13 @@ def main() -> None:
     "--score",
     type=click.Choice(("raw", "normalised")),
     help="DiEP: rank by α·β or by N·softmax(α)·β.  [default: by relaxation]",
+)
+@click.option(
+    "--naee-limit",
+    type=click.IntRange(min=0),
+    default=10_000,
+    show_default=True,
+    help="NAEE: most subsets of a layer to compare; where there are more, experts go one by one.",
 )
 @click.option("--plan", type=click.Path(path_type=Path), help="Carry out this plan instead of making one.")
 @artifact_options
@@ -259,6 +264,11 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
     ]
     say(common, table(rows))
     say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
+    if "naee" in figures:
+        say(
+            common,
+            f"naee: {figures['naee']['search']} search; a layer has up to {figures['naee']['subsets']} subsets",
+        )
     say(
         common,
         f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
@@ -270,7 +280,7 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
 
 def _prune_options(common: Common, **given: Any) -> Any:
     from compress.diep import DiepOptions
-    from compress.prune import PruneOptions
+    from compress.prune import DEFAULT_SCOPE, PruneOptions
     from compress.selection import Budget
     from engine.errors import OptionError
 
@@ -283,13 +293,14 @@ def _prune_options(common: Common, **given: Any) -> Any:
     budget = Budget(
         sparsity=given["sparsity"],
         experts=given["experts"],
-        scope="layer" if given["uniform"] else given["scope"],
+        scope="uniform" if given["uniform"] else given["scope"] or DEFAULT_SCOPE.get(given["method"], "global"),
         min_experts=given["min_experts"],
     )
     return PruneOptions(
         budget=None if given["plan"] is not None else budget,
         method=given["method"],
         merge=given["merge"],
+        naee_limit=given["naee_limit"],
         diep=DiepOptions(
             relaxation=given["relaxation"],
             epochs=given["epochs"],

@@ -15,7 +15,7 @@ from calibrate.statistics import LayerStatistics, Statistics
 from engine.checkpoint import Checkpoint
 from engine.experts import MoeBlock
 from engine.model import DecoderLayer
-from engine.routing import Selection, softmax
+from engine.routing import NO_EXPERT, Selection, probabilities
 from engine.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256
@@ -79,13 +79,16 @@ class LayerCollector:
 
     def see_routing(self, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
         """Router statistics of one batch."""
-        probabilities_TN = softmax(logits_TN).double()
+        probabilities_TN = probabilities(self.block.routing, logits_TN).double()
         experts_TK, weights_TK = selection
+        empty_TK = experts_TK == NO_EXPERT
+        routed_TK = probabilities_TN.gather(1, experts_TK.clamp_min(0)).masked_fill(empty_TK, 0.0)
         self.probability += probabilities_TN.sum(0)
         self.router_gram += logits_TN.double().T @ logits_TN.double()
-        self.routed_probability.index_add_(0, experts_TK.flatten(), probabilities_TN.gather(1, experts_TK).flatten())
-        ordered_TK = weights_TK.float().sort(dim=1, descending=True).values
-        self.ratios.append((ordered_TK[:, 1:] / ordered_TK[:, :1]).cpu())
+        self.routed_probability.index_add_(0, experts_TK.clamp_min(0).flatten(), routed_TK.flatten())
+        ordered_TK = weights_TK.float().masked_fill(empty_TK, 0.0).sort(dim=1, descending=True).values
+        # A sigmoid router may give all its experts a weight of zero.
+        self.ratios.append((ordered_TK[:, 1:] / ordered_TK[:, :1].clamp_min(torch.finfo(torch.float32).tiny)).cpu())
         here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + x_TD.shape[0])]
         self.samples.append((x_TD[here - self.seen], probabilities_TN[here - self.seen]))
         self.seen += x_TD.shape[0]

@@ -31,7 +31,7 @@ class LayerStatistics:
     tokens_routed: Tensor
     """[N] tokens routed to each expert."""
     probability_sum: Tensor
-    """[N] router probability summed over all tokens."""
+    """[N] router probability (as the routing itself has it, routing.probabilities) summed over all tokens."""
     routed_probability_sum: Tensor
     """[N] router probability summed over routed tokens."""
     weight_sum: Tensor

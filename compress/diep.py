@@ -24,7 +24,7 @@ from torch import Tensor
 from compress.gate_gradients import gate_gradients
 from compress.losses import next_token_loss, reconstruction_loss
 from engine.errors import DataError, OptionError
-from engine.model import Decoder, own_routing, routed_by
+from engine.model import Decoder, routed_by
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
 from engine.safetensors_file import SafetensorsFile, write_tensors
 from engine.streaming import TOKENS_PER_BATCH, Activations, batches
@@ -255,11 +255,9 @@ def gradients(
 def relaxed_routings(decoder: Decoder, state: DiepState, options: DiepOptions) -> list[Routing]:
     """The relaxed layer's Routing for every MoE layer."""
     make = RELAXATIONS[options.relaxation].routing
-    moes = [decoder.config.layers[index].moe for index in decoder.config.moe_layers]
     return [
-        make(own_routing(moe), alpha, beta)
-        for moe, alpha, beta in zip(moes, state.alphas, state.betas, strict=True)
-        if moe is not None
+        make(block.routing, alpha, beta)
+        for block, alpha, beta in zip(decoder.moe_blocks, state.alphas, state.betas, strict=True)
     ]
 
 

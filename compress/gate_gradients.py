@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.losses import CHUNK_TOKENS, next_token_loss
 from engine.linear import linear
-from engine.model import Decoder, own_routing, routed_by
+from engine.model import Decoder, routed_by
 from engine.routing import Gated
 
 
@@ -33,11 +33,7 @@ def gate_gradients(
     """
     config, device = decoder.config, decoder.embedding_VD.device
     gates = [torch.ones(count, device=device, requires_grad=True) for count in config.experts_per_layer]
-    routings = [
-        Gated(own_routing(moe), gate)
-        for moe, gate in zip((config.layers[i].moe for i in config.moe_layers), gates, strict=True)
-        if moe is not None
-    ]
+    routings = [Gated(block.routing, gate) for block, gate in zip(decoder.moe_blocks, gates, strict=True)]
     sums = [torch.zeros(len(gate), dtype=torch.float64) for gate in gates]
     squares = [torch.zeros(len(gate), dtype=torch.float64) for gate in gates]
     generator = torch.Generator(device=device).manual_seed(seed)

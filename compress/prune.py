@@ -29,6 +29,7 @@ from compress.diep_scores import load_scores, save_scores, scores_of_state
 from compress.evaluate import perplexity
 from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
+from compress.naee import SUBSET_LIMIT, naee, search_used
 from compress.pictures import Picture, Pictured, draw, expert_counts, kept_experts
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.recover import RecoverOptions, recover
@@ -52,8 +53,10 @@ from engine.report import peak_memory_bytes
 from engine.skip_tables import FILE_NAME as SKIP_TABLES
 
 GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
-METHODS = ("diep", *SCORES, *GRADIENT_METHODS, "random")
+METHODS = ("diep", "naee", *SCORES, *GRADIENT_METHODS, "random")
 """Of pruning; those of merging are MERGE_METHODS."""
+DEFAULT_SCOPE = {"naee": "layer"}
+"""Scopes of methods that cannot rank the experts of all layers together; "global" for all others."""
 SKIP_TABLE_SEQUENCES = 16
 """Sequences on which the result's own skip tables are measured."""
 
@@ -69,6 +72,7 @@ class PruneOptions:
     method: str = "diep"
     merge: str = "none"
     """What becomes of pruned experts: "none" drops them, "cka" merges each into its most similar kept one."""
+    naee_limit: int = SUBSET_LIMIT
     diep: DiepOptions = field(default_factory=DiepOptions)
     recover: RecoverOptions = field(default_factory=RecoverOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -155,13 +159,14 @@ def prepare(options: PruneOptions) -> Prepared:
         raise OptionError(
             f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so it has no experts to spare"
         )
-    counts = dict(zip(config.moe_layers, config.experts_per_layer, strict=True))
     budget = options.budget
     if budget is not None:
+        if options.method == "naee" and budget.scope == "global":
+            raise OptionError("naee compares subsets within a layer and cannot rank across layers; leave out --scope global")
         if budget.min_experts == 0:  # the default: at least max(1, k) in each layer (methods.md §2.5)
             least = config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
             budget = replace(budget, min_experts=max(1, least))
-        budget.check(counts)
+        budget.check(_counts(checkpoint))
     calibration = options.calibration.filled(checkpoint)
     plan = None
     if options.plan is not None:
@@ -250,11 +255,31 @@ def make_plan(options: PruneOptions, prepared: Prepared, work: WorkDirectory, pr
         assert prepared.budget.experts is not None and prepared.budget.scope == "layer"
         groups = merge_groups(options.method, _statistics(options, prepared, work, progress), prepared.budget.experts)
         return _merged(groups, options, prepared, work, progress)
-    kept = prepared.budget.select(_scores(options, prepared, work, progress))
+    if options.method == "naee":
+        kept = _best_subsets(options, prepared, work, progress)
+    else:
+        kept = prepared.budget.select(_scores(options, prepared, work, progress))
     if options.merge == "cka":
         groups = merge_pruned(kept, _statistics(options, prepared, work, progress))
         return _merged(groups, options, prepared, work, progress)
     return pruning_plan(kept)
+
+
+def _best_subsets(
+    options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress
+) -> dict[int, list[int]]:
+    assert prepared.budget is not None
+    return naee(
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        prepared.budget.kept_per_layer(_counts(prepared.checkpoint)),
+        dtype=prepared.dtype,
+        device=options.device,
+        seed=options.calibration.seed,
+        limit=options.naee_limit,
+        once=work.once,
+        progress=lambda layers: progress(layers, "comparing subsets (layers)"),
+    )
 
 
 def _merged(
@@ -293,6 +318,11 @@ def _scores(options: PruneOptions, prepared: Prepared, work: WorkDirectory, prog
     if options.method in GRADIENT_METHODS:
         return GRADIENT_METHODS[options.method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
     return scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
+
+
+def _counts(checkpoint: Checkpoint) -> dict[int, int]:
+    """Experts of each MoE layer by decoder layer index."""
+    return dict(zip(checkpoint.config.moe_layers, checkpoint.config.experts_per_layer, strict=True))
 
 
 def _decoder(options: PruneOptions, prepared: Prepared) -> Decoder:
@@ -421,6 +451,10 @@ def _figures(
     source = prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
     calibration = prepared.calibration
+    own: dict[str, Any] = {}
+    if options.method == "naee" and prepared.budget is not None:
+        counts = _counts(source)
+        own["naee"] = search_used(counts, prepared.budget.kept_per_layer(counts), options.naee_limit)
     return {
         "artifact": str(options.output),
         "method": options.method if prepared.plan is None else "plan",
@@ -439,7 +473,7 @@ def _figures(
         "recover_steps": options.recover.steps,
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),
-    }
+    } | own
 
 
 def _provenance(options: PruneOptions, prepared: Prepared, plan: Plan, figures: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,11 @@ def frequency(layer: LayerStatistics) -> Tensor:
     return layer.tokens_routed.double() / layer.tokens.clamp_min(1)
 
 
+def probability(layer: LayerStatistics) -> Tensor:
+    """Expert trimming (methods.md §3.1) by the router's probability: its mean over all tokens, routed or not."""
+    return layer.probability_sum / layer.tokens.clamp_min(1)
+
+
 def reap(layer: LayerStatistics) -> Tensor:
     """REAP (methods.md §3.6): mean over routed tokens of weight · ‖FFN_i(x)‖₂; 0 for an expert never routed to."""
     return layer.weighted_norm_sum / layer.tokens_routed.clamp_min(1)
@@ -35,6 +40,7 @@ def significance(layer: LayerStatistics) -> Tensor:
 
 SCORES: dict[str, Callable[[LayerStatistics], Tensor]] = {
     "frequency": frequency,
+    "probability": probability,
     "reap": reap,
     "man": mean_output_norm,
     "mc-moe": significance,

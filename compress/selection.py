@@ -19,7 +19,8 @@ class Budget:
     experts: int | None = None
     """Experts per layer that stay, on average for scope "global"; instead of sparsity."""
     scope: str = "global"
-    """"global" ranks the experts of all layers together; "layer" removes the same share of each."""
+    """"global" ranks the experts of all layers together; "layer" removes the same share of each; "uniform" keeps the same
+    count in each, that of a layer of average size."""
     min_experts: int = 1
     """Every layer keeps at least this many."""
 
@@ -34,12 +35,9 @@ class Budget:
             raise OptionError(f"cannot keep {self.experts} experts a layer; the layers have up to {largest}")
         if self.min_experts < 1:
             raise OptionError(f"min-experts is {self.min_experts}; every layer needs at least one expert")
-        for layer, count in counts.items():
-            if self.scope == "layer" and self._kept_of(count) < min(self.min_experts, count):
-                raise OptionError(
-                    f"layer {layer} would keep {self._kept_of(count)} of {count} experts, under the minimum of "
-                    f"{self.min_experts}; lower the sparsity or --min-experts"
-                )
+        if self.scope != "global":
+            self._check_each(counts)
+            return
         least = sum(min(self.min_experts, count) for count in counts.values())
         if self.kept_in_all(counts) < least:
             raise OptionError(
@@ -47,8 +45,29 @@ class Budget:
                 f"{self.min_experts} each need {least}; lower the sparsity or --min-experts"
             )
 
+    def _check_each(self, counts: Mapping[int, int]) -> None:
+        for layer, kept in self.kept_per_layer(counts).items():
+            if kept < min(self.min_experts, counts[layer]):
+                raise OptionError(
+                    f"layer {layer} would keep {kept} of {counts[layer]} experts, under the minimum of "
+                    f"{self.min_experts}; lower the sparsity or --min-experts"
+                )
+            if kept > counts[layer]:
+                raise OptionError(
+                    f"a uniform result would keep {kept} experts in each layer, and layer {layer} has {counts[layer]}; "
+                    "raise the sparsity or leave out --uniform"
+                )
+
+    def kept_per_layer(self, counts: Mapping[int, int]) -> dict[int, int]:
+        """Experts that stay in each layer, for the scopes that fix it before any score is known."""
+        assert self.scope != "global"
+        if self.scope == "uniform":
+            average = round(sum(counts.values()) / len(counts))
+            return dict.fromkeys(counts, self._kept_of(average) if self.experts is None else self.experts)
+        return {layer: self._kept_of(count) for layer, count in counts.items()}
+
     def kept_in_all(self, counts: Mapping[int, int]) -> int:
-        """Experts that stay in the whole model: Σ N_l − round(r · Σ N_l)."""
+        """Experts that stay in the whole model for scope "global": Σ N_l − round(r · Σ N_l)."""
         total = sum(counts.values())
         if self.experts is not None:
             return sum(min(self.experts, count) for count in counts.values())
@@ -66,8 +85,9 @@ class Budget:
         counts = {layer: len(values) for layer, values in scores.items()}
         self.check(counts)
         ranked = {layer: values.argsort(descending=True, stable=True).tolist() for layer, values in scores.items()}
-        if self.scope == "layer":
-            return {layer: sorted(order[: self._kept_of(counts[layer])]) for layer, order in ranked.items()}
+        if self.scope != "global":
+            number = self.kept_per_layer(counts)
+            return {layer: sorted(order[: number[layer]]) for layer, order in ranked.items()}
         # The minimum of each layer stays whatever its score; the rest of the budget goes to the best of all others.
         kept = {layer: order[: min(self.min_experts, len(order))] for layer, order in ranked.items()}
         others = [

@@ -5,7 +5,8 @@ is being trained are all Routings; one MoE block (experts.py) takes any of them.
 it needs of that layer (scores, skip tables) is its own state. Weights may carry gradients: to the router's parameters
 through the logits, and to whatever the Routing itself holds. Indices never do.
 
-Shape suffixes: T tokens, N routed experts of the layer, S slots (experts a token may use), K the model's top-k.
+Shape suffixes: T tokens, N routed experts of the layer, S slots (experts a token may use), K the model's top-k,
+G groups of experts, M experts of one group.
 """
 
 from __future__ import annotations
@@ -54,6 +55,55 @@ class TopK:
 
 
 @dataclass(frozen=True)
+class SigmoidTopK:
+    """Sigmoid scores with a correction bias and groups (arXiv 2412.19437, §2.1.2): the bias chooses and never weighs.
+
+    Each token takes the k experts of the largest score + bias within its best groups; a group is as good as the sum of its
+    two best experts. The weights are the scores without the bias, rescaled to sum to one where `normalise` is set, times
+    `scale`. Slots are sorted by weight, largest first.
+
+    An expert whose logit is −∞ does not exist here, whatever its bias: it is never chosen and its group is judged by those
+    left (one alone counts once). The paper has no such case; so masking an expert equals removing it. Where the best
+    groups hold fewer than k experts, the other slots are empty.
+    """
+
+    experts_per_token: int
+    normalise: bool
+    bias_N: Tensor
+    """[N] float32; added to the scores to choose."""
+    scale: float = 1.0
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The experts of each group; () puts all in one. After pruning they may be of any size, none included."""
+    groups_per_token: int = 1
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        scores_TN = _sigmoid(logits_TN)
+        choice_TN = (scores_TN + self.bias_N).masked_fill(logits_TN == -torch.inf, -torch.inf)
+        if self.groups:
+            choice_TN = choice_TN.masked_fill(~self._in_best_groups(choice_TN), -torch.inf)
+        best = choice_TN.topk(min(self.experts_per_token, logits_TN.shape[-1]), dim=-1)
+        empty_TK = best.values == -torch.inf
+        weights_TK = scores_TN.gather(-1, best.indices).masked_fill(empty_TK, 0.0)
+        if self.normalise:  # scores may all be zero, where a softmax would not
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        weights_TK, order_TK = (weights_TK * self.scale).sort(dim=-1, descending=True, stable=True)
+        return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT).gather(-1, order_TK), weights_TK)
+
+    def _in_best_groups(self, choice_TN: Tensor) -> Tensor:
+        """[T, N] bool: the expert's group is among the token's best."""
+        scores_TG = torch.stack([_group_score(choice_TN[:, list(group)]) for group in self.groups], dim=1)
+        count = min(self.groups_per_token, len(self.groups))
+        best_TG = torch.zeros_like(scores_TG, dtype=torch.bool).scatter_(1, scores_TG.topk(count, dim=-1).indices, True)
+        group_of = {expert: index for index, group in enumerate(self.groups) for expert in group}
+        return best_TG[:, [group_of[expert] for expert in range(choice_TN.shape[-1])]]
+
+    def probabilities(self, logits_TN: Tensor) -> Tensor:
+        """Scores over their sum, as the paper's balance loss has them."""
+        scores_TN = _sigmoid(logits_TN)
+        return scores_TN / (scores_TN.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+@dataclass(frozen=True)
 class Masked:
     """A Routing in which only some experts exist: the others' logits become −∞. What pruning must equal."""
 
@@ -64,6 +114,10 @@ class Masked:
     def __call__(self, logits_TN: Tensor) -> Selection:
         experts_TS, weights_TS = self.base(logits_TN.masked_fill(~self.kept_N, -torch.inf))
         return Selection(experts_TS.masked_fill(~self.kept_N[experts_TS], NO_EXPERT), weights_TS)
+
+    def probabilities(self, logits_TN: Tensor) -> Tensor:
+        """The base rule's, over the kept experts."""
+        return probabilities(self.base, logits_TN.masked_fill(~self.kept_N, -torch.inf))
 
 
 @dataclass(frozen=True)
@@ -194,9 +248,31 @@ class Skipping:
         return Selection(experts_TS.masked_fill(skipped_TS, NO_EXPERT), left_TS)
 
 
+def probabilities(routing: Routing, logits_TN: Tensor) -> Tensor:
+    """What the router itself takes for each expert's probability, [T, N], each row summing to one.
+
+    The softmax of the logits, unless the Routing has a `probabilities` of its own.
+    """
+    own = getattr(routing, "probabilities", softmax)
+    result: Tensor = own(logits_TN)
+    return result
+
+
 def softmax(logits: Tensor) -> Tensor:
     """Softmax over the last dimension in float32 or better, whatever the model's dtype."""
     return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """Sigmoid in float32 or better."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+
+
+def _group_score(choice_TM: Tensor) -> Tensor:
+    """[T] sum of the two best of a group's experts; −∞ where there is none."""
+    best_TJ = choice_TM.topk(min(2, choice_TM.shape[1]), dim=-1).values
+    missing_TJ = best_TJ == -torch.inf
+    return best_TJ.masked_fill(missing_TJ, 0.0).sum(dim=-1).masked_fill(missing_TJ.all(dim=-1), -torch.inf)
 
 
 def _every_expert(logits_TN: Tensor, weights_TN: Tensor) -> Selection:

@@ -111,7 +111,7 @@ def stream_layers(
             states[rows] = layer(states[rows].to(device), positions)
         if finish is not None:
             finish()
-        del layer
+        del layer, finish  # before the next layer is read: what was to be done after this one may hold it too
         checkpoint.release()
     return states
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -17,8 +19,11 @@ from engine.routing import (
     Routing,
     SampledExperts,
     ShiftedLogits,
+    SigmoidTopK,
     Skipping,
     TopK,
+    probabilities,
+    softmax,
 )
 
 LOGITS = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
@@ -48,6 +53,123 @@ def test_masked_is_top_k_over_the_kept_experts() -> None:
     one = torch.tensor([False, False, True, False])
     experts, _ = Masked(TopK(2, True), one)(LOGITS)
     assert experts.tolist() == [[2, NO_EXPERT]], "where fewer than k are left the others are empty slots"
+
+
+# Sigmoid routers
+
+
+SIGMOID_LOGITS = torch.logit(torch.tensor([[0.8, 0.5, 0.4, 0.1]]))
+
+
+def test_the_bias_of_a_sigmoid_router_chooses_and_does_not_weigh() -> None:
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.6])  # 0.8 0.5 0.4 0.7
+    assert torch.allclose(dense(SigmoidTopK(2, False, bias), SIGMOID_LOGITS), torch.tensor([[0.8, 0.0, 0.0, 0.1]]))
+    normalised = dense(SigmoidTopK(2, True, bias, scale=2.5), SIGMOID_LOGITS)
+    assert torch.allclose(normalised, torch.tensor([[0.8, 0.0, 0.0, 0.1]]) / 0.9 * 2.5)
+    experts, weights = SigmoidTopK(2, False, torch.tensor([-1.0, 0.0, 0.0, 0.6]))(SIGMOID_LOGITS)
+    assert experts.tolist() == [[1, 3]], "slots are in the order of the weights, not of the choice"
+    assert torch.allclose(weights, torch.tensor([[0.5, 0.1]]))
+
+
+def test_only_the_best_groups_of_a_sigmoid_router_are_chosen_from() -> None:
+    groups = ((0, 3), (1, 2))  # 0.8 + 0.1 = 0.9 and 0.5 + 0.4 = 0.9, decided by the bias
+    low = SigmoidTopK(1, False, torch.tensor([0.0, 0.1, 0.0, 0.0]), groups=groups, groups_per_token=1)
+    assert torch.allclose(dense(low, SIGMOID_LOGITS), torch.tensor([[0.0, 0.5, 0.0, 0.0]]))
+    high = SigmoidTopK(1, False, torch.tensor([0.0, 0.0, 0.0, 0.1]), groups=groups, groups_per_token=1)
+    assert torch.allclose(dense(high, SIGMOID_LOGITS), torch.tensor([[0.8, 0.0, 0.0, 0.0]]))
+
+
+def test_a_masked_expert_of_a_sigmoid_router_is_never_chosen() -> None:
+    kept = torch.tensor([False, True, True, False])
+    high_bias = torch.tensor([9.0, 0.0, 0.0, 9.0])
+    assert torch.allclose(
+        dense(Masked(SigmoidTopK(2, False, high_bias), kept), SIGMOID_LOGITS), torch.tensor([[0.0, 0.5, 0.4, 0.0]])
+    )
+    grouped_rule = SigmoidTopK(2, True, high_bias, groups=((0, 3), (1, 2)), groups_per_token=1)
+    assert torch.allclose(dense(Masked(grouped_rule, kept), SIGMOID_LOGITS), torch.tensor([[0.0, 5 / 9, 4 / 9, 0.0]]))
+    one = torch.tensor([True, True, True, False])  # group (0, 3) is now 0.8 against 0.9, and then 0.4
+    plain = SigmoidTopK(2, True, torch.zeros(4), groups=((0, 3), (1, 2)), groups_per_token=1)
+    assert dense(Masked(plain, one), SIGMOID_LOGITS)[0, 0] == 0
+    experts, weights = Masked(plain, torch.tensor([True, False, True, False]))(SIGMOID_LOGITS)
+    assert experts.tolist() == [[0, NO_EXPERT]], "the best group has one expert left, and the other group is not its own"
+    assert weights.tolist() == [[1.0, 0.0]]
+
+
+def naive_sigmoid_choice(rule: SigmoidTopK, logits: list[float], bias: list[float]) -> dict[int, float]:
+    """One token, by sorting: expert to weight."""
+    alive = [i for i, logit in enumerate(logits) if logit > float("-inf")]
+    score = {i: 1 / (1 + math.exp(-logits[i])) for i in alive}
+
+    def value(group: tuple[int, ...]) -> float:
+        return sum(sorted((score[i] + bias[i] for i in group if i in score), reverse=True)[:2])
+
+    groups = [group for group in rule.groups or (tuple(alive),) if any(i in score for i in group)]
+    best = sorted(groups, key=value, reverse=True)[: rule.groups_per_token]
+    allowed = [i for group in best for i in group if i in score]
+    chosen = sorted(allowed, key=lambda i: -(score[i] + bias[i]))[: rule.experts_per_token]
+    total = sum(score[i] for i in chosen) if rule.normalise else 1.0
+    return {i: rule.scale * score[i] / total for i in chosen}
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(
+    "groups", [(), ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)), ((7,), (), (0, 1, 2, 3, 5), (4, 6, 8, 9, 10, 11))]
+)
+@pytest.mark.parametrize("masked", [(), (2, 3), (3, 4, 5, 7), tuple(range(11))])
+def test_sigmoid_router_equals_a_naive_loop(
+    normalise: bool, groups: tuple[tuple[int, ...], ...], masked: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, bias = torch.randn(60, 12, generator=generator) * 2, torch.randn(12, generator=generator)
+    rule = SigmoidTopK(4, normalise, bias, 1.5, groups, 2)
+    kept = torch.ones(12, dtype=torch.bool)
+    kept[list(masked)] = False
+    got = dense(Masked(rule, kept), logits)
+    experts, weights = Masked(rule, kept)(logits)
+    assert (weights.diff(dim=1) <= 0).all(), "largest first, empty slots last"
+    assert torch.equal((experts != NO_EXPERT).sum(1), (got > 0).sum(1))
+    expected = torch.zeros(60, 12)
+    for token, row in enumerate(logits.masked_fill(~kept, -torch.inf).tolist()):
+        for expert, weight in naive_sigmoid_choice(rule, row, bias.tolist()).items():
+            expected[token, expert] = weight
+    assert torch.allclose(got, expected, atol=1e-6)
+
+
+def test_masking_a_sigmoid_router_equals_removing() -> None:
+    logits, bias = torch.randn(40, 8), torch.randn(8)
+    kept = [0, 2, 3, 7]
+    mask = torch.zeros(8, dtype=torch.bool)
+    mask[kept] = True
+    full = SigmoidTopK(2, True, bias, 2.5, ((0, 1), (2, 3), (4, 5), (6, 7)), 2)
+    removed = SigmoidTopK(2, True, bias[kept], 2.5, ((0,), (1, 2), (), (3,)), 2)
+    assert torch.allclose(dense(Masked(full, mask), logits)[:, kept], dense(removed, logits[:, kept]), atol=1e-6)
+    both = probabilities(Masked(full, mask), logits)[:, kept], probabilities(removed, logits[:, kept])
+    assert torch.allclose(*both, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_sigmoid_router_equals_that_of_transformers(normalise: bool) -> None:
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    sizes = {"n_routed_experts": 16, "num_experts_per_tok": 4, "hidden_size": 8, "n_group": 4, "topk_group": 2}
+    router = DeepseekV3TopkRouter(DeepseekV3Config(**sizes, norm_topk_prob=normalise, routed_scaling_factor=2.5))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        router.weight.normal_()
+        router.e_score_correction_bias.normal_(0.0, 0.3)
+        logits, weights, experts = router(torch.randn(50, 8))
+    groups = tuple(tuple(range(start, start + 4)) for start in range(0, 16, 4))
+    ours = SigmoidTopK(4, normalise, router.e_score_correction_bias, 2.5, groups, 2)
+    assert torch.allclose(dense(ours, logits), torch.zeros(50, 16).scatter(1, experts, weights), atol=1e-6)
+
+
+def test_probabilities_are_the_routing_s_own() -> None:
+    assert torch.equal(probabilities(TopK(2, True), LOGITS), softmax(LOGITS))
+    by_hand = torch.tensor([[0.8, 0.5, 0.4, 0.1]]) / 1.8
+    assert torch.allclose(probabilities(SigmoidTopK(2, True, torch.ones(4)), SIGMOID_LOGITS), by_hand)
+    kept = torch.tensor([True, False, True, False])
+    assert torch.allclose(probabilities(Masked(TopK(2, True), kept), LOGITS), torch.tensor([[1 / 3, 0.0, 2 / 3, 0.0]]))
 
 
 def test_all_experts_is_the_softmax() -> None:

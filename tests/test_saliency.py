@@ -29,6 +29,7 @@ LAYER = LayerStatistics(
 STATISTICS = Statistics({1: LAYER, 4: LAYER}, {})
 BY_HAND = {
     "frequency": [1.0, 0.6, 0.4, 0.0],
+    "probability": [0.5, 0.3, 0.15, 0.05],
     "reap": [1.2, 2.0, 2.5, 0.0],
     "man": [2.0, 4.0, 9.0, 0.0],
     "mc-moe": [1.0 * 0.6, 0.6 * 0.5, 0.4 * 0.25, 0.0],
