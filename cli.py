@@ -20,6 +20,7 @@ from engine.errors import CompressError
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PRUNE_METHODS = ("diep", "frequency", "reap", "man", "mc-moe", "fisher", "taylor", "random")
+MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
 MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
 
 
@@ -74,6 +75,56 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
     return run
 
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """Several options as one decorator, in their order in the help text."""
+    return lambda function: functools.reduce(lambda made, decorate: decorate(made), reversed(decorators), function)
+
+
+def text_options(samples: int) -> Decorator:
+    """Which text, of every command that runs some through the model."""
+    return together(
+        click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id."),
+        click.option("--samples", type=int, default=samples, show_default=True, help="Sequences."),
+        click.option(
+            "--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]"
+        ),
+    )
+
+
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing result.")
+
+
+artifact_options = together(
+    click.option(
+        "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]"
+    ),
+    text_options(128),
+    click.option(
+        "--evaluation-samples",
+        type=int,
+        default=32,
+        show_default=True,
+        help="Held-out sequences for perplexity before and after; 0 for none.",
+    ),
+    click.option("--statistics", type=click.Path(path_type=Path), help="Use a file of `compress calibrate`."),
+    click.option(
+        "--recover-steps",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Afterwards train the router rows and norms that are left for so many steps towards MODEL's predictions.",
+    ),
+    click.option("--recover-learning-rate", type=float, default=1e-3, show_default=True, help="Recovery: of AdamW."),
+    click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
+    overwrite_option,
+    click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
+)
+"""Options of every command that calibrates and writes a smaller model."""
+
+
 def prepare_process(common: Common) -> None:
     """Threads, and quiet libraries unless asked otherwise."""
     import torch
@@ -124,7 +175,6 @@ def main() -> None:
 
 @main.command()
 @click.argument("model", default="demo")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]")
 @click.option("--sparsity", type=float, help="Share of all experts to remove, between 0 and 1.")
 @click.option("--experts", type=int, help="Experts to keep per layer (on average), instead of --sparsity.")
 @click.option("--method", type=click.Choice(PRUNE_METHODS), default="diep", show_default=True, help="Criterion.")
@@ -138,7 +188,11 @@ def main() -> None:
 @click.option("--uniform", is_flag=True, help="Same count in every layer: a plain checkpoint of its family.")
 @click.option("--min-experts", type=int, default=0, help="Least experts per layer.  [default: experts per token]")
 @click.option(
-    "--merge", type=click.Choice(("none",)), default="none", show_default=True, help="What becomes of removed experts."
+    "--merge",
+    type=click.Choice(("none", "cka")),
+    default="none",
+    show_default=True,
+    help="What becomes of removed experts: nothing, or each is merged into the most similar one that stays.",
 )
 @click.option(
     "--relaxation",
@@ -150,7 +204,9 @@ def main() -> None:
 @click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, help="DiEP: passes over the text.")
 @click.option("--learning-rate", type=float, help="DiEP: of α and β.  [default: by relaxation]")
 @click.option("--reconstruction-weight", type=float, default=0.01, show_default=True, help="DiEP: λ.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP: sequences a step.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP, recovery: sequences a step."
+)
 @click.option("--pressure", type=float, help="DiEP, gated: μ.  [default: by relaxation]")
 @click.option("--start", type=click.Choice(("zero", "fisher")), help="DiEP: start of α.  [default: by relaxation]")
 @click.option(
@@ -158,21 +214,8 @@ def main() -> None:
     type=click.Choice(("raw", "normalised")),
     help="DiEP: rank by α·β or by N·softmax(α)·β.  [default: by relaxation]",
 )
-@click.option("--data", help="Calibration text: file, folder, .jsonl, 'stdlib' or a dataset id.")
-@click.option("--samples", type=int, default=128, show_default=True, help="Calibration sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
-@click.option(
-    "--evaluation-samples",
-    type=int,
-    default=32,
-    show_default=True,
-    help="Held-out sequences for perplexity before and after; 0 for none.",
-)
-@click.option("--statistics", type=click.Path(path_type=Path), help="Use a file of `compress calibrate`.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Carry out this plan instead of making one.")
-@click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing result.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+@artifact_options
 @common_options
 def prune(common: Common, **options: Any) -> dict[str, Any]:
     """Remove experts from MODEL and write the smaller model.
@@ -181,7 +224,32 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
     """
     from compress.prune import prune as run
 
-    figures = run(_prune_options(common, **options), progress_bar)
+    return _shown_figures(common, run(_prune_options(common, **options), progress_bar))
+
+
+@main.command()
+@click.argument("model", default="demo")
+@click.option("--experts", type=int, required=True, help="Experts per layer of the result.")
+@click.option(
+    "--method", type=click.Choice(MERGE_METHODS), default="ream", show_default=True, help="How experts are grouped."
+)
+@artifact_options
+@common_options
+def merge(common: Common, **options: Any) -> dict[str, Any]:
+    """Merge similar experts of MODEL and write the smaller model.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    """
+    from compress.prune import PruneOptions, prune
+    from compress.selection import Budget
+
+    budget = Budget(experts=options["experts"], scope="layer")
+    run = PruneOptions(budget=budget, method=options["method"], **_artifact_options(common, **options))
+    return _shown_figures(common, prune(run, progress_bar))
+
+
+def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
+    """Print what a smaller model cost and gained."""
     rows = [
         ["", "before", "after"],
         ["experts", str(figures["experts_before"]), str(figures["experts_after"])],
@@ -195,13 +263,12 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
         common,
         f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
-    if not figures["plots"]:
+    if not figures.get("plots"):
         say(common, "no plots: matplotlib is not installed (pip install moe-compress[plots])")
     return figures
 
 
 def _prune_options(common: Common, **given: Any) -> Any:
-    from calibrate.options import CalibrationOptions
     from compress.diep import DiepOptions
     from compress.prune import PruneOptions
     from compress.selection import Budget
@@ -211,18 +278,18 @@ def _prune_options(common: Common, **given: Any) -> Any:
         raise OptionError("give --sparsity or --experts (one of them), or a ready-made --plan")
     if given["plan"] is not None and (given["sparsity"] is not None or given["experts"] is not None):
         raise OptionError("--plan says which experts stay; leave out --sparsity and --experts")
+    if given["plan"] is not None and given["merge"] != "none":
+        raise OptionError("--plan says what becomes of each expert; leave out --merge")
     budget = Budget(
         sparsity=given["sparsity"],
         experts=given["experts"],
         scope="layer" if given["uniform"] else given["scope"],
         min_experts=given["min_experts"],
     )
-    model = given["model"]
     return PruneOptions(
-        model=model,
-        output=given["output"] or Path(f"{Path(model).name}-{given['method']}"),
         budget=None if given["plan"] is not None else budget,
         method=given["method"],
+        merge=given["merge"],
         diep=DiepOptions(
             relaxation=given["relaxation"],
             epochs=given["epochs"],
@@ -234,30 +301,41 @@ def _prune_options(common: Common, **given: Any) -> Any:
             score=given["score"],
             seed=common.seed,
         ),
-        calibration=CalibrationOptions(
+        plan=given["plan"],
+        **_artifact_options(common, **given),
+    )
+
+
+def _artifact_options(common: Common, **given: Any) -> dict[str, Any]:
+    """What `artifact_options` and MODEL say, as fields of PruneOptions."""
+    from calibrate.options import CalibrationOptions
+    from compress.recover import RecoverOptions
+
+    return {
+        "model": given["model"],
+        "output": given["output"] or Path(f"{Path(given['model']).name}-{given['method']}"),
+        "recover": RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed),
+        "calibration": CalibrationOptions(
             data=given["data"],
             samples=given["samples"],
             sequence_length=given["sequence_length"],
             evaluation_samples=given["evaluation_samples"],
             seed=common.seed,
         ),
-        statistics=given["statistics"],
-        plan=given["plan"],
-        plan_output=given["plan_output"],
-        dtype=common.torch_dtype(),
-        device=chosen_device(common),
-        overwrite=given["overwrite"],
-        resume=given["resume"],
-    )
+        "statistics": given["statistics"],
+        "plan_output": given["plan_output"],
+        "dtype": common.torch_dtype(),
+        "device": chosen_device(common),
+        "overwrite": given["overwrite"],
+        "resume": given["resume"],
+    }
 
 
 @main.command()
 @click.argument("model", default="demo")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
-@click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id.")
-@click.option("--samples", type=int, default=128, show_default=True, help="Sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
-@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@text_options(128)
+@overwrite_option
 @common_options
 def calibrate(common: Common, **options: Any) -> dict[str, Any]:
     """Run text through MODEL once and save what every method reads.
@@ -310,12 +388,10 @@ def _shown(key: str, value: Any) -> str:
 
 @main.command()
 @click.argument("model", default="demo")
-@click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id.")
+@text_options(32)
 @click.option("--metric", type=click.Choice(("perplexity",)), default="perplexity", show_default=True, help="Figure.")
 @click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, instead of a metric.")
 @click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
-@click.option("--samples", type=int, default=32, show_default=True, help="Sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
 @click.option(
     "--split",
     type=click.Choice(("held-out", "calibration", "all")),

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -28,8 +28,10 @@ from compress.diep import DiepOptions, search
 from compress.diep_scores import load_scores, save_scores, scores_of_state
 from compress.evaluate import perplexity
 from compress.gate_gradients import fisher_scores, taylor_scores
+from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.pictures import Picture, Pictured, draw, expert_counts, kept_experts
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
+from compress.recover import RecoverOptions, recover
 from compress.saliency import SCORES, scores
 from compress.selection import Budget
 from engine.artifact import (
@@ -51,20 +53,24 @@ from engine.skip_tables import FILE_NAME as SKIP_TABLES
 
 GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
 METHODS = ("diep", *SCORES, *GRADIENT_METHODS, "random")
+"""Of pruning; those of merging are MERGE_METHODS."""
 SKIP_TABLE_SEQUENCES = 16
 """Sequences on which the result's own skip tables are measured."""
 
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """One pruning run."""
+    """One run of pruning or, with a method of MERGE_METHODS, of merging."""
 
     model: str
     output: Path
     budget: Budget | None
     """None with a ready-made plan."""
     method: str = "diep"
+    merge: str = "none"
+    """What becomes of pruned experts: "none" drops them, "cka" merges each into its most similar kept one."""
     diep: DiepOptions = field(default_factory=DiepOptions)
+    recover: RecoverOptions = field(default_factory=RecoverOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     statistics: Path | None = None
     plan: Path | None = None
@@ -104,7 +110,8 @@ def prune(options: PruneOptions, progress: Progress = no_progress) -> dict[str, 
         )
         plan = prepared.plan or make_plan(options, prepared, work, progress)
         check_fits(plan, prepared.checkpoint)
-        figures = write_artifact(options, prepared, plan, before, started, progress, work)
+        trained = recovered(options, prepared, plan, work, progress)
+        figures = write_artifact(options, prepared, plan, trained, before, started, progress, work)
         if options.plan_output is not None:
             write_json(options.plan_output, plan_to_json(plan))
     except CompressError:
@@ -141,11 +148,12 @@ def prepare(options: PruneOptions) -> Prepared:
     if options.plan_output is not None:
         check_file_output(options.plan_output, options.overwrite)
     options.diep.check()
+    options.recover.check()
     checkpoint = Checkpoint(resolve(options.model))
     config = checkpoint.config
     if not config.moe_layers:
         raise OptionError(
-            f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so there is nothing to prune"
+            f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so it has no experts to spare"
         )
     counts = dict(zip(config.moe_layers, config.experts_per_layer, strict=True))
     budget = options.budget
@@ -236,10 +244,45 @@ def _resumable(options: PruneOptions) -> dict[str, Any]:
 
 
 def make_plan(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Plan:
-    """Scores by the chosen method, then the budget."""
+    """The experts that stay by score and budget, or the groups that become one expert each."""
     assert prepared.budget is not None
+    if options.method in MERGE_METHODS:
+        assert prepared.budget.experts is not None and prepared.budget.scope == "layer"
+        groups = merge_groups(options.method, _statistics(options, prepared, work, progress), prepared.budget.experts)
+        return _merged(groups, options, prepared, work, progress)
+    kept = prepared.budget.select(_scores(options, prepared, work, progress))
+    if options.merge == "cka":
+        groups = merge_pruned(kept, _statistics(options, prepared, work, progress))
+        return _merged(groups, options, prepared, work, progress)
+    return pruning_plan(kept)
+
+
+def _merged(
+    groups: Mapping[int, Sequence[Group]],
+    options: PruneOptions,
+    prepared: Prepared,
+    work: WorkDirectory,
+    progress: Progress,
+) -> Plan:
+    """The groups aligned, once over interruptions: with wide experts that takes longest."""
+
+    def aligned() -> dict[str, Any]:
+        return plan_to_json(
+            merging_plan(
+                groups,
+                prepared.checkpoint,
+                device=options.device,
+                progress=lambda layers: progress(layers, "aligning (layers)"),
+            )
+        )
+
+    return plan_from_json(work.once("merging_plan", aligned))
+
+
+def _scores(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> dict[int, Tensor]:
+    """Scores by the chosen method."""
     if options.method == "diep":
-        ranked = search(
+        return search(
             _decoder(options, prepared),
             prepared.tokens_SL,
             options.diep,
@@ -247,11 +290,9 @@ def make_plan(options: PruneOptions, prepared: Prepared, work: WorkDirectory, pr
             resume=options.resume,
             progress=lambda epochs: progress(epochs, "searching (epochs)"),
         )
-    elif options.method in GRADIENT_METHODS:
-        ranked = GRADIENT_METHODS[options.method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
-    else:
-        ranked = scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
-    return pruning_plan(prepared.budget.select(ranked))
+    if options.method in GRADIENT_METHODS:
+        return GRADIENT_METHODS[options.method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
+    return scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
 
 
 def _decoder(options: PruneOptions, prepared: Prepared) -> Decoder:
@@ -292,10 +333,30 @@ def _perplexity(
     )
 
 
+def recovered(
+    options: PruneOptions, prepared: Prepared, plan: Plan, work: WorkDirectory, progress: Progress
+) -> dict[str, Tensor]:
+    """What recovery has trained, by tensor name; nothing where it was not asked for."""
+    if not options.recover.steps:
+        return {}
+    return recover(
+        plan,
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        options.recover,
+        dtype=prepared.dtype,
+        device=options.device,
+        state_path=work.path / "recovery.safetensors",
+        resume=options.resume,
+        progress=lambda steps: progress(steps, "recovering (steps)"),
+    )
+
+
 def write_artifact(
     options: PruneOptions,
     prepared: Prepared,
     plan: Plan,
+    trained: dict[str, Tensor],
     before: float | None,
     started: float,
     progress: Progress,
@@ -304,7 +365,7 @@ def write_artifact(
     """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
     source = prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
-        apply(plan, source, directory, progress=lambda names: progress(names, "writing"))
+        apply(plan, source, directory, replaced=trained, progress=lambda names: progress(names, "writing"))
         for path in carried_files(source):
             shutil.copyfile(path, directory / path.name)
         result = Checkpoint(directory)
@@ -375,6 +436,7 @@ def _figures(
         "perplexity_after": after,
         "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
         f"{calibration.data}",
+        "recover_steps": options.recover.steps,
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),
     }

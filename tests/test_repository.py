@@ -32,6 +32,7 @@ PROMISED = {
         "-o --output --overwrite --resume --sparsity --experts --method --scope --uniform --min-experts --merge "
         "--relaxation --epochs --learning-rate --reconstruction-weight --batch-size --statistics"
     ),
+    "merge": "-o --output --overwrite --resume --experts --method --data --samples --sequence-length --statistics",
     "calibrate": "-o --output --overwrite --data --samples --sequence-length",
     "inspect": "",
     "evaluate": "--data --metric --tasks",
