@@ -273,7 +273,7 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
         common,
         f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
-    if not figures["plots"]:
+    if not figures.get("plots"):
         say(common, "no plots: matplotlib is not installed (pip install moe-compress[plots])")
     return figures
 
