@@ -14,11 +14,13 @@ from typing import Any
 
 import click
 
+from compress.columns import number, size, text_table
 from engine.errors import CompressError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
+MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
 MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
 
 
@@ -73,6 +75,56 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
     return run
 
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """Several options as one decorator, in their order in the help text."""
+    return lambda function: functools.reduce(lambda made, decorate: decorate(made), reversed(decorators), function)
+
+
+def text_options(samples: int) -> Decorator:
+    """Which text, of every command that runs some through the model."""
+    return together(
+        click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id."),
+        click.option("--samples", type=int, default=samples, show_default=True, help="Sequences."),
+        click.option(
+            "--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]"
+        ),
+    )
+
+
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing result.")
+
+
+artifact_options = together(
+    click.option(
+        "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]"
+    ),
+    text_options(128),
+    click.option(
+        "--evaluation-samples",
+        type=int,
+        default=32,
+        show_default=True,
+        help="Held-out sequences for perplexity before and after; 0 for none.",
+    ),
+    click.option("--statistics", type=click.Path(path_type=Path), help="Use a file of `compress calibrate`."),
+    click.option(
+        "--recover-steps",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Afterwards train the router rows and norms that are left for so many steps towards MODEL's predictions.",
+    ),
+    click.option("--recover-learning-rate", type=float, default=1e-3, show_default=True, help="Recovery: of AdamW."),
+    click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
+    overwrite_option,
+    click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
+)
+"""Options of every command that calibrates and writes a smaller model."""
+
+
 def prepare_process(common: Common) -> None:
     """Threads, and quiet libraries unless asked otherwise."""
     import torch
@@ -115,22 +167,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def size(count: float | None) -> str:
-    """Bytes for people."""
-    if count is None:
-        return "–"
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A figure, or a dash where it was not measured."""
-    return "–" if value is None else f"{value:,.{digits}f}"
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="moe-compress", prog_name="compress")
 def main() -> None:
@@ -139,7 +175,6 @@ def main() -> None:
 
 @main.command()
 @click.argument("model", default="demo")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]")
 @click.option("--sparsity", type=float, help="Share of all experts to remove, between 0 and 1.")
 @click.option("--experts", type=int, help="Experts to keep per layer (on average), instead of --sparsity.")
 @click.option("--method", type=click.Choice(PRUNE_METHODS), default="diep", show_default=True, help="Criterion.")
@@ -151,7 +186,11 @@ def main() -> None:
 @click.option("--uniform", is_flag=True, help="Same count in every layer: a plain checkpoint of its family.")
 @click.option("--min-experts", type=int, default=0, help="Least experts per layer.  [default: experts per token]")
 @click.option(
-    "--merge", type=click.Choice(("none",)), default="none", show_default=True, help="What becomes of removed experts."
+    "--merge",
+    type=click.Choice(("none", "cka")),
+    default="none",
+    show_default=True,
+    help="What becomes of removed experts: nothing, or each is merged into the most similar one that stays.",
 )
 @click.option(
     "--relaxation",
@@ -163,7 +202,9 @@ def main() -> None:
 @click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, help="DiEP: passes over the text.")
 @click.option("--learning-rate", type=float, help="DiEP: of α and β.  [default: by relaxation]")
 @click.option("--reconstruction-weight", type=float, default=0.01, show_default=True, help="DiEP: λ.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP: sequences a step.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP, recovery: sequences a step."
+)
 @click.option("--pressure", type=float, help="DiEP, gated: μ.  [default: by relaxation]")
 @click.option("--start", type=click.Choice(("zero", "fisher")), help="DiEP: start of α.  [default: by relaxation]")
 @click.option(
@@ -178,21 +219,8 @@ def main() -> None:
     show_default=True,
     help="NAEE: most subsets of a layer to compare; where there are more, experts go one by one.",
 )
-@click.option("--data", help="Calibration text: file, folder, .jsonl, 'stdlib' or a dataset id.")
-@click.option("--samples", type=int, default=128, show_default=True, help="Calibration sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
-@click.option(
-    "--evaluation-samples",
-    type=int,
-    default=32,
-    show_default=True,
-    help="Held-out sequences for perplexity before and after; 0 for none.",
-)
-@click.option("--statistics", type=click.Path(path_type=Path), help="Use a file of `compress calibrate`.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Carry out this plan instead of making one.")
-@click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing result.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+@artifact_options
 @common_options
 def prune(common: Common, **options: Any) -> dict[str, Any]:
     """Remove experts from MODEL and write the smaller model.
@@ -201,7 +229,32 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
     """
     from compress.prune import prune as run
 
-    figures = run(_prune_options(common, **options), progress_bar)
+    return _shown_figures(common, run(_prune_options(common, **options), progress_bar))
+
+
+@main.command()
+@click.argument("model", default="demo")
+@click.option("--experts", type=int, required=True, help="Experts per layer of the result.")
+@click.option(
+    "--method", type=click.Choice(MERGE_METHODS), default="ream", show_default=True, help="How experts are grouped."
+)
+@artifact_options
+@common_options
+def merge(common: Common, **options: Any) -> dict[str, Any]:
+    """Merge similar experts of MODEL and write the smaller model.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    """
+    from compress.prune import PruneOptions, prune
+    from compress.selection import Budget
+
+    budget = Budget(experts=options["experts"], scope="layer")
+    run = PruneOptions(budget=budget, method=options["method"], **_artifact_options(common, **options))
+    return _shown_figures(common, prune(run, progress_bar))
+
+
+def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
+    """Print what a smaller model cost and gained."""
     rows = [
         ["", "before", "after"],
         ["experts", str(figures["experts_before"]), str(figures["experts_after"])],
@@ -220,11 +273,12 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
         common,
         f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
+    if not figures.get("plots"):
+        say(common, "no plots: matplotlib is not installed (pip install moe-compress[plots])")
     return figures
 
 
 def _prune_options(common: Common, **given: Any) -> Any:
-    from calibrate.options import CalibrationOptions
     from compress.diep import DiepOptions
     from compress.prune import DEFAULT_SCOPE, PruneOptions
     from compress.selection import Budget
@@ -234,18 +288,18 @@ def _prune_options(common: Common, **given: Any) -> Any:
         raise OptionError("give --sparsity or --experts (one of them), or a ready-made --plan")
     if given["plan"] is not None and (given["sparsity"] is not None or given["experts"] is not None):
         raise OptionError("--plan says which experts stay; leave out --sparsity and --experts")
+    if given["plan"] is not None and given["merge"] != "none":
+        raise OptionError("--plan says what becomes of each expert; leave out --merge")
     budget = Budget(
         sparsity=given["sparsity"],
         experts=given["experts"],
         scope="uniform" if given["uniform"] else given["scope"] or DEFAULT_SCOPE.get(given["method"], "global"),
         min_experts=given["min_experts"],
     )
-    model = given["model"]
     return PruneOptions(
-        model=model,
-        output=given["output"] or Path(f"{Path(model).name}-{given['method']}"),
         budget=None if given["plan"] is not None else budget,
         method=given["method"],
+        merge=given["merge"],
         naee_limit=given["naee_limit"],
         diep=DiepOptions(
             relaxation=given["relaxation"],
@@ -258,30 +312,41 @@ def _prune_options(common: Common, **given: Any) -> Any:
             score=given["score"],
             seed=common.seed,
         ),
-        calibration=CalibrationOptions(
+        plan=given["plan"],
+        **_artifact_options(common, **given),
+    )
+
+
+def _artifact_options(common: Common, **given: Any) -> dict[str, Any]:
+    """What `artifact_options` and MODEL say, as fields of PruneOptions."""
+    from calibrate.options import CalibrationOptions
+    from compress.recover import RecoverOptions
+
+    return {
+        "model": given["model"],
+        "output": given["output"] or Path(f"{Path(given['model']).name}-{given['method']}"),
+        "recover": RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed),
+        "calibration": CalibrationOptions(
             data=given["data"],
             samples=given["samples"],
             sequence_length=given["sequence_length"],
             evaluation_samples=given["evaluation_samples"],
             seed=common.seed,
         ),
-        statistics=given["statistics"],
-        plan=given["plan"],
-        plan_output=given["plan_output"],
-        dtype=common.torch_dtype(),
-        device=chosen_device(common),
-        overwrite=given["overwrite"],
-        resume=given["resume"],
-    )
+        "statistics": given["statistics"],
+        "plan_output": given["plan_output"],
+        "dtype": common.torch_dtype(),
+        "device": chosen_device(common),
+        "overwrite": given["overwrite"],
+        "resume": given["resume"],
+    }
 
 
 @main.command()
 @click.argument("model", default="demo")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
-@click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id.")
-@click.option("--samples", type=int, default=128, show_default=True, help="Sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
-@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@text_options(128)
+@overwrite_option
 @common_options
 def calibrate(common: Common, **options: Any) -> dict[str, Any]:
     """Run text through MODEL once and save what every method reads.
@@ -334,12 +399,10 @@ def _shown(key: str, value: Any) -> str:
 
 @main.command()
 @click.argument("model", default="demo")
-@click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id.")
+@text_options(32)
 @click.option("--metric", type=click.Choice(("perplexity",)), default="perplexity", show_default=True, help="Figure.")
 @click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, instead of a metric.")
 @click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
-@click.option("--samples", type=int, default=32, show_default=True, help="Sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
 @click.option(
     "--split",
     type=click.Choice(("held-out", "calibration", "all")),
@@ -480,6 +543,71 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
     )
     say(common, format_rows(rows, options["output_format"]))
     return {"rows": rows}
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory for JSON, CSV, plots and an HTML page.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing comparison.")
+@click.option("--data", help="Text: file, folder, .jsonl, 'stdlib' or a dataset id; the same for all models.")
+@click.option("--samples", type=click.IntRange(min=0), default=32, show_default=True, help="Held-out sequences; 0 for none.")
+@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: the shortest default of the models]")
+@click.option(
+    "--calibration-samples",
+    type=click.IntRange(min=0),
+    default=16,
+    show_default=True,
+    help="Sequences for the plots of expert usage and similarity, with --output; 0 for none.",
+)
+@click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, besides perplexity.")
+@click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
+@click.option("--speed/--no-speed", default=True, show_default=True, help="Measure tokens/s and memory.")
+@click.option("-p", "--prompt-tokens", type=int, default=512, show_default=True, help="Prefill test; 0 for none.")
+@click.option("-n", "--generated-tokens", type=int, default=128, show_default=True, help="Decode test; 0 for none.")
+@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of each test.")
+@click.option(
+    "--skip-threshold",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Skip unneeded experts, in perplexity and speed, of the models that have tables for it.",
+)
+@common_options
+def compare(common: Common, **options: Any) -> dict[str, Any]:
+    """Compare the quality, size, speed and memory of MODELS, in one run.
+
+    Each is a checkpoint directory, a hub id, or 'demo', the built-in model.
+    """
+    from calibrate.options import CalibrationOptions
+    from compress.compare import CompareOptions
+    from compress.compare import compare as run
+
+    samples, length = options["calibration_samples"], options["sequence_length"]
+    result = run(
+        CompareOptions(
+            models=options["models"],
+            output=options["output"],
+            text=CalibrationOptions(options["data"], samples, length, options["samples"], common.seed),
+            tasks=tuple(options["tasks"].split(",")) if options["tasks"] else (),
+            limit=options["limit"],
+            speed=options["speed"],
+            prompt_tokens=options["prompt_tokens"],
+            generated_tokens=options["generated_tokens"],
+            repetitions=options["repetitions"],
+            skip_threshold=options["skip_threshold"],
+            dtype=common.dtype,
+            device=chosen_device(common),
+            threads=common.threads,
+            overwrite=options["overwrite"],
+        ),
+        progress_bar,
+    )
+    say(common, table(text_table(result["rows"])))
+    for note in result["notes"]:
+        say(common, note)
+    if result["output"]:
+        say(common, f"{result['output']}: written; open {Path(result['output']) / 'index.html'}")
+    return result
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from engine.routing import NO_EXPERT, Selection, probabilities
 from engine.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256
-"""Every expert is run on the same sample of this many tokens for CKA."""
+"""Every expert is run on the same sample of this many tokens, for CKA and mean outputs."""
 
 
 def collect(
@@ -61,7 +61,7 @@ class LayerCollector:
     """Watches one MoE block and sums up, in float64, what every method needs."""
 
     def __init__(self, block: MoeBlock, sample_T: Tensor) -> None:
-        """sample_T: sorted indices into the flat sequence of all tokens, whose inputs are kept for CKA."""
+        """sample_T: sorted indices into the flat sequence of all tokens, whose inputs are kept to run every expert on."""
         experts, hidden = block.router_ND.shape
         self.block, self.sample_T, self.seen = block, sample_T, 0
 
@@ -71,8 +71,9 @@ class LayerCollector:
         self.tokens_routed, self.probability, self.routed_probability = zeros(experts), zeros(experts), zeros(experts)
         self.weight, self.weighted_norm = zeros(experts), zeros(experts)
         self.norm, self.squared_norm, self.output = zeros(experts), zeros(experts), zeros(experts, hidden)
+        self.router_gram = zeros(experts, experts)
         self.ratios: list[Tensor] = []
-        self.samples: list[Tensor] = []
+        self.samples: list[tuple[Tensor, Tensor]] = []
         block.observer = self.see_routing
         block.expert_observer = self.see_expert
 
@@ -83,12 +84,13 @@ class LayerCollector:
         empty_TK = experts_TK == NO_EXPERT
         routed_TK = probabilities_TN.gather(1, experts_TK.clamp_min(0)).masked_fill(empty_TK, 0.0)
         self.probability += probabilities_TN.sum(0)
+        self.router_gram += logits_TN.double().T @ logits_TN.double()
         self.routed_probability.index_add_(0, experts_TK.clamp_min(0).flatten(), routed_TK.flatten())
         ordered_TK = weights_TK.float().masked_fill(empty_TK, 0.0).sort(dim=1, descending=True).values
         # A sigmoid router may give all its experts a weight of zero.
         self.ratios.append((ordered_TK[:, 1:] / ordered_TK[:, :1].clamp_min(torch.finfo(torch.float32).tiny)).cpu())
         here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + x_TD.shape[0])]
-        self.samples.append(x_TD[here - self.seen])
+        self.samples.append((x_TD[here - self.seen], probabilities_TN[here - self.seen]))
         self.seen += x_TD.shape[0]
 
     def see_expert(self, expert: int, output_RD: Tensor, weight_R: Tensor) -> None:
@@ -102,8 +104,8 @@ class LayerCollector:
         self.output[expert] += output_RD.sum(0, dtype=torch.float64 if output_RD.is_cpu else torch.float32)
 
     def statistics(self) -> LayerStatistics:
-        """The sums as LayerStatistics; runs every expert on the sample for CKA."""
-        sample_TD = torch.cat(self.samples)
+        """The sums as LayerStatistics; runs every expert on the sample."""
+        sample_TD, probabilities_TN = (torch.cat(parts) for parts in zip(*self.samples, strict=True))
         outputs_NTD = torch.stack([expert(sample_TD).float() for expert in self.block.experts])
         unselected = 1.0 - self.routed_probability.sum() / max(self.seen, 1)
         return LayerStatistics(
@@ -116,6 +118,9 @@ class LayerCollector:
             norm_sum=self.norm.cpu(),
             squared_norm_sum=self.squared_norm.cpu(),
             output_sum=self.output.float().cpu(),
+            output_mean=outputs_NTD.mean(1).cpu(),
+            weighted_output_mean=(outputs_NTD * probabilities_TN.T[:, :, None].float()).mean(1).cpu(),
+            router_gram=self.router_gram.cpu(),
             weight_ratio_median=torch.cat(self.ratios).median(dim=0).values,
             linear_cka=linear_cka(outputs_NTD).cpu(),
             rbf_cka=rbf_cka(outputs_NTD).cpu(),

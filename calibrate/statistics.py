@@ -19,7 +19,7 @@ from engine.errors import DataError
 from engine.json_file import shown
 from engine.safetensors_file import SafetensorsFile, write_tensors
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass
@@ -44,10 +44,16 @@ class LayerStatistics:
     """[N] Σ ‖FFN_i(x)‖₂² over routed tokens."""
     output_sum: Tensor
     """[N, D] Σ FFN_i(x) over routed tokens."""
+    output_mean: Tensor
+    """[N, D] mean of FFN_i(x) over a sample of tokens that every expert is run on, wherever they are routed."""
+    weighted_output_mean: Tensor
+    """[N, D] mean of p_i(x)·FFN_i(x) over the same sample, p the router's probability."""
+    router_gram: Tensor
+    """[N, N] Σ z_i·z_j over all tokens, z the router's logits as they are (not centred)."""
     weight_ratio_median: Tensor
     """[K-1] median over tokens of w_{e_j} / w_{e_0}, j = 1..K-1 (γ1 of methods.md §2.8)."""
     linear_cka: Tensor
-    """[N, N] of expert outputs, every expert run on the same sample of tokens."""
+    """[N, N] of expert outputs, every expert run on that sample."""
     rbf_cka: Tensor
     """[N, N] likewise."""
     unselected_probability_share: Tensor
@@ -96,6 +102,9 @@ def _read_layer(file: SafetensorsFile, index: int, config: DecoderConfig, path: 
         "tokens": (),
         "unselected_probability_share": (),
         "output_sum": (experts, config.hidden_size),
+        "output_mean": (experts, config.hidden_size),
+        "weighted_output_mean": (experts, config.hidden_size),
+        "router_gram": (experts, experts),
         "weight_ratio_median": (per_token - 1,),
         "linear_cka": (experts, experts),
         "rbf_cka": (experts, experts),

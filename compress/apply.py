@@ -5,7 +5,7 @@ Shape suffixes: F expert width, D hidden, M experts of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from engine.architectures import (
 from engine.checkpoint import Checkpoint
 from engine.errors import PlanError, UnsupportedError
 from engine.json_file import write_json
+from engine.model import Decoder
 from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
 
 DOWN = 2
@@ -81,13 +82,18 @@ def apply(
     directory: Path,
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    replaced: Mapping[str, Tensor] | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> None:
-    """Write config, weights and, where layers differ in experts, the modelling file into an empty directory."""
+    """Write config, weights and, where layers differ in experts, the modelling file into an empty directory.
+
+    `replaced`: tensors of the result that are written as they are given, by name (what recovery has trained).
+    """
     check_fits(plan, checkpoint)
     raw = planned_config(plan, checkpoint)
     config = decoder_config(raw)
     made = _made_tensors(plan, checkpoint)
+    made |= {name: _deferred(torch.clone, tensor) for name, tensor in (replaced or {}).items()}
     shapes = expected_tensors(config)
     for name, shape in shapes.items():
         if name not in made and checkpoint.shapes.get(name) != shape:
@@ -110,6 +116,17 @@ def apply(
     if "auto_map" in raw:
         source = remote_code.render(checkpoint.config.architecture.causal_lm_class)
         (directory / remote_code.FILE_NAME).write_text(source, encoding="utf-8")
+
+
+def planned_decoder(plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """The result of a plan as a decoder, without writing it; experts that are kept as they are stay mapped."""
+    made = _made_tensors(plan, checkpoint)
+
+    def source(name: str) -> Tensor:
+        tensor = made[name]() if name in made else checkpoint.tensor(name)
+        return tensor.to(device=device, dtype=dtype)
+
+    return Decoder(decoder_config(planned_config(plan, checkpoint)), source)
 
 
 def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compress.pictures import Picture
 
-def model_card(figures: Mapping[str, Any], source: str, layers: Sequence[int], skipping: bool) -> str:
-    """README.md of an artifact. `layers`: decoder layer index of each MoE layer."""
+
+def model_card(
+    figures: Mapping[str, Any], source: str, layers: Sequence[int], skipping: bool, pictures: Sequence[Picture] = ()
+) -> str:
+    """README.md of an artifact. `layers`: decoder layer index of each MoE layer; `pictures` lie beside it."""
     uniform = len(set(figures["experts_per_layer"])) == 1
     load = "" if uniform else ", trust_remote_code=True"
     rows = [
@@ -23,10 +27,10 @@ def model_card(figures: Mapping[str, Any], source: str, layers: Sequence[int], s
             "library_name: transformers",
             "tags: [mixture-of-experts, pruned, moe-compress]",
             "---",
-            f"# {source}, {figures['sparsity']:.0%} of experts removed",
+            f"# {source}, {figures['sparsity']:.0%} fewer experts",
             "",
-            f"Made by moe-compress with method `{figures['method']}`. Every option, the plan (which experts stayed) and the",
-            "checksums of all files are in `compression.json`.",
+            f"Made by moe-compress with method `{figures['method']}`. Every option, the plan (what became of each",
+            "expert) and the checksums of all files are in `compression.json`.",
             "",
             "| | before | after |",
             "| --- | ---: | ---: |",
@@ -53,6 +57,7 @@ def model_card(figures: Mapping[str, Any], source: str, layers: Sequence[int], s
             "| ---: | ---: |",
             *kept,
             "",
+            *(line for picture in pictures for line in (f"![{picture.title}]({picture.path.name})", "", picture.about, "")),
         ]
     )
 

@@ -16,7 +16,7 @@ from engine import remote_code
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import CheckpointError, DataError, OptionError
 from engine.progress import Progress, no_progress
-from engine.streaming import stream_negative_log_likelihood
+from engine.streaming import Visit, stream_negative_log_likelihood
 
 
 def perplexity(
@@ -25,10 +25,16 @@ def perplexity(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    visit: Visit = lambda index, layer: None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
-    """exp of the mean negative log-likelihood of each sequence's tokens after its first, layer by layer."""
-    total, count = stream_negative_log_likelihood(checkpoint, tokens_SL, dtype=dtype, device=device, progress=progress)
+    """exp of the mean negative log-likelihood of each sequence's tokens after its first, layer by layer.
+
+    `visit` may change a layer before it runs.
+    """
+    total, count = stream_negative_log_likelihood(
+        checkpoint, tokens_SL, dtype=dtype, device=device, visit=visit, progress=progress
+    )
     if not math.isfinite(total):
         raise CheckpointError(f"{checkpoint.directory}: the loss is not finite; activations overflow, try --dtype float32")
     return math.exp(min(total / count, 700.0))

@@ -33,6 +33,23 @@ def _chunk_loss(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor) -> Tensor
     return F.cross_entropy(logits_TV, targets_T, reduction="sum")
 
 
+def prediction_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor) -> Tensor:
+    """KL(p ‖ p') in nats, summed over T tokens: p = softmax(head · full), p' = softmax(head · hidden), in float32.
+
+    Like `next_token_loss` it never holds more than a chunk's logits.
+    """
+    total = hidden_TD.new_zeros((), dtype=torch.float32)
+    for hidden, full in zip(hidden_TD.split(CHUNK_TOKENS), full_TD.split(CHUNK_TOKENS), strict=True):
+        total = total + checkpoint(_chunk_divergence, hidden, full, head_VD, use_reentrant=False)
+    return total
+
+
+def _chunk_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor) -> Tensor:
+    own = _wide(linear(hidden_TD, head_VD)).log_softmax(-1)
+    target = _wide(linear(full_TD, head_VD)).log_softmax(-1)
+    return F.kl_div(own, target, reduction="sum", log_target=True)
+
+
 def _wide(x: Tensor) -> Tensor:
     """In float32 or better, whatever the model's dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

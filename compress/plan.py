@@ -3,7 +3,7 @@
 For each MoE layer, the experts of the smaller model. An expert is one or more parts side by side along the hidden units
 (concatenation, MoE→dense), each part a weighted sum of source experts whose hidden units may first be permuted (merging),
 and it keeps a weighted sum of source router rows. Pruning is the one-hot case. In JSON an expert kept as it is is just its
-number, so a pruning plan reads `"0": [0, 3, 5]`.
+number, so a pruning plan reads `"0": [0, 3, 5]`, and a permutation is one string of numbers.
 
 A plan is small, readable, diffable, and is the provenance in the artifact. `apply` (apply.py) carries out any plan.
 """
@@ -166,7 +166,8 @@ def _source_to_json(source: Source) -> Any:
     if source.coefficient != 1.0:
         values["coefficient"] = source.coefficient
     if source.permutation is not None:
-        values["permutation"] = list(source.permutation)
+        # One string: as a list, each of an expert's thousands of hidden units would be a line of the indented file.
+        values["permutation"] = " ".join(map(str, source.permutation))
     return values
 
 
@@ -202,8 +203,7 @@ def _source_from_json(values: Mapping[str, Any]) -> Source:
     expert, permutation = values["expert"], values.get("permutation")
     if isinstance(expert, bool) or not isinstance(expert, int | str):
         raise ValueError(f"{expert!r} is no expert")
+    units = permutation.split() if isinstance(permutation, str) else permutation
     return Source(
-        expert,
-        float(values.get("coefficient", 1.0)),
-        None if permutation is None else tuple(int(unit) for unit in permutation),
+        expert, float(values.get("coefficient", 1.0)), None if units is None else tuple(int(unit) for unit in units)
     )

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -21,13 +21,18 @@ from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts
 from calibrate.skipping import skip_tables
 from calibrate.statistics import Statistics, load_statistics
+from compress import plots
 from compress.apply import apply, carried_files, check_fits
 from compress.card import model_card
 from compress.diep import DiepOptions, search
+from compress.diep_scores import load_scores, save_scores, scores_of_state
 from compress.evaluate import perplexity
 from compress.gate_gradients import fisher_scores, taylor_scores
+from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.naee import SUBSET_LIMIT, naee, search_used
+from compress.pictures import Picture, Pictured, draw, expert_counts, kept_experts
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
+from compress.recover import RecoverOptions, recover
 from compress.saliency import SCORES, scores
 from compress.selection import Budget
 from engine.artifact import (
@@ -49,6 +54,7 @@ from engine.skip_tables import FILE_NAME as SKIP_TABLES
 
 GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
 METHODS = ("diep", "naee", *SCORES, *GRADIENT_METHODS, "random")
+"""Of pruning; those of merging are MERGE_METHODS."""
 DEFAULT_SCOPE = {"naee": "layer"}
 """Scopes of methods that cannot rank the experts of all layers together; "global" for all others."""
 SKIP_TABLE_SEQUENCES = 16
@@ -57,15 +63,18 @@ SKIP_TABLE_SEQUENCES = 16
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """One pruning run."""
+    """One run of pruning or, with a method of MERGE_METHODS, of merging."""
 
     model: str
     output: Path
     budget: Budget | None
     """None with a ready-made plan."""
     method: str = "diep"
+    merge: str = "none"
+    """What becomes of pruned experts: "none" drops them, "cka" merges each into its most similar kept one."""
     naee_limit: int = SUBSET_LIMIT
     diep: DiepOptions = field(default_factory=DiepOptions)
+    recover: RecoverOptions = field(default_factory=RecoverOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     statistics: Path | None = None
     plan: Path | None = None
@@ -105,7 +114,8 @@ def prune(options: PruneOptions, progress: Progress = no_progress) -> dict[str, 
         )
         plan = prepared.plan or make_plan(options, prepared, work, progress)
         check_fits(plan, prepared.checkpoint)
-        figures = write_artifact(options, prepared, plan, before, started, progress)
+        trained = recovered(options, prepared, plan, work, progress)
+        figures = write_artifact(options, prepared, plan, trained, before, started, progress, work)
         if options.plan_output is not None:
             write_json(options.plan_output, plan_to_json(plan))
     except CompressError:
@@ -142,11 +152,12 @@ def prepare(options: PruneOptions) -> Prepared:
     if options.plan_output is not None:
         check_file_output(options.plan_output, options.overwrite)
     options.diep.check()
+    options.recover.check()
     checkpoint = Checkpoint(resolve(options.model))
     config = checkpoint.config
     if not config.moe_layers:
         raise OptionError(
-            f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so there is nothing to prune"
+            f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so it has no experts to spare"
         )
     budget = options.budget
     if budget is not None:
@@ -179,6 +190,8 @@ class WorkDirectory:
         """Nothing is read or written before `begin`."""
         self.options = options
         self.path = options.output.absolute().parent / f".{options.output.name}.work"
+        self.search_state = self.path / "diep.safetensors"
+        self.statistics = self.path / "statistics.safetensors"
         self._resumed = False
         self._new_parents = [parent for parent in self.path.parents if not os.path.exists(parent)]
 
@@ -236,36 +249,75 @@ def _resumable(options: PruneOptions) -> dict[str, Any]:
 
 
 def make_plan(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Plan:
-    """Scores by the chosen method, then the budget."""
+    """The experts that stay by score and budget, or the groups that become one expert each."""
     assert prepared.budget is not None
+    if options.method in MERGE_METHODS:
+        assert prepared.budget.experts is not None and prepared.budget.scope == "layer"
+        groups = merge_groups(options.method, _statistics(options, prepared, work, progress), prepared.budget.experts)
+        return _merged(groups, options, prepared, work, progress)
     if options.method == "naee":
-        return pruning_plan(
-            naee(
+        kept = _best_subsets(options, prepared, work, progress)
+    else:
+        kept = prepared.budget.select(_scores(options, prepared, work, progress))
+    if options.merge == "cka":
+        groups = merge_pruned(kept, _statistics(options, prepared, work, progress))
+        return _merged(groups, options, prepared, work, progress)
+    return pruning_plan(kept)
+
+
+def _best_subsets(
+    options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress
+) -> dict[int, list[int]]:
+    assert prepared.budget is not None
+    return naee(
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        prepared.budget.kept_per_layer(_counts(prepared.checkpoint)),
+        dtype=prepared.dtype,
+        device=options.device,
+        seed=options.calibration.seed,
+        limit=options.naee_limit,
+        once=work.once,
+        progress=lambda layers: progress(layers, "comparing subsets (layers)"),
+    )
+
+
+def _merged(
+    groups: Mapping[int, Sequence[Group]],
+    options: PruneOptions,
+    prepared: Prepared,
+    work: WorkDirectory,
+    progress: Progress,
+) -> Plan:
+    """The groups aligned, once over interruptions: with wide experts that takes longest."""
+
+    def aligned() -> dict[str, Any]:
+        return plan_to_json(
+            merging_plan(
+                groups,
                 prepared.checkpoint,
-                prepared.tokens_SL,
-                prepared.budget.kept_per_layer(_counts(prepared.checkpoint)),
-                dtype=prepared.dtype,
                 device=options.device,
-                seed=options.calibration.seed,
-                limit=options.naee_limit,
-                once=work.once,
-                progress=lambda layers: progress(layers, "comparing subsets (layers)"),
+                progress=lambda layers: progress(layers, "aligning (layers)"),
             )
         )
+
+    return plan_from_json(work.once("merging_plan", aligned))
+
+
+def _scores(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> dict[int, Tensor]:
+    """Scores by the chosen method."""
     if options.method == "diep":
-        ranked = search(
+        return search(
             _decoder(options, prepared),
             prepared.tokens_SL,
             options.diep,
-            state_path=work.path / "diep.safetensors",
+            state_path=work.search_state,
             resume=options.resume,
             progress=lambda epochs: progress(epochs, "searching (epochs)"),
         )
-    elif options.method in GRADIENT_METHODS:
-        ranked = GRADIENT_METHODS[options.method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
-    else:
-        ranked = scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
-    return pruning_plan(prepared.budget.select(ranked))
+    if options.method in GRADIENT_METHODS:
+        return GRADIENT_METHODS[options.method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
+    return scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
 
 
 def _counts(checkpoint: Checkpoint) -> dict[int, int]:
@@ -282,7 +334,7 @@ def _decoder(options: PruneOptions, prepared: Prepared) -> Decoder:
 def _statistics(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Statistics:
     if prepared.statistics is not None:
         return prepared.statistics
-    saved = work.path / "statistics.safetensors"
+    saved = work.statistics
     if saved.is_file():
         return load_statistics(saved, prepared.checkpoint.config)
     statistics = collect(
@@ -311,26 +363,81 @@ def _perplexity(
     )
 
 
+def recovered(
+    options: PruneOptions, prepared: Prepared, plan: Plan, work: WorkDirectory, progress: Progress
+) -> dict[str, Tensor]:
+    """What recovery has trained, by tensor name; nothing where it was not asked for."""
+    if not options.recover.steps:
+        return {}
+    return recover(
+        plan,
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        options.recover,
+        dtype=prepared.dtype,
+        device=options.device,
+        state_path=work.path / "recovery.safetensors",
+        resume=options.resume,
+        progress=lambda steps: progress(steps, "recovering (steps)"),
+    )
+
+
 def write_artifact(
-    options: PruneOptions, prepared: Prepared, plan: Plan, before: float | None, started: float, progress: Progress
+    options: PruneOptions,
+    prepared: Prepared,
+    plan: Plan,
+    trained: dict[str, Tensor],
+    before: float | None,
+    started: float,
+    progress: Progress,
+    work: WorkDirectory,
 ) -> dict[str, Any]:
     """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
     source = prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
-        apply(plan, source, directory, progress=lambda names: progress(names, "writing"))
+        apply(plan, source, directory, replaced=trained, progress=lambda names: progress(names, "writing"))
         for path in carried_files(source):
             shutil.copyfile(path, directory / path.name)
         result = Checkpoint(directory)
+        own = None
         if result.config.moe_layers:
             sample = prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
             own = collect(result, sample, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
             skip_tables(own).save(directory / SKIP_TABLES)
         after = _perplexity(result, prepared, options, progress, "after")
+        if work.search_state.is_file():
+            save_scores(scores_of_state(work.search_state, source.config.moe_layers), directory)
+        pictures = _pictures(options, prepared, plan, result, own, work)
         figures = _figures(options, prepared, result, before, after, time.monotonic() - started)
-        card = model_card(figures, options.model, result.config.moe_layers, skipping=(directory / SKIP_TABLES).exists())
+        figures["plots"] = [picture.path.name for picture in pictures]
+        skipping = (directory / SKIP_TABLES).exists()
+        card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures)
         (directory / "README.md").write_text(card, encoding="utf-8")
         write_provenance(directory, _provenance(options, prepared, plan, figures))
     return figures
+
+
+def _pictures(
+    options: PruneOptions, prepared: Prepared, plan: Plan, result: Checkpoint, after: Statistics | None, work: WorkDirectory
+) -> list[Picture]:
+    """Drawn into the result's directory; none without matplotlib. Usage before is shown where it was measured anyway."""
+    if not plots.available():
+        return []
+    config = prepared.checkpoint.config
+    before = prepared.statistics
+    if before is None and work.statistics.is_file():
+        before = load_statistics(work.statistics, config)
+    models = [
+        Pictured(f"{Path(options.model).name} (before)", expert_counts(config), before),
+        Pictured(
+            f"{options.output.name} (after)",
+            expert_counts(result.config),
+            after,
+            kept_experts(plan, result.config),
+            load_scores(result.directory),
+        ),
+    ]
+    return draw(result.directory, models)
 
 
 def _figures(
@@ -363,6 +470,7 @@ def _figures(
         "perplexity_after": after,
         "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
         f"{calibration.data}",
+        "recover_steps": options.recover.steps,
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),
     } | own

@@ -89,8 +89,11 @@ def partial_path(output: Path) -> Path:
     return output.with_name(f".{output.name}.partial")
 
 
-def check_output(output: Path, overwrite: bool) -> None:
-    """Raise OutputError unless a result can be written to `output`. Nothing is created."""
+def check_output(output: Path, overwrite: bool, marker: str = "config.json") -> None:
+    """Raise OutputError unless a result can be written to `output`. Nothing is created.
+
+    A directory is replaced only where it is empty or holds `marker`, the file by which such a result is known.
+    """
     if output.name in ("", ".."):
         raise OutputError(f"{output}: names no new directory; give --output a name of its own")
     if os.path.lexists(output):
@@ -98,8 +101,8 @@ def check_output(output: Path, overwrite: bool) -> None:
             raise OutputError(f"{output}: exists already; give another --output, or --overwrite to replace it")
         if not output.is_dir() or output.is_symlink():
             raise OutputError(f"{output}: is not a directory, so it is not replaced; give another --output")
-        if any(output.iterdir()) and not (output / "config.json").is_file():
-            raise OutputError(f"{output}: holds something else than a model, so it is not replaced; give another --output")
+        if any(output.iterdir()) and not (output / marker).is_file():
+            raise OutputError(f"{output}: holds something else (no {marker}), so it is not replaced; give another --output")
     parent = output.absolute().parent
     while not os.path.exists(parent):
         parent = parent.parent
@@ -118,13 +121,13 @@ def check_file_output(output: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def whole_or_nothing(output: Path, overwrite: bool) -> Iterator[Path]:
+def whole_or_nothing(output: Path, overwrite: bool, marker: str = "config.json") -> Iterator[Path]:
     """A temporary sibling to write into, which becomes `output` in one step at the end of the body.
 
     If the body raises, the sibling is removed; if the process is killed, it is left and removed by the next run. An old
     directory is exchanged for the new one in a single system call and removed afterwards.
     """
-    check_output(output, overwrite)
+    check_output(output, overwrite, marker)
     partial = partial_path(output)
     try:
         shutil.rmtree(partial, ignore_errors=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.architectures import DecoderConfig
 from engine.errors import CheckpointError
 from engine.kv_cache import KeyValueCache
-from engine.linear import is_emulated, linear, linears, multiplies_bfloat16
+from engine.linear import as_bfloat16, compiled_kernels, is_emulated, linear, linears, multiplies_bfloat16
 
 QUERY_BLOCK = 128
 """Queries that meet their keys at a time."""
@@ -30,6 +30,8 @@ class Positions(NamedTuple):
     cosine: Tensor
     """[B or 1, 1, L, E] in the model's dtype."""
     sine: Tensor
+    is_padded: bool
+    """Some positions are padding."""
     masks: dict[int | None, Tensor | None]
     """By sliding window: bool [B or 1, 1, L, P], True where a query may look; None where plain causal says it all."""
 
@@ -159,6 +161,10 @@ class Attention(nn.Module):
         query = self._heads(projected[0], self.query_norm, self.query_heads)
         key = self._heads(projected[1], self.key_norm, self.key_heads)
         value = self._heads(projected[2], None, self.key_heads)
+        if (kernels := self._kernels(query, positions, cache)) is not None:
+            assert cache is not None
+            mixed = self._attend_compiled(kernels, (query, key, value), positions, cache)
+            return linear(mixed, self.output, self.output_bias)
         query = rotate(query, positions.cosine, positions.sine)
         key = rotate(key, positions.cosine, positions.sine)
         if cache is not None:
@@ -166,6 +172,29 @@ class Attention(nn.Module):
         mixed = attend(query, key, value, positions.masks[self.window])
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+
+    def _kernels(self, query: Tensor, positions: Positions, cache: KeyValueCache | None) -> Any:
+        """The compiled kernels, for the next position of one sequence."""
+        if cache is None or positions.is_padded or query.shape[0] * query.shape[2] != 1:
+            return None
+        return compiled_kernels(1, query, positions.cosine, cache.keys)
+
+    def _attend_compiled(
+        self, kernels: Any, query_key_value: tuple[Tensor, ...], positions: Positions, cache: KeyValueCache
+    ) -> Tensor:
+        assert cache.length < cache.capacity
+        keys, values = cache.bits
+        first = 0 if self.window is None else max(0, cache.length + 1 - self.window)
+        mixed = kernels.attend(
+            tuple(tensor.data_ptr() for tensor in query_key_value),
+            (positions.cosine.data_ptr(), positions.sine.data_ptr()),
+            keys[self.layer, 0],
+            values[self.layer, 0],
+            cache.length,
+            first,
+            self.query_heads * self.head_dimension,
+        )
+        return as_bfloat16(mixed).view(1, 1, -1)
 
     def _heads(self, projected: Tensor, norm: Tensor | None, heads: int) -> Tensor:
         if norm is not None and self.qk_norm == "full":
@@ -232,6 +261,8 @@ def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int,
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) · weight over the last dimension, the mean square taken in float32 or better (Zhang & Sennrich 2019)."""
+    if x.numel() == x.shape[-1] and (kernels := compiled_kernels(1, x, weight)) is not None:
+        return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, x.numel())).view(x.shape)
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, epsilon)
     wide = x.float()

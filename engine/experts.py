@@ -46,7 +46,7 @@ class Expert(nn.Module):
         """The same, as three products."""
         if x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
             x_DT = x_TD.T
-            return (self.down_DF @ (F.silu(self.gate_FD @ x_DT).mul_(self.up_FD @ x_DT))).T
+            return (self.down_DF @ F.silu(self.gate_FD @ x_DT, inplace=True).mul_(self.up_FD @ x_DT)).T
         gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (None, None))
         return linear(F.silu(gate_TF) * up_TF, self.down_DF)
 

@@ -7,7 +7,8 @@ read where they lie, and nothing is wrapped or checked on the way. `engine/linea
 
 Optional (`pip install moe-compress[fast]`); without Numba the same products run in torch.
 
-Shape suffixes: O output features, I input features, S slots (chosen experts), D hidden, F expert width, M matrices.
+Shape suffixes: O output features, I input features, S slots (chosen experts), D hidden, F expert width, M matrices,
+G key-value heads, H query heads, P positions, E head dimension.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def _row_times(address: Any, row: Any, x_I: Any) -> Any:
     return total
 
 
-def _compiled(signature: str) -> Any:
-    return numba.njit(signature, parallel=True, fastmath=_MATHS, nogil=True, cache=True)
+def _compiled(signature: str, parallel: bool = True) -> Any:
+    return numba.njit(signature, parallel=parallel, fastmath=_MATHS, nogil=True, cache=True)
 
 
 @_compiled("void(uint64, uint64[::1], int64[::1], int64, uint16[::1])")  # type: ignore[untyped-decorator]
@@ -146,6 +147,84 @@ def _swiglu(x_address: Any, experts_S3: Any, weights_S: Any, width: Any, y_D: An
         y_D[row] = _narrow(total)
 
 
+@_compiled("void(uint64, uint64, float32, uint16[::1])", parallel=False)  # type: ignore[untyped-decorator]
+def _rms_norm(x_address: Any, weight_address: Any, epsilon: Any, y_D: Any) -> None:
+    """y = weight · bfloat16(x / rms(x)): rounded where torch's own steps round."""
+    size = y_D.shape[0]
+    x_D, weight_D = _wide_vector(x_address, size), _wide_vector(weight_address, size)
+    squares = np.float32(0.0)
+    for index in range(size):
+        squares += x_D[index] * x_D[index]
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+    for index in range(size):
+        y_D[index] = _narrow(weight_D[index] * _widen(_narrow(x_D[index] * scale)))
+
+
+@_inline
+def _rotated(address: Any, cosine_E: Any, sine_E: Any) -> Any:
+    """One head's vector turned to its position, halves paired."""
+    size = cosine_E.shape[0]
+    half = size // 2
+    head_E = _wide_vector(address, size)
+    turned_E = np.empty(size, np.float32)
+    for index in range(half):
+        turned_E[index] = head_E[index] * cosine_E[index] - head_E[index + half] * sine_E[index]
+        turned_E[index + half] = head_E[index + half] * cosine_E[index + half] + head_E[index] * sine_E[index + half]
+    return turned_E
+
+
+@_compiled(  # type: ignore[untyped-decorator]
+    "void(uint64, uint64, uint64, uint64, uint64, uint16[:, :, ::1], uint16[:, :, ::1], int64, int64, uint16[::1])"
+)
+def _attend(
+    query_address: Any,
+    key_address: Any,
+    value_address: Any,
+    cosine_address: Any,
+    sine_address: Any,
+    keys_GPE: Any,
+    values_GPE: Any,
+    position: Any,
+    first: Any,
+    mixed_HE: Any,
+) -> None:
+    """Rotate query and key, append key and value at `position`, attend from `first` on."""
+    groups, size = keys_GPE.shape[0], keys_GPE.shape[2]
+    per_group = mixed_HE.shape[0] // size // groups
+    head_bytes = np.uint64(2 * size)
+    cosine_E, sine_E = _wide_vector(cosine_address, size), _wide_vector(sine_address, size)
+    scale = np.float32(1.0) / np.sqrt(np.float32(size))
+    for group in numba.prange(groups):
+        key_E = _rotated(key_address + np.uint64(group) * head_bytes, cosine_E, sine_E)
+        value_E = numba.carray(_pointer(value_address + np.uint64(group) * head_bytes), (size,))
+        for index in range(size):
+            keys_GPE[group, position, index] = _narrow(key_E[index])
+            values_GPE[group, position, index] = value_E[index]
+        scores_P = np.empty(position + 1 - first, np.float32)
+        sum_E = np.empty(size, np.float32)
+        for head in range(group * per_group, (group + 1) * per_group):
+            query_E = _rotated(query_address + np.uint64(head) * head_bytes, cosine_E, sine_E)
+            largest = np.float32(-np.inf)
+            for place in range(scores_P.shape[0]):
+                score = np.float32(0.0)
+                for index in range(size):
+                    score += query_E[index] * _widen(keys_GPE[group, first + place, index])
+                scores_P[place] = score * scale
+                largest = max(largest, scores_P[place])
+            total = np.float32(0.0)
+            for place in range(scores_P.shape[0]):
+                scores_P[place] = _exp(scores_P[place] - largest)
+                total += scores_P[place]
+            for index in range(size):
+                sum_E[index] = np.float32(0.0)
+            for place in range(scores_P.shape[0]):
+                weight = scores_P[place]
+                for index in range(size):
+                    sum_E[index] += weight * _widen(values_GPE[group, first + place, index])
+            for index in range(size):
+                mixed_HE[head * size + index] = _narrow(sum_E[index] / total)
+
+
 def products(x_address: int, weights: list[int], outputs: list[int], inputs: int) -> Any:
     """[W_0·x, W_1·x, …], one after the other. x and the weights: addresses of contiguous bfloat16; returns such bits."""
     ends_M = np.cumsum(outputs)
@@ -159,6 +238,32 @@ def swiglu(x_address: int, experts: list[tuple[int, int, int]], weights: list[fl
     y_D = np.empty(hidden, np.uint16)
     _swiglu(x_address, np.array(experts, np.uint64).reshape(-1, 3), np.array(weights, np.float32), width, y_D)
     return y_D
+
+
+def rms_norm(x_address: int, weight_address: int, epsilon: float, size: int) -> Any:
+    """x / rms(x) · weight of one vector; addresses as in `products`."""
+    y_D = np.empty(size, np.uint16)
+    _rms_norm(x_address, weight_address, epsilon, y_D)
+    return y_D
+
+
+def attend(
+    query_key_value: tuple[int, int, int],
+    cosine_sine: tuple[int, int],
+    keys_GPE: Any,
+    values_GPE: Any,
+    position: int,
+    first: int,
+    query_size: int,
+) -> Any:
+    """One new position of one sequence: rotates its query and key, appends key and value to the cache, attends.
+
+    query [H, E], key [G, E], value [G, E], cosine [E], sine [E]: addresses, as in `products`. keys_GPE, values_GPE: the
+    cache's bits, `position` of them filled; positions before `first` are outside the window. Returns [H·E] bits.
+    """
+    mixed_HE = np.empty(query_size, np.uint16)
+    _attend(*query_key_value, *cosine_sine, keys_GPE, values_GPE, position, first, mixed_HE)
+    return mixed_HE
 
 
 def use_threads(count: int) -> None:

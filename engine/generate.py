@@ -23,6 +23,7 @@ from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import CheckpointError, OptionError
 from engine.json_file import load_json
 from engine.kv_cache import KeyValueCache
+from engine.linear import decoding
 from engine.model import Decoder
 from engine.report import Report, SkipCounter, peak_memory_bytes, rate
 from engine.sampling import SamplingOptions, sample
@@ -395,18 +396,20 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 @contextmanager
 def decode_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """The faster matrix products for one row in half precision on a CPU: torch's own instead of oneDNN's.
+    """The faster matrix products for few rows in half precision on a CPU: compiled ones, or torch's instead of oneDNN's.
 
-    With one row, oneDNN's products take up to twice as long; with the many rows of prefill they are the faster ones.
+    With one row, oneDNN's products take up to twice as long as torch's own; with the many rows of prefill they are the
+    faster ones.
     """
-    if rows > 1 or device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         yield
         return
     # torch.backends.mkldnn.flags is the public way, but warns about TF32 on each use, and warnings are errors here.
     before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_mkldnn_enabled(before and rows > 1)
     try:
-        yield
+        with decoding():
+            yield
     finally:
         torch._C._set_mkldnn_enabled(before)
 

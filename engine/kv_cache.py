@@ -5,6 +5,9 @@ Shape suffixes: B batch, G key-value heads, L positions, E head dimension.
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,6 +30,11 @@ class KeyValueCache:
     def bytes(self) -> int:
         """Bytes held, filled or not."""
         return 2 * self.keys.numel() * self.keys.element_size()
+
+    @cached_property
+    def bits(self) -> tuple[Any, Any]:
+        """Keys and values as NumPy arrays of the bfloat16 values' bits, on the same memory: for the compiled kernels."""
+        return self.keys.view(torch.uint16).numpy(), self.values.view(torch.uint16).numpy()
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new positions; return all its keys and values so far. `advance` moves on afterwards."""

@@ -11,7 +11,8 @@ Shape suffixes: T rows, I input features, O output features, D hidden, F expert 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -76,11 +77,11 @@ def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
-    """The module of compiled kernels where it serves so many rows of these tensors, else None.
+    """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None.
 
     Each row reads the weights once more, so several rows are worth it only where torch would do no better.
     """
-    if rows < 1 or rows >= (2 if has_half_arithmetic() else WIDEN_FROM_ROWS):
+    if not getattr(_local, "is_decoding", False) or rows < 1 or rows >= (2 if has_half_arithmetic() else WIDEN_FROM_ROWS):
         return None
     if any(t.dtype != torch.bfloat16 or not t.is_cpu or not t.is_contiguous() for t in tensors):
         return None
@@ -92,6 +93,17 @@ def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
         kernels.use_threads(threads)
         _local.threads = threads
     return kernels
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Let the compiled kernels serve in this thread: elsewhere, loading them would cost more than they save."""
+    before = getattr(_local, "is_decoding", False)
+    _local.is_decoding = True
+    try:
+        yield
+    finally:
+        _local.is_decoding = before
 
 
 def as_bfloat16(bits: Any) -> Tensor:

@@ -118,7 +118,10 @@ def positions_for(
     cosine, sine = rotary(index_BL, dtype)
     windows = {layer.window for layer in config.layers}
     return Positions(
-        cosine, sine, {window: attention_mask(real_BP, new, total, window, tokens_BL.device) for window in windows}
+        cosine,
+        sine,
+        real_BP is not None,
+        {window: attention_mask(real_BP, new, total, window, tokens_BL.device) for window in windows},
     )
 
 

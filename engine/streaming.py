@@ -127,12 +127,16 @@ def stream_negative_log_likelihood(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    visit: Visit = lambda index, layer: None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> tuple[float, int]:
-    """Summed negative log-likelihood in nats of each sequence's tokens after its first, and their count."""
+    """Summed negative log-likelihood in nats of each sequence's tokens after its first, and their count.
+
+    `visit` may change a layer before it runs, such as its routing.
+    """
     config, source = checkpoint.config, checkpoint.source(dtype, device)
     total, count = 0.0, 0
-    states = stream_layers(checkpoint, tokens_SL, lambda *_: None, dtype=dtype, device=device, progress=progress)
+    states = stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, progress=progress)
     with states:
         norm = source("model.norm.weight")
         head_VD = source("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")

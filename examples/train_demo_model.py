@@ -7,9 +7,13 @@ wall time: the learning rate follows the clock, so that it reaches zero when the
 are trained by Muon, the embedding, the routers and the norms by AdamW, in float32; what is saved is bfloat16. A run
 that was interrupted goes on from its last checkpoint in the work directory.
 
-The model in engine/demo_model took 48.5 minutes on 2 cores that other work shared (34, then 14.5 more with the rate raised
-again): 884 steps, 5,136,384 tokens (0.59 of the text), held-out perplexity 13.52. Without a random half of each layer's
-experts: 25.94, 26.60 and 32.79 (three draws), 2.10 times as much on average.
+The model in engine/demo_model took 40 minutes on 2 cores: 1,854 steps, 9,908,224 tokens (1.1 times the text), held-out
+perplexity 9.23. Without a random half of each layer's experts: 18.32, 16.10 and 20.07 (the three draws of the script, 1.97
+times as much); over twelve draws 1.72 times as much on average.
+
+The second reference model of the benchmarks, which is not shipped:
+
+    python examples/train_demo_model.py --model shared-expert --output DIRECTORY --work-directory /tmp/second
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -36,7 +41,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from calibrate.text import load_documents, token_batches
-from engine.architectures import decoder_config, expected_tensors, router_tensor
+from engine.architectures import DecoderConfig, decoder_config, expected_tensors, router_tensor
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.model import Decoder, own_routing, routed_by
 from engine.routing import Masked, Selection
@@ -46,18 +51,12 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "engine" / "demo_model"
 CURVE = ROOT / "examples" / "demo_training_curve.jsonl"
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
+COMMON: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 160,
-    "intermediate_size": 192,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
     "max_position_embeddings": 1024,
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-5,
@@ -71,6 +70,36 @@ CONFIG: dict[str, Any] = {
     "use_cache": True,
     "torch_dtype": "bfloat16",
 }
+CONFIGS: dict[str, dict[str, Any]] = {
+    "demo": COMMON
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": 192,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    # The second reference model of the benchmarks: another family, a shared expert, more and smaller experts, weights
+    # that are not renormalised. It is not shipped.
+    "shared-expert": COMMON
+    | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    },
+}
+BALANCE_WEIGHT = 0.01
 
 BLOCK = 512
 """The text is shuffled in blocks of so many tokens."""
@@ -173,24 +202,24 @@ def even_windows(text: np.ndarray, count: int, length: int) -> Tensor:
 # The model and its loss
 
 
-def new_tensors(seed: int) -> dict[str, Tensor]:
+def new_tensors(raw: dict[str, Any], seed: int) -> dict[str, Tensor]:
     """The untrained tensors, by their names on disk."""
     generator = torch.Generator().manual_seed(seed)
-    config = decoder_config(CONFIG)
+    config = decoder_config(raw)
     small = {"model.embed_tokens.weight", *(router_tensor(config.architecture, i) for i in config.moe_layers)}
     tensors = {}
     for name, shape in expected_tensors(config).items():
         if len(shape) == 1:
-            tensors[name] = torch.ones(shape)
+            tensors[name] = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
             continue
         scale = 0.02 if name in small else 0.5 / math.sqrt(shape[1])
         tensors[name] = torch.randn(shape, generator=generator) * scale
     return tensors
 
 
-def decoder_of(tensors: dict[str, Tensor]) -> Decoder:
+def decoder_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Decoder:
     """The decoder on these very tensors: what is trained is what the dictionary holds."""
-    return Decoder(decoder_config(CONFIG), tensors.__getitem__)
+    return Decoder(decoder_config(raw), tensors.__getitem__)
 
 
 class LoadBalance:
@@ -225,7 +254,7 @@ def backward(decoder: Decoder, balance: LoadBalance, batch: Tensor) -> tuple[flo
         loss.backward()
         total += loss.item()
     imbalance = balance.mean()
-    torch.autograd.backward([hidden_TD, CONFIG["router_aux_loss_coef"] * imbalance], [leaf_TD.grad, None])
+    torch.autograd.backward([hidden_TD, BALANCE_WEIGHT * imbalance], [leaf_TD.grad, None])
     return total, imbalance.item()
 
 
@@ -413,11 +442,11 @@ def write_curve(progress: Progress, path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in progress.curve), encoding="utf-8")
 
 
-def write_model(tensors: dict[str, Tensor], end: int, directory: Path) -> dict[str, Tensor]:
+def write_model(raw: dict[str, Any], tensors: dict[str, Tensor], end: int, directory: Path) -> dict[str, Tensor]:
     """config.json, generation_config.json, model.safetensors. Returns the tensors as they were saved, in bfloat16."""
     rounded = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    write_json(directory / "config.json", CONFIG | ends)
+    write_json(directory / "config.json", raw | ends)
     write_json(directory / "generation_config.json", {"do_sample": True, "temperature": 0.7, "top_p": 0.95} | ends)
     write_atomically(directory / "model.safetensors", lambda p: save_file(rounded, p, metadata={"format": "pt"}))
     return rounded
@@ -455,10 +484,15 @@ class Figures:
 
 
 def measure(
-    rounded: dict[str, Tensor], rows: Tensor, tokenizer: PreTrainedTokenizerBase, progress: Progress, directory: Path
+    raw: dict[str, Any],
+    rounded: dict[str, Tensor],
+    rows: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress,
+    directory: Path,
 ) -> Figures:
     """Measures the tensors that were saved, in float32."""
-    decoder = decoder_of({name: tensor.float() for name, tensor in rounded.items()})
+    decoder = decoder_of(raw, {name: tensor.float() for name, tensor in rounded.items()})
     return Figures(
         parameters=sum(tensor.numel() for tensor in rounded.values()),
         file_bytes=(directory / "model.safetensors").stat().st_size,
@@ -470,16 +504,18 @@ def measure(
     )
 
 
-def model_card(figures: Figures) -> str:
+def model_card(config: DecoderConfig, figures: Figures) -> str:
     """README.md of the model."""
     halves = ", ".join(f"{value:g}" for value in figures.half_removed)
     factor = sum(figures.half_removed) / len(figures.half_removed) / figures.perplexity
+    moe = next(layer.moe for layer in config.layers if layer.moe is not None)
+    shared = f", shared expert of {moe.shared_width}" if moe.shared_width else ""
     return f"""---
 license: psf-2.0
 language: code
 library_name: transformers
 pipeline_tag: text-generation
-tags: [mixtral, mixture-of-experts, demo]
+tags: [{config.architecture.model_type}, mixture-of-experts, demo]
 ---
 
 # Demo model
@@ -489,12 +525,12 @@ looks like Python; it is good for nothing else.
 
 | | |
 |---|---|
-| family | Mixtral: {CONFIG["num_hidden_layers"]} layers, {CONFIG["num_local_experts"]} experts each, \
-top-{CONFIG["num_experts_per_tok"]} |
-| hidden size, expert width | {CONFIG["hidden_size"]}, {CONFIG["intermediate_size"]} |
-| attention | {CONFIG["num_attention_heads"]} heads of {CONFIG["head_dim"]}, {CONFIG["num_key_value_heads"]} \
-key-value heads, {CONFIG["max_position_embeddings"]} positions |
-| vocabulary | {CONFIG["vocab_size"]}, byte-level BPE; the embedding is also the output head |
+| family | {config.architecture.model_type}: {len(config.layers)} layers, {moe.experts} experts each, \
+top-{moe.experts_per_token}{shared} |
+| hidden size, expert width | {config.hidden_size}, {moe.expert_width} |
+| attention | {config.attention_heads} heads of {config.head_dimension}, {config.key_value_heads} \
+key-value heads, {config.max_positions} positions |
+| vocabulary | {config.vocabulary_size}, byte-level BPE; the embedding is also the output head |
 | parameters | {figures.parameters:,} in bfloat16, {figures.file_bytes:,} bytes |
 | trained on | {figures.tokens:,} tokens, {figures.minutes:g} minutes on 2 CPU cores |
 | held-out perplexity | {figures.perplexity:g} a token |
@@ -522,6 +558,7 @@ Made by `examples/train_demo_model.py`.
 def parsed_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=list(CONFIGS), default="demo")
     parser.add_argument("--output", type=Path, default=DEMO_MODEL)
     parser.add_argument("--work-directory", type=Path, required=True, help="for tokens, checkpoints and the curve")
     parser.add_argument("--minutes", type=float, default=33.0, help="wall time of training")
@@ -537,10 +574,15 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     output, work = arguments.output, arguments.work_directory
     work.mkdir(parents=True, exist_ok=True)
+    raw = CONFIGS[arguments.model]
+    output.mkdir(parents=True, exist_ok=True)
+    if output.resolve() != DEMO_MODEL:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(DEMO_MODEL / name, output / name)
     tokenizer = AutoTokenizer.from_pretrained(output)
     held_out = tokenised(tokenizer, "held-out", work)
-    tensors = new_tensors(arguments.seed)
-    decoder = decoder_of(tensors).requires_grad_(True)
+    tensors = new_tensors(raw, arguments.seed)
+    decoder = decoder_of(raw, tensors).requires_grad_(True)
     run = Run(
         tensors=tensors,
         decoder=decoder,
@@ -554,9 +596,9 @@ def main() -> None:
     is_early_written = False
     for progress in train(run):
         if not is_early_written and progress.seconds >= 60 * arguments.early_minutes:
-            write_model(tensors, tokenizer.eos_token_id, output)
+            write_model(raw, tensors, tokenizer.eos_token_id, output)
             is_early_written = True
-    finish(tensors, tokenizer, progress, even_windows(held_out, 256, 512), output, work)
+    finish(raw, tensors, tokenizer, progress, even_windows(held_out, 256, 512), output, work)
 
 
 def write_skip_tables(output: Path) -> None:
@@ -567,6 +609,7 @@ def write_skip_tables(output: Path) -> None:
 
 
 def finish(
+    raw: dict[str, Any],
     tensors: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
@@ -575,13 +618,15 @@ def finish(
     work: Path,
 ) -> None:
     """Writes the model, its figures and its curve."""
-    rounded = write_model(tensors, tokenizer.eos_token_id, output)
+    rounded = write_model(raw, tensors, tokenizer.eos_token_id, output)
     write_skip_tables(output)
     if output.resolve() == DEMO_MODEL:  # the curve that is kept belongs to the model that is shipped
         write_curve(progress, CURVE)
     plot(progress, work / "curve.png")
-    figures = measure(rounded, rows, tokenizer, progress, output)
-    write_atomically(output / "README.md", lambda p: p.write_text(model_card(figures), encoding="utf-8"))
+    figures = measure(raw, rounded, rows, tokenizer, progress, output)
+    write_atomically(
+        output / "README.md", lambda p: p.write_text(model_card(decoder_config(raw), figures), encoding="utf-8")
+    )
     write_json(work / "figures.json", asdict(figures))
     print(json.dumps(asdict(figures), indent=2))
 

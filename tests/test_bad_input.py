@@ -29,6 +29,7 @@ WITHOUT_BUDGET = [word for word in PRUNE if word not in SPARSE]
 GENERATE = ["generate", "model", "-p", "the", "-n", "2"]
 EVALUATE = ["evaluate", "model", *CALIBRATION]
 CALIBRATE = ["calibrate", "model", *CALIBRATION, "-o", "statistics"]
+MERGE = ["merge", "model", "--experts", "3", *CALIBRATION, "--evaluation-samples", "2", "-o", "out"]
 BENCH = ["bench", "model", "-p", "4", "-n", "0", "-r", "1"]
 
 
@@ -382,6 +383,12 @@ OPTIONS: dict[str, tuple[Callable[[Path], object], list[str], tuple[str, ...]]] 
     "plan without experts": (plan({"0": [0], "1": [], "2": [0]}), BAD_PLAN, ("layer 1", "no expert")),
     "plan of something else": (plan({"0": [0], "1": ["x"], "2": [0]}), BAD_PLAN, ("layer 1", "expert 0")),
     "plan and sparsity": (nothing, [*PRUNE, "--plan", "plan.json"], ("--plan", "--sparsity")),
+    "plan and merging": (nothing, [*WITHOUT_BUDGET, "--plan", "plan.json", "--merge", "cka"], ("--plan", "--merge")),
+    "merging a dense model": (dense_model, MERGE, ("model", "not a mixture of experts")),
+    "merging to 0": (nothing, [*MERGE, "--experts", "0"], ("0 experts",)),
+    "merging to as many": (nothing, [*MERGE, "--experts", "6"], ("6 experts",)),
+    "merging into what exists": (nothing, [*MERGE, "-o", "model"], ("model", "exists already")),
+    "merging without text": (nothing, [*MERGE, "--data", "nowhere.txt"], ("nowhere.txt",)),
     "plan and experts": (nothing, [*WITHOUT_BUDGET, "--plan", "plan.json", "--experts", "3"], ("--plan", "--experts")),
     "no such statistics": (nothing, [*PRUNE, "--statistics", "nowhere"], ("nowhere", "missing")),
     "statistics not a file of them": (

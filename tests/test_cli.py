@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import save_reference
+from safetensors.torch import load_file
 from tokenizers_for_tests import add_tokenizer
 
 import cli
@@ -21,6 +22,7 @@ FIGURES = (
 )
 KEYS = {
     "prune": FIGURES,
+    "merge": FIGURES,
     "calibrate": "statistics tokens seconds peak_memory_bytes",
     "inspect": "kind architecture experts_per_layer experts_per_token parameters active_parameters bytes valid provenance",
     "evaluate": "metric value tokens seconds",
@@ -83,12 +85,75 @@ def test_diep_writes_a_plan_that_can_be_carried_out_again(place: Path, tmp_path:
     assert not list(tmp_path.glob(".*")), "nothing temporary is left"
 
 
+def test_recovery_changes_routers_and_norms_only(place: Path, tmp_path: Path) -> None:
+    plain, recovered = tmp_path / "plain", tmp_path / "recovered"
+    options = ["--sparsity", "0.5", "--method", "reap", *TEXT]
+    run(place, "prune", "{model}", *options, "-o", str(plain))
+    figures = run(place, "prune", "{model}", *options, "-o", str(recovered), "--recover-steps", "3")
+    assert figures["recover_steps"] == 3
+    before, after = (load_file(path / "model.safetensors") for path in (plain, recovered))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("gate.weight" in name or "norm" in name for name in changed)
+
+
 def test_calibrate_once_use_often(place: Path, tmp_path: Path) -> None:
     statistics = str(tmp_path / "statistics.safetensors")
     assert set(KEYS["calibrate"].split()) <= set(run(place, "calibrate", "{model}", "-o", statistics, *TEXT))
     for method in ("frequency", "man", "mc-moe"):
         options = ["--sparsity", "0.25", "--method", method, "--statistics", statistics, "-o", str(tmp_path / method)]
         assert run(place, "prune", "{model}", *options, *TEXT)["method"] == method
+
+
+@pytest.mark.parametrize("method", cli.MERGE_METHODS)
+def test_merge_is_one_more_way_to_an_artifact(place: Path, tmp_path: Path, method: str) -> None:
+    merged, again, plan = tmp_path / "merged", tmp_path / "again", tmp_path / "plan.json"
+    options = ["--experts", "4", "--method", method, "--plan-output", str(plan)]
+    figures = run(place, "merge", "{model}", *options, "-o", str(merged), *TEXT)
+    assert set(KEYS["merge"].split()) <= set(figures) == set(run(place, "inspect", str(merged))["provenance"]["figures"])
+    assert figures["method"] == method and figures["experts_per_layer"] == [4, 4, 4]
+    assert figures["bytes_after"] < figures["bytes_before"] and figures["perplexity_after"] > 1
+    assert run(place, "inspect", str(merged), "--checksums")["valid"]
+    run(place, "prune", "{model}", "--plan", str(plan), "-o", str(again), *TEXT)
+    assert (merged / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
+
+def test_pruned_experts_are_merged_into_those_that_stay(place: Path, tmp_path: Path) -> None:
+    statistics, dropped, merged = (str(tmp_path / name) for name in ("statistics", "dropped", "merged"))
+    run(place, "calibrate", "{model}", "-o", statistics, *TEXT)
+    options = ["--sparsity", "0.5", "--method", "reap", "--statistics", statistics, *TEXT]
+    run(place, "prune", "{model}", *options, "-o", dropped)
+    figures = run(place, "prune", "{model}", *options, "--merge", "cka", "-o", merged)
+    plain, joined = (json.loads((Path(path) / "compression.json").read_text()) for path in (dropped, merged))
+    assert joined["options"]["merge"] == "cka" and plain["options"]["merge"] == "none"
+    assert figures["experts_per_layer"] == plain["experts_per_layer"] == joined["experts_per_layer"]
+    for layer, kept in plain["plan"]["layers"].items():
+        rows = [e if isinstance(e, int) else e["router"][0]["expert"] for e in joined["plan"]["layers"][layer]]
+        assert rows == kept, "the same experts stay, and their router rows"
+    assert run(place, "generate", merged, "-p", "line", "-n", "4")["generated_tokens"] == 4
+
+
+def test_merging_goes_on_where_it_was_interrupted(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compress import prune
+
+    arguments = ["merge", "{model}", "--experts", "2", *TEXT]
+    with monkeypatch.context() as patch:
+        patch.setattr(prune, "write_artifact", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        filled = [part.format(text=place / "text.txt", model=place / "model") for part in arguments]
+        assert CliRunner().invoke(cli.main, [*filled, "-o", str(tmp_path / "out")]).exit_code == 130
+    monkeypatch.setattr(prune, "merging_plan", lambda *_, **__: pytest.fail("aligned again"))
+    monkeypatch.setattr(prune, "collect", collect_of_the_result(prune.collect))
+    assert run(place, *arguments, "-o", str(tmp_path / "out"), "--resume")["experts_per_layer"] == [2, 2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def collect_of_the_result(original: Any) -> Any:
+    """Calibration that is refused for the full model."""
+
+    def collect(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
+        assert checkpoint.config.experts_per_layer == (2, 2, 2), "calibrated again"
+        return original(checkpoint, *arguments, **options)
+
+    return collect
 
 
 def test_bench_rows(place: Path) -> None:

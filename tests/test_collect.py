@@ -69,10 +69,13 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
     n, k = moe.experts, moe.experts_per_token
     per_expert = {name: [0.0] * n for name in SUMS}
     output = torch.zeros(n, x.shape[1], dtype=torch.float64)
+    gram = torch.zeros(n, n, dtype=torch.float64)
     ratios: list[list[float]] = [[] for _ in range(k - 1)]
     unselected = 0.0
     for token in x:
-        p = (weight("gate") @ token).softmax(0).tolist()
+        z = weight("gate") @ token
+        gram += torch.outer(z, z)
+        p = z.softmax(0).tolist()
         chosen = sorted(range(n), key=lambda i: -p[i])[:k]
         scale = sum(p[i] for i in chosen) if moe.normalise_top_k else 1.0
         unselected += (1.0 - sum(p[i] for i in chosen)) / len(x)
@@ -94,8 +97,13 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
             if rank:
                 ratios[rank - 1].append(p[i] / p[chosen[0]])
     samples = torch.stack([torch.stack([ffn(i, x[t]) for t in sample]) for i in range(n)])
+    gates = [(weight("gate") @ x[t]).softmax(0) for t in sample]
+    weighted = [sum(gates[at][i] * samples[i, at] for at in range(len(sample))) / len(sample) for i in range(n)]
     return per_expert | {
         "tokens": len(x),
+        "output_mean": torch.stack([sum(samples[i]) / len(sample) for i in range(n)]),
+        "weighted_output_mean": torch.stack(weighted),
+        "router_gram": gram,
         "output_sum": output,
         "weight_ratio_median": [sorted(values)[(len(values) - 1) // 2] for values in ratios],
         "linear_cka": linear_cka(samples),
@@ -190,7 +198,7 @@ def test_saved_statistics_load_the_same(olmoe: Checkpoint, tmp_path: Path) -> No
     path.write_bytes(b"an old file is replaced")
     statistics.save(path)
     loaded = load_statistics(path, olmoe.config)
-    assert loaded.header == statistics.header | {"schema_version": 1}
+    assert loaded.header == statistics.header | {"schema_version": 2}
     loaded.header = statistics.header
     assert_same(loaded, statistics, 0.0)
     assert {found.name for found in tmp_path.iterdir()} == {"model", path.name}, "nothing partial is left"
@@ -240,8 +248,8 @@ def test_damaged_statistics_are_refused(olmoe: Checkpoint, tmp_path: Path) -> No
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
             load_statistics(path, olmoe.config)
-    path.write_bytes(whole.replace(rb"\"schema_version\": 1", rb"\"schema_version\": 2"))
-    with pytest.raises(DataError, match="schema 2"):
+    path.write_bytes(whole.replace(rb"\"schema_version\": 2", rb"\"schema_version\": 1"))
+    with pytest.raises(DataError, match="schema 1"):
         load_statistics(path, olmoe.config)
     statistics.layers[2] = replace(statistics.layers[2], linear_cka=torch.full((6, 6), float("nan")))
     statistics.save(path)

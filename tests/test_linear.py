@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import engine.experts
 import engine.linear
 from engine.experts import Expert, mixture
-from engine.linear import as_bfloat16, linear, linears
+from engine.linear import as_bfloat16, decoding, linear, linears
 
 
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])
@@ -26,7 +26,7 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_equals_float64(arithmetic: bool, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(shape).to(dtype), torch.randn(21, 16).to(dtype), torch.randn(21).to(dtype)
-    with torch.no_grad():
+    with torch.no_grad(), decoding():
         got = linear(x, weight, bias)
     expected = x.double() @ weight.double().T + bias.double()
     assert got.dtype == dtype and got.shape == expected.shape
@@ -75,7 +75,7 @@ def test_several_weights_at_once(arithmetic: bool, rows: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, 1, 16).bfloat16()
     weights, biases = [torch.randn(n, 16).bfloat16() for n in (6, 4)], [torch.randn(6).bfloat16(), None]
-    with torch.no_grad():
+    with torch.no_grad(), decoding():
         together = linears(x, weights, biases)
         alone = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     assert [y.shape for y in together] == [(rows, 1, 6), (rows, 1, 4)]
@@ -86,7 +86,7 @@ def test_without_the_kernels_torch_serves(arithmetic: bool, monkeypatch: pytest.
     torch.manual_seed(0)
     x, weight = torch.randn(1, 16).bfloat16(), torch.randn(21, 16).bfloat16()
     expert = Expert(*(torch.randn(shape).bfloat16() / 4 for shape in ((24, 16), (24, 16), (16, 24))))
-    with torch.no_grad():
+    with torch.no_grad(), decoding():
         fast = linear(x, weight), mixture(x, [expert, expert], [0.5, 0.25])
         monkeypatch.setattr(engine.linear, "_load_kernels", lambda: None)
         slow = linear(x, weight), mixture(x, [expert, expert], [0.5, 0.25])
@@ -115,3 +115,9 @@ def test_transposed_products_equal_float64(monkeypatch: pytest.MonkeyPatch) -> N
     wide = x.double()
     exact = (F.silu(wide @ gate.double().T) * (wide @ up.double().T)) @ down.double().T
     assert got.shape == (20, 16) and torch.allclose(got.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+def test_outside_decoding_the_kernels_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.linear, "_load_kernels", lambda: pytest.fail("loaded"))
+    with torch.no_grad():
+        linear(torch.randn(1, 16).bfloat16(), torch.randn(21, 16).bfloat16())

@@ -37,6 +37,17 @@ def test_pruning_is_one_hot_and_reads_as_a_list_of_experts() -> None:
     assert plan.experts_per_layer == (3, 1) and not plan.is_uniform
 
 
+def test_a_permutation_is_one_line_and_a_list_is_read_too() -> None:
+    values = plan_to_json(MERGING)
+    source = values["layers"]["0"][0]["parts"][0]["sources"][1]
+    assert source == {"expert": 2, "coefficient": 0.25, "permutation": "1 0 2"}
+    source["permutation"] = [1, 0, 2]
+    assert plan_from_json(values) == MERGING
+    source["permutation"] = "1 x 2"
+    with pytest.raises(PlanError, match="layer 0, expert 0"):
+        plan_from_json(values)
+
+
 @pytest.mark.parametrize(
     "plan",
     [pruning_plan({0: [0, 1]}), MERGING, concatenation_plan({0: [(1, 0.5), (3, 0.25), (SHARED_EXPERT, 0.7)]})],

@@ -32,11 +32,13 @@ PROMISED = {
         "-o --output --overwrite --resume --sparsity --experts --method --scope --uniform --min-experts --merge "
         "--relaxation --epochs --learning-rate --reconstruction-weight --batch-size --statistics"
     ),
+    "merge": "-o --output --overwrite --resume --experts --method --data --samples --sequence-length --statistics",
     "calibrate": "-o --output --overwrite --data --samples --sequence-length",
     "inspect": "",
     "evaluate": "--data --metric --tasks",
     "generate": "-p -n --temperature --top-p --top-k --stop --skip-threshold",
     "bench": "-p -n -r -d -b -o --skip-threshold --backend",
+    "compare": "-o --output --overwrite --data --samples --tasks -p -n -r --skip-threshold",
 }
 
 

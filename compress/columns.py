@@ -1,0 +1,166 @@
+"""The figures of a comparison, one dict per model: what people read of them, and how they become CSV.
+
+Keys are snake_case with the unit in the name; sizes are bytes, times seconds, shares 0..1. What was not measured is None.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table."""
+
+    title: str
+    value: Callable[[Row], float | str | None]
+    """What the column is sorted by."""
+    text: Callable[[Row], str]
+    about: str
+    relative: bool = True
+    """Whether the ratio to the first model's figure says something."""
+
+
+def size(count: float | None) -> str:
+    """Bytes for people."""
+    if count is None:
+        return DASH
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure, or a dash where it was not measured."""
+    return DASH if value is None else f"{value:,.{digits}f}"
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """Those in which at least one of the rows has a figure, the model's name first."""
+    skipping = _SKIPPED if any(row.get("skip_threshold") for row in rows) else []
+    every = [_MODEL, *_quality(rows), *_SIZE, *_SPEED, *skipping]
+    return [column for column in every if any(column.value(row) is not None for row in rows)]
+
+
+def text_table(rows: Sequence[Row]) -> list[list[str]]:
+    """The table for people: a header, then a line for each model."""
+    shown = columns(rows)
+    return [[column.title for column in shown], *([column.text(row) for column in shown] for row in rows)]
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """The rows with a header; lists are joined by spaces, and each task's figures are columns `tasks.NAME.METRIC`."""
+    flat = [_flat(row) for row in rows]
+    keys = list(dict.fromkeys(key for row in flat for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=keys, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if key == "tasks":
+            flat |= {f"tasks.{task}.{name}": figure for task, own in (value or {}).items() for name, figure in own.items()}
+        elif isinstance(value, list):
+            flat[key] = " ".join(value if all(isinstance(part, str) for part in value) else map(json.dumps, value))
+        else:
+            flat[key] = value
+    return flat
+
+
+def _figure(title: str, key: str, text: Callable[[Any], str], about: str, relative: bool = True) -> Column:
+    return Column(title, lambda row: row.get(key), lambda row: text(row.get(key)), about, relative)
+
+
+def _quality(rows: Sequence[Row]) -> list[Column]:
+    """Perplexity, then the first figure of every task that any of the models was given."""
+    several = len({row.get("perplexity_group") for row in rows if row.get("perplexity") is not None}) > 1
+
+    def perplexity(row: Row) -> str:
+        mark = f" [{row['perplexity_group']}]" if several and row.get("perplexity") is not None else ""
+        return number(row.get("perplexity")) + mark
+
+    about = "On held-out text, the same for all models; lower is better."
+    if several:
+        about += " Only figures with the same mark in brackets are of the same tokens and may be compared."
+    found = Column("perplexity", lambda row: row.get("perplexity"), perplexity, about, relative=not several)
+    tasks = {task: own for row in rows for task, own in (row.get("tasks") or {}).items() if own}
+    return [found, *(_task(task, next(iter(own))) for task, own in tasks.items())]
+
+
+def _task(task: str, metric: str) -> Column:
+    def value(row: Row) -> float | None:
+        figure: float | None = (row.get("tasks") or {}).get(task, {}).get(metric)
+        return figure
+
+    return Column(task, value, lambda row: number(value(row), 4), f"{metric} of lm-evaluation-harness.")
+
+
+def _parameters(count: int | None) -> str:
+    if count is None:
+        return DASH
+    return f"{count / 1e6:,.2f} M" if count < 1e9 else f"{count / 1e9:,.2f} B"
+
+
+def _experts(row: Row) -> str:
+    counts = row.get("experts_per_layer") or []
+    if not counts:
+        return "dense"
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _mean_experts(row: Row) -> float:
+    """0 for a dense model."""
+    counts = row.get("experts_per_layer") or []
+    return sum(counts) / len(counts) if counts else 0.0
+
+
+def _rate(value: float | None) -> str:
+    return number(value, 1)
+
+
+def _seconds(value: float | None) -> str:
+    return DASH if value is None else f"{value:.3f} s" if value < 10 else f"{value:.1f} s"
+
+
+def _share(value: float | None) -> str:
+    return DASH if value is None else f"{value:.1%}"
+
+
+_MODEL = Column("model", lambda row: str(row["label"]), lambda row: str(row["label"]), "As it was given.", relative=False)
+_SIZE = [
+    _figure("weights", "bytes", size, "Bytes of the stored tensors."),
+    _figure("parameters", "parameters", _parameters, "Stored parameters."),
+    _figure("active", "active_parameters", _parameters, "Parameters that one token uses: top-k of the routed experts."),
+    Column("experts", _mean_experts, _experts, "Routed experts per MoE layer; sorted by their mean.", relative=False),
+]
+_SPEED = [
+    _figure("prefill t/s", "prefill_tokens_per_second_mean", _rate, "Tokens per second while a prompt is read."),
+    _figure("decode t/s", "decode_tokens_per_second_mean", _rate, "Tokens per second, one after the other."),
+    _figure("first token", "time_to_first_token_seconds", _seconds, "From the prompt's tokens to the first new one."),
+    _figure("peak memory", "peak_memory_bytes", size, "Most that the model's own process had resident."),
+]
+_SKIPPED = [
+    _figure("skipped", "experts_skipped_share", _share, "Expert evaluations skipped on the held-out text.", relative=False),
+    _figure(
+        "skipped, decode",
+        "decode_experts_skipped_share",
+        _share,
+        "Expert evaluations skipped in the decode test, whose tokens are random.",
+        relative=False,
+    ),
+]

@@ -1,0 +1,420 @@
+"""Several models side by side, in one run: quality on the same text, size, speed, memory, and pictures of their experts.
+
+A perplexity is per token, so it may be compared only between models that cut the text into the same tokens. Rows carry a
+`perplexity_group`: those of one group read exactly the same token ids. Other tokenizers are not refused, since size, speed
+and tasks can still be compared; the groups are marked wherever perplexities are shown, and a note says so.
+
+Shape suffixes: S sequences, L positions, N experts of a layer, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibrate.collect import collect
+from calibrate.options import CalibrationOptions
+from calibrate.statistics import Statistics
+from calibrate.text import Split, token_batches
+from compress import plots
+from compress.columns import to_csv
+from compress.diep_scores import load_scores
+from compress.evaluate import perplexity, tasks
+from compress.page import page
+from compress.pictures import Picture, Pictured, expert_counts, kept_experts, save
+from compress.pictures import draw as draw_experts
+from compress.plan import plan_from_json
+from engine.artifact import check_output, whole_or_nothing
+from engine.bench import BenchSpec, bench, cases_for
+from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+from engine.errors import OptionError, PlanError
+from engine.experts import MoeBlock
+from engine.json_file import write_json, writing
+from engine.model import DecoderLayer
+from engine.progress import Progress, no_progress
+from engine.routing import NO_EXPERT, Selection
+from engine.skip_tables import SkipTables, load_skip_tables, skipping_routings
+
+COMPARISON = "comparison.json"
+"""By this file a directory is known as a comparison, which --overwrite may replace."""
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """One comparison."""
+
+    models: tuple[str, ...]
+    output: Path | None = None
+    text: CalibrationOptions = field(default_factory=CalibrationOptions)
+    """`samples` sequences show how experts are used, for the pictures; `evaluation_samples` give perplexity; or 0."""
+    tasks: tuple[str, ...] = ()
+    limit: int | None = None
+    speed: bool = True
+    prompt_tokens: int = 512
+    generated_tokens: int = 128
+    repetitions: int = 5
+    skip_threshold: float = 0.0
+    """Of those models that can skip, in perplexity and in speed alike."""
+    dtype: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One of the models, opened."""
+
+    name: str
+    """As it was given."""
+    label: str
+    """Short, and unlike those of the others."""
+    checkpoint: Checkpoint
+    tables: SkipTables | None
+    skip_threshold: float
+
+    def dtype(self, wanted: str) -> torch.dtype:
+        """The torch dtype to compute in; "auto" is the checkpoint's own."""
+        found: torch.dtype = self.checkpoint.model_dtype if wanted == "auto" else getattr(torch, wanted)
+        return found
+
+
+def compare(options: CompareOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """`compress compare`: {"rows": one dict per model, "notes": what to know of them, "output": the directory or None}.
+
+    Raises OptionError, CheckpointError, DataError or OutputError for bad input, before anything is measured.
+    """
+    subjects = prepare(options)
+    text = common_text(options.text, subjects)
+    held_out = _tokens(subjects, text, text.evaluation_samples, "held-out")
+    seen = _tokens(subjects, text, text.samples if options.output is not None else 0, "calibration")
+    rows = [describe(subject) for subject in subjects]
+    _measure_quality(rows, subjects, held_out, options, progress)
+    if options.speed:
+        _measure_speed(rows, subjects, options, progress)
+    notes = [*_tokenizer_notes(rows), *_skipping_notes(rows, options)]
+    result = {"rows": rows, "notes": notes, "output": None if options.output is None else str(options.output)}
+    if options.output is not None:
+        pairs = zip(subjects, seen, strict=True)
+        statistics = [_statistics(subject, tokens_SL, options, progress) for subject, tokens_SL in pairs]
+        write_report(options, result, subjects, statistics, _settings(options, text))
+    return result
+
+
+def prepare(options: CompareOptions) -> list[Subject]:
+    """Open every model and check what can be checked at once; nothing is written."""
+    if not options.models:
+        raise OptionError("name at least one model to compare")
+    if options.output is not None:
+        check_output(options.output, options.overwrite, COMPARISON)
+        plots.require()
+    if options.speed:
+        cases_for(options.prompt_tokens, options.generated_tokens)
+        if options.repetitions < 1:
+            raise OptionError(f"repetitions is {options.repetitions}; it must be at least 1")
+    opened = [Checkpoint(resolve(model)) for model in options.models]
+    names = zip(options.models, labels(options.models), opened, strict=True)
+    subjects = [_subject(name, label, checkpoint, options.skip_threshold) for name, label, checkpoint in names]
+    if options.skip_threshold and not any(subject.skip_threshold for subject in subjects):
+        raise OptionError("a skip threshold needs calibrated tables, and none of these models has them; leave it at 0")
+    return subjects
+
+
+def _subject(name: str, label: str, checkpoint: Checkpoint, skip_threshold: float) -> Subject:
+    """With the threshold where the model can skip, and 0 where it cannot: dense ones, and those without tables."""
+    tables = load_skip_tables(checkpoint.directory, checkpoint.config)
+    can_skip = tables is not None and bool(checkpoint.config.moe_layers)
+    subject = Subject(name, label, checkpoint, tables, skip_threshold if can_skip else 0.0)
+    skipping_routings(checkpoint.config, tables, subject.skip_threshold)  # refuses what is out of range
+    return subject
+
+
+def labels(models: Sequence[str]) -> list[str]:
+    """Each model's last name, or all of it where two share that, and a number where it is the same model again."""
+    last = [Path(model).name or model for model in models]
+    found = [name if last.count(name) == 1 else model for name, model in zip(last, models, strict=True)]
+    counts = [found[: index + 1].count(name) for index, name in enumerate(found)]
+    return [name if count == 1 else f"{name} ({count})" for name, count in zip(found, counts, strict=True)]
+
+
+def common_text(text: CalibrationOptions, subjects: Sequence[Subject]) -> CalibrationOptions:
+    """The same text and sequence length for all: the shortest default. Raises OptionError where defaults differ in text."""
+    asked = replace(text, samples=max(1, text.samples))
+    filled = [asked.filled(subject.checkpoint) for subject in subjects]
+    if len(sources := sorted({str(each.data) for each in filled})) > 1:
+        raise OptionError(f"these models' default texts differ ({', '.join(sources)}); name one for all with --data")
+    length = min(each.sequence_length or 0 for each in filled)
+    return replace(filled[0], sequence_length=length, samples=text.samples)
+
+
+def _tokens(subjects: Sequence[Subject], text: CalibrationOptions, samples: int, split: Split) -> list[Tensor | None]:
+    """[S, L] of the same text for each model, by its own tokenizer; None where no samples are asked for."""
+    if samples == 0:
+        return [None] * len(subjects)
+    assert text.data is not None and text.sequence_length is not None
+    common = {"samples": samples, "sequence_length": text.sequence_length, "seed": text.seed}
+    return [token_batches(text.data, load_tokenizer(each.checkpoint), split=split, **common) for each in subjects]
+
+
+def describe(subject: Subject) -> dict[str, Any]:
+    """A row with what needs no measuring; the rest is None until it is measured."""
+    checkpoint = subject.checkpoint
+    config, provenance = checkpoint.config, checkpoint.provenance
+    return {
+        "model": subject.name,
+        "label": subject.label,
+        "kind": "checkpoint" if provenance is None else "artifact",
+        "method": None if provenance is None else str(provenance.get("method")),
+        "architecture": config.architecture.model_type,
+        "layers": len(config.layers),
+        "experts_per_layer": list(config.experts_per_layer),
+        "experts_per_token": config.experts_per_token if config.moe_layers else None,
+        "bytes": checkpoint.bytes,
+        "parameters": checkpoint.parameters,
+        "active_parameters": checkpoint.active_parameters,
+        "perplexity": None,
+        "perplexity_tokens": None,
+        "perplexity_group": None,
+        "tasks": None,
+        "prefill_tokens_per_second_mean": None,
+        "prefill_tokens_per_second_sd": None,
+        "decode_tokens_per_second_mean": None,
+        "decode_tokens_per_second_sd": None,
+        "time_to_first_token_seconds": None,
+        "peak_memory_bytes": None,
+        "skip_threshold": subject.skip_threshold,
+        "experts_skipped_share": None,
+        "decode_experts_skipped_share": None,
+    }
+
+
+# Quality
+
+
+def _measure_quality(
+    rows: Sequence[dict[str, Any]],
+    subjects: Sequence[Subject],
+    held_out: Sequence[Tensor | None],
+    options: CompareOptions,
+    progress: Progress,
+) -> None:
+    groups: list[Tensor] = []
+    for row, subject, tokens_SL in zip(rows, subjects, held_out, strict=True):
+        if tokens_SL is not None:
+            row["perplexity_group"] = _group(tokens_SL, groups)
+            row["perplexity_tokens"] = tokens_SL.numel() - len(tokens_SL)
+            row["perplexity"], row["experts_skipped_share"] = _perplexity(subject, tokens_SL, options, progress)
+        if options.tasks:
+            found = tasks(subject.checkpoint, list(options.tasks), limit=options.limit, device=options.device)
+            row["tasks"] = task_figures(found)
+
+
+def _group(tokens_SL: Tensor, groups: list[Tensor]) -> int:
+    """From 1: the group of those that read the same token ids. A new one is appended."""
+    for index, other_SL in enumerate(groups, start=1):
+        if torch.equal(tokens_SL, other_SL):
+            return index
+    groups.append(tokens_SL)
+    return len(groups)
+
+
+def _perplexity(
+    subject: Subject, tokens_SL: Tensor, options: CompareOptions, progress: Progress
+) -> tuple[float, float | None]:
+    """(perplexity, share of expert evaluations skipped, None for a dense model), with the model's skip threshold."""
+    config = subject.checkpoint.config
+    own = skipping_routings(config, subject.tables, subject.skip_threshold, device=options.device)
+    routings = dict(zip(config.moe_layers, own, strict=True))
+    skipped, slots = [], []
+
+    def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
+        skipped.append(int((selection.experts == NO_EXPERT).sum()))
+        slots.append(selection.experts.numel())
+
+    def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
+        block = layer.feed_forward
+        if isinstance(block, MoeBlock):
+            block.routing, block.observer = routings[index], observe
+        return None
+
+    value = perplexity(
+        subject.checkpoint,
+        tokens_SL,
+        dtype=subject.dtype(options.dtype),
+        device=options.device,
+        visit=visit,
+        progress=lambda layers: progress(layers, f"perplexity of {subject.label} (layers)"),
+    )
+    return value, sum(skipped) / sum(slots) if slots else None
+
+
+def task_figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Of lm-evaluation-harness's results the numbers, without its filter's name where that is "none"."""
+    return {
+        task: {
+            name.removesuffix(",none"): float(value)
+            for name, value in own.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        }
+        for task, own in results.items()
+    }
+
+
+# Speed
+
+
+def _measure_speed(
+    rows: Sequence[dict[str, Any]], subjects: Sequence[Subject], options: CompareOptions, progress: Progress
+) -> None:
+    cases = cases_for(options.prompt_tokens, options.generated_tokens)
+    specs = [
+        BenchSpec(
+            subject.name,
+            device=options.device,
+            dtype=options.dtype,
+            threads=options.threads,
+            skip_threshold=subject.skip_threshold,
+            seed=options.text.seed,
+        )
+        for subject in subjects
+    ]
+    found = iter(bench(specs, cases, options.repetitions, lambda rounds: progress(rounds, "speed (rounds)")))
+    for row in rows:
+        for case in cases:
+            measured = next(found)
+            kind = "prefill" if case.kind == "pp" else "decode"
+            row[f"{kind}_tokens_per_second_mean"] = measured["tokens_per_second_mean"]
+            row[f"{kind}_tokens_per_second_sd"] = measured["tokens_per_second_sd"]
+            row["peak_memory_bytes"] = measured["peak_memory_bytes"]
+            if case.kind == "pp":
+                # The prefill test ends with the first new token, chosen.
+                row["time_to_first_token_seconds"] = case.tokens / measured["tokens_per_second_median"]
+            elif row["experts_per_layer"]:
+                row["decode_experts_skipped_share"] = measured["experts_skipped_share"]
+
+
+# What to know of the figures
+
+
+def _tokenizer_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    groups: dict[int, list[str]] = {}
+    for row in rows:
+        if row["perplexity_group"] is not None:
+            groups.setdefault(row["perplexity_group"], []).append(row["label"])
+    if len(groups) < 2:
+        return []
+    named = "; ".join(f"[{group}] {', '.join(names)}" for group, names in groups.items())
+    return [f"Tokenizers differ, so perplexities compare only inside a group: {named}."]
+
+
+def _skipping_notes(rows: Sequence[dict[str, Any]], options: CompareOptions) -> list[str]:
+    without = [row["label"] for row in rows if options.skip_threshold and row["skip_threshold"] == 0]
+    notes = []
+    if without:
+        notes.append(f"Without tables for skipping, so with threshold 0: {', '.join(without)}.")
+    if options.skip_threshold and options.tasks:
+        notes.append("Tasks are measured through transformers, which skips nothing.")
+    return notes
+
+
+def _settings(options: CompareOptions, text: CalibrationOptions) -> dict[str, Any]:
+    """How it was measured, in people's words."""
+    settings: dict[str, Any] = {}
+    if text.evaluation_samples:
+        settings["perplexity"] = (
+            f"{text.evaluation_samples} held-out sequences of {text.sequence_length} tokens of {text.data}, seed {text.seed}"
+        )
+    if options.tasks:
+        limit = "" if options.limit is None else f", first {options.limit} examples each"
+        settings["tasks"] = f"{', '.join(options.tasks)}, by lm-evaluation-harness{limit}"
+    if options.speed:
+        settings["speed"] = (
+            f"prompt of {options.prompt_tokens} tokens, {options.generated_tokens} generated, batch 1, mean of "
+            f"{options.repetitions} interleaved repetitions, each model in its own process"
+        )
+    if text.samples:
+        settings["expert usage"] = f"{text.samples} sequences of {text.sequence_length} tokens of {text.data}"
+    if options.skip_threshold:
+        settings["skip threshold"] = options.skip_threshold
+    settings |= {"dtype": options.dtype, "device": options.device}
+    settings["threads"] = options.threads or torch.get_num_threads()
+    return settings | {"versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))}
+
+
+# The report
+
+
+def _statistics(
+    subject: Subject, tokens_SL: Tensor | None, options: CompareOptions, progress: Progress
+) -> Statistics | None:
+    """None for a dense model, or where no samples were asked for."""
+    if tokens_SL is None or not subject.checkpoint.config.moe_layers:
+        return None
+    return collect(
+        subject.checkpoint,
+        tokens_SL,
+        dtype=subject.dtype(options.dtype),
+        device=options.device,
+        seed=options.text.seed,
+        progress=lambda layers: progress(layers, f"experts of {subject.label} (layers)"),
+    )
+
+
+def write_report(
+    options: CompareOptions,
+    result: dict[str, Any],
+    subjects: Sequence[Subject],
+    statistics: Sequence[Statistics | None],
+    settings: dict[str, Any],
+) -> None:
+    """comparison.json, comparison.csv, PNG pictures and index.html, all or nothing."""
+    assert options.output is not None
+    with whole_or_nothing(options.output, options.overwrite, COMPARISON) as directory:
+        write_json(directory / COMPARISON, {"schema_version": 1} | result | {"settings": settings})
+        with writing(directory, "the comparison"):
+            (directory / "comparison.csv").write_text(to_csv(result["rows"]), encoding="utf-8")
+            pictures = draw(directory, result["rows"], subjects, statistics)
+            title = " · ".join(plots.short(subject.label) for subject in subjects)
+            html = page(result["rows"], title=title, notes=result["notes"], settings=settings, pictures=pictures)
+            (directory / "index.html").write_text(html, encoding="utf-8")
+
+
+def draw(
+    directory: Path, rows: Sequence[dict[str, Any]], subjects: Sequence[Subject], statistics: Sequence[Statistics | None]
+) -> list[Picture]:
+    """Every picture that these models have something for, as PNG files of the directory, in the order of the page."""
+    pictures = []
+    y_label = "held-out perplexity (lower is better)"
+    if points := _points(rows, "bytes", "", 1e-6):
+        figure = plots.scatter(points, "weights in MB", y_label)
+        about = "Down and to the left is better."
+        pictures.append(save(directory, "quality_and_size", figure, "Quality against size", about))
+    if points := _points(rows, "decode_tokens_per_second_mean", "decode_tokens_per_second_sd"):
+        figure = plots.scatter(points, "decode, tokens per second", y_label)
+        about = "Down and to the right is better; bars are standard deviations."
+        pictures.append(save(directory, "quality_and_speed", figure, "Quality against speed", about))
+    return pictures + draw_experts(directory, [_pictured(*pair) for pair in zip(subjects, statistics, strict=True)])
+
+
+def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: float = 1.0) -> list[plots.Point]:
+    """Of the rows that have both figures: perplexity over `key`, with the standard deviation under `deviation`."""
+    return [
+        plots.Point(row["label"], row[key] * scale, row["perplexity"], row["perplexity_group"], row.get(deviation) or 0.0)
+        for row in rows
+        if row[key] is not None and row["perplexity"] is not None
+    ]
+
+
+def _pictured(subject: Subject, statistics: Statistics | None) -> Pictured:
+    checkpoint, kept = subject.checkpoint, None
+    with suppress(PlanError):  # an artifact of a later version, say: then its experts are numbered from 0
+        kept = kept_experts(plan_from_json((checkpoint.provenance or {}).get("plan")), checkpoint.config)
+    scores = load_scores(checkpoint.directory)
+    return Pictured(subject.label, expert_counts(checkpoint.config), statistics, kept, scores)

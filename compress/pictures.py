@@ -1,0 +1,116 @@
+"""Which pictures models have something for, drawn as PNG files: in a comparison, and beside the model card of an artifact.
+
+Shape suffixes: N experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calibrate.statistics import Statistics
+from compress import plots
+from compress.diep_scores import DiepScores
+from compress.plan import Plan
+from engine.architectures import DecoderConfig
+from engine.json_file import writing
+
+MOST_EXPERTS = 4096
+"""A plan read from a file that numbers its experts higher is not drawn."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG file and what to say of it."""
+
+    path: Path
+    title: str
+    about: str
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """What is known of one model's experts."""
+
+    label: str
+    experts: Mapping[int, int]
+    """Count by decoder layer; empty for a dense model."""
+    statistics: Statistics | None = None
+    kept: Mapping[int, Sequence[int]] | None = None
+    """By layer, the number of each expert in the model that it was pruned from; None for what is not plainly pruned."""
+    scores: DiepScores | None = None
+
+
+def expert_counts(config: DecoderConfig) -> dict[int, int]:
+    """Routed experts by decoder layer, without the dense ones."""
+    return dict(zip(config.moe_layers, config.experts_per_layer, strict=True))
+
+
+def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | None:
+    """Of a model made by pruning alone: by layer its experts' numbers in the source. None for any other plan."""
+    if {layer: len(experts) for layer, experts in plan.layers.items()} != expert_counts(config):
+        return None
+    kept: dict[int, list[int]] = {}
+    for layer, experts in plan.layers.items():
+        sources = [expert.parts[0].sources[0].expert for expert in experts if expert.is_copy]
+        kept[layer] = [number for number in sources if isinstance(number, int) and 0 <= number < MOST_EXPERTS]
+        if len(set(kept[layer])) != len(experts):
+            return None
+    return kept
+
+
+def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
+    """Experts per layer, usage, similarity and search scores, of those models that have them. Raises OutputError."""
+    pictures = []
+    counts = {model.label: model.experts for model in models if model.experts}
+    if counts:
+        figure = plots.experts_per_layer(counts)
+        about = "Routed experts that each layer has."
+        pictures.append(save(directory, "experts_per_layer", figure, "Experts per layer", about))
+    known = [model for model in models if model.statistics is not None]
+    if known:
+        figure = plots.expert_usage([usage(model) for model in known])
+        about = "Share of tokens routed to each expert, per layer; experts carry the numbers of the model they come from."
+        pictures.append(save(directory, "expert_usage", figure, "Expert usage", about))
+    for model, name in _numbered(known, "expert_similarity"):
+        assert model.statistics is not None
+        matrices = {layer: own.rbf_cka.tolist() for layer, own in model.statistics.layers.items()}
+        figure, title = plots.expert_similarity(model.label, matrices), f"Similarity of experts: {model.label}"
+        about = "RBF CKA of the outputs of each two experts on the same tokens: the brighter, the more they do alike."
+        pictures.append(save(directory, name, figure, title, about))
+    for model, name in _numbered([model for model in models if model.scores is not None], "diep_scores"):
+        figure, title = plots.search_scores(model.label, search_scores(model)), f"α and β: {model.label}"
+        about = "What differentiable expert pruning learned: α weighs the experts of a layer, β the layers."
+        pictures.append(save(directory, name, figure, title, about))
+    return pictures
+
+
+def save(directory: Path, name: str, figure: Any, title: str, about: str) -> Picture:
+    """Write NAME.png into the directory."""
+    path = directory / f"{name}.png"
+    with writing(path, "a picture"):
+        plots.save(figure, path)
+    return Picture(path, title, about)
+
+
+def _numbered(models: Sequence[Pictured], name: str) -> list[tuple[Pictured, str]]:
+    """Each with a file name, which ends in a number where there are several."""
+    return [(model, name if len(models) == 1 else f"{name}_{index}") for index, model in enumerate(models, start=1)]
+
+
+def usage(model: Pictured) -> plots.Usage:
+    """Shares of routed tokens; experts are numbered from 0 where it is not known which of a source they are."""
+    assert model.statistics is not None
+    counts = {layer: own.tokens_routed.double() for layer, own in model.statistics.layers.items()}
+    shares = {layer: (count_N / count_N.sum().clamp_min(1)).tolist() for layer, count_N in counts.items()}
+    numbers = model.kept or {layer: list(range(len(own))) for layer, own in shares.items()}
+    return plots.Usage(model.label, shares, numbers)
+
+
+def search_scores(model: Pictured) -> plots.SearchScores:
+    """α and β; where it is not known which experts stayed, none is crossed out."""
+    assert model.scores is not None
+    every = {layer: list(range(len(own))) for layer, own in model.scores.alpha.items()}
+    return plots.SearchScores(model.scores.alpha, model.scores.beta, model.kept or every)

@@ -1,0 +1,441 @@
+"""Pictures of what compression did, by matplotlib, the optional extra `plots`.
+
+Each function takes plain figures and gives a matplotlib Figure; `save` writes it. Layers are decoder layer indices.
+Colours are viridis for amounts and PuOr around zero, which read the same to the colour-blind; grey means "not there".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import OptionError
+
+DOTS_PER_INCH = 144
+MAX_NAME = 36
+"""Longer names are shortened in their middle."""
+LAYERS_IN_A_LINE = 32
+"""More layers than this are drawn in several lines, so that numbers stay legible."""
+MISSING = "#d4d4d4"
+DASH = "–"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Of Okabe and Ito."""
+MARKERS = "osD^vP*"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model in a scatter plot. Models of the same `group` may be compared."""
+
+    name: str
+    x: float
+    y: float
+    group: int = 1
+    x_sd: float = 0.0
+    """Standard deviation of x, drawn as a bar where it is above 0."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a model's router spreads tokens over its experts."""
+
+    name: str
+    shares: Mapping[int, Sequence[float]]
+    """By layer, of each expert: its share of all (token, expert) pairs."""
+    numbers: Mapping[int, Sequence[int]]
+    """By layer, of each expert: its number in the model that it comes from."""
+
+
+@dataclass(frozen=True)
+class SearchScores:
+    """What DiEP learned: α by layer and expert, β by layer, and which experts stayed."""
+
+    alpha: Mapping[int, Sequence[float]]
+    beta: Mapping[int, float]
+    kept: Mapping[int, Sequence[int]]
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require() -> None:
+    """Raise OptionError where matplotlib is not installed."""
+    if not available():
+        raise OptionError("plots need matplotlib; install it with `pip install moe-compress[plots]`, or leave out --output")
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """Names are text and no formulas; a sign that the font lacks is drawn as a box, without a warning."""
+    from matplotlib import rc_context
+
+    settings: Any = {
+        "text.parse_math": False,
+        "font.family": "DejaVu Sans",
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "figure.dpi": DOTS_PER_INCH,
+    }
+    with rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a PNG of the same bytes for the same figures."""
+    with _style():
+        figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None}, facecolor="white")
+
+
+def short(name: str, length: int = MAX_NAME) -> str:
+    """The name on one line, its middle left out where it is too long."""
+    name = " ".join(name.split())
+    keep = length - 1
+    return name if len(name) <= length else f"{name[: keep - keep // 2]}…{name[len(name) - keep // 2 :]}"
+
+
+# Quality against something else
+
+
+def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Any:
+    """A labelled point for each model; a panel for each group, since only inside one may models be compared."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups = sorted({point.group for point in points})
+    with _style():
+        figure = Figure(figsize=(7.2 * len(groups), 4.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(1, len(groups), squeeze=False)[0]
+        for axes, group in zip(panels, groups, strict=True):
+            own = [point for point in points if point.group == group]
+            for index, point in enumerate(own):
+                colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+                if point.x_sd:
+                    axes.errorbar([point.x], [point.y], xerr=[point.x_sd], color=colour, capsize=3, linewidth=1.2)
+                axes.plot([point.x], [point.y], marker, color=colour, markersize=8, markeredgecolor="white")
+            axes.set_xlabel(x_label)
+            axes.set_ylabel(y_label)
+            axes.grid(color="#e6e6e6", linewidth=0.8)
+            axes.set_axisbelow(True)
+            _widen(axes, own)
+            if len(groups) > 1:
+                axes.set_title(f"tokenizer of {short(own[0].name)}")
+        figure.draw_without_rendering()  # fixes the layout, so that labels can be placed in pixels
+        figure.set_layout_engine("none")
+        for axes, group in zip(panels, groups, strict=True):
+            _place_labels(axes, [point for point in points if point.group == group])
+    return figure
+
+
+def _widen(axes: Any, points: Sequence[Point]) -> None:
+    """Room around the points for their labels, and never so near that differences of a few per cent look large."""
+    across = [point.x + sign * point.x_sd for point in points for sign in (-1, 1)]
+    for values, limit in ((across, axes.set_xlim), ([point.y for point in points], axes.set_ylim)):
+        low, high = min(values), max(values)
+        margin = max(0.22 * (high - low), 0.05 * abs(high)) or 1.0
+        limit(max(0.0, low - margin) if low >= 0 else low - margin, high + margin)
+
+
+def _place_labels(axes: Any, points: Sequence[Point]) -> None:
+    """Each name near its point, where it covers neither a point nor another name; a thin line leads to it from afar."""
+    from matplotlib.transforms import Bbox, IdentityTransform
+
+    renderer = axes.figure.canvas.get_renderer()
+    inside = axes.get_window_extent(renderer)
+    centres = [axes.transData.transform((point.x, point.y)) for point in points]
+    radius = 6 * DOTS_PER_INCH / 72
+    taken = [Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius) for x, y in centres]
+    for point in points:  # bars of deviation
+        (left, y), (right, _) = axes.transData.transform([(point.x - point.x_sd, point.y), (point.x + point.x_sd, point.y)])
+        taken.append(Bbox.from_bounds(left - 2, y - radius / 2, right - left + 4, radius))
+    for point, centre in zip(points, centres, strict=True):
+        label = axes.text(0, 0, short(point.name), transform=IdentityTransform(), fontsize=9.5)
+        extent = label.get_window_extent(renderer)
+        place, distance = _free_place(centre, extent.width, extent.height, taken, inside)
+        label.set_position(place)
+        box = Bbox.from_bounds(*place, extent.width, extent.height)
+        taken.append(box)
+        if distance > 2 * radius:
+            nearest = (min(max(centre[0], box.x0), box.x1), min(max(centre[1], box.y0), box.y1))
+            line = {"arrowstyle": "-", "color": "#808080", "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5}
+            axes.annotate("", centre, xytext=nearest, xycoords="figure pixels", textcoords="figure pixels", arrowprops=line)
+
+
+def _free_place(
+    centre: Sequence[float], width: float, height: float, taken: Sequence[Any], inside: Any
+) -> tuple[tuple[float, float], float]:
+    """(lower left corner in pixels, distance from the point) of the nearest free box; of the last one tried if none is."""
+    from matplotlib.transforms import Bbox
+
+    pad = 3.0
+    place, distance = (centre[0], centre[1]), 0.0
+    for step in range(1, 40):
+        distance = 10.0 + 9.0 * (step - 1)
+        for turn in (0, 1, 0.5, 1.5, 0.25, 0.75, 1.25, 1.75):  # half turns: right, left, above, below, corners
+            across, up = math.cos(turn * math.pi), math.sin(turn * math.pi)
+            x = centre[0] + across * distance - width * (0.5 - 0.5 * _sign(across))
+            y = centre[1] + up * distance - height * (0.5 - 0.5 * _sign(up))
+            x = min(max(x, inside.x0 + pad), inside.x1 - width - pad)
+            box = Bbox.from_bounds(x - pad, y - pad, width + 2 * pad, height + 2 * pad)
+            place = (x, y)
+            if inside.y0 <= box.y0 and box.y1 <= inside.y1 and box.count_overlaps(taken) == 0:
+                return place, distance
+    return place, distance
+
+
+def _sign(value: float) -> int:
+    return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1
+
+
+# Heat maps
+
+
+def experts_per_layer(counts: Mapping[str, Mapping[int, int]]) -> Any:
+    """Experts in each layer of each model, by name; a dash where a model has no experts in a layer."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    layers = sorted({layer for own in counts.values() for layer in own})
+    lines = [layers[start : start + LAYERS_IN_A_LINE] for start in range(0, len(layers), LAYERS_IN_A_LINE)]
+    highest = max(count for own in counts.values() for count in own.values())
+    names = _Names(counts)
+    across = max(3.0, 0.4 * len(lines[0]))
+    down = 0.42 * len(counts)
+    with _style():
+        title = "Experts per layer"
+        page = _Page(_width(names.inches + across + 1.1, title, names.inches), len(lines), down, title=0.15, below=0.62)
+        figure = Figure(figsize=page.size)
+        for index, line in enumerate(lines):
+            axes = page.axes(figure, index, names.inches, across)
+            grid = np.array([[own.get(layer, np.nan) for layer in line] for own in counts.values()], dtype=float)
+            picture = _heat(axes, grid, 0, highest)
+            _cell_numbers(axes, grid, picture, lambda value: DASH if math.isnan(value) else f"{value:.0f}")
+            axes.set_yticks(range(len(counts)), names.shown)
+            axes.set_xticks(range(len(line)), [str(layer) for layer in line])
+            axes.set_xlabel("layer")
+        page.title(figure, title, names.inches)
+        _colour_bar(figure, page, picture, names.inches + across, "experts")
+    return figure
+
+
+def expert_usage(usages: Sequence[Usage]) -> Any:
+    """A panel for each model: layers down, experts across under their source's numbers, those that are not there grey."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    layers = sorted({layer for usage in usages for layer in usage.shares})
+    experts = 1 + max(number for usage in usages for numbers in usage.numbers.values() for number in numbers)
+    highest = max(share for usage in usages for shares in usage.shares.values() for share in shares)
+    cell_across, cell_down = _between(6.0 / experts, 0.05, 0.42), _between(11.0 / len(layers), 0.16, 0.3)
+    across, down = max(2.4, cell_across * experts), max(0.6, cell_down * len(layers))
+    in_a_line = max(1, min(len(usages), int(13.0 // (across + 0.75))))
+    with _style():
+        lines = math.ceil(len(usages) / in_a_line)
+        title = "Routed tokens, % of a layer (grey: no such expert)"
+        page = _Page(_width(0.75 + in_a_line * (across + 0.75) + 0.6, title, 0.75), lines, down, title=0.36, below=0.62)
+        figure = Figure(figsize=page.size)
+        for index, usage in enumerate(usages):
+            line, place = divmod(index, in_a_line)
+            axes = page.axes(figure, line, 0.75 + place * (across + 0.75), across)
+            grid = np.full((len(layers), experts), np.nan)
+            for row, layer in enumerate(layers):
+                grid[row, list(usage.numbers.get(layer, ()))] = usage.shares.get(layer, ())
+            picture = _heat(axes, grid, 0, highest)
+            if cell_across >= 0.34 and cell_down >= 0.2:
+                _cell_numbers(axes, grid, picture, lambda value: "" if math.isnan(value) else f"{100 * value:.0f}", 8)
+            axes.set_title(short(usage.name, max(12, int(across / 0.095))))
+            _whole_ticks(axes.set_xticks, range(experts), across)
+            _whole_ticks(axes.set_yticks, layers, down)
+            axes.set_xlabel("expert")
+            axes.set_ylabel("layer")
+        page.title(figure, title, 0.75)
+        _colour_bar(figure, page, picture, 0.75 + in_a_line * (across + 0.75) - 0.75, "share of tokens", percent=True)
+    return figure
+
+
+def expert_similarity(name: str, matrices: Mapping[int, Any]) -> Any:
+    """RBF CKA of the outputs of each two experts [N, N], a panel for each layer (DiEP's figures 1 and 6)."""
+    from matplotlib.figure import Figure
+
+    side, gap = (1.15, 0.3) if len(matrices) > 8 else (1.7, 0.4)
+    in_a_line = min(8 if len(matrices) > 8 else 4, len(matrices))
+    left = 0.35
+    with _style():
+        title = f"Similarity of experts (RBF CKA), {short(name)}"
+        width = _width(left + in_a_line * (side + gap) + 0.7, title, left)
+        page = _Page(width, math.ceil(len(matrices) / in_a_line), side, title=0.4, below=0.3)
+        figure = Figure(figsize=page.size)
+        for index, (layer, matrix) in enumerate(sorted(matrices.items())):
+            line, place = divmod(index, in_a_line)
+            axes = page.axes(figure, line, left + place * (side + gap), side)
+            picture = _heat(axes, matrix, 0, 1, gaps=False)
+            axes.set_title(f"layer {layer}", fontsize=9, pad=3)
+            count = len(matrix)
+            ticks = sorted({0, count - 1}) if count > 1 else [0]
+            axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+            axes.set_yticks(ticks, [str(tick) for tick in ticks] if place == 0 else [""] * len(ticks), fontsize=8)
+        page.title(figure, title, left)
+        _colour_bar(figure, page, picture, left + in_a_line * (side + gap) - gap, "CKA")
+    return figure
+
+
+def search_scores(name: str, scores: SearchScores) -> Any:
+    """α of each expert, removed ones crossed out, and beside it β of each layer (DiEP's figure 4)."""
+    import numpy as np
+    from matplotlib.figure import Figure
+    from matplotlib.patheffects import withStroke
+
+    layers = sorted(scores.alpha)
+    experts = max(len(own) for own in scores.alpha.values())
+    grid = np.full((len(layers), experts), np.nan)
+    for row, layer in enumerate(layers):
+        grid[row, : len(scores.alpha[layer])] = scores.alpha[layer]
+    bound = float(np.nanmax(np.abs(grid))) or 1.0
+    across = _between(0.4 * experts, 2.6, 7.0)
+    down = _between(0.3 * len(layers), 1.2, 12.0)
+    with _style():
+        title = f"DiEP scores, {short(name)}"
+        page = _Page(_width(0.75 + across + 1.35 + 2.6 + 0.35, title, 0.75), 1, down, title=0.36, below=0.62)
+        figure = Figure(figsize=page.size)
+        axes = page.axes(figure, 0, 0.75, across)
+        picture = _heat(axes, grid, -bound, bound, colours="PuOr_r")
+        gone = [
+            (expert, row)
+            for row, layer in enumerate(layers)
+            for expert in range(len(scores.alpha[layer]))
+            if expert not in scores.kept.get(layer, ())
+        ]
+        if gone:
+            side = _between(36 * min(across / experts, down / len(layers)), 2, 6)
+            halo = withStroke(linewidth=2.5, foreground="white")  # a black cross would be lost in the darkest cells
+            axes.scatter(*zip(*gone, strict=True), marker="x", s=side**2, c="black", linewidths=1, path_effects=[halo])
+        axes.set_title("α of each expert; × removed")
+        axes.set_xlabel("expert")
+        axes.set_ylabel("layer")
+        _whole_ticks(axes.set_xticks, range(experts), across)
+        _whole_ticks(axes.set_yticks, layers, down)
+        _colour_bar(figure, page, picture, 0.75 + across, "α")
+        bars = page.axes(figure, 0, 0.75 + across + 1.35, 2.6)
+        changes = [scores.beta[layer] - 1.0 for layer in layers]
+        bars.barh(range(len(layers)), changes, left=1.0, color=COLOURS[0], height=0.7)
+        bars.axvline(1.0, color="black", linewidth=0.8)
+        low, high = min([0.0, *changes]), max([0.0, *changes])
+        margin = max(0.08 * (high - low), 0.002)
+        bars.set_xlim(1.0 + low - margin, 1.0 + high + margin)
+        bars.xaxis.set_major_locator(_locator())
+        bars.ticklabel_format(axis="x", useOffset=False)
+        bars.set_ylim(len(layers) - 0.5, -0.5)
+        _whole_ticks(bars.set_yticks, layers, down)
+        bars.set_title("β of each layer, from 1")
+        bars.set_xlabel("β")
+        bars.grid(axis="x", color="#e6e6e6")
+        bars.set_axisbelow(True)
+        page.title(figure, title, 0.75)
+    return figure
+
+
+class _Page:
+    """Lines of panels of equal height, everything in inches: with up to 64 panels an automatic layout takes seconds."""
+
+    def __init__(self, width: float, lines: int, height: float, *, title: float, below: float) -> None:
+        """`title` is the room above each line of panels, `below` that for its tick and axis labels."""
+        self.lines, self.height, self.above, self.below = lines, height, title, below
+        self.size = (width, 0.4 + lines * (title + height + below))
+
+    def axes(self, figure: Any, line: int, left: float, width: float) -> Any:
+        """A panel of `width` inches in a line, `left` inches from the page's edge."""
+        top = 0.4 + line * (self.above + self.height + self.below) + self.above
+        across, down = self.size
+        return figure.add_axes((left / across, 1 - (top + self.height) / down, width / across, self.height / down))
+
+    def title(self, figure: Any, text: str, left: float) -> None:
+        """The heading of the whole picture."""
+        figure.text(left / self.size[0], 1 - 0.18 / self.size[1], text, va="top", fontsize=12, fontweight="bold")
+
+
+class _Names:
+    """Models' names beside a heat map, and the room that the longest takes."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.shown = [short(name) for name in names]
+        # Wide signs take more than a Latin letter does.
+        self.inches = 0.25 + 0.083 * max(sum(1 if ord(sign) < 0x1100 else 2 for sign in name) for name in self.shown)
+
+
+def _width(wanted: float, title: str, left: float) -> float:
+    """Inches of a page, at least what its title takes."""
+    return max(wanted, left + 0.2 + 0.11 * sum(1 if ord(sign) < 0x1100 else 2 for sign in title))
+
+
+def _between(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def _heat(axes: Any, grid: Any, low: float, high: float, *, colours: str = "viridis", gaps: bool = True) -> Any:
+    """Cells of the grid's values, with thin white gaps where there are few enough to see them."""
+    import matplotlib
+    import numpy as np
+
+    palette = matplotlib.colormaps[colours].with_extremes(bad=MISSING)
+    grid = np.ma.masked_invalid(np.asarray(grid, dtype=float))
+    picture = axes.imshow(grid, cmap=palette, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    axes.spines[:].set_visible(False)
+    if gaps and max(grid.shape) <= 64:
+        axes.set_xticks(np.arange(grid.shape[1] + 1) - 0.5, minor=True)
+        axes.set_yticks(np.arange(grid.shape[0] + 1) - 0.5, minor=True)
+        axes.grid(which="minor", color="white", linewidth=1.2)
+    axes.tick_params(which="both", length=0)
+    return picture
+
+
+def _cell_numbers(axes: Any, grid: Any, picture: Any, text: Any, font_size: float = 9) -> None:
+    """A number in each cell, black or white, whichever the cell's colour carries."""
+    for (row, column), value in _cells(grid):
+        red, green, blue, _ = picture.cmap(picture.norm(value)) if not math.isnan(value) else (0.83, 0.83, 0.83, 1)
+        colour = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+        axes.text(column, row, text(value), ha="center", va="center", color=colour, fontsize=font_size)
+
+
+def _cells(grid: Any) -> Iterator[tuple[tuple[int, int], float]]:
+    for row, values in enumerate(grid.tolist()):
+        for column, value in enumerate(values):
+            yield (row, column), float(value)
+
+
+def _whole_ticks(set_ticks: Any, labels: Sequence[int], inches: float) -> None:
+    """As many of the labels as have room, evenly spaced."""
+    step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256) if len(labels) / step * 0.22 <= inches or step == 256)
+    places = range(0, len(labels), step)
+    set_ticks(list(places), [str(labels[place]) for place in places])
+
+
+def _colour_bar(figure: Any, page: _Page, picture: Any, left: float, label: str, percent: bool = False) -> None:
+    """What the colours mean, beside the first line of panels."""
+    bar = figure.colorbar(picture, cax=page.axes(figure, 0, left + 0.15, 0.14))
+    bar.outline.set_visible(False)
+    bar.set_label(label, fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    if percent:
+        from matplotlib.ticker import PercentFormatter
+
+        bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    else:
+        bar.locator = _locator()
+        bar.update_ticks()
+
+
+def _locator() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=4, steps=[1, 2, 5, 10])

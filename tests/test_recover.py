@@ -1,0 +1,127 @@
+"""Recovery: only routers and norms move, towards the full model, resumably, and what is written is what was trained."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MOE_FAMILIES, save_reference
+
+import compress.recover
+from compress.apply import apply, planned_decoder
+from compress.diep import full_hidden_states
+from compress.losses import prediction_divergence
+from compress.plan import pruning_plan
+from compress.recover import RecoverOptions, Training, batch_rows, rate_at, recover, trained_parameters
+from engine.checkpoint import Checkpoint
+from engine.errors import DataError, OptionError
+from engine.model import Decoder
+
+TOKENS = torch.randint(3, 96, (6, 12), generator=torch.Generator().manual_seed(1))
+PLAN = pruning_plan({0: [1, 4, 5], 1: [0, 2], 2: [0, 1, 5]})
+OPTIONS = RecoverOptions(steps=8, learning_rate=1e-2, batch_size=4)
+
+
+def divergence(checkpoint: Checkpoint, decoder: Decoder) -> float:
+    """Mean KL(p ‖ p') per token in float64, the textbook sum."""
+    with torch.no_grad():
+        full = Decoder(checkpoint.config, checkpoint.source(torch.float64))(TOKENS).log_softmax(-1)
+        own = decoder(TOKENS).double().log_softmax(-1)
+    return float((full.exp() * (full - own)).sum() / TOKENS.numel())
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_recovery_comes_closer_to_the_full_model(family: str, tmp_path: Path) -> None:
+    save_reference(family, tmp_path / "model")
+    checkpoint = Checkpoint(tmp_path / "model")
+    before_bytes = {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in (tmp_path / "model").iterdir()}
+    trained = recover(PLAN, checkpoint, TOKENS, RecoverOptions(30, 1e-2, 6), dtype=torch.float32)
+    before = planned_decoder(PLAN, checkpoint, torch.float32)
+    (tmp_path / "result").mkdir()
+    apply(PLAN, checkpoint, tmp_path / "result", replaced=trained)
+    result = Checkpoint(tmp_path / "result")
+    after = Decoder(result.config, result.source(torch.float32))
+    assert divergence(checkpoint, after) < 0.9 * divergence(checkpoint, before)
+    written = trained_parameters(after)
+    assert set(written) == set(trained)
+    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
+    others = {id(p) for p in written.values()}
+    for a, b in zip(before.parameters(), after.parameters(), strict=True):
+        assert id(b) in others or torch.equal(a, b)
+    assert before_bytes == {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in (tmp_path / "model").iterdir()}
+
+
+def test_one_step_is_the_mean_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress.recover, "TOKENS_PER_BATCH", 24)  # the batch comes in pieces
+    save_reference("mixtral", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    full = full_hidden_states(Decoder(checkpoint.config, checkpoint.source(torch.float32)), TOKENS)
+    training = Training(planned_decoder(PLAN, checkpoint, torch.float32), RecoverOptions(8, 1e-2, 6))
+    expected = divergence(checkpoint, planned_decoder(PLAN, checkpoint, torch.float32))
+    assert training.step(TOKENS, full, 0) == pytest.approx(expected, rel=1e-4)
+
+
+def test_divergence_equals_the_textbook() -> None:
+    torch.manual_seed(0)
+    hidden, full, head = torch.randn(7, 5), torch.randn(7, 5), torch.randn(11, 5)
+    p, q = (head.double() @ full.double().T).T.softmax(-1), (head.double() @ hidden.double().T).T.softmax(-1)
+    expected = sum(float(a * (a / b).log()) for row in zip(p, q, strict=True) for a, b in zip(*row, strict=True))
+    assert float(prediction_divergence(hidden, full, head)) == pytest.approx(expected, rel=1e-5)
+    assert float(prediction_divergence(full, full, head)) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_interrupted_recovery_ends_in_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(compress.recover, "SAVE_EVERY_STEPS", 3)
+    save_reference("olmoe", tmp_path / "model")
+    checkpoint = Checkpoint(tmp_path / "model")
+    whole = recover(PLAN, checkpoint, TOKENS, OPTIONS, dtype=dtype)
+
+    def stop(steps: range) -> object:
+        for step in steps:
+            if step == 5:
+                raise KeyboardInterrupt
+            yield step
+
+    state = tmp_path / "state.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        recover(PLAN, checkpoint, TOKENS, OPTIONS, dtype=dtype, state_path=state, progress=stop)
+    resumed = recover(PLAN, checkpoint, TOKENS, OPTIONS, dtype=dtype, state_path=state, resume=True)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_the_state_of_something_else_is_refused(tmp_path: Path) -> None:
+    save_reference("mixtral", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(DataError, match="not the state of this recovery"):
+        recover(
+            PLAN,
+            checkpoint,
+            TOKENS,
+            OPTIONS,
+            dtype=torch.float32,
+            state_path=next(tmp_path.glob("*.safetensors")),
+            resume=True,
+        )
+
+
+def test_batches_are_epochs_of_every_sequence() -> None:
+    rows = torch.cat([batch_rows(10, 5, step, seed=3) for step in (4, 5)])
+    assert sorted(rows.tolist()) == list(range(10))
+    assert not torch.equal(batch_rows(10, 5, 0, seed=3), batch_rows(10, 5, 2, seed=3))
+    assert len(batch_rows(3, 16, 5, seed=0)) == 3
+
+
+def test_the_rate_rises_and_falls() -> None:
+    rates = [rate_at(step, 200) for step in range(200)]
+    assert rates[0] < 0.11 and max(rates) > 0.98 and rates[-1] < 1e-3
+
+
+@pytest.mark.parametrize("options", [RecoverOptions(-1), RecoverOptions(1, 0.0), RecoverOptions(1, 1e-3, 0)])
+def test_options_that_cannot_be_used(options: RecoverOptions) -> None:
+    with pytest.raises(OptionError):
+        options.check()
