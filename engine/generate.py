@@ -23,7 +23,7 @@ from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import CheckpointError, OptionError
 from engine.json_file import load_json
 from engine.kv_cache import KeyValueCache
-from engine.linear import decoding
+from engine.linear import decoding, prepare_decoding
 from engine.model import Decoder
 from engine.report import Report, SkipCounter, peak_memory_bytes, rate
 from engine.sampling import SamplingOptions, sample
@@ -179,6 +179,7 @@ class Engine:
         self, prompts: Sequence[str], max_new_tokens: int, sampling: SamplingOptions, stop: str | Sequence[str]
     ) -> _Batch:
         _ = self.tokenizer, self.end_tokens  # loaded by the first run, and no part of what it took
+        prepare_decoding(self.dtype, self.device)
         started = time.perf_counter()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not text for text in stops):

@@ -95,6 +95,12 @@ def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
     return kernels
 
 
+def prepare_decoding(dtype: torch.dtype, device: torch.device) -> None:
+    """Load what `decoding` will use, so that the first token does not wait for it; compiled once, then kept on disk."""
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        _load_kernels()
+
+
 @contextmanager
 def decoding() -> Iterator[None]:
     """Let the compiled kernels serve in this thread: elsewhere, loading them would cost more than they save."""
