@@ -167,6 +167,25 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+class Several(click.ParamType[tuple[Any, ...]]):
+    """One value, or several with commas between them; the callback gets a tuple."""
+
+    name = "several"
+
+    def __init__(self, one: click.ParamType[Any], metavar: str) -> None:
+        self.one, self.metavar = one, metavar
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """For the help."""
+        return self.metavar
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Each by the type of one."""
+        if isinstance(value, tuple):
+            return value
+        return tuple(self.one.convert(item.strip(), param, ctx) for item in str(value).split(","))
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="moe-compress", prog_name="compress")
 def main() -> None:
@@ -175,9 +194,19 @@ def main() -> None:
 
 @main.command()
 @click.argument("model", default="demo")
-@click.option("--sparsity", type=float, help="Share of all experts to remove, between 0 and 1.")
+@click.option(
+    "--sparsity",
+    type=Several(click.FLOAT, "R[,R…]"),
+    help="Share of all experts to remove, between 0 and 1. Several make a sweep: all of them, then their comparison.",
+)
 @click.option("--experts", type=int, help="Experts to keep per layer (on average), instead of --sparsity.")
-@click.option("--method", type=click.Choice(PRUNE_METHODS), default="diep", show_default=True, help="Criterion.")
+@click.option(
+    "--method",
+    type=Several(click.Choice(PRUNE_METHODS), f"[{'|'.join(PRUNE_METHODS)}][,…]"),
+    default="diep",
+    show_default=True,
+    help="Criterion; several make a sweep.",
+)
 @click.option(
     "--scope",
     type=click.Choice(("global", "layer")),
@@ -229,7 +258,39 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
     """
     from compress.prune import prune as run
 
-    return _shown_figures(common, run(_prune_options(common, **options), progress_bar))
+    methods, sparsities = options["method"], options["sparsity"]
+    single = options | {"method": methods[0], "sparsity": sparsities[0] if sparsities else None}
+    if len(methods) > 1 or (sparsities and len(sparsities) > 1):
+        return _sweep(common, methods, sparsities, **single)
+    return _shown_figures(common, run(_prune_options(common, **single), progress_bar))
+
+
+def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ...] | None, **options: Any) -> dict[str, Any]:
+    from compress.columns import text_table
+    from compress.compare import CompareOptions
+    from compress.sweep import cells, sweep
+    from engine.errors import OptionError
+
+    if sparsities is None or options["plan_output"] is not None:
+        raise OptionError("a sweep needs --sparsity and writes no --plan-output; each artifact carries its plan")
+    name = f"{Path(options['model']).name}-sweep"
+    base = _prune_options(common, **options | {"output": options["output"] or Path(name)})
+    scope = "uniform" if options["uniform"] else options["scope"]
+    comparison = CompareOptions(
+        models=(),
+        text=base.calibration,
+        speed=False,
+        dtype=common.dtype,
+        device=chosen_device(common),
+        threads=common.threads,
+    )
+    result = sweep(cells(base, methods, sparsities, scope), comparison, progress_bar)
+    say(common, table(text_table(result["rows"])))
+    say(
+        common,
+        f"{result['output']}: {len(result['runs'])} artifacts in {result['seconds']:.1f} s; open comparison/index.html",
+    )
+    return result
 
 
 @main.command()

@@ -99,18 +99,25 @@ class Prepared:
     budget: Budget | None
 
 
-def prune(options: PruneOptions, progress: Progress = no_progress) -> dict[str, Any]:
-    """Run the job; the figures of the result, with the keys of `compress prune --json`."""
+def prune(options: PruneOptions, progress: Progress = no_progress, shared: Path | None = None) -> dict[str, Any]:
+    """Run the job; the figures of the result, with the keys of `compress prune --json`.
+
+    `shared`: a directory where several runs on one model and text keep what all of them can use; whoever gives it has
+    checked that the weights are finite (sweep.py).
+    """
     started = time.monotonic()
-    work = WorkDirectory(options)
+    work = WorkDirectory(options, shared)
     if (figures := finished_before(options, work)) is not None:
         return figures
     prepared = prepare(options)
-    prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    if shared is None:
+        prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
     try:
         work.begin(prepared)
         before = work.once(
-            "perplexity_before", lambda: _perplexity(prepared.checkpoint, prepared, options, progress, "before")
+            "perplexity_before",
+            lambda: _perplexity(prepared.checkpoint, prepared, options, progress, "before"),
+            shared=True,
         )
         plan = prepared.plan or make_plan(options, prepared, work, progress)
         check_fits(plan, prepared.checkpoint)
@@ -186,21 +193,19 @@ def prepare(options: PruneOptions) -> Prepared:
 class WorkDirectory:
     """What an interrupted run leaves beside its output, so that `--resume` need not begin again."""
 
-    def __init__(self, options: PruneOptions) -> None:
-        """Nothing is read or written before `begin`."""
+    def __init__(self, options: PruneOptions, shared: Path | None = None) -> None:
+        """Nothing is read or written before `begin`. `shared`: where runs on one model and text keep what all can use."""
         self.options = options
         self.path = options.output.absolute().parent / f".{options.output.name}.work"
-        self.search_state = self.path / "diep.safetensors"
-        self.statistics = self.path / "statistics.safetensors"
+        self.shared = shared or self.path
+        self.search_state = self.shared / "diep.safetensors"
+        self.statistics = self.shared / "statistics.safetensors"
         self._resumed = False
         self._new_parents = [parent for parent in self.path.parents if not os.path.exists(parent)]
 
     def begin(self, prepared: Prepared) -> None:
         """Start afresh, or go on with what is there. Raises OptionError where that was another run."""
-        wanted = _resumable(self.options) | {
-            "fingerprint": prepared.checkpoint.fingerprint(),
-            "tokens": hashlib.sha256(prepared.tokens_SL.numpy().tobytes()).hexdigest(),
-        }
+        wanted = resumable(self.options) | fingerprints(prepared)
         found = self.path / "options.json"
         self._resumed = self.options.resume and found.is_file()
         if not self._resumed:
@@ -212,9 +217,9 @@ class WorkDirectory:
                 f"{self.path}: was begun with other options, model or text; repeat those, or leave out --resume"
             )
 
-    def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """A JSON value computed once and remembered over interruptions."""
-        path = self.path / f"{name}.json"
+    def once(self, name: str, compute: Callable[[], Any], *, shared: bool = False) -> Any:
+        """A JSON value computed once and remembered over interruptions; `shared`: by all runs on this model and text."""
+        path = (self.shared if shared else self.path) / f"{name}.json"
         if path.is_file():
             return load_json(path, name)["value"]
         value = compute()
@@ -237,10 +242,18 @@ class WorkDirectory:
 
 def _recorded(options: PruneOptions) -> dict[str, Any]:
     """The same with the search's defaults filled in, as provenance has it."""
-    return _resumable(options) | {"diep": asdict(options.diep.filled())}
+    return resumable(options) | {"diep": asdict(options.diep.filled())}
 
 
-def _resumable(options: PruneOptions) -> dict[str, Any]:
+def fingerprints(prepared: Prepared) -> dict[str, str]:
+    """Which model and which text, as JSON."""
+    return {
+        "fingerprint": prepared.checkpoint.fingerprint(),
+        "tokens": hashlib.sha256(prepared.tokens_SL.numpy().tobytes()).hexdigest(),
+    }
+
+
+def resumable(options: PruneOptions) -> dict[str, Any]:
     """The options that decide the result, as JSON."""
     values = asdict(options)
     for key in ("resume", "overwrite", "plan_output"):
@@ -312,12 +325,20 @@ def _scores(options: PruneOptions, prepared: Prepared, work: WorkDirectory, prog
             prepared.tokens_SL,
             options.diep,
             state_path=work.search_state,
-            resume=options.resume,
+            resume=options.resume or work.shared != work.path,
             progress=lambda epochs: progress(epochs, "searching (epochs)"),
         )
     if options.method in GRADIENT_METHODS:
-        return GRADIENT_METHODS[options.method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
+        values = work.once(f"{options.method}_scores", lambda: _gradient_scores(options, prepared), shared=True)
+        return {int(layer): torch.tensor(row, dtype=torch.float64) for layer, row in values.items()}
     return scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
+
+
+def _gradient_scores(options: PruneOptions, prepared: Prepared) -> dict[str, list[float]]:
+    """As JSON."""
+    decoder = _decoder(options, prepared)
+    scored = GRADIENT_METHODS[options.method](decoder, prepared.tokens_SL, options.diep.seed)
+    return {str(layer): row.tolist() for layer, row in scored.items()}
 
 
 def _counts(checkpoint: Checkpoint) -> dict[int, int]:
@@ -405,7 +426,7 @@ def write_artifact(
             own = collect(result, sample, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
             skip_tables(own).save(directory / SKIP_TABLES)
         after = _perplexity(result, prepared, options, progress, "after")
-        if work.search_state.is_file():
+        if options.method == "diep" and work.search_state.is_file():
             save_scores(scores_of_state(work.search_state, source.config.moe_layers), directory)
         pictures = _pictures(options, prepared, plan, result, own, work)
         figures = _figures(options, prepared, result, before, after, time.monotonic() - started)
