@@ -30,6 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import torch
 from artifacts_for_tests import CALIBRATION, listing, make_workplace
 
 import cli
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # a forked process would wait for threads of a pool that it did not inherit
     with tempfile.TemporaryDirectory() as folder:
         found = kill_many(options.kills, options.seed, Path(folder))
     print(f"\n{len(found)} kills, {sum(running for _, running, _ in found)} of them before the end; states found:")
