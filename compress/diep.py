@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.gate_gradients import gate_gradients
+from compress.gate_gradients import fisher_scores
 from compress.losses import next_token_loss, reconstruction_loss
 from engine.errors import DataError, OptionError
 from engine.model import Decoder, routed_by
@@ -125,15 +125,19 @@ def search(
     *,
     state_path: Path | None = None,
     resume: bool = False,
+    fisher: Callable[[], dict[int, Tensor]] | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, Tensor]:
-    """Scores s [N] by decoder layer index. With `state_path` the state is saved each epoch and `resume` goes on from it."""
+    """Scores s [N] by decoder layer index. With `state_path` the state is saved each epoch and `resume` goes on from it.
+
+    `fisher`: gives `fisher_scores` of this decoder, tokens and seed where they are known already.
+    """
     options = options.filled()
     decoder.checkpoint_activations = True
     if resume and state_path is not None and state_path.exists():
         state = load_state(state_path, decoder, options)
     else:
-        state = new_state(decoder, starting_alphas(decoder, tokens_SL, options), options)
+        state = new_state(decoder, starting_alphas(decoder, tokens_SL, options, fisher), options)
     remaining = range(state.epoch, options.epochs)
     if remaining:
         with full_hidden_states(decoder, tokens_SL) as full:
@@ -157,12 +161,17 @@ def discrete_scores(decoder: Decoder, state: DiepState, options: DiepOptions) ->
     return result
 
 
-def starting_alphas(decoder: Decoder, tokens_SL: Tensor, options: DiepOptions) -> list[Tensor]:
+def starting_alphas(
+    decoder: Decoder,
+    tokens_SL: Tensor,
+    options: DiepOptions,
+    fisher: Callable[[], dict[int, Tensor]] | None = None,
+) -> list[Tensor]:
     """α at the start, [N] per MoE layer: zero (ᾱ uniform), or half the z-score of log gate Fisher over all experts."""
     device = decoder.embedding_VD.device
     if options.start == "zero":
         return [torch.zeros(count, device=device) for count in decoder.config.experts_per_layer]
-    _, squares = gate_gradients(decoder, tokens_SL, own_samples=True, seed=options.seed)
+    squares = fisher_scores(decoder, tokens_SL, options.seed) if fisher is None else fisher()
     logs = [(square + 1e-30).log() for square in squares.values()]
     every = torch.cat(logs)
     # An expert that was never routed to has no gradient: its floor would swamp the spread of all others.

@@ -326,19 +326,23 @@ def _scores(options: PruneOptions, prepared: Prepared, work: WorkDirectory, prog
             options.diep,
             state_path=work.search_state,
             resume=options.resume or work.shared != work.path,
+            fisher=lambda: _gradient_scores("fisher", options, prepared, work),
             progress=lambda epochs: progress(epochs, "searching (epochs)"),
         )
     if options.method in GRADIENT_METHODS:
-        values = work.once(f"{options.method}_scores", lambda: _gradient_scores(options, prepared), shared=True)
-        return {int(layer): torch.tensor(row, dtype=torch.float64) for layer, row in values.items()}
+        return _gradient_scores(options.method, options, prepared, work)
     return scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
 
 
-def _gradient_scores(options: PruneOptions, prepared: Prepared) -> dict[str, list[float]]:
-    """As JSON."""
-    decoder = _decoder(options, prepared)
-    scored = GRADIENT_METHODS[options.method](decoder, prepared.tokens_SL, options.diep.seed)
-    return {str(layer): row.tolist() for layer, row in scored.items()}
+def _gradient_scores(method: str, options: PruneOptions, prepared: Prepared, work: WorkDirectory) -> dict[int, Tensor]:
+    """Gate gradients, computed once for all who need them: DiEP starts from gate Fisher."""
+
+    def compute() -> dict[str, list[float]]:
+        scored = GRADIENT_METHODS[method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
+        return {str(layer): row.tolist() for layer, row in scored.items()}
+
+    values = work.once(f"{method}_scores", compute, shared=True)
+    return {int(layer): torch.tensor(row, dtype=torch.float64) for layer, row in values.items()}
 
 
 def _counts(checkpoint: Checkpoint) -> dict[int, int]:
