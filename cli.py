@@ -97,6 +97,14 @@ def text_options(samples: int) -> Decorator:
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing result.")
 
 
+speed_options = together(
+    click.option("-p", "--prompt-tokens", type=int, default=512, show_default=True, help="Prefill test; 0 for none."),
+    click.option("-n", "--generated-tokens", type=int, default=128, show_default=True, help="Decode test; 0 for none."),
+    click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of each test."),
+)
+"""What is measured where speed is."""
+
+
 artifact_options = together(
     click.option(
         "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]"
@@ -231,9 +239,7 @@ def main() -> None:
 @click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, help="DiEP: passes over the text.")
 @click.option("--learning-rate", type=float, help="DiEP: of α and β.  [default: by relaxation]")
 @click.option("--reconstruction-weight", type=float, default=0.01, show_default=True, help="DiEP: λ.")
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP, recovery: sequences a step."
-)
+@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP: sequences a step.")
 @click.option("--pressure", type=float, help="DiEP, gated: μ.  [default: by relaxation]")
 @click.option("--start", type=click.Choice(("zero", "fisher")), help="DiEP: start of α.  [default: by relaxation]")
 @click.option(
@@ -561,9 +567,7 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
 
 @main.command()
 @click.argument("models", nargs=-1)
-@click.option("-p", "--prompt-tokens", type=int, default=512, show_default=True, help="Prefill test; 0 for none.")
-@click.option("-n", "--generated-tokens", type=int, default=128, show_default=True, help="Decode test; 0 for none.")
-@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of each test.")
+@speed_options
 @click.option("-d", "--depth", type=int, default=0, show_default=True, help="Tokens already in the cache.")
 @click.option("-b", "--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
 @click.option(
@@ -623,9 +627,7 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, besides perplexity.")
 @click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
 @click.option("--speed/--no-speed", default=True, show_default=True, help="Measure tokens/s and memory.")
-@click.option("-p", "--prompt-tokens", type=int, default=512, show_default=True, help="Prefill test; 0 for none.")
-@click.option("-n", "--generated-tokens", type=int, default=128, show_default=True, help="Decode test; 0 for none.")
-@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Of each test.")
+@speed_options
 @click.option(
     "--skip-threshold",
     type=float,

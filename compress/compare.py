@@ -28,7 +28,7 @@ from compress.columns import to_csv
 from compress.diep_scores import load_scores
 from compress.evaluate import perplexity, tasks
 from compress.page import page
-from compress.pictures import Picture, Pictured, expert_counts, kept_experts, save
+from compress.pictures import Picture, Pictured, kept_experts, save
 from compress.pictures import draw as draw_experts
 from compress.plan import plan_from_json
 from engine.artifact import check_output, whole_or_nothing
@@ -417,4 +417,4 @@ def _pictured(subject: Subject, statistics: Statistics | None) -> Pictured:
     with suppress(PlanError):  # an artifact of a later version, say: then its experts are numbered from 0
         kept = kept_experts(plan_from_json((checkpoint.provenance or {}).get("plan")), checkpoint.config)
     scores = load_scores(checkpoint.directory)
-    return Pictured(subject.label, expert_counts(checkpoint.config), statistics, kept, scores)
+    return Pictured(subject.label, checkpoint.config.experts_by_layer, statistics, kept, scores)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from compress.gate_gradients import fisher_scores
 from compress.losses import next_token_loss, reconstruction_loss
+from compress.moments import restore, with_moments
 from engine.errors import DataError, OptionError
 from engine.model import Decoder, routed_by
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
@@ -247,7 +248,7 @@ def gradients(
     for start in range(0, len(rows), group):
         chosen = rows[start : start + group]
         tokens = tokens_SL[chosen].to(decoder.embedding_VD.device)
-        target = torch.cat([full[slice(row, row + 1)] for row in chosen]).to(tokens.device)
+        target = full.select(chosen).to(tokens.device)
         with routed_by(decoder, relaxed_routings(decoder, state, options)):
             hidden = decoder.hidden_states(tokens)
             loss = next_token_loss(hidden, decoder.head_VD, tokens) / predictions
@@ -272,15 +273,8 @@ def relaxed_routings(decoder: Decoder, state: DiepState, options: DiepOptions) -
 
 def save_state(state: DiepState, path: Path) -> None:
     """Write scores and optimiser moments as one safetensors file, replacing the last one only when whole."""
-    tensors = {}
-    for name, values, optimiser in (
-        ("alpha", state.alphas, state.alpha_optimiser),
-        ("beta", state.betas, state.beta_optimiser),
-    ):
-        for index, parameter in enumerate(values):
-            tensors[f"{name}.{index}"] = parameter.detach().clone()
-            for key, moment in optimiser.state.get(parameter, {}).items():
-                tensors[f"{name}.{index}.{key}"] = moment.detach().clone()
+    tensors = with_moments(_named("alpha", state.alphas), state.alpha_optimiser)
+    tensors |= with_moments(_named("beta", state.betas), state.beta_optimiser)
     header = json.dumps({"epoch": state.epoch, "losses": state.losses})
     write_tensors(path, tensors, {"diep": header}, "the state of the search")
 
@@ -296,21 +290,12 @@ def load_state(path: Path, decoder: Decoder, options: DiepOptions) -> DiepState:
         device = decoder.embedding_VD.device
         alphas = [file.tensor(f"alpha.{index}").clone().to(device) for index in range(count)]
         state = new_state(decoder, alphas, options)
-        with torch.no_grad():
-            for index, beta in enumerate(state.betas):
-                beta.copy_(file.tensor(f"beta.{index}"))
-        for name, values, optimiser in (
-            ("alpha", state.alphas, state.alpha_optimiser),
-            ("beta", state.betas, state.beta_optimiser),
-        ):
-            for index, parameter in enumerate(values):
-                moments = {
-                    # Adam keeps its count of steps on the CPU, whatever the device.
-                    key: file.tensor(f"{name}.{index}.{key}").clone().to("cpu" if key == "step" else device)
-                    for key in ("step", "exp_avg", "exp_avg_sq")
-                    if f"{name}.{index}.{key}" in file.entries
-                }
-                if moments:
-                    optimiser.state[parameter] = moments
+        restore(_named("alpha", state.alphas), state.alpha_optimiser, file)
+        restore(_named("beta", state.betas), state.beta_optimiser, file)
     state.epoch, state.losses = header["epoch"], header["losses"]
     return state
+
+
+def _named(name: str, values: list[Tensor]) -> dict[str, Tensor]:
+    """As the state file names them."""
+    return {f"{name}.{index}": value for index, value in enumerate(values)}

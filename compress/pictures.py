@@ -43,14 +43,9 @@ class Pictured:
     scores: DiepScores | None = None
 
 
-def expert_counts(config: DecoderConfig) -> dict[int, int]:
-    """Routed experts by decoder layer, without the dense ones."""
-    return dict(zip(config.moe_layers, config.experts_per_layer, strict=True))
-
-
 def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | None:
     """Of a model made by pruning alone: by layer its experts' numbers in the source. None for any other plan."""
-    if {layer: len(experts) for layer, experts in plan.layers.items()} != expert_counts(config):
+    if {layer: len(experts) for layer, experts in plan.layers.items()} != config.experts_by_layer:
         return None
     kept: dict[int, list[int]] = {}
     for layer, experts in plan.layers.items():

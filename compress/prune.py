@@ -30,7 +30,7 @@ from compress.evaluate import perplexity
 from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.naee import SUBSET_LIMIT, naee, search_used
-from compress.pictures import Picture, Pictured, draw, expert_counts, kept_experts
+from compress.pictures import Picture, Pictured, draw, kept_experts
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.recover import RecoverOptions, recover
 from compress.saliency import SCORES, scores
@@ -173,7 +173,7 @@ def prepare(options: PruneOptions) -> Prepared:
         if budget.min_experts == 0:  # the default: at least max(1, k) in each layer (methods.md §2.5)
             least = config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
             budget = replace(budget, min_experts=max(1, least))
-        budget.check(_counts(checkpoint))
+        budget.check(config.experts_by_layer)
     calibration = options.calibration.filled(checkpoint)
     plan = None
     if options.plan is not None:
@@ -285,7 +285,7 @@ def _best_subsets(
     return naee(
         prepared.checkpoint,
         prepared.tokens_SL,
-        prepared.budget.kept_per_layer(_counts(prepared.checkpoint)),
+        prepared.budget.kept_per_layer(prepared.checkpoint.config.experts_by_layer),
         dtype=prepared.dtype,
         device=options.device,
         seed=options.calibration.seed,
@@ -320,34 +320,32 @@ def _merged(
 def _scores(options: PruneOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> dict[int, Tensor]:
     """Scores by the chosen method."""
     if options.method == "diep":
+        decoder = _decoder(options, prepared)
         return search(
-            _decoder(options, prepared),
+            decoder,
             prepared.tokens_SL,
             options.diep,
             state_path=work.search_state,
             resume=options.resume or work.shared != work.path,
-            fisher=lambda: _gradient_scores("fisher", options, prepared, work),
+            fisher=lambda: _gradient_scores("fisher", lambda: decoder, options, prepared, work),
             progress=lambda epochs: progress(epochs, "searching (epochs)"),
         )
     if options.method in GRADIENT_METHODS:
-        return _gradient_scores(options.method, options, prepared, work)
+        return _gradient_scores(options.method, lambda: _decoder(options, prepared), options, prepared, work)
     return scores(options.method, _statistics(options, prepared, work, progress), options.calibration.seed)
 
 
-def _gradient_scores(method: str, options: PruneOptions, prepared: Prepared, work: WorkDirectory) -> dict[int, Tensor]:
-    """Gate gradients, computed once for all who need them: DiEP starts from gate Fisher."""
+def _gradient_scores(
+    method: str, decoder: Callable[[], Decoder], options: PruneOptions, prepared: Prepared, work: WorkDirectory
+) -> dict[int, Tensor]:
+    """Gate gradients, computed once for all who need them: DiEP starts from gate Fisher, on the decoder that it has."""
 
     def compute() -> dict[str, list[float]]:
-        scored = GRADIENT_METHODS[method](_decoder(options, prepared), prepared.tokens_SL, options.diep.seed)
+        scored = GRADIENT_METHODS[method](decoder(), prepared.tokens_SL, options.diep.seed)
         return {str(layer): row.tolist() for layer, row in scored.items()}
 
     values = work.once(f"{method}_scores", compute, shared=True)
     return {int(layer): torch.tensor(row, dtype=torch.float64) for layer, row in values.items()}
-
-
-def _counts(checkpoint: Checkpoint) -> dict[int, int]:
-    """Experts of each MoE layer by decoder layer index."""
-    return dict(zip(checkpoint.config.moe_layers, checkpoint.config.experts_per_layer, strict=True))
 
 
 def _decoder(options: PruneOptions, prepared: Prepared) -> Decoder:
@@ -453,10 +451,10 @@ def _pictures(
     if before is None and work.statistics.is_file():
         before = load_statistics(work.statistics, config)
     models = [
-        Pictured(f"{Path(options.model).name} (before)", expert_counts(config), before),
+        Pictured(f"{Path(options.model).name} (before)", config.experts_by_layer, before),
         Pictured(
             f"{options.output.name} (after)",
-            expert_counts(result.config),
+            result.config.experts_by_layer,
             after,
             kept_experts(plan, result.config),
             load_scores(result.directory),
@@ -478,7 +476,7 @@ def _figures(
     calibration = prepared.calibration
     own: dict[str, Any] = {}
     if options.method == "naee" and prepared.budget is not None:
-        counts = _counts(source)
+        counts = source.config.experts_by_layer
         own["naee"] = search_used(counts, prepared.budget.kept_per_layer(counts), options.naee_limit)
     return {
         "artifact": str(options.output),

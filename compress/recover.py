@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from compress.apply import planned_decoder
 from compress.diep import full_hidden_states
 from compress.losses import prediction_divergence
+from compress.moments import restore, with_moments
 from compress.plan import Plan
 from engine.architectures import router_tensor
 from engine.checkpoint import Checkpoint
@@ -113,7 +114,7 @@ class Training:
         rows = batch_rows(len(tokens_SL), self.options.batch_size, step, self.options.seed)
         total, device = 0.0, self.decoder.embedding_VD.device
         for group in rows.split(max(1, TOKENS_PER_BATCH // tokens_SL.shape[1])):
-            target = torch.cat([full[slice(row, row + 1)] for row in group.tolist()]).to(device)
+            target = full.select(group.tolist()).to(device)
             hidden = self.decoder.hidden_states(tokens_SL[group].to(device))
             divergence = prediction_divergence(hidden.flatten(0, 1), target.flatten(0, 1), self.decoder.head_VD)
             divergence = divergence / (len(rows) * tokens_SL.shape[1])
@@ -135,11 +136,7 @@ class Training:
 
     def save(self, path: Path, step: int) -> None:
         """Masters and moments as one safetensors file, replacing the last one only when whole."""
-        tensors = {}
-        for name, master in self.masters.items():
-            tensors[name] = master
-            for key, moment in self.optimiser.state.get(master, {}).items():
-                tensors[f"{name}|{key}"] = moment
+        tensors = with_moments(self.masters, self.optimiser)
         write_tensors(path, tensors, {"recovery": json.dumps({"step": step})}, "the state of the recovery")
 
     @torch.no_grad()
@@ -148,14 +145,9 @@ class Training:
         with SafetensorsFile(path) as file:
             if "recovery" not in file.metadata or not set(self.masters) <= set(file.entries):
                 raise DataError(f"{path}: is not the state of this recovery; leave out --resume")
+            restore(self.masters, self.optimiser, file)
             for name, master in self.masters.items():
-                master.copy_(file.tensor(name))
                 self.parameters[name].copy_(master)
-                self.optimiser.state[master] = {
-                    # Adam keeps its count of steps on the CPU, whatever the device.
-                    key: file.tensor(f"{name}|{key}").clone().to("cpu" if key == "step" else master.device)
-                    for key in ("step", "exp_avg", "exp_avg_sq")
-                }
             return int(json.loads(file.metadata["recovery"])["step"])
 
 

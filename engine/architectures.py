@@ -164,6 +164,11 @@ class DecoderConfig:
         return tuple(layer.moe.experts for layer in self.layers if layer.moe is not None)
 
     @property
+    def experts_by_layer(self) -> dict[int, int]:
+        """The same by decoder layer index."""
+        return dict(zip(self.moe_layers, self.experts_per_layer, strict=True))
+
+    @property
     def experts_per_token(self) -> int:
         """The model's top-k; 0 for a dense model."""
         return max((layer.moe.experts_per_token for layer in self.layers if layer.moe is not None), default=0)

@@ -88,7 +88,7 @@ class Checkpoint:
 
     def _check_routers(self, by_name: Mapping[str, SafetensorsFile]) -> None:
         """Compare the expert counts first: lists as long as an absurd config.json says are never made."""
-        for layer, experts in zip(self.config.moe_layers, self.config.experts_per_layer, strict=True):
+        for layer, experts in self.config.experts_by_layer.items():
             names = [router_tensor(self.config.architecture, layer), fused_router_tensor(layer)]
             name = next((name for name in names if name in by_name), None)
             if name is None:

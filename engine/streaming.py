@@ -63,6 +63,10 @@ class Activations:
         self._file.seek(rows.start * self._row_bytes)
         self._file.write(_bytes(values.cpu().contiguous()))
 
+    def select(self, rows: Iterable[int]) -> Tensor:
+        """Some sequences in any order, [rows, L, D]."""
+        return torch.cat([self[slice(row, row + 1)] for row in rows])
+
     def close(self) -> None:
         """Let go of the memory or the file."""
         self._tensor = None
