@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +34,7 @@ from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.recover import RecoverOptions, recover
 from compress.saliency import SCORES, scores
 from compress.selection import Budget
+from compress.work_directory import WorkDirectory
 from engine.artifact import (
     check_checksums,
     check_file_output,
@@ -99,21 +99,28 @@ class Prepared:
     budget: Budget | None
 
 
-def prune(options: PruneOptions, progress: Progress = no_progress, shared: Path | None = None) -> dict[str, Any]:
-    """Run the job; the figures of the result, with the keys of `compress prune --json`.
+@dataclass(frozen=True)
+class Shared:
+    """What several runs on one model and text have in common (sweep.py); its weights were found to be finite."""
 
-    `shared`: a directory where several runs on one model and text keep what all of them can use; whoever gives it has
-    checked that the weights are finite (sweep.py).
-    """
+    prepared: Prepared
+    work: WorkDirectory
+
+
+def prune(options: PruneOptions, progress: Progress = no_progress, shared: Shared | None = None) -> dict[str, Any]:
+    """Run the job; the figures of the result, with the keys of `compress prune --json`."""
     started = time.monotonic()
-    work = WorkDirectory(options, shared)
+    work = WorkDirectory(options.output, shared=None if shared is None else shared.work)
     if (figures := finished_before(options, work)) is not None:
         return figures
-    prepared = prepare(options)
+    check_outputs(options)
     if shared is None:
+        prepared = prepare(options)
         prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    else:
+        prepared = replace(shared.prepared, budget=checked_budget(options, shared.prepared.checkpoint))
     try:
-        work.begin(prepared)
+        work.begin(resumable(options) | fingerprints(prepared), options.resume)
         before = work.once(
             "perplexity_before",
             lambda: _perplexity(prepared.checkpoint, prepared, options, progress, "before"),
@@ -153,11 +160,29 @@ def finished_before(options: PruneOptions, work: WorkDirectory) -> dict[str, Any
     return dict(provenance["figures"])
 
 
-def prepare(options: PruneOptions) -> Prepared:
-    """Open and check everything that the run will need; nothing is written. Raises a CompressError for bad input."""
+def check_outputs(options: PruneOptions) -> None:
+    """Raise OutputError unless the results can be written."""
     check_output(options.output, options.overwrite)
     if options.plan_output is not None:
         check_file_output(options.plan_output, options.overwrite)
+
+
+def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | None:
+    """With its default filled in; None with a ready-made plan. Raises OptionError where the model cannot be cut to it."""
+    budget, per_token = options.budget, checkpoint.config.experts_per_token
+    if budget is None:
+        return None
+    if options.method == "naee" and budget.scope == "global":
+        raise OptionError("naee compares subsets within a layer and cannot rank across layers; leave out --scope global")
+    if budget.min_experts == 0:  # the default: at least max(1, k) in each layer (methods.md §2.5)
+        least = per_token if budget.experts is None else min(per_token, budget.experts)
+        budget = replace(budget, min_experts=max(1, least))
+    budget.check(checkpoint.config.experts_by_layer)
+    return budget
+
+
+def prepare(options: PruneOptions) -> Prepared:
+    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
     options.diep.check()
     options.recover.check()
     checkpoint = Checkpoint(resolve(options.model))
@@ -166,14 +191,7 @@ def prepare(options: PruneOptions) -> Prepared:
         raise OptionError(
             f"{options.model}: is not a mixture of experts ({config.architecture.model_type}), so it has no experts to spare"
         )
-    budget = options.budget
-    if budget is not None:
-        if options.method == "naee" and budget.scope == "global":
-            raise OptionError("naee compares subsets within a layer and cannot rank across layers; leave out --scope global")
-        if budget.min_experts == 0:  # the default: at least max(1, k) in each layer (methods.md §2.5)
-            least = config.experts_per_token if budget.experts is None else min(config.experts_per_token, budget.experts)
-            budget = replace(budget, min_experts=max(1, least))
-        budget.check(config.experts_by_layer)
+    budget = checked_budget(options, checkpoint)
     calibration = options.calibration.filled(checkpoint)
     plan = None
     if options.plan is not None:
@@ -188,56 +206,6 @@ def prepare(options: PruneOptions) -> Prepared:
     tokens, held_out = calibration_texts(calibration, tokenizer, config.vocabulary_size)
     dtype = options.dtype or checkpoint.model_dtype
     return Prepared(checkpoint, calibration, tokens, held_out, statistics, plan, dtype, budget)
-
-
-class WorkDirectory:
-    """What an interrupted run leaves beside its output, so that `--resume` need not begin again."""
-
-    def __init__(self, options: PruneOptions, shared: Path | None = None) -> None:
-        """Nothing is read or written before `begin`. `shared`: where runs on one model and text keep what all can use."""
-        self.options = options
-        self.path = options.output.absolute().parent / f".{options.output.name}.work"
-        self.shared = shared or self.path
-        self.search_state = self.shared / "diep.safetensors"
-        self.statistics = self.shared / "statistics.safetensors"
-        self._resumed = False
-        self._new_parents = [parent for parent in self.path.parents if not os.path.exists(parent)]
-
-    def begin(self, prepared: Prepared) -> None:
-        """Start afresh, or go on with what is there. Raises OptionError where that was another run."""
-        wanted = resumable(self.options) | fingerprints(prepared)
-        found = self.path / "options.json"
-        self._resumed = self.options.resume and found.is_file()
-        if not self._resumed:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir(parents=True)
-            write_json(found, wanted)
-        elif load_json(found, "interrupted run") != wanted:
-            raise OptionError(
-                f"{self.path}: was begun with other options, model or text; repeat those, or leave out --resume"
-            )
-
-    def once(self, name: str, compute: Callable[[], Any], *, shared: bool = False) -> Any:
-        """A JSON value computed once and remembered over interruptions; `shared`: by all runs on this model and text."""
-        path = (self.shared if shared else self.path) / f"{name}.json"
-        if path.is_file():
-            return load_json(path, name)["value"]
-        value = compute()
-        write_json(path, {"value": value})
-        return value
-
-    def abandon(self) -> None:
-        """After an error leave nothing behind, except what an earlier, interrupted run had left already."""
-        if self._resumed:
-            return
-        self.remove()
-        for parent in self._new_parents:
-            with suppress(OSError):
-                parent.rmdir()
-
-    def remove(self) -> None:
-        """The result is there: nothing is left to resume."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _recorded(options: PruneOptions) -> dict[str, Any]:

@@ -7,7 +7,6 @@ removed at the end. Each artifact appears whole or not at all, and `--resume` go
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,11 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from compress.compare import COMPARISON, CompareOptions, compare
-from compress.prune import DEFAULT_SCOPE, Prepared, PruneOptions, fingerprints, prepare, prune, resumable
-from compress.selection import Budget
+from compress.prune import (
+    DEFAULT_SCOPE,
+    PruneOptions,
+    Shared,
+    check_outputs,
+    checked_budget,
+    fingerprints,
+    prepare,
+    prune,
+    resumable,
+)
+from compress.work_directory import WorkDirectory
 from engine.artifact import check_output
 from engine.errors import OptionError
-from engine.json_file import load_json, write_json
 from engine.progress import Progress, no_progress
 from engine.report import peak_memory_bytes
 
@@ -37,16 +45,12 @@ def cells(
         replace(
             options,
             method=method,
-            budget=_budget(options.budget, sparsity, scope or DEFAULT_SCOPE.get(method, "global")),
+            budget=replace(options.budget, sparsity=sparsity, scope=scope or DEFAULT_SCOPE.get(method, "global")),
             output=options.output / f"{method}-{sparsity:g}",
         )
         for method in methods
         for sparsity in sparsities
     ]
-
-
-def _budget(budget: Budget, sparsity: float, scope: str) -> Budget:
-    return replace(budget, sparsity=sparsity, scope=scope)
 
 
 def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Progress = no_progress) -> dict[str, Any]:
@@ -55,17 +59,18 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
     Every run is checked before the first begins; bad input raises a CompressError then.
     """
     started = time.monotonic()
-    output = runs[0].output.parent
+    first, output = runs[0], runs[0].output.parent
     check_sweep(output, runs)
-    prepared, *_ = [prepare(_fresh(run)) for run in runs]
-    prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
-    shared = output.absolute().parent / f".{output.name}.shared"
-    begin(shared, runs[0], prepared)
+    shared = Shared(prepare(first), WorkDirectory(output, "shared"))
+    for run in runs:
+        checked_budget(run, shared.prepared.checkpoint)
+    shared.prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    shared.work.begin(in_common(first) | fingerprints(shared.prepared), first.resume)
     output.mkdir(parents=True, exist_ok=True)
     figures = [prune(run, progress, shared) for run in progress(runs, "artifacts")]
-    models = (runs[0].model, *(str(run.output) for run in runs))
+    models = (first.model, *(str(run.output) for run in runs))
     compared = compare(replace(comparison, models=models, output=output / COMPARISON_DIRECTORY, overwrite=True), progress)
-    shutil.rmtree(shared, ignore_errors=True)
+    shared.work.remove()
     return {
         "output": str(output),
         "runs": figures,
@@ -76,26 +81,15 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
     }
 
 
-def begin(shared: Path, run: PruneOptions, prepared: Prepared) -> None:
-    """Make the shared directory afresh, or go on with it. Raises OptionError where it is of another run."""
-    values = resumable(run) | fingerprints(prepared)
-    wanted = {key: value for key, value in values.items() if key not in ("method", "budget", "output")}
-    found = shared / "options.json"
-    if run.resume and found.is_file():
-        if load_json(found, "interrupted sweep") != wanted:
-            raise OptionError(f"{shared}: was begun with other options, model or text; repeat those, or leave out --resume")
-        return
-    shutil.rmtree(shared, ignore_errors=True)
-    shared.mkdir(parents=True)
-    write_json(found, wanted)
+def in_common(run: PruneOptions) -> dict[str, Any]:
+    """The options that all runs of a sweep have in common, as JSON."""
+    return {key: value for key, value in resumable(run).items() if key not in ("method", "budget", "output")}
 
 
 def check_sweep(output: Path, runs: Sequence[PruneOptions]) -> None:
     """Raise OutputError where results cannot be written; an earlier sweep is gone on with or, asked to, replaced."""
-    if not (runs[0].resume and output.is_dir()):
-        check_output(output, runs[0].overwrite, f"{COMPARISON_DIRECTORY}/{COMPARISON}")
-
-
-def _fresh(run: PruneOptions) -> PruneOptions:
-    """For checks alone: what is there already was looked at for the sweep as a whole."""
-    return replace(run, overwrite=True) if run.resume else run
+    if runs[0].resume and output.is_dir():
+        return
+    check_output(output, runs[0].overwrite, f"{COMPARISON_DIRECTORY}/{COMPARISON}")
+    for run in runs:
+        check_outputs(run)

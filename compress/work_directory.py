@@ -1,0 +1,64 @@
+"""What an interrupted run leaves beside its output, so that `--resume` need not begin again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from engine.errors import OptionError
+from engine.json_file import load_json, write_json
+
+
+class WorkDirectory:
+    """A directory of one run, or of several runs on one model and text for what all of them can use."""
+
+    def __init__(self, output: Path, kind: str = "work", shared: WorkDirectory | None = None) -> None:
+        """Nothing is read or written before `begin`. `shared`: that of the runs that this one is among."""
+        self.path = output.absolute().parent / f".{output.name}.{kind}"
+        self.shared = self.path if shared is None else shared.path
+        self.search_state = self.shared / "diep.safetensors"
+        self.statistics = self.shared / "statistics.safetensors"
+        self._resumed = False
+        self._new_parents = [parent for parent in self.path.parents if not os.path.exists(parent)]
+
+    def begin(self, wanted: dict[str, Any], resume: bool) -> None:
+        """Start afresh, or go on with what is there. wanted: what decides the result, as JSON.
+
+        Raises OptionError where what is there was begun for something else.
+        """
+        found = self.path / "options.json"
+        self._resumed = resume and found.is_file()
+        if not self._resumed:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir(parents=True)
+            write_json(found, wanted)
+        elif load_json(found, "interrupted run") != wanted:
+            raise OptionError(
+                f"{self.path}: was begun with other options, model or text; repeat those, or leave out --resume"
+            )
+
+    def once(self, name: str, compute: Callable[[], Any], *, shared: bool = False) -> Any:
+        """A JSON value computed once and remembered over interruptions; `shared`: by all runs on this model and text."""
+        path = (self.shared if shared else self.path) / f"{name}.json"
+        if path.is_file():
+            return load_json(path, name)["value"]
+        value = compute()
+        write_json(path, {"value": value})
+        return value
+
+    def abandon(self) -> None:
+        """After an error leave nothing behind, except what an earlier, interrupted run had left already."""
+        if self._resumed:
+            return
+        self.remove()
+        for parent in self._new_parents:
+            with suppress(OSError):
+                parent.rmdir()
+
+    def remove(self) -> None:
+        """The result is there: nothing is left to resume."""
+        shutil.rmtree(self.path, ignore_errors=True)
