@@ -92,8 +92,7 @@ def apply(
     check_fits(plan, checkpoint)
     raw = planned_config(plan, checkpoint)
     config = decoder_config(raw)
-    made = _made_tensors(plan, checkpoint)
-    made |= {name: _deferred(torch.clone, tensor) for name, tensor in (replaced or {}).items()}
+    made = _made_tensors(plan, checkpoint) | _given(replaced)
     shapes = expected_tensors(config)
     for name, shape in shapes.items():
         if name not in made and checkpoint.shapes.get(name) != shape:
@@ -118,9 +117,16 @@ def apply(
         (directory / remote_code.FILE_NAME).write_text(source, encoding="utf-8")
 
 
-def planned_decoder(plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """The result of a plan as a decoder, without writing it; experts that are kept as they are stay mapped."""
-    made = _made_tensors(plan, checkpoint)
+def planned_decoder(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    replaced: Mapping[str, Tensor] | None = None,
+) -> Decoder:
+    """What `apply` would write, as a decoder, without writing it; experts that are kept as they are stay mapped."""
+    made = _made_tensors(plan, checkpoint) | _given(replaced)
 
     def source(name: str) -> Tensor:
         tensor = made[name]() if name in made else checkpoint.tensor(name)
@@ -148,6 +154,10 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
         if plan.kind == "moe":
             made[router_tensor(row, layer)] = _deferred(_router, checkpoint, layer, experts)
     return made
+
+
+def _given(replaced: Mapping[str, Tensor] | None) -> dict[str, Callable[[], Tensor]]:
+    return {name: _deferred(torch.clone, tensor) for name, tensor in (replaced or {}).items()}
 
 
 def _deferred(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], Tensor]:
