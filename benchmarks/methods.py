@@ -279,7 +279,9 @@ def long_table(runs: Sequence[dict[str, Any]], model: str, full: float) -> str:
     """Every cell of one model."""
     header = ["method"]
     header += [f"{sparsity} {scope}" for sparsity in ("25 %", "50 %") for scope in ("layer", "global")]
-    header += [f"{sparsity} {what}" for what in ("merged", "recovered", "merged, recovered") for sparsity in ("25 %", "50 %")]
+    header += [
+        f"{sparsity} {what}" for what in ("merged", "recovered", "merged, recovered") for sparsity in ("25 %", "50 %")
+    ]
     header += ["seconds", "peak MB", "recovery seconds"]
     rows = []
     for method, own in by_method(runs, model):
@@ -308,7 +310,9 @@ def plot(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> None:
     colours = {0.25: "#0072b2", 0.5: "#d55e00"}
     for axes, (model, whole) in zip(panels[0], full.items(), strict=True):
         table = dict(by_method(runs, model))
-        order = sorted(table, key=lambda method: -statistics.mean(values(table[method], Cell(0.5, default_scope(method)).key)))
+        order = sorted(
+            table, key=lambda method: -statistics.mean(values(table[method], Cell(0.5, default_scope(method)).key))
+        )
         for label, (merge, is_recovered, look) in series.items():
             for sparsity, colour in colours.items():
                 found = {

@@ -14,7 +14,7 @@ times as much); over twelve draws 1.72 times as much on average.
 
 The second reference model of the benchmarks, which is not shipped:
 
-    python examples/train_demo_model.py --model shared-expert --tokens 4500000 --output DIRECTORY --work-directory /tmp/second
+    python examples/train_demo_model.py --model shared-expert --tokens 4500000 --output DIR --work-directory /tmp/second
 """
 
 from __future__ import annotations
