@@ -125,7 +125,7 @@ artifact_options = together(
         show_default=True,
         help="Afterwards train the router rows and norms that are left for so many steps towards MODEL's predictions.",
     ),
-    click.option("--recover-learning-rate", type=float, default=1e-3, show_default=True, help="Recovery: of AdamW."),
+    click.option("--recover-learning-rate", type=float, default=5e-3, show_default=True, help="Recovery: of AdamW."),
     click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
     overwrite_option,
     click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
