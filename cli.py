@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
 MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
+PICTURE_SEQUENCES = 16
+"""Of the calibration text, for a comparison's pictures of expert usage and similarity."""
 MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
 
 
@@ -284,7 +286,7 @@ def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ..
     scope = "uniform" if options["uniform"] else options["scope"]
     comparison = CompareOptions(
         models=(),
-        text=base.calibration,
+        text=replace(base.calibration, samples=PICTURE_SEQUENCES),
         speed=False,
         dtype=common.dtype,
         device=chosen_device(common),
@@ -620,7 +622,7 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
 @click.option(
     "--calibration-samples",
     type=click.IntRange(min=0),
-    default=16,
+    default=PICTURE_SEQUENCES,
     show_default=True,
     help="Sequences for the plots of expert usage and similarity, with --output; 0 for none.",
 )
