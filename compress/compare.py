@@ -31,6 +31,7 @@ from compress.page import page
 from compress.pictures import Picture, Pictured, kept_experts, save
 from compress.pictures import draw as draw_experts
 from compress.plan import plan_from_json
+from compress.scatter import Point, scatter
 from engine.artifact import check_output, whole_or_nothing
 from engine.bench import BenchSpec, bench, cases_for
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
@@ -393,20 +394,27 @@ def draw(
     pictures = []
     y_label = "held-out perplexity (lower is better)"
     if points := _points(rows, "bytes", "", 1e-6):
-        figure = plots.scatter(points, "weights in MB", y_label)
+        figure = scatter(points, "weights in MB", y_label)
         about = "Down and to the left is better."
         pictures.append(save(directory, "quality_and_size", figure, "Quality against size", about))
     if points := _points(rows, "decode_tokens_per_second_mean", "decode_tokens_per_second_sd"):
-        figure = plots.scatter(points, "decode, tokens per second", y_label)
+        figure = scatter(points, "decode, tokens per second", y_label)
         about = "Down and to the right is better; bars are standard deviations."
         pictures.append(save(directory, "quality_and_speed", figure, "Quality against speed", about))
     return pictures + draw_experts(directory, [_pictured(*pair) for pair in zip(subjects, statistics, strict=True)])
 
 
-def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: float = 1.0) -> list[plots.Point]:
+def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: float = 1.0) -> list[Point]:
     """Of the rows that have both figures: perplexity over `key`, with the standard deviation under `deviation`."""
     return [
-        plots.Point(row["label"], row[key] * scale, row["perplexity"], row["perplexity_group"], row.get(deviation) or 0.0)
+        Point(
+            name=row["label"],
+            x=row[key] * scale,
+            y=row["perplexity"],
+            group=row["perplexity_group"],
+            x_sd=row.get(deviation) or 0.0,
+            series=row["method"],
+        )
         for row in rows
         if row[key] is not None and row["perplexity"] is not None
     ]
