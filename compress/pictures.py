@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from calibrate.statistics import Statistics
 from compress import plots
@@ -17,6 +18,7 @@ from compress.plan import Plan
 from engine.architectures import DecoderConfig
 from engine.json_file import writing
 
+Drawn = TypeVar("Drawn")
 MOST_EXPERTS = 4096
 """A plan read from a file that numbers its experts higher is not drawn."""
 
@@ -57,7 +59,7 @@ def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | No
 
 
 def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
-    """Experts per layer, usage, similarity and search scores, of those models that have them. Raises OutputError."""
+    """Experts per layer, usage, similarities and search scores, of those models that have them. Raises OutputError."""
     pictures = []
     counts = {model.label: model.experts for model in models if model.experts}
     if counts:
@@ -71,9 +73,14 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
         pictures.append(save(directory, "expert_usage", figure, "Expert usage", about))
     for model, name in _numbered(known, "expert_similarity"):
         assert model.statistics is not None
-        matrices = {layer: own.rbf_cka.tolist() for layer, own in model.statistics.layers.items()}
-        figure, title = plots.expert_similarity(model.label, matrices), f"Similarity of experts: {model.label}"
+        within = {layer: own.rbf_cka.tolist() for layer, own in model.statistics.layers.items()}
+        figure, title = plots.expert_similarity(model.label, within), f"Similarity of experts: {model.label}"
         about = "RBF CKA of the outputs of each two experts on the same tokens: the brighter, the more they do alike."
+        pictures.append(save(directory, name, figure, title, about))
+    neighbours = [(model, matrices) for model in known if (matrices := between_layers(model))]
+    for (model, matrices), name in _numbered(neighbours, "layer_similarity"):
+        figure, title = plots.layer_similarity(model.label, matrices), f"Similarity between layers: {model.label}"
+        about = "RBF CKA of the outputs of each two experts of neighbouring MoE layers, on the same tokens."
         pictures.append(save(directory, name, figure, title, about))
     for model, name in _numbered([model for model in models if model.scores is not None], "diep_scores"):
         figure, title = plots.search_scores(model.label, search_scores(model)), f"α and β: {model.label}"
@@ -90,9 +97,16 @@ def save(directory: Path, name: str, figure: Any, title: str, about: str) -> Pic
     return Picture(path, title, about)
 
 
-def _numbered(models: Sequence[Pictured], name: str) -> list[tuple[Pictured, str]]:
+def _numbered(drawn: Sequence[Drawn], name: str) -> list[tuple[Drawn, str]]:
     """Each with a file name, which ends in a number where there are several."""
-    return [(model, name if len(models) == 1 else f"{name}_{index}") for index, model in enumerate(models, start=1)]
+    return [(own, name if len(drawn) == 1 else f"{name}_{index}") for index, own in enumerate(drawn, start=1)]
+
+
+def between_layers(model: Pictured) -> dict[tuple[int, int], list[list[float]]]:
+    """CKA of experts of neighbouring MoE layers, by (layer, the one before)."""
+    assert model.statistics is not None
+    layers = sorted(model.statistics.layers)
+    return {(layer, before): model.statistics.layers[layer].rbf_cka_before.tolist() for before, layer in pairwise(layers)}
 
 
 def usage(model: Pictured) -> plots.Usage:

@@ -157,27 +157,71 @@ def expert_usage(usages: Sequence[Usage]) -> Any:
     return figure
 
 
+@dataclass(frozen=True)
+class _Similarity:
+    """A matrix of CKA, and what stands above, left of and below it."""
+
+    matrix: Any
+    title: str = ""
+    down: str = ""
+    across: str = ""
+
+
 def expert_similarity(name: str, matrices: Mapping[int, Any]) -> Any:
-    """RBF CKA of the outputs of each two experts [N, N], a panel for each layer (DiEP's figures 1 and 6)."""
+    """RBF CKA of the outputs of each two experts of a layer [N, N], a panel for each layer (DiEP's figures 1 and 6).
+
+    Each expert with itself is left grey: that 1 would take most of the colours.
+    """
+    import numpy as np
+
+    panels = []
+    for layer, matrix in sorted(matrices.items()):
+        grid = np.array(matrix, dtype=float)
+        np.fill_diagonal(grid, np.nan)
+        panels.append(_Similarity(grid, title=f"layer {layer}"))
+    return _similarities(f"Similarity of experts (RBF CKA), {short(name)}", panels)
+
+
+def layer_similarity(name: str, matrices: Mapping[tuple[int, int], Any]) -> Any:
+    """RBF CKA of experts of two layers [N, M], a panel for each (layer of N, layer of M) (DiEP's figures 1 and 7)."""
+    panels = [
+        _Similarity(matrix, down=f"layer {layer}", across=f"layer {other}")
+        for (layer, other), matrix in sorted(matrices.items())
+    ]
+    return _similarities(f"Similarity of neighbouring layers' experts (RBF CKA), {short(name)}", panels)
+
+
+def _similarities(title: str, panels: Sequence[_Similarity]) -> Any:
+    """Square panels that share their colours."""
+    import numpy as np
     from matplotlib.figure import Figure
 
-    side, gap = (1.15, 0.3) if len(matrices) > 8 else (1.7, 0.4)
-    in_a_line = min(8 if len(matrices) > 8 else 4, len(matrices))
-    left = 0.35
+    side, gap, most = (1.15, 0.3, 8) if len(panels) > 8 else (1.7, 0.4, 4)
+    left, below, above = 0.35, 0.3, 0.4
+    if panels[0].across:
+        left, gap, below, above = left + 0.2, gap + 0.25, below + 0.2, 0.2
+    lines = math.ceil(len(panels) / most)
+    in_a_line = math.ceil(len(panels) / lines)
+    values = np.concatenate([np.ravel(panel.matrix) for panel in panels])
+    found = values[np.isfinite(values)] if np.isfinite(values).any() else np.array([0.0, 1.0])
+    low = math.floor(20 * found.min()) / 20
+    high = max(math.ceil(20 * found.max()) / 20, low + 0.05)
     with style():
-        title = f"Similarity of experts (RBF CKA), {short(name)}"
         width = _width(left + in_a_line * (side + gap) + 0.7, title, left)
-        page = _Page(width, math.ceil(len(matrices) / in_a_line), side, title=0.4, below=0.3)
+        page = _Page(width, lines, side, title=above, below=below)
         figure = Figure(figsize=page.size)
-        for index, (layer, matrix) in enumerate(sorted(matrices.items())):
+        for index, panel in enumerate(panels):
             line, place = divmod(index, in_a_line)
             axes = page.axes(figure, line, left + place * (side + gap), side)
-            picture = _heat(axes, matrix, 0, 1, gaps=False)
-            axes.set_title(f"layer {layer}", fontsize=9, pad=3)
-            count = len(matrix)
-            ticks = sorted({0, count - 1}) if count > 1 else [0]
-            axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
-            axes.set_yticks(ticks, [str(tick) for tick in ticks] if place == 0 else [""] * len(ticks), fontsize=8)
+            picture = _heat(axes, panel.matrix, low, high, gaps=False)
+            for count, set_ticks in zip(np.shape(panel.matrix), (axes.set_yticks, axes.set_xticks), strict=True):
+                ends = sorted({0, count - 1})
+                set_ticks(ends, [str(end) for end in ends], fontsize=8)
+            if place and panel.title:
+                axes.set_yticklabels([])
+            axes.set_title(panel.title, fontsize=9, pad=3)
+            axes.set_xlabel(panel.across, fontsize=9, labelpad=0)
+            axes.set_ylabel(panel.down, fontsize=9, labelpad=0)
         page.title(figure, title, left)
         _colour_bar(figure, page, picture, left + in_a_line * (side + gap) - gap, "CKA")
     return figure

@@ -130,6 +130,8 @@ def test_the_report_is_complete(report: Path) -> None:
         "expert_usage.png",
         "experts_per_layer.png",
         "index.html",
+        "layer_similarity_1.png",
+        "layer_similarity_2.png",
         "quality_and_size.png",
     ]
     rows = json.loads((report / "comparison.json").read_text())["rows"]
@@ -137,7 +139,7 @@ def test_the_report_is_complete(report: Path) -> None:
         read = list(csv.DictReader(file))
     assert [float(line["perplexity"]) for line in read] == [row["perplexity"] for row in rows]
     html = (report / "index.html").read_text()
-    assert html.count("data:image/png;base64,") == 6 and all(f"{row['perplexity']:.2f}" in html for row in rows)
+    assert html.count("data:image/png;base64,") == 8 and all(f"{row['perplexity']:.2f}" in html for row in rows)
 
 
 def test_an_existing_report_is_replaced_only_when_asked(place: Path, report: Path, tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ def test_one_object_or_one_table(place: Path) -> None:
 def test_an_artifact_carries_its_plots_and_scores(place: Path) -> None:
     pruned = place / "pruned"
     inspected = inspect(str(pruned), checksums=True, progress=no_progress)
-    names = ["experts_per_layer.png", "expert_usage.png", "expert_similarity.png", "diep_scores.png"]
+    names = ["experts_per_layer.png", "expert_usage.png", "expert_similarity.png", "layer_similarity.png", "diep_scores.png"]
     assert inspected["provenance"]["figures"]["plots"] == names
     card = (pruned / "README.md").read_text()
     assert all(name in inspected["provenance"]["files"] and f"]({name})" in card for name in [*names])

@@ -56,6 +56,8 @@ def test_every_picture_fits_its_page(layers: int, experts: int) -> None:
     check_nothing_is_cut_off(plots.expert_usage([usage("alone", layers, experts, experts)]))
     matrix = [[1.0 if i == j else 0.3 for j in range(experts)] for i in range(experts)]
     check_nothing_is_cut_off(plots.expert_similarity(LONG, dict.fromkeys(range(layers), matrix)))
+    pairs = {(layer, layer - 1): matrix[: experts - layer % 2] for layer in range(1, layers + 1)}
+    check_nothing_is_cut_off(plots.layer_similarity(LONG, pairs))
     alpha = {layer: [expert / experts - 0.5 for expert in range(experts)] for layer in range(layers)}
     beta = {layer: 1 + layer / 100 for layer in range(layers)}
     check_nothing_is_cut_off(
