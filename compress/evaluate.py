@@ -15,7 +15,10 @@ from calibrate.text import Split, token_batches
 from engine import remote_code
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import CheckpointError, DataError, OptionError
+from engine.experts import MoeBlock
+from engine.model import DecoderLayer
 from engine.progress import Progress, no_progress
+from engine.routing import NO_EXPERT, Selection
 from engine.streaming import Visit, stream_negative_log_likelihood
 
 
@@ -38,6 +41,29 @@ def perplexity(
     if not math.isfinite(total):
         raise CheckpointError(f"{checkpoint.directory}: the loss is not finite; activations overflow, try --dtype float32")
     return math.exp(min(total / count, 700.0))
+
+
+def routed_counts(counts: dict[int, list[int]]) -> Visit:
+    """A `visit` that notes, by decoder layer index, the tokens routed to each expert; it costs next to nothing."""
+
+    def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
+        block = layer.feed_forward
+        if not isinstance(block, MoeBlock):
+            return None
+        experts = len(block.experts)
+        total_N = torch.zeros(experts, dtype=torch.long, device=block.router_ND.device)
+
+        def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
+            chosen = selection.experts[selection.experts != NO_EXPERT]
+            total_N.add_(torch.bincount(chosen, minlength=experts))
+
+        def finish() -> None:
+            counts[index] = total_N.tolist()
+
+        block.observer = observe
+        return finish
+
+    return visit
 
 
 def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None, device: str = "cpu") -> dict[str, Any]:

@@ -43,6 +43,17 @@ class Pictured:
     kept: Mapping[int, Sequence[int]] | None = None
     """By layer, the number of each expert in the model that it was pruned from; None for what is not plainly pruned."""
     scores: DiepScores | None = None
+    routed: Mapping[int, Sequence[int]] | None = None
+    """By layer, tokens routed to each expert; where None, those of the statistics."""
+
+    @property
+    def tokens_routed(self) -> dict[int, list[int]]:
+        """By layer, of each expert; empty where it was not observed."""
+        if self.routed is not None:
+            return {layer: list(counts) for layer, counts in self.routed.items()}
+        return (
+            {} if self.statistics is None else {n: own.tokens_routed.tolist() for n, own in self.statistics.layers.items()}
+        )
 
 
 def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | None:
@@ -66,11 +77,11 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
         figure = plots.experts_per_layer(counts)
         about = "Routed experts that each layer has."
         pictures.append(save(directory, "experts_per_layer", figure, "Experts per layer", about))
-    known = [model for model in models if model.statistics is not None]
-    if known:
-        figure = plots.expert_usage([usage(model) for model in known])
+    if used := [model for model in models if model.tokens_routed]:
+        figure = plots.expert_usage([usage(model) for model in used])
         about = "Share of tokens routed to each expert, per layer; experts carry the numbers of the model they come from."
         pictures.append(save(directory, "expert_usage", figure, "Expert usage", about))
+    known = [model for model in models if model.statistics is not None]
     for model, name in _numbered(known, "expert_similarity"):
         assert model.statistics is not None
         within = {layer: own.rbf_cka.tolist() for layer, own in model.statistics.layers.items()}
@@ -111,9 +122,7 @@ def between_layers(model: Pictured) -> dict[tuple[int, int], list[list[float]]]:
 
 def usage(model: Pictured) -> plots.Usage:
     """Shares of routed tokens; experts are numbered from 0 where it is not known which of a source they are."""
-    assert model.statistics is not None
-    counts = {layer: own.tokens_routed.double() for layer, own in model.statistics.layers.items()}
-    shares = {layer: (count_N / count_N.sum().clamp_min(1)).tolist() for layer, count_N in counts.items()}
+    shares = {layer: [count / max(1, sum(counts)) for count in counts] for layer, counts in model.tokens_routed.items()}
     numbers = model.kept or {layer: list(range(len(own))) for layer, own in shares.items()}
     return plots.Usage(model.label, shares, numbers)
 

@@ -17,6 +17,8 @@ from conftest import save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
+import compress.prune
+from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
 from calibrate.text import token_batches
 from compress import compare as module
@@ -24,6 +26,7 @@ from compress import plots
 from compress.compare import CompareOptions, compare, labels, task_figures
 from compress.diep_scores import FILE_NAME, load_scores
 from compress.evaluate import perplexity
+from compress.pictures import Pictured
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import CheckpointError, DataError, OptionError, OutputError
 from engine.generate import Engine
@@ -250,6 +253,25 @@ def test_an_artifact_carries_its_plots_and_scores(place: Path) -> None:
     least = ranked[0]
     assert least[2] not in plan[str(least[1])], "the scores are those by which experts were removed"
     assert Engine.open(str(pruned), device="cpu").generate(["fox"], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("method", ["taylor", "frequency"])
+def test_usage_before_and_after_is_of_the_held_out_text(
+    method: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Pictured] = []
+    monkeypatch.setattr(compress.prune, "draw", lambda directory, models: drawn.extend(models) or [])
+    arguments = ["prune", str(place / "model"), "-o", str(tmp_path / "out"), "--sparsity", "0.5", "--method", method, *SIZES]
+    result = CliRunner().invoke(cli.main, [*arguments, "--data", str(place / "text.txt"), "--evaluation-samples", "3"])
+    assert result.exit_code == 0, result.output
+    for pictured, path in zip(drawn, (place / "model", tmp_path / "out"), strict=True):
+        checkpoint = Checkpoint(path)
+        text = {"samples": 3, "sequence_length": 32, "seed": 0}
+        tokens = token_batches(str(place / "text.txt"), load_tokenizer(checkpoint), split="held-out", **text)
+        statistics = collect(checkpoint, tokens, dtype=torch.float32)
+        counts = {layer: own.tokens_routed.tolist() for layer, own in statistics.layers.items()}
+        assert pictured.tokens_routed == counts and sum(counts[0]) == 3 * 32 * 2
+    assert (drawn[0].statistics is None) == (method == "taylor"), "no calibration only for a picture"
 
 
 def test_without_matplotlib_pruning_goes_on_and_says_so(
