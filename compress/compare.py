@@ -257,12 +257,12 @@ def _perplexity(
 
 
 def task_figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of lm-evaluation-harness's results the numbers, without its filter's name where that is "none"."""
+    """Of lm-evaluation-harness's results the metrics, which it calls "NAME,FILTER"; a filter "none" is left out."""
     return {
         task: {
             name.removesuffix(",none"): float(value)
             for name, value in own.items()
-            if isinstance(value, int | float) and not isinstance(value, bool) and value == value
+            if "," in name and isinstance(value, int | float) and not isinstance(value, bool) and value == value
         }
         for task, own in results.items()
     }

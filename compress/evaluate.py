@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +69,7 @@ def routed_counts(counts: dict[int, list[int]]) -> Visit:
 
 
 def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None, device: str = "cpu") -> dict[str, Any]:
-    """Results of lm-evaluation-harness tasks by name, through transformers."""
+    """Results of lm-evaluation-harness tasks, by name or as YAML files of their own, through transformers."""
     own_code = remote_code.is_needed(checkpoint.directory, checkpoint.raw_config)
     try:
         import lm_eval
@@ -75,7 +77,10 @@ def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None,
         raise OptionError("tasks need lm-evaluation-harness; install it with `pip install moe-compress[tasks]`") from error
     model = {"pretrained": str(checkpoint.directory), "trust_remote_code": own_code}
     try:
-        results = lm_eval.simple_evaluate(model="hf", model_args=model, tasks=names, limit=limit, device=device)
+        known = _task_manager(all(Path(name).is_file() for name in names))
+        results = lm_eval.simple_evaluate(
+            model="hf", model_args=model, tasks=names, task_manager=known, limit=limit, device=device
+        )
     except Exception as error:  # unknown names, data that cannot be fetched: errors of several libraries
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(
@@ -83,6 +88,14 @@ def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None,
         ) from error
     scores: dict[str, Any] = results["results"]
     return scores
+
+
+@cache
+def _task_manager(only_files: bool) -> Any:
+    """Which tasks there are, once for all models: the harness reads thousands of files for those that it brings along."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=not only_files)
 
 
 def evaluate_model(

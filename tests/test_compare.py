@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect as inspect_module
 import json
 import shutil
 from dataclasses import replace
@@ -31,6 +32,7 @@ from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import CheckpointError, DataError, OptionError, OutputError
 from engine.generate import Engine
 from engine.inspect import inspect
+from engine.model import Decoder
 from engine.progress import no_progress
 
 pytest.importorskip("matplotlib")
@@ -199,12 +201,72 @@ def test_a_model_without_tokenizer_can_be_sized(place: Path) -> None:
 
 
 def test_tasks_are_one_figure_each(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": float("nan")}}
+    found = {"arc": {"alias": "arc", "sample_len": 40, "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": float("nan")}}
     assert task_figures(found) == {"arc": {"acc": 0.5}}
     asked: list[Any] = []
     monkeypatch.setattr(module, "tasks", lambda checkpoint, names, **own: asked.append((names, own)) or found)
     rows = compare(options(place, "model", tasks=("arc",), limit=7))["rows"]
     assert rows[0]["tasks"] == {"arc": {"acc": 0.5}} and asked == [(["arc"], {"limit": 7, "device": "cpu"})]
+
+
+CHOICES = ["o", "e", "i", "y"]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A multiple-choice task of lm-evaluation-harness over a file, so that nothing is fetched."""
+    lines = [{"question": f"the {letter}", "answer": index % 4} for index, letter in enumerate("abcdefghijklmnopqrst")]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = f"""
+        task: which_comes_next
+        dataset_path: json
+        dataset_kwargs: {{data_files: {{test: {tmp_path / "questions.jsonl"}}}, cache_dir: {tmp_path / "cache"}}}
+        test_split: test
+        output_type: multiple_choice
+        doc_to_text: question
+        doc_to_target: answer
+        doc_to_choice: {CHOICES}
+        target_delimiter: ""
+        metric_list: [{{metric: acc}}]
+        """
+    (tmp_path / "which_comes_next.yaml").write_text(inspect_module.cleandoc(text))
+    return tmp_path / "which_comes_next.yaml"
+
+
+@torch.no_grad()
+def accuracy(directory: Path, task: Path) -> float:
+    """The share of questions whose right answer our own decoder finds likeliest."""
+    checkpoint = Checkpoint(directory)
+    decoder, tokenizer = Decoder(checkpoint.config, checkpoint.source(torch.float32)), load_tokenizer(checkpoint)
+
+    def likelihood(question: str, choice: str) -> float:
+        start, answer = tokenizer.encode(question), tokenizer.encode(choice)
+        logs = decoder(torch.tensor([start + answer]))[0].log_softmax(-1)
+        return sum(float(logs[len(start) + place - 1, token]) for place, token in enumerate(answer))
+
+    right = []
+    for line in map(json.loads, (task.parent / "questions.jsonl").read_text().splitlines()):
+        found = [likelihood(line["question"], choice) for choice in CHOICES]
+        right.append(found.index(max(found)) == line["answer"])
+    return sum(right) / len(right)
+
+
+def test_a_real_task_reaches_table_files_and_page(place: Path, task: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    names, output = [str(place / "model"), str(place / "pruned")], tmp_path / "report"
+    common = ["--no-speed", "--samples", "0", "--calibration-samples", "0", "--data", str(place / "text.txt")]
+    result = CliRunner().invoke(cli.main, ["compare", *names, *common, "--tasks", str(task), "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    expected = [accuracy(place / "model", task), accuracy(place / "pruned", task)]
+    assert min(expected) > 0 and max(expected) < 1 and expected[0] != expected[1]
+    rows = json.loads((output / "comparison.json").read_text())["rows"]
+    assert [row["tasks"]["which_comes_next"]["acc"] for row in rows] == pytest.approx(expected)
+    with (output / "comparison.csv").open() as file:
+        assert [float(line["tasks.which_comes_next.acc"]) for line in csv.DictReader(file)] == pytest.approx(expected)
+    html, lines = (output / "index.html").read_text(), result.stdout.splitlines()
+    assert "which_comes_next" in lines[0] and ">which_comes_next</button>" in html
+    for line, value in zip(lines[1:], expected, strict=False):
+        assert f" {value:.4f} " in line and f">{value:.4f}<" in html
 
 
 def test_labels_are_short_and_unlike() -> None:
