@@ -45,6 +45,7 @@ from engine.skip_tables import SkipTables, load_skip_tables, skipping_routings
 
 COMPARISON = "comparison.json"
 """By this file a directory is known as a comparison, which --overwrite may replace."""
+MOST_IN_HEADING = 4
 
 
 @dataclass(frozen=True)
@@ -382,9 +383,21 @@ def write_report(
         with writing(directory, "the comparison"):
             (directory / "comparison.csv").write_text(to_csv(result["rows"]), encoding="utf-8")
             pictures = draw(directory, result["rows"], subjects, statistics)
-            title = " · ".join(plots.short(subject.label) for subject in subjects)
-            html = page(result["rows"], title=title, notes=result["notes"], settings=settings, pictures=pictures)
+            html = page(
+                result["rows"],
+                title=heading([subject.label for subject in subjects]),
+                notes=result["notes"],
+                settings=settings,
+                pictures=pictures,
+            )
             (directory / "index.html").write_text(html, encoding="utf-8")
+
+
+def heading(labels: Sequence[str]) -> str:
+    """The models in one line: the first and a count where they are many."""
+    if len(labels) <= MOST_IN_HEADING:
+        return " · ".join(plots.short(label) for label in labels)
+    return f"{plots.short(labels[0])} and {len(labels) - 1} others"
 
 
 def draw(

@@ -30,6 +30,13 @@ class Picture:
     path: Path
     title: str
     about: str
+    model: str = ""
+    """Whose it is, where each model has one of its own; pictures of the same title then follow each other."""
+
+    @property
+    def name(self) -> str:
+        """Its title, and whose it is."""
+        return f"{self.title}: {self.model}" if self.model else self.title
 
 
 @dataclass(frozen=True)
@@ -85,27 +92,27 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
     for model, name in _numbered(known, "expert_similarity"):
         assert model.statistics is not None
         within = {layer: own.rbf_cka.tolist() for layer, own in model.statistics.layers.items()}
-        figure, title = plots.expert_similarity(model.label, within), f"Similarity of experts: {model.label}"
+        figure, title = plots.expert_similarity(model.label, within), "Similarity of experts"
         about = "RBF CKA of the outputs of each two experts on the same tokens: the brighter, the more they do alike."
-        pictures.append(save(directory, name, figure, title, about))
+        pictures.append(save(directory, name, figure, title, about, model.label))
     neighbours = [(model, matrices) for model in known if (matrices := between_layers(model))]
     for (model, matrices), name in _numbered(neighbours, "layer_similarity"):
-        figure, title = plots.layer_similarity(model.label, matrices), f"Similarity between layers: {model.label}"
+        figure, title = plots.layer_similarity(model.label, matrices), "Similarity between layers"
         about = "RBF CKA of the outputs of each two experts of neighbouring MoE layers, on the same tokens."
-        pictures.append(save(directory, name, figure, title, about))
+        pictures.append(save(directory, name, figure, title, about, model.label))
     for model, name in _numbered([model for model in models if model.scores is not None], "diep_scores"):
-        figure, title = plots.search_scores(model.label, search_scores(model)), f"α and β: {model.label}"
+        figure, title = plots.search_scores(model.label, search_scores(model)), "α and β"
         about = "What differentiable expert pruning learned: α weighs the experts of a layer, β the layers."
-        pictures.append(save(directory, name, figure, title, about))
+        pictures.append(save(directory, name, figure, title, about, model.label))
     return pictures
 
 
-def save(directory: Path, name: str, figure: Any, title: str, about: str) -> Picture:
+def save(directory: Path, name: str, figure: Any, title: str, about: str, model: str = "") -> Picture:
     """Write NAME.png into the directory."""
     path = directory / f"{name}.png"
     with writing(path, "a picture"):
         plots.save(figure, path)
-    return Picture(path, title, about)
+    return Picture(path, title, about, model)
 
 
 def _numbered(drawn: Sequence[Drawn], name: str) -> list[tuple[Drawn, str]]:

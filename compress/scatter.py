@@ -73,7 +73,8 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Any:
     looks = _looks(points)
     most = max(len({point.key for point in own}) if is_sweep(own) else len(own) for own in groups)
     with style():
-        figure = Figure(figsize=(7.2 * len(groups), max(4.6, 1.2 + 0.2 * most)), layout="constrained")
+        figure = Figure(figsize=(7.2 * len(groups), max(4.6, 1.2 + 0.2 * most)))
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         FigureCanvasAgg(figure)
         panels = figure.subplots(1, len(groups), squeeze=False)[0]
         for axes, own in zip(panels, groups, strict=True):

@@ -24,7 +24,7 @@ from calibrate.options import CalibrationOptions
 from calibrate.text import token_batches
 from compress import compare as module
 from compress import plots
-from compress.compare import CompareOptions, compare, labels, task_figures
+from compress.compare import CompareOptions, compare, heading, labels, task_figures
 from compress.diep_scores import FILE_NAME, load_scores
 from compress.evaluate import perplexity
 from compress.pictures import Pictured
@@ -144,7 +144,11 @@ def test_the_report_is_complete(report: Path) -> None:
         read = list(csv.DictReader(file))
     assert [float(line["perplexity"]) for line in read] == [row["perplexity"] for row in rows]
     html = (report / "index.html").read_text()
-    assert html.count("data:image/png;base64,") == 8 and all(f"{row['perplexity']:.2f}" in html for row in rows)
+    assert (
+        html.count("data:image/png;base64,") == 8
+        and html.count("<details open>") == 2
+        and all(f"{row['perplexity']:.2f}" in html for row in rows)
+    )
 
 
 def test_an_existing_report_is_replaced_only_when_asked(place: Path, report: Path, tmp_path: Path) -> None:
@@ -272,6 +276,10 @@ def test_a_real_task_reaches_table_files_and_page(place: Path, task: Path, tmp_p
 def test_labels_are_short_and_unlike() -> None:
     assert labels(["a/x", "b/y"]) == ["x", "y"]
     assert labels(["a/x", "b/x", "demo", "demo"]) == ["a/x", "b/x", "demo", "demo (2)"]
+
+
+def test_the_heading_stays_short() -> None:
+    assert heading(["a", "b"]) == "a · b" and heading(list("abcdefg")) == "a and 6 others"
 
 
 def test_one_object_or_one_table(place: Path) -> None:
