@@ -470,7 +470,9 @@ def _shown(key: str, value: Any) -> str:
 @click.argument("model", default="demo")
 @text_options(32)
 @click.option("--metric", type=click.Choice(("perplexity",)), default="perplexity", show_default=True, help="Figure.")
-@click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, instead of a metric.")
+@click.option(
+    "--tasks", help="Tasks of lm-evaluation-harness, names or YAML files, separated by commas, instead of a metric."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
 @click.option(
     "--split",
@@ -626,7 +628,9 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
     show_default=True,
     help="Sequences for the plots of expert usage and similarity, with --output; 0 for none.",
 )
-@click.option("--tasks", help="Tasks of lm-evaluation-harness by name, separated by commas, besides perplexity.")
+@click.option(
+    "--tasks", help="Tasks of lm-evaluation-harness, names or YAML files, separated by commas, besides perplexity."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
 @click.option("--speed/--no-speed", default=True, show_default=True, help="Measure tokens/s and memory.")
 @speed_options

@@ -1,6 +1,7 @@
 """Calibration: one streaming pass over text, every statistic of every MoE layer (methods.md §1).
 
-Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, D hidden, R tokens routed to one expert.
+Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, D hidden, R tokens routed to one expert,
+M experts of the MoE layer before.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from calibrate.similarity import linear_cka, rbf_cka
+from calibrate.similarity import alignment, linear_cka, pairwise, rbf_grams
 from calibrate.statistics import LayerStatistics, Statistics
 from engine.checkpoint import Checkpoint
 from engine.experts import MoeBlock
@@ -19,7 +20,10 @@ from engine.routing import NO_EXPERT, Selection, probabilities
 from engine.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256
-"""Every expert is run on the same sample of this many tokens, for CKA and mean outputs."""
+"""Every expert of every layer is run on the same sample of this many tokens, for CKA and mean outputs.
+
+For CKA between layers the Gram matrices of one layer wait for the next: 262 kB for each of its experts.
+"""
 
 
 def collect(
@@ -33,6 +37,7 @@ def collect(
 ) -> Statistics:
     """Statistics of a checkpoint on token sequences, one layer in memory at a time."""
     layers: dict[int, LayerStatistics] = {}
+    before_MTT: Tensor | None = None
     chosen = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
     sample_T = chosen[:SIMILARITY_TOKENS].sort().values
 
@@ -43,7 +48,8 @@ def collect(
         collector = LayerCollector(block, sample_T.to(device))
 
         def finish() -> None:
-            layers[index] = collector.statistics()
+            nonlocal before_MTT
+            layers[index], before_MTT = collector.statistics(before_MTT)
 
         return finish
 
@@ -103,12 +109,18 @@ class LayerCollector:
         self.squared_norm[expert] += norms_R.square().sum()
         self.output[expert] += output_RD.sum(0, dtype=torch.float64 if output_RD.is_cpu else torch.float32)
 
-    def statistics(self) -> LayerStatistics:
-        """The sums as LayerStatistics; runs every expert on the sample."""
+    def statistics(self, before_MTT: Tensor | None = None) -> tuple[LayerStatistics, Tensor]:
+        """(The sums as LayerStatistics, Gram matrices [N, T, T] for the next layer); runs every expert on the sample.
+
+        before_MTT: Gram matrices of the MoE layer before, if there is one.
+        """
         sample_TD, probabilities_TN = (torch.cat(parts) for parts in zip(*self.samples, strict=True))
         outputs_NTD = torch.stack([expert(sample_TD).float() for expert in self.block.experts])
         unselected = 1.0 - self.routed_probability.sum() / max(self.seen, 1)
-        return LayerStatistics(
+        linear_NN = linear_cka(outputs_NTD)  # first, so that its large copies do not meet the Gram matrices
+        wide_NTT = rbf_grams(outputs_NTD)
+        gram_NTT = wide_NTT.float()
+        statistics = LayerStatistics(
             tokens=torch.tensor(self.seen),
             tokens_routed=self.tokens_routed.long().cpu(),
             probability_sum=self.probability.cpu(),
@@ -122,7 +134,9 @@ class LayerCollector:
             weighted_output_mean=(outputs_NTD * probabilities_TN.T[:, :, None].float()).mean(1).cpu(),
             router_gram=self.router_gram.cpu(),
             weight_ratio_median=torch.cat(self.ratios).median(dim=0).values,
-            linear_cka=linear_cka(outputs_NTD).cpu(),
-            rbf_cka=rbf_cka(outputs_NTD).cpu(),
+            linear_cka=linear_NN.cpu(),
+            rbf_cka=pairwise(wide_NTT).cpu(),
+            rbf_cka_before=alignment(gram_NTT, gram_NTT[:0] if before_MTT is None else before_MTT).cpu(),
             unselected_probability_share=unselected.cpu(),
         )
+        return statistics, gram_NTT

@@ -1,6 +1,6 @@
 """Centered kernel alignment of representations (Kornblith et al. 2019), linear and RBF.
 
-Shape suffixes: N representations, T samples, D features.
+Shape suffixes: N and M representations, T samples, D features.
 """
 
 from __future__ import annotations
@@ -17,25 +17,32 @@ def linear_cka(x_NTD: Tensor) -> Tensor:
     # Widened first: the mean of what never varies is then exact, and nothing is left of it.
     x_NTD = x_NTD.double()
     centred = x_NTD - x_NTD.mean(dim=1, keepdim=True)
-    return _alignment(centred @ centred.transpose(1, 2))
+    return pairwise(centred @ centred.transpose(1, 2))
 
 
 def rbf_cka(x_NTD: Tensor) -> Tensor:
-    """Pairwise RBF CKA, [N, N]: K_ij = exp(−‖x_i − x_j‖² / (2σ²)), σ = the median distance; normalised HSIC."""
+    """Pairwise RBF CKA, [N, N]: normalised HSIC of `rbf_grams`."""
+    return pairwise(rbf_grams(x_NTD))
+
+
+def rbf_grams(x_NTD: Tensor) -> Tensor:
+    """Centred Gram matrices, [N, T, T]: K_ij = exp(−‖x_i − x_j‖² / (2σ²)), σ = the median distance."""
     distances = torch.cdist(x_NTD.double(), x_NTD.double())
     samples = distances.shape[1]
     upper = torch.triu_indices(samples, samples, offset=1)
     sigma = distances[:, upper[0], upper[1]].median(dim=1).values.clamp_min(1e-12)
     gram = torch.exp(-distances.square() / (2 * sigma[:, None, None].square()))
     gram = gram - gram.mean(dim=1, keepdim=True)
-    return _alignment(gram - gram.mean(dim=2, keepdim=True))
+    return gram - gram.mean(dim=2, keepdim=True)
 
 
-def _alignment(gram_NTT: Tensor) -> Tensor:
-    """⟨K_i, K_j⟩ / (‖K_i‖ · ‖K_j‖) of centred Gram matrices; a representation that never varies is aligned with none."""
-    flat = gram_NTT.flatten(1)
-    products = flat @ flat.T
-    norms = products.diagonal().clamp_min(0).sqrt()
-    scale = norms[:, None] * norms[None, :]
-    similarity = torch.where(scale > 0, products / scale.clamp_min(torch.finfo(scale.dtype).tiny), 0.0)
-    return similarity.fill_diagonal_(1.0).float()
+def pairwise(gram_NTT: Tensor) -> Tensor:
+    """CKA of each two of the representations that these centred Gram matrices are of, [N, N]."""
+    return alignment(gram_NTT, gram_NTT).fill_diagonal_(1.0)
+
+
+def alignment(gram_NTT: Tensor, other_MTT: Tensor) -> Tensor:
+    """CKA ⟨K_i, K_j⟩ / (‖K_i‖ · ‖K_j‖), [N, M], over the same samples; what never varies is aligned with none."""
+    flat, other = gram_NTT.flatten(1), other_MTT.flatten(1)
+    scale = flat.norm(dim=1)[:, None] * other.norm(dim=1)[None, :]
+    return torch.where(scale > 0, flat @ other.T / scale.clamp_min(torch.finfo(scale.dtype).tiny), 0.0).float()

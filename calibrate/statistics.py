@@ -1,6 +1,6 @@
 """What calibration saw, as one file that every method reads: safetensors with a JSON header.
 
-Shape suffixes: N routed experts of the layer, K the model's top-k, D hidden.
+Shape suffixes: N routed experts of the layer, M of the MoE layer before it, K the model's top-k, D hidden.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.errors import DataError
 from engine.json_file import shown
 from engine.safetensors_file import SafetensorsFile, write_tensors
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass
@@ -56,6 +56,8 @@ class LayerStatistics:
     """[N, N] of expert outputs, every expert run on that sample."""
     rbf_cka: Tensor
     """[N, N] likewise."""
+    rbf_cka_before: Tensor
+    """[N, M] of outputs on that sample with those of the M experts of the MoE layer before; [N, 0] in the first."""
     unselected_probability_share: Tensor
     """[] share of router probability that goes to experts not selected (figure 1 of seed 000)."""
 
@@ -98,6 +100,7 @@ def _read_layer(file: SafetensorsFile, index: int, config: DecoderConfig, path: 
     moe = config.layers[index].moe
     assert moe is not None
     experts, per_token = moe.experts, moe.experts_per_token
+    before = [layer for layer in config.moe_layers if layer < index]
     shapes: Mapping[str, tuple[int, ...]] = {
         "tokens": (),
         "unselected_probability_share": (),
@@ -108,6 +111,7 @@ def _read_layer(file: SafetensorsFile, index: int, config: DecoderConfig, path: 
         "weight_ratio_median": (per_token - 1,),
         "linear_cka": (experts, experts),
         "rbf_cka": (experts, experts),
+        "rbf_cka_before": (experts, config.experts_by_layer[before[-1]] if before else 0),
     }
     values = {}
     for field in fields(LayerStatistics):

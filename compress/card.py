@@ -57,7 +57,7 @@ def model_card(
             "| ---: | ---: |",
             *kept,
             "",
-            *(line for picture in pictures for line in (f"![{picture.title}]({picture.path.name})", "", picture.about, "")),
+            *(line for picture in pictures for line in (f"![{picture.name}]({picture.path.name})", "", picture.about, "")),
         ]
     )
 

@@ -31,6 +31,7 @@ from compress.page import page
 from compress.pictures import Picture, Pictured, kept_experts, save
 from compress.pictures import draw as draw_experts
 from compress.plan import plan_from_json
+from compress.scatter import Point, scatter
 from engine.artifact import check_output, whole_or_nothing
 from engine.bench import BenchSpec, bench, cases_for
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
@@ -44,6 +45,7 @@ from engine.skip_tables import SkipTables, load_skip_tables, skipping_routings
 
 COMPARISON = "comparison.json"
 """By this file a directory is known as a comparison, which --overwrite may replace."""
+MOST_IN_HEADING = 4
 
 
 @dataclass(frozen=True)
@@ -256,12 +258,12 @@ def _perplexity(
 
 
 def task_figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of lm-evaluation-harness's results the numbers, without its filter's name where that is "none"."""
+    """Of lm-evaluation-harness's results the metrics, which it calls "NAME,FILTER"; a filter "none" is left out."""
     return {
         task: {
             name.removesuffix(",none"): float(value)
             for name, value in own.items()
-            if isinstance(value, int | float) and not isinstance(value, bool) and value == value
+            if "," in name and isinstance(value, int | float) and not isinstance(value, bool) and value == value
         }
         for task, own in results.items()
     }
@@ -381,9 +383,21 @@ def write_report(
         with writing(directory, "the comparison"):
             (directory / "comparison.csv").write_text(to_csv(result["rows"]), encoding="utf-8")
             pictures = draw(directory, result["rows"], subjects, statistics)
-            title = " · ".join(plots.short(subject.label) for subject in subjects)
-            html = page(result["rows"], title=title, notes=result["notes"], settings=settings, pictures=pictures)
+            html = page(
+                result["rows"],
+                title=heading([subject.label for subject in subjects]),
+                notes=result["notes"],
+                settings=settings,
+                pictures=pictures,
+            )
             (directory / "index.html").write_text(html, encoding="utf-8")
+
+
+def heading(labels: Sequence[str]) -> str:
+    """The models in one line: the first and a count where they are many."""
+    if len(labels) <= MOST_IN_HEADING:
+        return " · ".join(plots.short(label) for label in labels)
+    return f"{plots.short(labels[0])} and {len(labels) - 1} others"
 
 
 def draw(
@@ -393,20 +407,27 @@ def draw(
     pictures = []
     y_label = "held-out perplexity (lower is better)"
     if points := _points(rows, "bytes", "", 1e-6):
-        figure = plots.scatter(points, "weights in MB", y_label)
+        figure = scatter(points, "weights in MB", y_label)
         about = "Down and to the left is better."
         pictures.append(save(directory, "quality_and_size", figure, "Quality against size", about))
     if points := _points(rows, "decode_tokens_per_second_mean", "decode_tokens_per_second_sd"):
-        figure = plots.scatter(points, "decode, tokens per second", y_label)
+        figure = scatter(points, "decode, tokens per second", y_label)
         about = "Down and to the right is better; bars are standard deviations."
         pictures.append(save(directory, "quality_and_speed", figure, "Quality against speed", about))
     return pictures + draw_experts(directory, [_pictured(*pair) for pair in zip(subjects, statistics, strict=True)])
 
 
-def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: float = 1.0) -> list[plots.Point]:
+def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: float = 1.0) -> list[Point]:
     """Of the rows that have both figures: perplexity over `key`, with the standard deviation under `deviation`."""
     return [
-        plots.Point(row["label"], row[key] * scale, row["perplexity"], row["perplexity_group"], row.get(deviation) or 0.0)
+        Point(
+            name=row["label"],
+            x=row[key] * scale,
+            y=row["perplexity"],
+            group=row["perplexity_group"],
+            x_sd=row.get(deviation) or 0.0,
+            series=row["method"],
+        )
         for row in rows
         if row[key] is not None and row["perplexity"] is not None
     ]

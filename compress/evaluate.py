@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from calibrate.text import Split, token_batches
 from engine import remote_code
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import CheckpointError, DataError, OptionError
+from engine.experts import MoeBlock
+from engine.model import DecoderLayer
 from engine.progress import Progress, no_progress
+from engine.routing import NO_EXPERT, Selection
 from engine.streaming import Visit, stream_negative_log_likelihood
 
 
@@ -40,8 +45,31 @@ def perplexity(
     return math.exp(min(total / count, 700.0))
 
 
+def routed_counts(counts: dict[int, list[int]]) -> Visit:
+    """A `visit` that notes, by decoder layer index, the tokens routed to each expert; it costs next to nothing."""
+
+    def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
+        block = layer.feed_forward
+        if not isinstance(block, MoeBlock):
+            return None
+        experts = len(block.experts)
+        total_N = torch.zeros(experts, dtype=torch.long, device=block.router_ND.device)
+
+        def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
+            chosen = selection.experts[selection.experts != NO_EXPERT]
+            total_N.add_(torch.bincount(chosen, minlength=experts))
+
+        def finish() -> None:
+            counts[index] = total_N.tolist()
+
+        block.observer = observe
+        return finish
+
+    return visit
+
+
 def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None, device: str = "cpu") -> dict[str, Any]:
-    """Results of lm-evaluation-harness tasks by name, through transformers."""
+    """Results of lm-evaluation-harness tasks, by name or as YAML files of their own, through transformers."""
     own_code = remote_code.is_needed(checkpoint.directory, checkpoint.raw_config)
     try:
         import lm_eval
@@ -49,7 +77,10 @@ def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None,
         raise OptionError("tasks need lm-evaluation-harness; install it with `pip install moe-compress[tasks]`") from error
     model = {"pretrained": str(checkpoint.directory), "trust_remote_code": own_code}
     try:
-        results = lm_eval.simple_evaluate(model="hf", model_args=model, tasks=names, limit=limit, device=device)
+        known = _task_manager(all(Path(name).is_file() for name in names))
+        results = lm_eval.simple_evaluate(
+            model="hf", model_args=model, tasks=names, task_manager=known, limit=limit, device=device
+        )
     except Exception as error:  # unknown names, data that cannot be fetched: errors of several libraries
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(
@@ -57,6 +88,14 @@ def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None,
         ) from error
     scores: dict[str, Any] = results["results"]
     return scores
+
+
+@cache
+def _task_manager(only_files: bool) -> Any:
+    """Which tasks there are, once for all models: the harness reads thousands of files for those that it brings along."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=not only_files)
 
 
 def evaluate_model(

@@ -6,14 +6,20 @@ import base64
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import Environment, StrictUndefined
 
 from compress.columns import Column, Row, columns
 from compress.pictures import Picture
 from compress.plots import DOTS_PER_INCH
+
+LEAST_SCALE = 0.8
+"""Of a picture's own size."""
+MOST_OPEN = 3
+"""Pictures of one kind."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,48 @@ def page(
         rows=[(row, [_cell(column, row, rows[0]) for column in shown]) for row in rows],
         notes=notes,
         settings=settings,
-        pictures=[(picture, _data_uri(picture.path), *_display_size(picture.path)) for picture in pictures],
+        groups=[
+            _Group(title, [_Shown.of(each) for each in own]) for title, own in groupby(pictures, lambda each: each.title)
+        ],
     )
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A picture as the page embeds it; sizes in CSS pixels."""
+
+    picture: Picture
+    uri: str
+    width: int
+    height: int
+
+    @classmethod
+    def of(cls, picture: Picture) -> Self:
+        """Read from disk."""
+        return cls(picture, _data_uri(picture.path), *_display_size(picture.path))
+
+    @property
+    def least_width(self) -> int:
+        """Narrower than this its text could not be read: a smaller screen scrolls it."""
+        return round(LEAST_SCALE * self.width)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Pictures of one title: one of all models, or one of each model."""
+
+    title: str
+    pictures: Sequence[_Shown]
+
+    @property
+    def about(self) -> str:
+        """What to say of any of them."""
+        return self.pictures[0].picture.about
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all are shown at once; the many of a sweep have to be asked for."""
+        return len(self.pictures) <= MOST_OPEN
 
 
 def _cell(column: Column, row: Row, first: Row) -> Cell:
@@ -60,6 +106,12 @@ def _display_size(path: Path) -> tuple[int, int]:
 
 
 _SOURCE = """\
+{% macro embedded(shown) %}
+<div class="scroll picture" tabindex="0" role="region" aria-label="{{ shown.picture.name }}">
+<img src="{{ shown.uri }}" alt="{{ shown.picture.name }}" width="{{ shown.width }}" height="{{ shown.height }}"
+  style="min-width: {{ shown.least_width }}px">
+</div>
+{%- endmacro %}
 <!DOCTYPE html>
 <html lang="en">
 <head>
@@ -87,7 +139,8 @@ tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--band); padding: 0; }
 th:first-child, tbody th { text-align: left; position: sticky; left: 0; background: var(--paper); }
 thead th:first-child { background: var(--band); }
-tbody th { font-weight: 600; white-space: normal; overflow-wrap: anywhere; min-width: 110px; max-width: min(40vw, 420px); }
+tbody th { font-weight: 600; white-space: normal; overflow-wrap: anywhere; }
+tbody th { min-width: min(34vw, 11rem); max-width: min(40vw, 420px); }
 button { all: unset; display: block; width: 100%; box-sizing: border-box; padding: 8px; }
 button { cursor: pointer; font-weight: 600; }
 button:focus-visible { outline: 2px solid var(--accent); outline-offset: -2px; }
@@ -95,7 +148,11 @@ button::after { content: "\\2195"; opacity: 0.35; padding-left: 4px; }
 th[aria-sort=ascending] button::after { content: "\\2191"; opacity: 1; }
 th[aria-sort=descending] button::after { content: "\\2193"; opacity: 1; }
 small { display: block; color: var(--soft); font-size: 0.85em; font-weight: 400; overflow-wrap: anywhere; }
-.pictures { display: flex; flex-wrap: wrap; gap: 0 32px; align-items: flex-end; }
+h3 { font-size: 1rem; margin: 1.2em 0 0.4em; overflow-wrap: anywhere; }
+.pictures { display: flex; flex-wrap: wrap; gap: 0 32px; align-items: flex-start; }
+details { margin: 2em 0 0; }
+summary { cursor: pointer; color: var(--soft); }
+summary h2 { display: inline; color: var(--ink); }
 section { max-width: 100%; min-width: min(100%, 22rem); }
 .picture { background: #ffffff; }
 img { display: block; max-width: 100%; height: auto; }
@@ -138,17 +195,28 @@ dd { margin: 0; overflow-wrap: anywhere; }
 </div>
 <p>{{ rows | length }} models; small figures with × are ratios to the first. A heading sorts the table.</p>
 <div class="pictures">
-{% for picture, uri, width, height in pictures %}
-<section style="width: {{ width }}px">
-<h2>{{ picture.title }}</h2>
-<p>{{ picture.about }}</p>
-<div class="scroll picture" tabindex="0" role="region" aria-label="{{ picture.title }}">
-<img src="{{ uri }}" alt="{{ picture.title }}" width="{{ width }}" height="{{ height }}"
-  style="min-width: {{ [width, 600] | min }}px">
-</div>
+{% for group in groups if group.pictures | length == 1 %}
+<section style="width: {{ group.pictures[0].width + 2 }}px">
+<h2>{{ group.pictures[0].picture.name }}</h2>
+<p>{{ group.about }}</p>
+{{ embedded(group.pictures[0]) }}
 </section>
 {% endfor %}
 </div>
+{% for group in groups if group.pictures | length > 1 %}
+<details{% if group.is_open %} open{% endif %}>
+<summary><h2>{{ group.title }}</h2> <span>of {{ group.pictures | length }} models</span></summary>
+<p>{{ group.about }}</p>
+<div class="pictures">
+{% for shown in group.pictures %}
+<section style="width: {{ shown.width + 2 }}px">
+<h3>{{ shown.picture.model }}</h3>
+{{ embedded(shown) }}
+</section>
+{% endfor %}
+</div>
+</details>
+{% endfor %}
 <h2>What the columns say</h2>
 <dl>
 {% for column in columns %}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from calibrate.statistics import Statistics
 from compress import plots
@@ -17,6 +18,7 @@ from compress.plan import Plan
 from engine.architectures import DecoderConfig
 from engine.json_file import writing
 
+Drawn = TypeVar("Drawn")
 MOST_EXPERTS = 4096
 """A plan read from a file that numbers its experts higher is not drawn."""
 
@@ -28,6 +30,13 @@ class Picture:
     path: Path
     title: str
     about: str
+    model: str = ""
+    """Whose it is, where each model has one of its own; pictures of the same title then follow each other."""
+
+    @property
+    def name(self) -> str:
+        """Its title, and whose it is."""
+        return f"{self.title}: {self.model}" if self.model else self.title
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,17 @@ class Pictured:
     kept: Mapping[int, Sequence[int]] | None = None
     """By layer, the number of each expert in the model that it was pruned from; None for what is not plainly pruned."""
     scores: DiepScores | None = None
+    routed: Mapping[int, Sequence[int]] | None = None
+    """By layer, tokens routed to each expert; where None, those of the statistics."""
+
+    @property
+    def tokens_routed(self) -> dict[int, list[int]]:
+        """By layer, of each expert; empty where it was not observed."""
+        if self.routed is not None:
+            return {layer: list(counts) for layer, counts in self.routed.items()}
+        return (
+            {} if self.statistics is None else {n: own.tokens_routed.tolist() for n, own in self.statistics.layers.items()}
+        )
 
 
 def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | None:
@@ -57,49 +77,59 @@ def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | No
 
 
 def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
-    """Experts per layer, usage, similarity and search scores, of those models that have them. Raises OutputError."""
+    """Experts per layer, usage, similarities and search scores, of those models that have them. Raises OutputError."""
     pictures = []
     counts = {model.label: model.experts for model in models if model.experts}
     if counts:
         figure = plots.experts_per_layer(counts)
         about = "Routed experts that each layer has."
         pictures.append(save(directory, "experts_per_layer", figure, "Experts per layer", about))
-    known = [model for model in models if model.statistics is not None]
-    if known:
-        figure = plots.expert_usage([usage(model) for model in known])
+    if used := [model for model in models if model.tokens_routed]:
+        figure = plots.expert_usage([usage(model) for model in used])
         about = "Share of tokens routed to each expert, per layer; experts carry the numbers of the model they come from."
         pictures.append(save(directory, "expert_usage", figure, "Expert usage", about))
+    known = [model for model in models if model.statistics is not None]
     for model, name in _numbered(known, "expert_similarity"):
         assert model.statistics is not None
-        matrices = {layer: own.rbf_cka.tolist() for layer, own in model.statistics.layers.items()}
-        figure, title = plots.expert_similarity(model.label, matrices), f"Similarity of experts: {model.label}"
+        within = {layer: own.rbf_cka.tolist() for layer, own in model.statistics.layers.items()}
+        figure, title = plots.expert_similarity(model.label, within), "Similarity of experts"
         about = "RBF CKA of the outputs of each two experts on the same tokens: the brighter, the more they do alike."
-        pictures.append(save(directory, name, figure, title, about))
+        pictures.append(save(directory, name, figure, title, about, model.label))
+    neighbours = [(model, matrices) for model in known if (matrices := between_layers(model))]
+    for (model, matrices), name in _numbered(neighbours, "layer_similarity"):
+        figure, title = plots.layer_similarity(model.label, matrices), "Similarity between layers"
+        about = "RBF CKA of the outputs of each two experts of neighbouring MoE layers, on the same tokens."
+        pictures.append(save(directory, name, figure, title, about, model.label))
     for model, name in _numbered([model for model in models if model.scores is not None], "diep_scores"):
-        figure, title = plots.search_scores(model.label, search_scores(model)), f"α and β: {model.label}"
+        figure, title = plots.search_scores(model.label, search_scores(model)), "α and β"
         about = "What differentiable expert pruning learned: α weighs the experts of a layer, β the layers."
-        pictures.append(save(directory, name, figure, title, about))
+        pictures.append(save(directory, name, figure, title, about, model.label))
     return pictures
 
 
-def save(directory: Path, name: str, figure: Any, title: str, about: str) -> Picture:
+def save(directory: Path, name: str, figure: Any, title: str, about: str, model: str = "") -> Picture:
     """Write NAME.png into the directory."""
     path = directory / f"{name}.png"
     with writing(path, "a picture"):
         plots.save(figure, path)
-    return Picture(path, title, about)
+    return Picture(path, title, about, model)
 
 
-def _numbered(models: Sequence[Pictured], name: str) -> list[tuple[Pictured, str]]:
+def _numbered(drawn: Sequence[Drawn], name: str) -> list[tuple[Drawn, str]]:
     """Each with a file name, which ends in a number where there are several."""
-    return [(model, name if len(models) == 1 else f"{name}_{index}") for index, model in enumerate(models, start=1)]
+    return [(own, name if len(drawn) == 1 else f"{name}_{index}") for index, own in enumerate(drawn, start=1)]
+
+
+def between_layers(model: Pictured) -> dict[tuple[int, int], list[list[float]]]:
+    """CKA of experts of neighbouring MoE layers, by (layer, the one before)."""
+    assert model.statistics is not None
+    layers = sorted(model.statistics.layers)
+    return {(layer, before): model.statistics.layers[layer].rbf_cka_before.tolist() for before, layer in pairwise(layers)}
 
 
 def usage(model: Pictured) -> plots.Usage:
     """Shares of routed tokens; experts are numbered from 0 where it is not known which of a source they are."""
-    assert model.statistics is not None
-    counts = {layer: own.tokens_routed.double() for layer, own in model.statistics.layers.items()}
-    shares = {layer: (count_N / count_N.sum().clamp_min(1)).tolist() for layer, count_N in counts.items()}
+    shares = {layer: [count / max(1, sum(counts)) for count in counts] for layer, counts in model.tokens_routed.items()}
     numbers = model.kept or {layer: list(range(len(own))) for layer, own in shares.items()}
     return plots.Usage(model.label, shares, numbers)
 

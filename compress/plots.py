@@ -26,19 +26,6 @@ MISSING = "#d4d4d4"
 DASH = "–"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Of Okabe and Ito."""
-MARKERS = "osD^vP*"
-
-
-@dataclass(frozen=True)
-class Point:
-    """One model in a scatter plot. Models of the same `group` may be compared."""
-
-    name: str
-    x: float
-    y: float
-    group: int = 1
-    x_sd: float = 0.0
-    """Standard deviation of x, drawn as a bar where it is above 0."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,7 @@ def require() -> None:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
     """Names are text and no formulas; a sign that the font lacks is drawn as a box, without a warning."""
     from matplotlib import rc_context
 
@@ -93,7 +80,7 @@ def _style() -> Iterator[None]:
 
 def save(figure: Any, path: Path) -> None:
     """Write a PNG of the same bytes for the same figures."""
-    with _style():
+    with style():
         figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None}, facecolor="white")
 
 
@@ -102,100 +89,6 @@ def short(name: str, length: int = MAX_NAME) -> str:
     name = " ".join(name.split())
     keep = length - 1
     return name if len(name) <= length else f"{name[: keep - keep // 2]}…{name[len(name) - keep // 2 :]}"
-
-
-# Quality against something else
-
-
-def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Any:
-    """A labelled point for each model; a panel for each group, since only inside one may models be compared."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    groups = sorted({point.group for point in points})
-    with _style():
-        figure = Figure(figsize=(7.2 * len(groups), 4.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(1, len(groups), squeeze=False)[0]
-        for axes, group in zip(panels, groups, strict=True):
-            own = [point for point in points if point.group == group]
-            for index, point in enumerate(own):
-                colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-                if point.x_sd:
-                    axes.errorbar([point.x], [point.y], xerr=[point.x_sd], color=colour, capsize=3, linewidth=1.2)
-                axes.plot([point.x], [point.y], marker, color=colour, markersize=8, markeredgecolor="white")
-            axes.set_xlabel(x_label)
-            axes.set_ylabel(y_label)
-            axes.grid(color="#e6e6e6", linewidth=0.8)
-            axes.set_axisbelow(True)
-            _widen(axes, own)
-            if len(groups) > 1:
-                axes.set_title(f"tokenizer of {short(own[0].name)}")
-        figure.draw_without_rendering()  # fixes the layout, so that labels can be placed in pixels
-        figure.set_layout_engine("none")
-        for axes, group in zip(panels, groups, strict=True):
-            _place_labels(axes, [point for point in points if point.group == group])
-    return figure
-
-
-def _widen(axes: Any, points: Sequence[Point]) -> None:
-    """Room around the points for their labels, and never so near that differences of a few per cent look large."""
-    across = [point.x + sign * point.x_sd for point in points for sign in (-1, 1)]
-    for values, limit in ((across, axes.set_xlim), ([point.y for point in points], axes.set_ylim)):
-        low, high = min(values), max(values)
-        margin = max(0.22 * (high - low), 0.05 * abs(high)) or 1.0
-        limit(max(0.0, low - margin) if low >= 0 else low - margin, high + margin)
-
-
-def _place_labels(axes: Any, points: Sequence[Point]) -> None:
-    """Each name near its point, where it covers neither a point nor another name; a thin line leads to it from afar."""
-    from matplotlib.transforms import Bbox, IdentityTransform
-
-    renderer = axes.figure.canvas.get_renderer()
-    inside = axes.get_window_extent(renderer)
-    centres = [axes.transData.transform((point.x, point.y)) for point in points]
-    radius = 6 * DOTS_PER_INCH / 72
-    taken = [Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius) for x, y in centres]
-    for point in points:  # bars of deviation
-        (left, y), (right, _) = axes.transData.transform([(point.x - point.x_sd, point.y), (point.x + point.x_sd, point.y)])
-        taken.append(Bbox.from_bounds(left - 2, y - radius / 2, right - left + 4, radius))
-    for point, centre in zip(points, centres, strict=True):
-        label = axes.text(0, 0, short(point.name), transform=IdentityTransform(), fontsize=9.5)
-        extent = label.get_window_extent(renderer)
-        place, distance = _free_place(centre, extent.width, extent.height, taken, inside)
-        label.set_position(place)
-        box = Bbox.from_bounds(*place, extent.width, extent.height)
-        taken.append(box)
-        if distance > 2 * radius:
-            nearest = (min(max(centre[0], box.x0), box.x1), min(max(centre[1], box.y0), box.y1))
-            line = {"arrowstyle": "-", "color": "#808080", "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5}
-            axes.annotate("", centre, xytext=nearest, xycoords="figure pixels", textcoords="figure pixels", arrowprops=line)
-
-
-def _free_place(
-    centre: Sequence[float], width: float, height: float, taken: Sequence[Any], inside: Any
-) -> tuple[tuple[float, float], float]:
-    """(lower left corner in pixels, distance from the point) of the nearest free box; of the last one tried if none is."""
-    from matplotlib.transforms import Bbox
-
-    pad = 3.0
-    place, distance = (centre[0], centre[1]), 0.0
-    for step in range(1, 40):
-        distance = 10.0 + 9.0 * (step - 1)
-        for turn in (0, 1, 0.5, 1.5, 0.25, 0.75, 1.25, 1.75):  # half turns: right, left, above, below, corners
-            across, up = math.cos(turn * math.pi), math.sin(turn * math.pi)
-            x = centre[0] + across * distance - width * (0.5 - 0.5 * _sign(across))
-            y = centre[1] + up * distance - height * (0.5 - 0.5 * _sign(up))
-            x = min(max(x, inside.x0 + pad), inside.x1 - width - pad)
-            box = Bbox.from_bounds(x - pad, y - pad, width + 2 * pad, height + 2 * pad)
-            place = (x, y)
-            if inside.y0 <= box.y0 and box.y1 <= inside.y1 and box.count_overlaps(taken) == 0:
-                return place, distance
-    return place, distance
-
-
-def _sign(value: float) -> int:
-    return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1
 
 
 # Heat maps
@@ -212,7 +105,7 @@ def experts_per_layer(counts: Mapping[str, Mapping[int, int]]) -> Any:
     names = _Names(counts)
     across = max(3.0, 0.4 * len(lines[0]))
     down = 0.42 * len(counts)
-    with _style():
+    with style():
         title = "Experts per layer"
         page = _Page(_width(names.inches + across + 1.1, title, names.inches), len(lines), down, title=0.15, below=0.62)
         figure = Figure(figsize=page.size)
@@ -240,7 +133,7 @@ def expert_usage(usages: Sequence[Usage]) -> Any:
     cell_across, cell_down = _between(6.0 / experts, 0.05, 0.42), _between(11.0 / len(layers), 0.16, 0.3)
     across, down = max(2.4, cell_across * experts), max(0.6, cell_down * len(layers))
     in_a_line = max(1, min(len(usages), int(13.0 // (across + 0.75))))
-    with _style():
+    with style():
         lines = math.ceil(len(usages) / in_a_line)
         title = "Routed tokens, % of a layer (grey: no such expert)"
         page = _Page(_width(0.75 + in_a_line * (across + 0.75) + 0.6, title, 0.75), lines, down, title=0.36, below=0.62)
@@ -264,27 +157,71 @@ def expert_usage(usages: Sequence[Usage]) -> Any:
     return figure
 
 
+@dataclass(frozen=True)
+class _Similarity:
+    """A matrix of CKA, and what stands above, left of and below it."""
+
+    matrix: Any
+    title: str = ""
+    down: str = ""
+    across: str = ""
+
+
 def expert_similarity(name: str, matrices: Mapping[int, Any]) -> Any:
-    """RBF CKA of the outputs of each two experts [N, N], a panel for each layer (DiEP's figures 1 and 6)."""
+    """RBF CKA of the outputs of each two experts of a layer [N, N], a panel for each layer (DiEP's figures 1 and 6).
+
+    Each expert with itself is left grey: that 1 would take most of the colours.
+    """
+    import numpy as np
+
+    panels = []
+    for layer, matrix in sorted(matrices.items()):
+        grid = np.array(matrix, dtype=float)
+        np.fill_diagonal(grid, np.nan)
+        panels.append(_Similarity(grid, title=f"layer {layer}"))
+    return _similarities(f"Similarity of experts (RBF CKA), {short(name)}", panels)
+
+
+def layer_similarity(name: str, matrices: Mapping[tuple[int, int], Any]) -> Any:
+    """RBF CKA of experts of two layers [N, M], a panel for each (layer of N, layer of M) (DiEP's figures 1 and 7)."""
+    panels = [
+        _Similarity(matrix, down=f"layer {layer}", across=f"layer {other}")
+        for (layer, other), matrix in sorted(matrices.items())
+    ]
+    return _similarities(f"Similarity of neighbouring layers' experts (RBF CKA), {short(name)}", panels)
+
+
+def _similarities(title: str, panels: Sequence[_Similarity]) -> Any:
+    """Square panels that share their colours."""
+    import numpy as np
     from matplotlib.figure import Figure
 
-    side, gap = (1.15, 0.3) if len(matrices) > 8 else (1.7, 0.4)
-    in_a_line = min(8 if len(matrices) > 8 else 4, len(matrices))
-    left = 0.35
-    with _style():
-        title = f"Similarity of experts (RBF CKA), {short(name)}"
+    side, gap, most = (1.15, 0.3, 8) if len(panels) > 8 else (1.7, 0.4, 4)
+    left, below, above = 0.35, 0.3, 0.4
+    if panels[0].across:
+        left, gap, below, above = left + 0.2, gap + 0.25, below + 0.2, 0.2
+    lines = math.ceil(len(panels) / most)
+    in_a_line = math.ceil(len(panels) / lines)
+    values = np.concatenate([np.ravel(panel.matrix) for panel in panels])
+    found = values[np.isfinite(values)] if np.isfinite(values).any() else np.array([0.0, 1.0])
+    low = math.floor(20 * found.min()) / 20
+    high = max(math.ceil(20 * found.max()) / 20, low + 0.05)
+    with style():
         width = _width(left + in_a_line * (side + gap) + 0.7, title, left)
-        page = _Page(width, math.ceil(len(matrices) / in_a_line), side, title=0.4, below=0.3)
+        page = _Page(width, lines, side, title=above, below=below)
         figure = Figure(figsize=page.size)
-        for index, (layer, matrix) in enumerate(sorted(matrices.items())):
+        for index, panel in enumerate(panels):
             line, place = divmod(index, in_a_line)
             axes = page.axes(figure, line, left + place * (side + gap), side)
-            picture = _heat(axes, matrix, 0, 1, gaps=False)
-            axes.set_title(f"layer {layer}", fontsize=9, pad=3)
-            count = len(matrix)
-            ticks = sorted({0, count - 1}) if count > 1 else [0]
-            axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
-            axes.set_yticks(ticks, [str(tick) for tick in ticks] if place == 0 else [""] * len(ticks), fontsize=8)
+            picture = _heat(axes, panel.matrix, low, high, gaps=False)
+            for count, set_ticks in zip(np.shape(panel.matrix), (axes.set_yticks, axes.set_xticks), strict=True):
+                ends = sorted({0, count - 1})
+                set_ticks(ends, [str(end) for end in ends], fontsize=8)
+            if place and panel.title:
+                axes.set_yticklabels([])
+            axes.set_title(panel.title, fontsize=9, pad=3)
+            axes.set_xlabel(panel.across, fontsize=9, labelpad=0)
+            axes.set_ylabel(panel.down, fontsize=9, labelpad=0)
         page.title(figure, title, left)
         _colour_bar(figure, page, picture, left + in_a_line * (side + gap) - gap, "CKA")
     return figure
@@ -304,7 +241,7 @@ def search_scores(name: str, scores: SearchScores) -> Any:
     bound = float(np.nanmax(np.abs(grid))) or 1.0
     across = _between(0.4 * experts, 2.6, 7.0)
     down = _between(0.3 * len(layers), 1.2, 12.0)
-    with _style():
+    with style():
         title = f"DiEP scores, {short(name)}"
         page = _Page(_width(0.75 + across + 1.35 + 2.6 + 0.35, title, 0.75), 1, down, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)

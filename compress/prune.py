@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from compress.apply import apply, carried_files, check_fits
 from compress.card import model_card
 from compress.diep import DiepOptions, search
 from compress.diep_scores import load_scores, save_scores, scores_of_state
-from compress.evaluate import perplexity
+from compress.evaluate import perplexity, routed_counts
 from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.naee import SUBSET_LIMIT, naee, search_used
-from compress.pictures import Picture, Pictured, draw, kept_experts
+from compress.pictures import Pictured, draw, kept_experts
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.recover import RecoverOptions, recover
 from compress.saliency import SCORES, scores
@@ -85,6 +85,14 @@ class PruneOptions:
     resume: bool = False
 
 
+class HeldOut(TypedDict):
+    """What a model did on the held-out text, as JSON; None where there was no such text."""
+
+    perplexity: float | None
+    routed: dict[str, list[int]] | None
+    """By decoder layer index, the tokens routed to each expert."""
+
+
 @dataclass
 class Prepared:
     """Inputs that were found to be good, before any work."""
@@ -122,8 +130,8 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
     try:
         work.begin(resumable(options) | fingerprints(prepared), options.resume)
         before = work.once(
-            "perplexity_before",
-            lambda: _perplexity(prepared.checkpoint, prepared, options, progress, "before"),
+            "held_out_before",
+            lambda: _held_out(prepared.checkpoint, prepared, options, progress, "before"),
             shared=True,
         )
         plan = prepared.plan or make_plan(options, prepared, work, progress)
@@ -340,18 +348,20 @@ def _statistics(options: PruneOptions, prepared: Prepared, work: WorkDirectory, 
     return statistics
 
 
-def _perplexity(
-    checkpoint: Checkpoint, prepared: Prepared, options: PruneOptions, progress: Progress, when: str
-) -> float | None:
+def _held_out(checkpoint: Checkpoint, prepared: Prepared, options: PruneOptions, progress: Progress, when: str) -> HeldOut:
+    """What the model does on the held-out text; nothing where there is none."""
     if prepared.held_out_SL is None:
-        return None
-    return perplexity(
+        return {"perplexity": None, "routed": None}
+    counts: dict[int, list[int]] = {}
+    value = perplexity(
         checkpoint,
         prepared.held_out_SL,
         dtype=prepared.dtype,
         device=options.device,
+        visit=routed_counts(counts),
         progress=lambda layers: progress(layers, f"perplexity {when} (layers)"),
     )
+    return {"perplexity": value, "routed": {str(layer): own for layer, own in counts.items()}}
 
 
 def recovered(
@@ -378,7 +388,7 @@ def write_artifact(
     prepared: Prepared,
     plan: Plan,
     trained: dict[str, Tensor],
-    before: float | None,
+    before: HeldOut,
     started: float,
     progress: Progress,
     work: WorkDirectory,
@@ -395,11 +405,13 @@ def write_artifact(
             sample = prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
             own = collect(result, sample, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
             skip_tables(own).save(directory / SKIP_TABLES)
-        after = _perplexity(result, prepared, options, progress, "after")
+        after = _held_out(result, prepared, options, progress, "after")
         if options.method == "diep" and work.search_state.is_file():
             save_scores(scores_of_state(work.search_state, source.config.moe_layers), directory)
-        pictures = _pictures(options, prepared, plan, result, own, work)
-        figures = _figures(options, prepared, result, before, after, time.monotonic() - started)
+        models = [_before(options, prepared, before, work), _after(options, plan, result, own, after)]
+        pictures = draw(directory, models) if plots.available() else []
+        seconds = time.monotonic() - started
+        figures = _figures(options, prepared, result, before["perplexity"], after["perplexity"], seconds)
         figures["plots"] = [picture.path.name for picture in pictures]
         skipping = (directory / SKIP_TABLES).exists()
         card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures)
@@ -408,27 +420,31 @@ def write_artifact(
     return figures
 
 
-def _pictures(
-    options: PruneOptions, prepared: Prepared, plan: Plan, result: Checkpoint, after: Statistics | None, work: WorkDirectory
-) -> list[Picture]:
-    """Drawn into the result's directory; none without matplotlib. Usage before is shown where it was measured anyway."""
-    if not plots.available():
-        return []
-    config = prepared.checkpoint.config
-    before = prepared.statistics
-    if before is None and work.statistics.is_file():
-        before = load_statistics(work.statistics, config)
-    models = [
-        Pictured(f"{Path(options.model).name} (before)", config.experts_by_layer, before),
-        Pictured(
-            f"{options.output.name} (after)",
-            result.config.experts_by_layer,
-            after,
-            kept_experts(plan, result.config),
-            load_scores(result.directory),
-        ),
-    ]
-    return draw(result.directory, models)
+def _before(options: PruneOptions, prepared: Prepared, held_out: HeldOut, work: WorkDirectory) -> Pictured:
+    """The source, with its statistics where the method needed them."""
+    config, statistics = prepared.checkpoint.config, prepared.statistics
+    if statistics is None and work.statistics.is_file():
+        statistics = load_statistics(work.statistics, config)
+    label = f"{Path(options.model).name} (before)"
+    return Pictured(label, config.experts_by_layer, statistics, routed=_routed(held_out))
+
+
+def _after(
+    options: PruneOptions, plan: Plan, result: Checkpoint, statistics: Statistics | None, held_out: HeldOut
+) -> Pictured:
+    return Pictured(
+        f"{options.output.name} (after)",
+        result.config.experts_by_layer,
+        statistics,
+        kept_experts(plan, result.config),
+        load_scores(result.directory),
+        _routed(held_out),
+    )
+
+
+def _routed(held_out: HeldOut) -> dict[int, list[int]] | None:
+    counts = held_out["routed"]
+    return None if counts is None else {int(layer): own for layer, own in counts.items()}
 
 
 def _figures(

@@ -50,7 +50,12 @@ def naive_statistics(checkpoint: Checkpoint, tokens: Tensor, sample: list[int]) 
             lambda _, arguments, index=index: inputs.__setitem__(index, arguments[0])
         )
     decoder(tokens)
-    return {index: naive_layer(checkpoint, index, x, sample) for index, x in inputs.items()}
+    layers = {index: naive_layer(checkpoint, index, x, sample) for index, x in inputs.items()}
+    for before, index in zip((None, *layers), layers, strict=False):
+        samples = layers[index]["samples"]
+        both = torch.cat((samples, samples[:0] if before is None else layers[before]["samples"]))
+        layers[index]["rbf_cka_before"] = rbf_cka(both)[: len(samples), len(samples) :]
+    return layers
 
 
 def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]) -> dict[str, Any]:
@@ -108,6 +113,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
         "weight_ratio_median": [sorted(values)[(len(values) - 1) // 2] for values in ratios],
         "linear_cka": linear_cka(samples),
         "rbf_cka": rbf_cka(samples),
+        "samples": samples,
         "unselected_probability_share": unselected,
     }
 
@@ -198,7 +204,7 @@ def test_saved_statistics_load_the_same(olmoe: Checkpoint, tmp_path: Path) -> No
     path.write_bytes(b"an old file is replaced")
     statistics.save(path)
     loaded = load_statistics(path, olmoe.config)
-    assert loaded.header == statistics.header | {"schema_version": 2}
+    assert loaded.header == statistics.header | {"schema_version": 3}
     loaded.header = statistics.header
     assert_same(loaded, statistics, 0.0)
     assert {found.name for found in tmp_path.iterdir()} == {"model", path.name}, "nothing partial is left"
@@ -248,8 +254,8 @@ def test_damaged_statistics_are_refused(olmoe: Checkpoint, tmp_path: Path) -> No
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
             load_statistics(path, olmoe.config)
-    path.write_bytes(whole.replace(rb"\"schema_version\": 2", rb"\"schema_version\": 1"))
-    with pytest.raises(DataError, match="schema 1"):
+    path.write_bytes(whole.replace(rb"\"schema_version\": 3", rb"\"schema_version\": 2"))
+    with pytest.raises(DataError, match="schema 2"):
         load_statistics(path, olmoe.config)
     statistics.layers[2] = replace(statistics.layers[2], linear_cka=torch.full((6, 6), float("nan")))
     statistics.save(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect as inspect_module
 import json
 import shutil
 from dataclasses import replace
@@ -17,17 +18,21 @@ from conftest import save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
+import compress.prune
+from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
 from calibrate.text import token_batches
 from compress import compare as module
 from compress import plots
-from compress.compare import CompareOptions, compare, labels, task_figures
+from compress.compare import CompareOptions, compare, heading, labels, task_figures
 from compress.diep_scores import FILE_NAME, load_scores
 from compress.evaluate import perplexity
+from compress.pictures import Pictured
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import CheckpointError, DataError, OptionError, OutputError
 from engine.generate import Engine
 from engine.inspect import inspect
+from engine.model import Decoder
 from engine.progress import no_progress
 
 pytest.importorskip("matplotlib")
@@ -130,6 +135,8 @@ def test_the_report_is_complete(report: Path) -> None:
         "expert_usage.png",
         "experts_per_layer.png",
         "index.html",
+        "layer_similarity_1.png",
+        "layer_similarity_2.png",
         "quality_and_size.png",
     ]
     rows = json.loads((report / "comparison.json").read_text())["rows"]
@@ -137,7 +144,11 @@ def test_the_report_is_complete(report: Path) -> None:
         read = list(csv.DictReader(file))
     assert [float(line["perplexity"]) for line in read] == [row["perplexity"] for row in rows]
     html = (report / "index.html").read_text()
-    assert html.count("data:image/png;base64,") == 6 and all(f"{row['perplexity']:.2f}" in html for row in rows)
+    assert (
+        html.count("data:image/png;base64,") == 8
+        and html.count("<details open>") == 2
+        and all(f"{row['perplexity']:.2f}" in html for row in rows)
+    )
 
 
 def test_an_existing_report_is_replaced_only_when_asked(place: Path, report: Path, tmp_path: Path) -> None:
@@ -194,7 +205,7 @@ def test_a_model_without_tokenizer_can_be_sized(place: Path) -> None:
 
 
 def test_tasks_are_one_figure_each(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": float("nan")}}
+    found = {"arc": {"alias": "arc", "sample_len": 40, "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": float("nan")}}
     assert task_figures(found) == {"arc": {"acc": 0.5}}
     asked: list[Any] = []
     monkeypatch.setattr(module, "tasks", lambda checkpoint, names, **own: asked.append((names, own)) or found)
@@ -202,9 +213,73 @@ def test_tasks_are_one_figure_each(place: Path, monkeypatch: pytest.MonkeyPatch)
     assert rows[0]["tasks"] == {"arc": {"acc": 0.5}} and asked == [(["arc"], {"limit": 7, "device": "cpu"})]
 
 
+CHOICES = ["o", "e", "i", "y"]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A multiple-choice task of lm-evaluation-harness over a file, so that nothing is fetched."""
+    lines = [{"question": f"the {letter}", "answer": index % 4} for index, letter in enumerate("abcdefghijklmnopqrst")]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = f"""
+        task: which_comes_next
+        dataset_path: json
+        dataset_kwargs: {{data_files: {{test: {tmp_path / "questions.jsonl"}}}, cache_dir: {tmp_path / "cache"}}}
+        test_split: test
+        output_type: multiple_choice
+        doc_to_text: question
+        doc_to_target: answer
+        doc_to_choice: {CHOICES}
+        target_delimiter: ""
+        metric_list: [{{metric: acc}}]
+        """
+    (tmp_path / "which_comes_next.yaml").write_text(inspect_module.cleandoc(text))
+    return tmp_path / "which_comes_next.yaml"
+
+
+@torch.no_grad()
+def accuracy(directory: Path, task: Path) -> float:
+    """The share of questions whose right answer our own decoder finds likeliest."""
+    checkpoint = Checkpoint(directory)
+    decoder, tokenizer = Decoder(checkpoint.config, checkpoint.source(torch.float32)), load_tokenizer(checkpoint)
+
+    def likelihood(question: str, choice: str) -> float:
+        start, answer = tokenizer.encode(question), tokenizer.encode(choice)
+        logs = decoder(torch.tensor([start + answer]))[0].log_softmax(-1)
+        return sum(float(logs[len(start) + place - 1, token]) for place, token in enumerate(answer))
+
+    right = []
+    for line in map(json.loads, (task.parent / "questions.jsonl").read_text().splitlines()):
+        found = [likelihood(line["question"], choice) for choice in CHOICES]
+        right.append(found.index(max(found)) == line["answer"])
+    return sum(right) / len(right)
+
+
+def test_a_real_task_reaches_table_files_and_page(place: Path, task: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    names, output = [str(place / "model"), str(place / "pruned")], tmp_path / "report"
+    common = ["--no-speed", "--samples", "0", "--calibration-samples", "0", "--data", str(place / "text.txt")]
+    result = CliRunner().invoke(cli.main, ["compare", *names, *common, "--tasks", str(task), "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    expected = [accuracy(place / "model", task), accuracy(place / "pruned", task)]
+    assert min(expected) > 0 and max(expected) < 1 and expected[0] != expected[1]
+    rows = json.loads((output / "comparison.json").read_text())["rows"]
+    assert [row["tasks"]["which_comes_next"]["acc"] for row in rows] == pytest.approx(expected)
+    with (output / "comparison.csv").open() as file:
+        assert [float(line["tasks.which_comes_next.acc"]) for line in csv.DictReader(file)] == pytest.approx(expected)
+    html, lines = (output / "index.html").read_text(), result.stdout.splitlines()
+    assert "which_comes_next" in lines[0] and ">which_comes_next</button>" in html
+    for line, value in zip(lines[1:], expected, strict=False):
+        assert f" {value:.4f} " in line and f">{value:.4f}<" in html
+
+
 def test_labels_are_short_and_unlike() -> None:
     assert labels(["a/x", "b/y"]) == ["x", "y"]
     assert labels(["a/x", "b/x", "demo", "demo"]) == ["a/x", "b/x", "demo", "demo (2)"]
+
+
+def test_the_heading_stays_short() -> None:
+    assert heading(["a", "b"]) == "a · b" and heading(list("abcdefg")) == "a and 6 others"
 
 
 def test_one_object_or_one_table(place: Path) -> None:
@@ -236,7 +311,7 @@ def test_one_object_or_one_table(place: Path) -> None:
 def test_an_artifact_carries_its_plots_and_scores(place: Path) -> None:
     pruned = place / "pruned"
     inspected = inspect(str(pruned), checksums=True, progress=no_progress)
-    names = ["experts_per_layer.png", "expert_usage.png", "expert_similarity.png", "diep_scores.png"]
+    names = ["experts_per_layer.png", "expert_usage.png", "expert_similarity.png", "layer_similarity.png", "diep_scores.png"]
     assert inspected["provenance"]["figures"]["plots"] == names
     card = (pruned / "README.md").read_text()
     assert all(name in inspected["provenance"]["files"] and f"]({name})" in card for name in [*names])
@@ -248,6 +323,25 @@ def test_an_artifact_carries_its_plots_and_scores(place: Path) -> None:
     least = ranked[0]
     assert least[2] not in plan[str(least[1])], "the scores are those by which experts were removed"
     assert Engine.open(str(pruned), device="cpu").generate(["fox"], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("method", ["taylor", "frequency"])
+def test_usage_before_and_after_is_of_the_held_out_text(
+    method: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Pictured] = []
+    monkeypatch.setattr(compress.prune, "draw", lambda directory, models: drawn.extend(models) or [])
+    arguments = ["prune", str(place / "model"), "-o", str(tmp_path / "out"), "--sparsity", "0.5", "--method", method, *SIZES]
+    result = CliRunner().invoke(cli.main, [*arguments, "--data", str(place / "text.txt"), "--evaluation-samples", "3"])
+    assert result.exit_code == 0, result.output
+    for pictured, path in zip(drawn, (place / "model", tmp_path / "out"), strict=True):
+        checkpoint = Checkpoint(path)
+        text = {"samples": 3, "sequence_length": 32, "seed": 0}
+        tokens = token_batches(str(place / "text.txt"), load_tokenizer(checkpoint), split="held-out", **text)
+        statistics = collect(checkpoint, tokens, dtype=torch.float32)
+        counts = {layer: own.tokens_routed.tolist() for layer, own in statistics.layers.items()}
+        assert pictured.tokens_routed == counts and sum(counts[0]) == 3 * 32 * 2
+    assert (drawn[0].statistics is None) == (method == "taylor"), "no calibration only for a picture"
 
 
 def test_without_matplotlib_pruning_goes_on_and_says_so(

@@ -250,7 +250,7 @@ def test_statistics_of_a_router_that_leaves_slots_empty_by_hand() -> None:
     block = MoeBlock(torch.logit(torch.tensor([[0.8], [0.5], [0.4], [0.1]])), experts, routing)
     collector = LayerCollector(block, torch.tensor([0, 1]))
     block(ones.expand(5, 1))
-    layer = collector.statistics()
+    layer, _ = collector.statistics()
     norm = float(F.silu(ones))
     assert layer.tokens_routed.tolist() == [5, 0, 0, 0]
     assert layer.weight_sum.tolist() == [15.0, 0.0, 0.0, 0.0], "renormalised to one, times the scale"

@@ -94,6 +94,22 @@ def test_it_suits_phones_and_the_dark(html: str) -> None:
     assert "prefers-color-scheme: dark" in html and "overflow-x: auto" in html and "max-width: 100%" in html
 
 
+@pytest.mark.parametrize(("count", "is_open"), [(2, True), (25, False)])
+def test_pictures_of_each_model_are_together_and_the_many_of_a_sweep_folded(
+    count: int, is_open: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    rows = [row(f"model {index}") for index in range(count)]
+    own = [Picture(tmp_path / "a.png", "Similarity", "about these", f"{NASTY} {index}") for index in range(count)]
+    pictures = [Picture(tmp_path / "a.png", "Sizes", "about"), *own]
+    html = page(rows, title="a", notes=[], settings={}, pictures=pictures)
+    parsed = Parsed(html)
+    (details,) = parsed.all("details")
+    assert ("open" in details) == is_open and html.count("about these") == 1
+    assert [image["alt"] for image in parsed.all("img")] == ["Sizes", *(f"Similarity: {each.model}" for each in own)]
+    assert len(parsed.all("section")) == count + 1 and html.count("<h3>") == count
+
+
 def test_columns_without_figures_are_left_out() -> None:
     titles = [column.title for column in columns([row("a", perplexity=None), row("b", perplexity=None)])]
     assert titles == ["model", "weights", "parameters", "active", "experts"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from compress import plots
+from compress.scatter import Point, scatter
 from engine.errors import OptionError
 
 pytest.importorskip("matplotlib")
@@ -19,7 +20,7 @@ def drawn(figure: Any) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
-    with plots._style():
+    with plots.style():
         canvas.draw()
     return canvas.get_renderer()
 
@@ -55,32 +56,13 @@ def test_every_picture_fits_its_page(layers: int, experts: int) -> None:
     check_nothing_is_cut_off(plots.expert_usage([usage("alone", layers, experts, experts)]))
     matrix = [[1.0 if i == j else 0.3 for j in range(experts)] for i in range(experts)]
     check_nothing_is_cut_off(plots.expert_similarity(LONG, dict.fromkeys(range(layers), matrix)))
+    pairs = {(layer, layer - 1): matrix[: experts - layer % 2] for layer in range(1, layers + 1)}
+    check_nothing_is_cut_off(plots.layer_similarity(LONG, pairs))
     alpha = {layer: [expert / experts - 0.5 for expert in range(experts)] for layer in range(layers)}
     beta = {layer: 1 + layer / 100 for layer in range(layers)}
     check_nothing_is_cut_off(
         plots.search_scores(LONG, plots.SearchScores(alpha, beta, {layer: [0] for layer in range(layers)}))
     )
-
-
-def test_labels_of_near_points_do_not_overlap() -> None:
-    points = [plots.Point(f"model number {index}", 10 + index / 1000, 5 + index / 5000, x_sd=0.001) for index in range(9)]
-    points += [plots.Point(LONG, 20, 5), plots.Point("first again", 10, 5)]
-    figure = plots.scatter(points, "size", "perplexity")
-    check_nothing_is_cut_off(figure)
-    renderer = drawn(figure)
-    names = {plots.short(point.name) for point in points}
-    boxes = [text.get_window_extent(renderer) for text in texts(figure) if text.get_text() in names]
-    assert len(boxes) == len(points)
-    assert not [(a, b) for index, a in enumerate(boxes) for b in boxes[:index] if a.overlaps(b)]
-
-
-def test_models_that_cannot_be_compared_have_panels_of_their_own() -> None:
-    points = [plots.Point("a", 1, 5), plots.Point("b", 2, 6), plots.Point("c", 1, 50, group=2)]
-    panels = plots.scatter(points, "size", "perplexity").axes
-    assert [panel.get_title() for panel in panels] == ["tokenizer of a", "tokenizer of c"]
-    assert [
-        {text.get_text() for text in panel.texts} >= names for panel, names in zip(panels, ({"a", "b"}, {"c"}), strict=True)
-    ] == [True, True]
 
 
 def test_cells_carry_the_counts() -> None:
@@ -99,7 +81,7 @@ def test_removed_experts_are_grey_and_crossed_out() -> None:
 
 @pytest.mark.parametrize("name", ["a$b$_{x}", r"\frac{", "模型", "two\nlines", "🙂"])
 def test_names_are_never_formulas(name: str, tmp_path: Path) -> None:
-    plots.save(plots.scatter([plots.Point(name, 1, 2)], "size", "perplexity"), tmp_path / "a.png")
+    plots.save(scatter([Point(name, 1, 2)], "size", "perplexity"), tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()
     assert data.startswith(b"\x89PNG") and min(struct.unpack(">II", data[16:24])) > 400
     plots.save(plots.experts_per_layer({name: {0: 1}}), tmp_path / "b.png")
@@ -107,7 +89,7 @@ def test_names_are_never_formulas(name: str, tmp_path: Path) -> None:
 
 def test_the_same_figures_give_the_same_file(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
-        plots.save(plots.scatter([plots.Point("m", 1, 2), plots.Point("n", 1, 2)], "x", "y"), tmp_path / name)
+        plots.save(scatter([Point("m", 1, 2), Point("n", 1, 2)], "x", "y"), tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 

@@ -24,6 +24,7 @@ LAYER = LayerStatistics(
     weight_ratio_median=torch.tensor([0.5]),
     linear_cka=torch.eye(4),
     rbf_cka=torch.eye(4),
+    rbf_cka_before=torch.eye(4),
     unselected_probability_share=torch.tensor(0.2),
 )
 STATISTICS = Statistics({1: LAYER, 4: LAYER}, {})

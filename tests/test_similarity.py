@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrate.similarity import linear_cka, rbf_cka
+from calibrate.similarity import alignment, linear_cka, rbf_cka, rbf_grams
 
 KERNELS = pytest.mark.parametrize("cka", [linear_cka, rbf_cka])
 
@@ -46,6 +46,13 @@ def test_equals_the_textbook(cka: Callable[[Tensor], Tensor], naive: Callable[[T
     for i in range(4):
         for j in range(4):
             assert abs(float(got[i, j]) - naive(x[i], x[j])) < 1e-5
+
+
+def test_between_two_sets_equals_the_textbook() -> None:
+    x, y = representations(), representations(1)[:3, :, :5].exp() + representations()[:3, :, :5]
+    got = alignment(rbf_grams(x).float(), rbf_grams(y).float())
+    expected = torch.tensor([[naive_rbf(one, other) for other in y] for one in x])
+    assert got.shape == (4, 3) and torch.allclose(got, expected, atol=1e-5) and float(expected.std()) > 0.01
 
 
 @KERNELS
