@@ -19,6 +19,7 @@ from engine.errors import CompressError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SELECTIONS = ("usage", "reap", "average", "random")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
 MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
 MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
@@ -105,7 +106,7 @@ speed_options = together(
 """What is measured where speed is."""
 
 
-artifact_options = together(
+input_options = together(
     click.option(
         "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]"
     ),
@@ -118,6 +119,8 @@ artifact_options = together(
         help="Held-out sequences for perplexity before and after; 0 for none.",
     ),
     click.option("--statistics", type=click.Path(path_type=Path), help="Use a file of `compress calibrate`."),
+)
+recover_options = together(
     click.option(
         "--recover-steps",
         type=click.IntRange(min=0),
@@ -126,11 +129,14 @@ artifact_options = together(
         help="Afterwards train the router rows and norms that are left for so many steps towards MODEL's predictions.",
     ),
     click.option("--recover-learning-rate", type=float, default=1e-3, show_default=True, help="Recovery: of AdamW."),
+)
+result_options = together(
     click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
     overwrite_option,
     click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
 )
-"""Options of every command that calibrates and writes a smaller model."""
+artifact_options = together(input_options, recover_options, result_options)
+"""Options of every command that calibrates and writes a smaller mixture; `densify` takes the first and the last."""
 
 
 def prepare_process(common: Common) -> None:
@@ -320,6 +326,36 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
     return _shown_figures(common, prune(run, progress_bar))
 
 
+@main.command()
+@click.argument("model", default="demo")
+@click.option("--ffns", type=int, help="Experts of each layer in its one FFN.  [default: experts per token]")
+@click.option(
+    "--select",
+    type=click.Choice(SELECTIONS),
+    default="usage",
+    show_default=True,
+    help="Which: the most used, those of the highest REAP score, the mean of all, or any.",
+)
+@input_options
+@result_options
+@common_options
+def densify(common: Common, **options: Any) -> dict[str, Any]:
+    """Make an ordinary dense model of MODEL: K experts of each layer become one FFN.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). The result is of the dense family
+    that fits and loads wherever that does; without training it is far from MODEL.
+    """
+    from compress.densify import DensifyOptions
+    from compress.densify import densify as run
+
+    given = _job_options(common, options, "dense")
+    figures = _shown_figures(
+        common, run(DensifyOptions(ffns=options["ffns"], select=options["select"], **given), progress_bar)
+    )
+    say(common, f"{figures['ffns']} experts of each layer as one FFN: {figures['family_note']}")
+    return figures
+
+
 def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
     """Print what a smaller model cost and gained."""
     rows = [
@@ -330,7 +366,8 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
         ["perplexity", number(figures["perplexity_before"]), number(figures["perplexity_after"])],
     ]
     say(common, table(rows))
-    say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
+    if figures["experts_per_layer"]:
+        say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
     if "naee" in figures:
         say(
             common,
@@ -386,13 +423,19 @@ def _prune_options(common: Common, **given: Any) -> Any:
 
 def _artifact_options(common: Common, **given: Any) -> dict[str, Any]:
     """What `artifact_options` and MODEL say, as fields of PruneOptions."""
-    from calibrate.options import CalibrationOptions
     from compress.recover import RecoverOptions
+
+    recover = RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed)
+    return _job_options(common, given, given["method"]) | {"recover": recover}
+
+
+def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, Any]:
+    """What `input_options`, `result_options` and MODEL say, as fields of JobOptions; `name` ends that of the output."""
+    from calibrate.options import CalibrationOptions
 
     return {
         "model": given["model"],
-        "output": given["output"] or Path(f"{Path(given['model']).name}-{given['method']}"),
-        "recover": RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed),
+        "output": given["output"] or Path(f"{Path(given['model']).name}-{name}"),
         "calibration": CalibrationOptions(
             data=given["data"],
             samples=given["samples"],
