@@ -31,7 +31,7 @@ from engine.artifact import (
     write_provenance,
 )
 from engine.checkpoint import Checkpoint, resolve
-from engine.errors import CompressError, OutputError
+from engine.errors import CompressError, OutputError, TrainingError
 from engine.json_file import write_json
 from engine.progress import Progress
 from engine.report import peak_memory_bytes
@@ -91,6 +91,8 @@ def carry_out(
         figures = write_artifact(options, prepared, made, before, started, progress, work)
         if options.plan_output is not None:
             write_json(options.plan_output, plan_to_json(made.plan))
+    except TrainingError:
+        raise  # and its last good state stays
     except CompressError:
         work.abandon()
         raise
