@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,46 @@ recover_options = together(
         help="Afterwards train the router rows and norms that are left for so many steps towards MODEL's predictions.",
     ),
     click.option("--recover-learning-rate", type=float, default=1e-3, show_default=True, help="Recovery: of AdamW."),
+)
+dense_training_options = together(
+    click.option(
+        "--distill-steps",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Train the result on text, each layer's output towards that of MODEL's.",
+    ),
+    click.option(
+        "--finetune-steps", type=click.IntRange(min=0), default=0, show_default=True, help="Then train it on text alone."
+    ),
+    click.option(
+        "--lambda-supervised", type=float, default=1.0, show_default=True, help="Weight of the text's own next tokens."
+    ),
+    click.option("--lambda-layer", type=float, default=1.0, show_default=True, help="Weight of the layers' outputs."),
+    click.option("--learning-rate", type=float, default=1e-3, show_default=True, help="Of AdamW, at its highest."),
+    click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences a step."),
+    click.option(
+        "--micro-batch-size",
+        type=click.IntRange(min=1),
+        help="Sequences at a time; gradients add up to a step's.  [default: about 4,096 tokens]",
+    ),
+    click.option("--clip-norm", type=float, default=1.0, show_default=True, help="Longest gradient."),
+    click.option(
+        "--validation-samples",
+        type=click.IntRange(min=0),
+        default=32,
+        show_default=True,
+        help="Sequences set aside to tell the best state by; 0 keeps the last.",
+    ),
+    click.option(
+        "--validate-every", type=click.IntRange(min=0), default=50, show_default=True, help="Steps between; 0 for none."
+    ),
+    click.option(
+        "--save-every", type=click.IntRange(min=1), default=50, show_default=True, help="Steps between saved states."
+    ),
+    click.option(
+        "--offload-teacher", is_flag=True, help="Read MODEL's layers one at a time for each batch: less memory, slower."
+    ),
 )
 result_options = together(
     click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
@@ -337,6 +377,7 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
     help="Which: the most used, those of the highest REAP score, the mean of all, or any.",
 )
 @input_options
+@dense_training_options
 @result_options
 @common_options
 def densify(common: Common, **options: Any) -> dict[str, Any]:
@@ -345,14 +386,22 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). The result is of the dense family
     that fits and loads wherever that does; without training it is far from MODEL.
     """
+    from compress.dense_training import DenseTrainingOptions
     from compress.densify import DensifyOptions
     from compress.densify import densify as run
 
+    names = [field.name for field in fields(DenseTrainingOptions) if field.name != "seed"]
+    training = DenseTrainingOptions(**{name: options[name] for name in names}, seed=common.seed)
     given = _job_options(common, options, "dense")
-    figures = _shown_figures(
-        common, run(DensifyOptions(ffns=options["ffns"], select=options["select"], **given), progress_bar)
-    )
+    made = run(DensifyOptions(ffns=options["ffns"], select=options["select"], training=training, **given), progress_bar)
+    figures = _shown_figures(common, made)
+    errors = figures["block_error_per_layer"]
     say(common, f"{figures['ffns']} experts of each layer as one FFN: {figures['family_note']}")
+    say(common, f"a layer's output was off by {min(errors):.0%} to {max(errors):.0%} before any training")
+    if gates := figures["shared_gate_error_per_layer"]:
+        say(common, f"of that, the mean gate of the shared expert alone makes {min(gates):.1%} to {max(gates):.1%}")
+    for name, part in figures["training"].items():
+        say(common, f"{name}: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}")
     return figures
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from calibrate.text import token_batches
+from calibrate.text import token_batches, up_to
 from engine.artifact import read_provenance
 from engine.checkpoint import DEMO, DEMO_DIRECTORY, Checkpoint
 from engine.errors import DataError, OptionError
@@ -59,3 +59,27 @@ def calibration_texts(calibration: CalibrationOptions, tokenizer: Any, vocabular
     if int(tokens.max()) >= vocabulary:
         raise DataError(f"the tokenizer makes token {int(tokens.max())} and the model knows {vocabulary}; wrong tokenizer")
     return tokens, held_out
+
+
+MAX_TRAINING_TOKENS = 1 << 26
+"""Held in memory; a longer training passes over them several times, each time in another order."""
+
+
+def training_text(calibration: CalibrationOptions, tokenizer: Any, sequences: int, validation: int) -> tuple[Tensor, Tensor]:
+    """(tokens to train on [S, L], tokens to validate on [V, L]), both of the part of the text that calibration may see.
+
+    S is `sequences`, or fewer where the text or MAX_TRAINING_TOKENS ends; the held-out part stays unseen. Raises DataError
+    for a text too short to give a sequence to train on.
+    """
+    assert calibration.data is not None and calibration.sequence_length is not None
+    length = calibration.sequence_length
+    wanted = min(sequences, max(1, MAX_TRAINING_TOKENS // length)) + validation
+    tokens = up_to(
+        calibration.data, tokenizer, samples=wanted, sequence_length=length, seed=calibration.seed, split="calibration"
+    )
+    if len(tokens) <= validation:
+        raise DataError(
+            f"{calibration.data}: too short to train: it has {len(tokens)} sequences of {length} tokens, and {validation} "
+            "are for validation; give more text, or fewer validation samples or a shorter sequence length"
+        )
+    return tokens[: len(tokens) - validation], tokens[len(tokens) - validation :]

@@ -81,6 +81,17 @@ def token_batches(
 
     Reads and tokenises no more of the source than it needs.
     """
+    tokens = up_to(source, tokenizer, samples=samples, sequence_length=sequence_length, seed=seed, split=split)
+    if len(tokens) < samples:
+        raise DataError(
+            f"{source}: too short: {_named(split)} gives {len(tokens)} sequences of {sequence_length} tokens, and {samples} "
+            "are needed; give more text, or ask for fewer samples or a shorter sequence length"
+        )
+    return tokens
+
+
+def up_to(source: str, tokenizer: Tokenizer, *, samples: int, sequence_length: int, seed: int, split: Split) -> torch.Tensor:
+    """The same, with fewer sequences (or none) where the source ends before."""
     if samples < 1 or sequence_length < 1:
         raise OptionError(f"{samples} samples of {sequence_length} tokens cannot be taken: both must be at least 1")
     needed = samples * sequence_length
@@ -94,11 +105,9 @@ def token_batches(
                 ids.append(end)
             progress.update(min(len(ids), needed) - before)
             if len(ids) >= needed:
-                return torch.tensor(ids[:needed], dtype=torch.long).view(samples, sequence_length)
-    raise DataError(
-        f"{source}: too short: {_named(split)} has {len(ids)} tokens, and {samples} sequences of {sequence_length} "
-        f"need {needed}; give more text, or ask for fewer samples or a shorter sequence length"
-    )
+                break
+    whole = min(samples, len(ids) // sequence_length)
+    return torch.tensor(ids[: whole * sequence_length], dtype=torch.long).view(whole, sequence_length)
 
 
 def split_of(document: str) -> Split:

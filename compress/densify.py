@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from calibrate.options import training_text
 from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.apply import check_fits, check_nothing_is_lost
 from compress.block_error import BlockError, block_errors, shared_gates
 from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
+from compress.dense_student import learned_scales, saved_tensors
+from compress.dense_training import DenseTrainingOptions, train_dense
 from compress.job import JobOptions, Made, Prepared, open_mixture, prepare, statistics_of
 from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.result import carry_out, check_outputs, finished_before
 from compress.work_directory import WorkDirectory
 from engine.architectures import Architecture
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import OptionError
 from engine.progress import Progress, no_progress
 
@@ -32,6 +37,20 @@ class DensifyOptions(JobOptions):
     ffns: int | None = None
     """K; None for as many as the model's tokens use."""
     select: str = "usage"
+    training: DenseTrainingOptions = field(default_factory=DenseTrainingOptions)
+
+
+@dataclass
+class Trainable(Prepared):
+    """Inputs that were found to be good, with the text to train on; none where nothing is trained."""
+
+    training_SL: Tensor
+    validation_VL: Tensor
+
+    @property
+    def texts(self) -> dict[str, Tensor]:
+        """With the training's."""
+        return super().texts | {"training": self.training_SL, "validation": self.validation_VL}
 
 
 def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
@@ -41,10 +60,21 @@ def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[s
     if (figures := finished_before(options, work)) is not None:
         return figures
     check_outputs(options)
-    checkpoint = checked_mixture(options)
-    prepared = prepare(options, checkpoint)
-    checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    prepared = prepare_dense(options)
+    prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
     return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+
+
+def prepare_dense(options: DensifyOptions) -> Trainable:
+    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    options.training.check()
+    prepared = prepare(options, checked_mixture(options))
+    nothing = prepared.tokens_SL[:0]
+    texts = (nothing, nothing)
+    if steps := options.training.steps:
+        sequences, validation = steps * options.training.batch_size, options.training.validation_samples
+        texts = training_text(prepared.calibration, load_tokenizer(prepared.checkpoint), sequences, validation)
+    return Trainable(**vars(prepared), training_SL=texts[0], validation_VL=texts[1])
 
 
 def ffns_of(options: DensifyOptions, checkpoint: Checkpoint) -> int:
@@ -66,7 +96,7 @@ def checked_mixture(options: DensifyOptions) -> Checkpoint:
     return checkpoint
 
 
-def _make(options: DensifyOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Made:
+def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, progress: Progress) -> Made:
     checkpoint, sample = prepared.checkpoint, prepared.tokens_SL[:ERROR_SEQUENCES]
     dtype, device = prepared.dtype, options.device
     statistics = statistics_of(options, prepared, work, progress)
@@ -95,9 +125,23 @@ def _make(options: DensifyOptions, prepared: Prepared, work: WorkDirectory, prog
         device=device,
         progress=lambda layers: progress(layers, "error of each layer (layers)"),
     )
-    own = _figures(options, checkpoint, chosen, errors, statistics)
+    trained = train_dense(
+        plan,
+        checkpoint,
+        prepared.training_SL,
+        prepared.validation_VL,
+        options.training,
+        dtype=dtype,
+        device=device,
+        directory=work.path,
+        resume=options.resume,
+        progress=progress,
+    )
+    own = _figures(options, checkpoint, chosen, errors, statistics) | {"training": trained.parts}
+    own["scales_per_layer"] = list(learned_scales(trained.tensors, plan).values()) if trained.tensors else None
+    tensors = saved_tensors(trained.tensors, plan, checkpoint) if trained.tensors else {}
     title = f"{options.model}, dense: {own['ffns']} experts of each layer as one FFN"
-    return Made(plan, "densify", {}, own, title, tuple(_card(own, plan)))
+    return Made(plan, "densify", tensors, own, title, tuple(_card(own, plan)))
 
 
 def _figures(
@@ -146,7 +190,19 @@ def _card(own: Mapping[str, Any], plan: Plan) -> list[str]:
         *rows,
         "",
         *_gate_lines(own),
+        *_training_lines(own),
     ]
+
+
+def _training_lines(own: Mapping[str, Any]) -> list[str]:
+    """What each part of the training cost and gained; nothing where there was none."""
+    lines = []
+    for name, part in own["training"].items():
+        lines.append(f"`{name}`: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}.")
+        if part["best_step"] is not None:
+            best = dict(part["validation_perplexity"])[part["best_step"]]
+            lines.append(f"Kept is the state of step {part['best_step']}, perplexity {best:.3f} on text set aside for that.")
+    return [*lines, ""] if lines else []
 
 
 def _gate_lines(own: Mapping[str, Any]) -> list[str]:

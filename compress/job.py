@@ -64,6 +64,11 @@ class Prepared:
     statistics: Statistics | None
     dtype: torch.dtype
 
+    @property
+    def texts(self) -> dict[str, Tensor]:
+        """All that the result is made from, by name."""
+        return {"tokens": self.tokens_SL}
+
 
 @dataclass(frozen=True)
 class Made:
@@ -111,12 +116,8 @@ def prepare(options: JobOptions, checkpoint: Checkpoint) -> Prepared:
 
 def fingerprints(prepared: Prepared) -> dict[str, str]:
     """Which model and which text, as JSON."""
-    return {"fingerprint": prepared.checkpoint.fingerprint(), "tokens": tokens_digest(prepared.tokens_SL)}
-
-
-def tokens_digest(tokens_SL: Tensor) -> str:
-    """SHA-256 of a text."""
-    return hashlib.sha256(tokens_SL.numpy().tobytes()).hexdigest()
+    digests = {name: hashlib.sha256(text_SL.numpy().tobytes()).hexdigest() for name, text_SL in prepared.texts.items()}
+    return {"fingerprint": prepared.checkpoint.fingerprint()} | digests
 
 
 def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Statistics:

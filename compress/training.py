@@ -131,7 +131,7 @@ class Trainer:
             note(bar, f"loss {terms['loss']:.4f}, {self.tokens_per_second:,.0f} tokens/s")
         if validate is not None and every and first < steps:
             self._validate(validate, steps)
-        self._take(self.best)
+        self.take(self.best)
         if state_path is not None and first < steps:
             self.save(state_path, steps)
         return {name: master.detach().cpu() for name, master in self.masters.items()}
@@ -166,7 +166,7 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = self.options.learning_rate * rate_at(step, self.options.steps, self.options.warm_up_steps)
         self.optimiser.step()
-        self._take(self.masters)
+        self.take(self.masters)
 
     def save(self, path: Path, step: int) -> None:
         """Masters, moments, the best state and what was measured, as one safetensors file, replacing the last when whole."""
@@ -186,7 +186,7 @@ class Trainer:
                 name: file.tensor(f"{BEST}{name}").clone() for name in self.masters if f"{BEST}{name}" in file.entries
             }
             header = json.loads(file.metadata["training"])
-        self._take(self.masters)
+        self.take(self.masters)
         self.history = header["history"]
         self.validations = [(step, value) for step, value in header["validations"]]
         self._saved = path
@@ -202,8 +202,8 @@ class Trainer:
             parameter.grad = None
 
     @torch.no_grad()
-    def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make these the masters and the parameters."""
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make these the masters, and from them the parameters."""
         for name, tensor in tensors.items():
             if tensor is not self.masters[name]:
                 self.masters[name].copy_(tensor)
