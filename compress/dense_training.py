@@ -57,8 +57,8 @@ class DenseTrainingOptions:
         weights = (self.lambda_supervised, self.lambda_layer)
         if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
             raise OptionError("lambda-supervised and lambda-layer must be at least 0, and one of them above it")
-        counts = (self.validation_samples, self.validate_every)
-        if min(counts) < 0 or self.save_every < 1 or (self.micro_batch_size or 1) < 1:
+        counts = (self.validation_samples, self.validate_every, self.micro_batch_size or 0)
+        if min(counts) < 0 or self.save_every < 1 or self.micro_batch_size == 0:
             raise OptionError("validation must not be negative, save-every and micro-batch-size at least 1")
 
     def part(self, name: str, length: int) -> TrainingOptions:
