@@ -66,20 +66,20 @@ MAX_TRAINING_TOKENS = 1 << 26
 
 
 def training_text(calibration: CalibrationOptions, tokenizer: Any, sequences: int, validation: int) -> tuple[Tensor, Tensor]:
-    """(tokens to train on [S, L], tokens to validate on [V, L]), both of the part of the text that calibration may see.
+    """(tokens to train on [S, L], tokens to validate on [V, L]) of the part of the text that calibration may see.
 
-    S is `sequences`, or fewer where the text or MAX_TRAINING_TOKENS ends; the held-out part stays unseen. Raises DataError
-    for a text too short to give a sequence to train on.
+    No document is in both. S is `sequences`, or fewer where the text or MAX_TRAINING_TOKENS ends. Raises DataError where
+    there is less than one, or too little to validate on.
     """
     assert calibration.data is not None and calibration.sequence_length is not None
-    length = calibration.sequence_length
-    wanted = min(sequences, max(1, MAX_TRAINING_TOKENS // length)) + validation
-    tokens = up_to(
-        calibration.data, tokenizer, samples=wanted, sequence_length=length, seed=calibration.seed, split="calibration"
-    )
-    if len(tokens) <= validation:
+    common = {"sequence_length": calibration.sequence_length, "seed": calibration.seed}
+    most = min(sequences, max(1, MAX_TRAINING_TOKENS // calibration.sequence_length))
+    tokens = up_to(calibration.data, tokenizer, samples=most, split="training", **common)
+    if not len(tokens):
         raise DataError(
-            f"{calibration.data}: too short to train: it has {len(tokens)} sequences of {length} tokens, and {validation} "
-            "are for validation; give more text, or fewer validation samples or a shorter sequence length"
+            f"{calibration.data}: too short to train on: not one sequence of {calibration.sequence_length} tokens; give "
+            "more text, or a shorter sequence length"
         )
-    return tokens[: len(tokens) - validation], tokens[len(tokens) - validation :]
+    if not validation:
+        return tokens, tokens[:0]
+    return tokens, token_batches(calibration.data, tokenizer, samples=validation, split="validation", **common)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_pl
 from compress.dense_student import learned_scales, saved_tensors
 from compress.dense_training import DenseTrainingOptions, train_dense
 from compress.job import JobOptions, Made, Prepared, open_mixture, prepare, statistics_of
+from compress.pictures import draw_usage
 from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.result import carry_out, check_outputs, finished_before
 from compress.work_directory import WorkDirectory
@@ -50,7 +52,7 @@ class Trainable(Prepared):
     @property
     def texts(self) -> dict[str, Tensor]:
         """With the training's."""
-        return super().texts | {"training": self.training_SL, "validation": self.validation_VL}
+        return super().texts | {"training_text": self.training_SL, "validation_text": self.validation_VL}
 
 
 def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
@@ -141,7 +143,16 @@ def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, pro
     own["scales_per_layer"] = list(learned_scales(trained.tensors, plan).values()) if trained.tensors else None
     tensors = saved_tensors(trained.tensors, plan, checkpoint) if trained.tensors else {}
     title = f"{options.model}, dense: {own['ffns']} experts of each layer as one FFN"
-    return Made(plan, "densify", tensors, own, title, tuple(_card(own, plan)))
+    experts = {layer: best.experts for layer, best in chosen.items()}
+    return Made(
+        plan,
+        "densify",
+        tensors,
+        own,
+        title,
+        tuple(_card(own, plan)),
+        draw=lambda directory: [draw_usage(directory, Path(options.model).name, statistics, experts)],
+    )
 
 
 def _figures(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts
 from calibrate.statistics import Statistics, load_statistics
 from compress.evaluate import perplexity
+from compress.pictures import Picture
 from compress.plan import Plan
 from compress.work_directory import WorkDirectory
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
@@ -87,6 +88,8 @@ class Made:
     """Lines of the model card, of what is particular to the command."""
     add_files: Callable[[Path], None] = lambda directory: None
     """Writes what else belongs into the artifact's directory."""
+    draw: Callable[[Path], Sequence[Picture]] = lambda directory: ()
+    """Draws the command's own pictures there."""
 
 
 def open_mixture(model: str) -> Checkpoint:

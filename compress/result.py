@@ -156,7 +156,7 @@ def _pictures(
             load_scores(result.directory),
         ),
     ]
-    return draw(result.directory, models)
+    return [*made.draw(result.directory), *draw(result.directory, models)]
 
 
 def _figures(
