@@ -392,7 +392,7 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 
     names = [field.name for field in fields(DenseTrainingOptions) if field.name != "seed"]
     training = DenseTrainingOptions(**{name: options[name] for name in names}, seed=common.seed)
-    given = _job_options(common, options, "dense")
+    given = _job_options(common, options, "densify")
     made = run(DensifyOptions(ffns=options["ffns"], select=options["select"], training=training, **given), progress_bar)
     figures = _shown_figures(common, made)
     errors = figures["block_error_per_layer"]

@@ -23,6 +23,7 @@ FIGURES = (
 KEYS = {
     "prune": FIGURES,
     "merge": FIGURES,
+    "densify": f"{FIGURES} ffns selected_experts",
     "calibrate": "statistics tokens seconds peak_memory_bytes",
     "inspect": "kind architecture experts_per_layer experts_per_token parameters active_parameters bytes valid provenance",
     "evaluate": "metric value tokens seconds",
@@ -115,6 +116,12 @@ def test_merge_is_one_more_way_to_an_artifact(place: Path, tmp_path: Path, metho
     assert run(place, "inspect", str(merged), "--checksums")["valid"]
     run(place, "prune", "{model}", "--plan", str(plan), "-o", str(again), *TEXT)
     assert (merged / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
+
+def test_densify_is_one_more_way_to_an_artifact(place: Path, tmp_path: Path) -> None:
+    figures = run(place, "densify", "{model}", "--ffns", "2", "--distill-steps", "2", "-o", str(tmp_path / "dense"), *TEXT)
+    assert set(KEYS["densify"].split()) <= set(figures)
+    assert run(place, "inspect", str(tmp_path / "dense"), "--checksums")["architecture"] == "mistral"
 
 
 def test_pruned_experts_are_merged_into_those_that_stay(place: Path, tmp_path: Path) -> None:
