@@ -99,10 +99,14 @@ def train_dense(
     device: torch.device | str = "cpu",
     directory: Path | None = None,
     resume: bool = False,
+    student: Decoder | None = None,
     progress: Progress = no_progress,
 ) -> DenseTraining:
-    """Distil from the mixture, then fine-tune. `directory`: where states are kept, which `resume` goes on from."""
-    student = dense_student(plan, checkpoint, dtype, device)
+    """Distil from the mixture, then fine-tune. `directory`: where states are kept, which `resume` goes on from.
+
+    `student`: what to train, where it is not to begin as the plan has it (dense_student.py).
+    """
+    student = student or dense_student(plan, checkpoint, dtype, device)
     group = options.part("distill", tokens_SL.shape[1]).group_size
     student.checkpoint_activations = activation_bytes(student, group * tokens_SL.shape[1]) > MOST_ACTIVATION_BYTES
     made = DenseTraining()
