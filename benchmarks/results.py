@@ -1,6 +1,6 @@
-"""Where benchmark results live, and how they get into the README: `python benchmarks/results.py` copies every table.
+"""Where benchmark results live, and how they get into the pages: `python benchmarks/results.py` copies every table.
 
-Each benchmark writes benchmarks/results/NAME.json (all figures, with the machine) and NAME.md (the table). The README shows
+Each benchmark writes benchmarks/results/NAME.json (all figures, with the machine) and NAME.md (the table). A page shows
 NAME.md between `<!-- NAME -->` and `<!-- /NAME -->`; a test holds the two equal.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "methods.md")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -49,14 +49,15 @@ def _processor() -> str:
     return platform.processor()
 
 
-def with_tables(readme: str) -> str:
-    """The README's text with every marked table as the last benchmark wrote it."""
+def with_tables(page: str) -> str:
+    """A page's text with every marked table as the last benchmark wrote it."""
     for path in sorted(RESULTS.glob("*.md")):
         marked = re.compile(rf"(<!-- {path.stem} -->\n).*?(<!-- /{path.stem} -->)", re.DOTALL)
         table = path.read_text()
-        readme = marked.sub(lambda match, table=table: f"{match[1]}\n{table}\n{match[2]}", readme)
-    return readme
+        page = marked.sub(lambda match, table=table: f"{match[1]}\n{table}\n{match[2]}", page)
+    return page
 
 
 if __name__ == "__main__":
-    README.write_text(with_tables(README.read_text()))
+    for path in PAGES:
+        path.write_text(with_tables(path.read_text()))

@@ -112,8 +112,7 @@ def apply(
     check_fits(plan, checkpoint)
     check_nothing_is_lost(plan, checkpoint)
     raw = planned_config(plan, checkpoint)
-    made = _made_tensors(plan, checkpoint)
-    made |= {name: _deferred(torch.clone, tensor) for name, tensor in (replaced or {}).items()}
+    made = _made_tensors(plan, checkpoint) | _given(replaced)
     shapes = expected_tensors(decoder_config(raw))
     layout = {name: (_dtype(name, checkpoint), shape) for name, shape in shapes.items()}
     read = 0
@@ -132,9 +131,16 @@ def apply(
         (directory / remote_code.FILE_NAME).write_text(source, encoding="utf-8")
 
 
-def planned_decoder(plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """The result of a plan as a decoder, without writing it; experts that are kept as they are stay mapped."""
-    made = _made_tensors(plan, checkpoint)
+def planned_decoder(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    replaced: Mapping[str, Tensor] | None = None,
+) -> Decoder:
+    """What `apply` would write, as a decoder, without writing it; experts that are kept as they are stay mapped."""
+    made = _made_tensors(plan, checkpoint) | _given(replaced)
 
     def source(name: str) -> Tensor:
         tensor = made[name]() if name in made else checkpoint.tensor(name)
@@ -170,6 +176,10 @@ def ffn_tensor(plan: Plan, checkpoint: Checkpoint, layer: int, index: int, proje
     if plan.kind == "dense" and row.dense_sibling is not None:
         return dense_tensor(layer, projection)
     return expert_tensor(row, layer, index, projection)
+
+
+def _given(replaced: Mapping[str, Tensor] | None) -> dict[str, Callable[[], Tensor]]:
+    return {name: _deferred(torch.clone, tensor) for name, tensor in (replaced or {}).items()}
 
 
 def _deferred(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], Tensor]:

@@ -1,9 +1,10 @@
 """Gate gradients (methods.md §3.7): a factor g_i = 1 on each expert's contribution, differentiated and never trained.
 
 Fisher: Σ over sequences of (∂L/∂g_i)², L the negative log-likelihood of the model's own samples. Taylor: |Σ ∂L/∂g_i|,
-L that of the text itself. One backward pass per sequence, gradients of the gates alone.
+L that of the text itself. One forward and one backward pass, gradients of the gates alone: sequences go through together
+and each has gates of its own, so its gradient is its own too.
 
-Shape suffixes: S sequences, L positions, N experts of a layer, V vocabulary.
+Shape suffixes: S sequences, B sequences of one batch, L positions, N experts of a layer, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from compress.losses import CHUNK_TOKENS, next_token_loss
 from engine.linear import linear
 from engine.model import Decoder, routed_by
 from engine.routing import Gated
+from engine.streaming import batches
 
 
 def gate_gradients(
@@ -25,29 +27,41 @@ def gate_gradients(
     *,
     own_samples: bool,
     seed: int = 0,
-    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    progress: Callable[[Iterable[slice]], Iterable[slice]] = iter,
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """(Σ_s ∂L_s/∂g, Σ_s (∂L_s/∂g)²), each [N] float64 by decoder layer index.
 
     own_samples: L is of tokens sampled from the model's own predictions (true Fisher), not of the text's next tokens.
     """
-    config, device = decoder.config, decoder.embedding_VD.device
-    gates = [torch.ones(count, device=device, requires_grad=True) for count in config.experts_per_layer]
-    routings = [Gated(block.routing, gate) for block, gate in zip(decoder.moe_blocks, gates, strict=True)]
-    sums = [torch.zeros(len(gate), dtype=torch.float64) for gate in gates]
-    squares = [torch.zeros(len(gate), dtype=torch.float64) for gate in gates]
+    layers, device = decoder.config.moe_layers, decoder.embedding_VD.device
+    sums = [torch.zeros(count, dtype=torch.float64) for count in decoder.config.experts_per_layer]
+    squares = [torch.zeros_like(total) for total in sums]
     generator = torch.Generator(device=device).manual_seed(seed)
-    with routed_by(decoder, routings):
-        for row in progress(range(tokens_SL.shape[0])):
-            tokens_1L = tokens_SL[row : row + 1].to(device)
-            hidden = decoder.hidden_states(tokens_1L)
-            targets = _sample_next(hidden.detach(), decoder.head_VD, tokens_1L, generator) if own_samples else tokens_1L
-            gradients = torch.autograd.grad(next_token_loss(hidden, decoder.head_VD, targets), gates)
-            for total, square, gradient in zip(sums, squares, gradients, strict=True):
-                total += gradient.double().cpu()
-                square += gradient.double().cpu().square()
-    layers = config.moe_layers
+    for rows in progress(batches(*tokens_SL.shape)):
+        tokens_BL = tokens_SL[rows].to(device)
+        for place, gradient_BN in enumerate(_of_batch(decoder, tokens_BL, generator if own_samples else None)):
+            sums[place] += gradient_BN.sum(0)
+            squares[place] += gradient_BN.square().sum(0)
     return dict(zip(layers, sums, strict=True)), dict(zip(layers, squares, strict=True))
+
+
+def _of_batch(decoder: Decoder, tokens_BL: Tensor, generator: torch.Generator | None) -> list[Tensor]:
+    """∂L_s/∂g of each sequence, [B, N] float64 for each MoE layer; of the model's own samples where a generator is given."""
+    gates = [
+        torch.ones(len(tokens_BL), count, device=tokens_BL.device, requires_grad=True)
+        for count in decoder.config.experts_per_layer
+    ]
+    with routed_by(decoder, [Gated(block.routing, gate) for block, gate in zip(decoder.moe_blocks, gates, strict=True)]):
+        hidden_BLD = decoder.hidden_states(tokens_BL)
+        targets_BL = tokens_BL
+        if generator is not None:
+            drawn = hidden_BLD.detach()
+            targets_BL = torch.cat(
+                [_sample_next(drawn[s : s + 1], decoder.head_VD, tokens_BL[s : s + 1], generator) for s in range(len(drawn))]
+            )
+        # Within the routing: checkpointed layers run again in the backward pass.
+        gradients = torch.autograd.grad(next_token_loss(hidden_BLD, decoder.head_VD, targets_BL), gates)
+    return [gradient_BN.double().cpu() for gradient_BN in gradients]
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ it needs of that layer (scores, skip tables) is its own state. Weights may carry
 through the logits, and to whatever the Routing itself holds. Indices never do.
 
 Shape suffixes: T tokens, N routed experts of the layer, S slots (experts a token may use), K the model's top-k,
-G groups of experts, M experts of one group.
+G groups of experts, M experts of one group, B sequences.
 """
 
 from __future__ import annotations
@@ -183,16 +183,20 @@ class ShiftedLogits:
 class Gated:
     """DiEP relaxation `gated` (methods.md §2.2): y = β Σ_{i∈top-k} w_i · gate_i · FFN_i(x).
 
-    `gate_N` are the gates themselves, σ(α + 2) for DiEP and ones for gate gradients (methods.md §3.7).
+    `gates` are σ(α + 2) for DiEP and ones for gate gradients (methods.md §3.7).
     """
 
     base: Routing
-    gate_N: Tensor
+    gates: Tensor
+    """[N], or [B, N] for a batch of B sequences of equal length, each with gates of its own."""
     beta: Tensor | float = 1.0
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         experts_TS, weights_TS = self.base(logits_TN)
-        return Selection(experts_TS, self.beta * weights_TS * self.gate_N[experts_TS])
+        if self.gates.dim() == 1:
+            return Selection(experts_TS, self.beta * weights_TS * self.gates[experts_TS])
+        sequence_T = torch.arange(len(logits_TN), device=logits_TN.device) // (len(logits_TN) // len(self.gates))
+        return Selection(experts_TS, self.beta * weights_TS * self.gates[sequence_T[:, None], experts_TS])
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     OMP_WAIT_POLICY=PASSIVE python examples/train_demo_model.py --work-directory /tmp/demo-model
 
 Needs the tokenizer of `train_tokenizer.py` in the output directory. Trains on the calibration split only, for a given
-wall time: the learning rate follows the clock, so that it reaches zero when the time is over, on any machine. Matrices
+wall time: the learning rate follows the clock, so that it reaches zero when the time is over, on any machine (or, with
+`--tokens`, on that many tokens: the same model wherever it is trained, up to rounding). Matrices
 are trained by Muon, the embedding, the routers and the norms by AdamW, in float32; what is saved is bfloat16. A run
 that was interrupted goes on from its last checkpoint in the work directory.
 
@@ -13,7 +14,7 @@ times as much); over twelve draws 1.72 times as much on average.
 
 The second reference model of the benchmarks, which is not shipped:
 
-    python examples/train_demo_model.py --model shared-expert --output DIRECTORY --work-directory /tmp/second
+    python examples/train_demo_model.py --model shared-expert --tokens 4500000 --output DIR --work-directory /tmp/second
 """
 
 from __future__ import annotations
@@ -333,7 +334,12 @@ class Run:
     validation: Tensor
     directory: Path
     seconds: float
+    tokens: int | None
     seed: int
+
+    def part(self, progress: Progress, seconds: float) -> float:
+        """How much of the run is done: of the tokens where their number was given, of the time otherwise."""
+        return seconds / self.seconds if self.tokens is None else progress.tokens / self.tokens
 
     def checkpoint(self, progress: Progress) -> None:
         """Leaves what `resume` needs: weights, optimiser moments and the curve so far."""
@@ -367,13 +373,13 @@ class Run:
 
 
 def train(run: Run) -> Iterator[Progress]:
-    """Trains until the time is over; yields at each report."""
+    """Trains until the time is over or the tokens are used up; yields at each report."""
     progress = run.resume()
     balance = LoadBalance(run.decoder)
     begin = time.monotonic() - progress.seconds
     reported = checkpointed = progress.seconds
     losses: list[tuple[float, float]] = []
-    while (part := (time.monotonic() - begin) / run.seconds) < 1.0:
+    while (part := run.part(progress, time.monotonic() - begin)) < 1.0:
         length, sequences = stage_at(part)
         batch = training_batch(run.text, progress.tokens, length, sequences, run.seed)
         losses.append(backward(run.decoder, balance, batch))
@@ -415,7 +421,7 @@ def report(run: Run, progress: Progress, losses: list[tuple[float, float]]) -> d
         "held_out_loss": round(held_out, 4),
         "held_out_perplexity": round(math.exp(held_out), 3),
         "load_balance": round(imbalance, 3),
-        "learning_rate": round(rate_at(progress.seconds / run.seconds), 4),
+        "learning_rate": round(rate_at(run.part(progress, progress.seconds)), 4),
     }
     print(json.dumps(line), flush=True)
     return line
@@ -562,6 +568,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=DEMO_MODEL)
     parser.add_argument("--work-directory", type=Path, required=True, help="for tokens, checkpoints and the curve")
     parser.add_argument("--minutes", type=float, default=33.0, help="wall time of training")
+    parser.add_argument("--tokens", type=int, help="train on so many tokens instead, however long that takes")
     parser.add_argument("--early-minutes", type=float, default=8.0, help="write an early version of the model then")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
@@ -591,6 +598,7 @@ def main() -> None:
         validation=even_windows(held_out, 64, 256),
         directory=work,
         seconds=60 * arguments.minutes,
+        tokens=arguments.tokens,
         seed=arguments.seed,
     )
     is_early_written = False

@@ -9,6 +9,7 @@ import torch
 from conftest import save_reference
 from torch import Tensor
 
+import engine.streaming
 from compress.gate_gradients import _sample_next, fisher_scores, gate_gradients, taylor_scores
 from engine.checkpoint import Checkpoint
 from engine.model import Decoder, own_routing, routed_by
@@ -51,7 +52,11 @@ def finite_differences(decoder: Decoder, targets_SL: Tensor) -> Tensor:
     return result
 
 
-def test_taylor_and_its_squares_equal_finite_differences(decoder: Decoder) -> None:
+@pytest.mark.parametrize("tokens_at_once", [4096, 18, 9])
+def test_taylor_and_its_squares_equal_finite_differences(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
+) -> None:
+    monkeypatch.setattr(engine.streaming, "TOKENS_PER_BATCH", tokens_at_once)
     sums, squares = gate_gradients(decoder, TOKENS, own_samples=False)
     expected = finite_differences(decoder, TOKENS)
     assert tuple(sums) == tuple(squares) == decoder.config.moe_layers

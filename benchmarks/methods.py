@@ -1,0 +1,385 @@
+"""Every pruning and merging method on two models: perplexity, time and memory, dropped or merged, recovered or not.
+
+    python benchmarks/methods.py [--models demo,shared-expert] [--seeds 3] [--methods diep,reap,…] [--jobs 2]
+
+The demo model is shipped; the second one, of another family, is trained first if benchmarks/reference_model does not hold
+it (about half an hour). Each (model, method, seed) runs in a process of its own on one thread, through the code of `compress
+prune`, without writing artifacts. Times are processor time of that process. The seed draws the calibration text (and
+whatever the method draws); the held-out text is the same for all. Finished processes are remembered in
+benchmarks/results/methods.jsonl, so that an interrupted run goes on; `--fresh` forgets them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from results import RESULTS, ROOT, markdown, save
+
+SECOND_MODEL = ROOT / "benchmarks" / "reference_model"
+SECOND_TOKENS = 4_500_000
+MODELS = {"demo": "demo", "shared-expert": str(SECOND_MODEL)}
+RELAXATIONS = ("diep-paper", "diep-routed")
+"""DiEP's other relaxations, without merging and recovery."""
+SPARSITIES = (0.5, 0.25)
+RECOVERY_STEPS, RECOVERY_BATCH, RECOVERY_RATE = 24, 4, 1e-2
+DEFAULT = "diep"
+DONE = RESULTS / "methods.jsonl"
+
+
+class Cell(NamedTuple):
+    """One result of a method."""
+
+    sparsity: float
+    scope: str
+    merge: str = "none"
+    is_recovered: bool = False
+
+    @property
+    def key(self) -> str:
+        """As it stands in the results."""
+        return " ".join([f"{self.sparsity:g}", self.scope, self.merge, "recovered" if self.is_recovered else "one-shot"])
+
+
+def methods() -> list[str]:
+    """All of them, the default first."""
+    from compress.merging import MERGE_METHODS
+    from compress.prune import METHODS
+
+    return [*METHODS, *RELAXATIONS, *MERGE_METHODS]
+
+
+def default_scope(method: str) -> str:
+    """Where `compress` ranks experts unless it is told otherwise."""
+    from compress.merging import MERGE_METHODS
+    from compress.prune import DEFAULT_SCOPE
+
+    return "layer" if method in MERGE_METHODS else DEFAULT_SCOPE.get(method, "global")
+
+
+def cells(method: str) -> list[Cell]:
+    """Those of one method, the costliest first: its time is the method's."""
+    from compress.merging import MERGE_METHODS
+
+    own = default_scope(method)
+    found = [Cell(sparsity, own) for sparsity in SPARSITIES]
+    if method in RELAXATIONS:
+        return found + [Cell(sparsity, "layer") for sparsity in SPARSITIES]
+    if own == "global":
+        found += [Cell(sparsity, "layer") for sparsity in SPARSITIES]
+    merges = ("none",) if method in MERGE_METHODS else ("none", "cka")
+    found += [Cell(sparsity, own, merge) for merge in merges[1:] for sparsity in SPARSITIES]
+    return found + [Cell(sparsity, own, merge, True) for merge in merges for sparsity in SPARSITIES]
+
+
+# One process
+
+
+def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
+    """Perplexity of every cell, with processor seconds and peak memory of making the plan and of recovery."""
+    from calibrate.text import token_batches
+    from compress.apply import planned_decoder
+    from compress.prune import make_plan, prepare_pruning, recovered
+    from compress.work_directory import WorkDirectory
+    from engine.checkpoint import load_tokenizer
+    from engine.report import peak_memory_bytes, resident_memory_bytes
+
+    run: dict[str, Any] = {"model": model, "method": method, "seed": seed, "cells": {}, "notes": []}
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "result"
+        shared = WorkDirectory(output, "shared")
+        shared.begin({}, resume=False)
+        plans: dict[tuple[Any, ...], Any] = {}
+        resident = 0
+        for cell in cells(method):
+            options = options_of(MODELS[model], method, cell, seed, output)
+            prepared = prepare_pruning(options)
+            checkpoint = prepared.checkpoint
+            work = WorkDirectory(output, shared=shared)
+            work.begin({}, resume=False)
+            resident = resident or resident_memory_bytes()
+            started = time.process_time()
+            if (place := (cell.sparsity, cell.scope, cell.merge)) not in plans:
+                plans[place] = make_plan(options, prepared, work, _quiet)
+            trained = recovered(options, prepared, plans[place], work, _quiet)
+            figures = {"seconds": time.process_time() - started, "peak": peak_memory_bytes() - resident}
+            decoder = planned_decoder(plans[place], checkpoint, torch.float32, replaced=trained)
+            text = {"samples": 64, "sequence_length": 256, "seed": 0, "split": "held-out"}
+            held_out = token_batches("stdlib", load_tokenizer(checkpoint), **text)
+            run["cells"][cell.key] = figures | {
+                "perplexity": decoder_perplexity(decoder, held_out),
+                "experts_per_layer": list(decoder.config.experts_per_layer),
+            }
+    return run
+
+
+def _quiet(iterable: Any, label: str) -> Any:
+    return iterable
+
+
+def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> Any:
+    """What `compress prune` or `compress merge` would be asked for."""
+    from calibrate.options import CalibrationOptions
+    from compress.diep import DiepOptions
+    from compress.merging import MERGE_METHODS
+    from compress.prune import PruneOptions
+    from compress.recover import RecoverOptions
+    from compress.selection import Budget
+    from engine.checkpoint import Checkpoint, resolve
+
+    budget = Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0)
+    if method in MERGE_METHODS:
+        counts = Checkpoint(resolve(model)).config.experts_by_layer
+        budget = Budget(experts=round((1 - cell.sparsity) * max(counts.values())), scope="layer", min_experts=0)
+    relaxation = method.removeprefix("diep-") if method in RELAXATIONS else DiepOptions().relaxation
+    return PruneOptions(
+        model,
+        output,
+        budget,
+        method="diep" if method in RELAXATIONS else method,
+        merge=cell.merge,
+        diep=DiepOptions(relaxation, seed=seed),
+        recover=RecoverOptions(RECOVERY_STEPS if cell.is_recovered else 0, RECOVERY_RATE, RECOVERY_BATCH, seed),
+        calibration=CalibrationOptions("stdlib", 128, 256, evaluation_samples=0, seed=seed),
+    )
+
+
+@torch.no_grad()
+def decoder_perplexity(decoder: Any, tokens_SL: torch.Tensor) -> float:
+    """exp of the mean negative log-likelihood of each sequence's tokens after its first."""
+    from compress.losses import next_token_loss
+
+    total = sum(float(next_token_loss(decoder.hidden_states(rows), decoder.head_VD, rows)) for rows in tokens_SL.split(16))
+    return math.exp(total / (tokens_SL.numel() - len(tokens_SL)))
+
+
+def full_perplexity(model: str) -> float:
+    """Of the whole model, on the same text."""
+    from calibrate.text import token_batches
+    from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+    from engine.model import Decoder
+
+    checkpoint = Checkpoint(resolve(model))
+    text = {"samples": 64, "sequence_length": 256, "seed": 0, "split": "held-out"}
+    tokens = token_batches("stdlib", load_tokenizer(checkpoint), **text)
+    return decoder_perplexity(Decoder(checkpoint.config, checkpoint.source(torch.float32)), tokens)
+
+
+# All processes
+
+
+def in_process(model: str, method: str, seed: int) -> dict[str, Any] | None:
+    """`run_one` in a process with one thread; None, and what it said, where it failed."""
+    command = [sys.executable, __file__, "--worker", f"{model}:{method}:{seed}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        print(f"{model} {method} seed {seed}: failed\n{done.stderr}", file=sys.stderr, flush=True)
+        return None
+    run: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    short = {key: round(cell["perplexity"], 2) for key, cell in run["cells"].items()}
+    print(f"{model} {method} seed {seed}: {short}", file=sys.stderr, flush=True)
+    with DONE.open("a") as file:
+        file.write(json.dumps(run) + "\n")
+    return run
+
+
+def finished() -> list[dict[str, Any]]:
+    """What an interrupted run has left; a line that was cut off is not counted."""
+    runs = []
+    for line in DONE.read_text().splitlines() if DONE.exists() else ():
+        try:
+            runs.append(json.loads(line))
+        except ValueError:
+            continue
+    return runs
+
+
+def train_second_model() -> None:
+    """Once; it goes on where it was interrupted. The card is what is written last."""
+    if (SECOND_MODEL / "README.md").exists():
+        return
+    script = ROOT / "examples" / "train_demo_model.py"
+    options = ["--model", "shared-expert", "--output", str(SECOND_MODEL), "--work-directory", str(SECOND_MODEL / "work")]
+    subprocess.run([sys.executable, str(script), *options, "--tokens", str(SECOND_TOKENS)], check=True, cwd=ROOT)
+
+
+# Tables and picture
+
+
+def values(runs: Sequence[dict[str, Any]], key: str, figure: str = "perplexity") -> list[float]:
+    """One for each seed that has this cell."""
+    return [run["cells"][key][figure] for run in runs if key in run["cells"]]
+
+
+def mean_and_spread(found: Sequence[float]) -> str:
+    """Mean ± standard deviation over seeds."""
+    if not found:
+        return "–"
+    spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+    return f"{statistics.mean(found):.2f}{spread}"
+
+
+def by_method(runs: Sequence[dict[str, Any]], model: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Methods of one model in their order, with their runs."""
+    for method in methods():
+        own = [run for run in runs if run["model"] == model and run["method"] == method]
+        if own:
+            yield method, own
+
+
+def name_of(method: str) -> str:
+    """As tables show it."""
+    return f"**{method}** (default)" if method == DEFAULT else method
+
+
+def cost(own: Sequence[dict[str, Any]], key: str) -> list[str]:
+    """Processor seconds (median) and peak megabytes above the start (largest)."""
+    seconds, peak = values(own, key, "seconds"), values(own, key, "peak")
+    return [f"{statistics.median(seconds):.0f}", f"{max(peak) / 1e6:.0f}"] if seconds else ["–", "–"]
+
+
+def short_table(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
+    """One-shot and recovered results of each method where `compress` ranks by default."""
+    header = ["method"]
+    for model in full:
+        header += [f"{model}: 25 %", "50 %", "50 %, recovered", "seconds", "peak MB"]
+    rows = []
+    tables = {model: dict(by_method(runs, model)) for model in full}
+    for method in [method for method in methods() if any(method in table for table in tables.values())]:
+        row, scope = [name_of(method)], default_scope(method)
+        for table in tables.values():
+            own = table.get(method, [])
+            one_shot = [Cell(sparsity, scope).key for sparsity in (0.25, 0.5)]
+            row += [mean_and_spread(values(own, key)) for key in (*one_shot, Cell(0.5, scope, "none", True).key)]
+            row += cost(own, one_shot[1])
+        rows.append(row)
+    return preface(runs, full) + markdown(header, rows)
+
+
+def preface(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
+    """What the numbers are."""
+    seeds = len({run["seed"] for run in runs})
+    whole = ", ".join(f"{model} {value:.2f}" for model, value in full.items())
+    return f"Full models: {whole}. Mean ± standard deviation of {seeds} seeds.\n\n"
+
+
+def long_table(runs: Sequence[dict[str, Any]], model: str, full: float) -> str:
+    """Every cell of one model."""
+    header = ["method"]
+    header += [f"{sparsity} {scope}" for sparsity in ("25 %", "50 %") for scope in ("layer", "global")]
+    header += [
+        f"{sparsity} {what}" for what in ("merged", "recovered", "merged, recovered") for sparsity in ("25 %", "50 %")
+    ]
+    header += ["seconds", "peak MB", "recovery seconds"]
+    rows = []
+    for method, own in by_method(runs, model):
+        scope = default_scope(method)
+        keys = [Cell(sparsity, where).key for sparsity in (0.25, 0.5) for where in ("layer", "global")]
+        for merge, is_recovered in (("cka", False), ("none", True), ("cka", True)):
+            keys += [Cell(sparsity, scope, merge, is_recovered).key for sparsity in (0.25, 0.5)]
+        row = [name_of(method), *(mean_and_spread(values(own, key)) for key in keys), *cost(own, Cell(0.5, scope).key)]
+        rows.append([*row, cost(own, Cell(0.5, scope, "none", True).key)[0]])
+    return preface([run for run in runs if run["model"] == model], {model: full}) + markdown(header, rows)
+
+
+def plot(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> None:
+    """A panel for each model: perplexity of each method at both sparsities, one-shot, merged and recovered."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(full), figsize=(5.6 * len(full), 5.2), layout="constrained", squeeze=False)
+    series = {
+        "dropped": ("none", False, {"marker": "o"}),
+        "dropped, recovered": ("none", True, {"marker": "o", "markerfacecolor": "white"}),
+        "merged into the others (CKA)": ("cka", False, {"marker": "s", "markersize": 4.5}),
+    }
+    colours = {0.25: "#0072b2", 0.5: "#d55e00"}
+    for axes, (model, whole) in zip(panels[0], full.items(), strict=True):
+        table = dict(by_method(runs, model))
+        order = sorted(
+            table, key=lambda method: -statistics.mean(values(table[method], Cell(0.5, default_scope(method)).key))
+        )
+        for label, (merge, is_recovered, look) in series.items():
+            for sparsity, colour in colours.items():
+                found = {
+                    place: got
+                    for place, method in enumerate(order)
+                    if (got := values(table[method], Cell(sparsity, default_scope(method), merge, is_recovered).key))
+                }
+                shift = {"none": 0.0, "cka": -0.22}[merge] + (0.22 if is_recovered else 0.0)
+                axes.errorbar(
+                    [statistics.mean(got) for got in found.values()],
+                    [place + shift for place in found],
+                    xerr=[statistics.stdev(got) if len(got) > 1 else 0.0 for got in found.values()],
+                    linestyle="none",
+                    color=colour,
+                    label=f"{label}, {sparsity:.0%}",
+                    **({"markersize": 5.5} | look),
+                )
+        axes.axvline(whole, color="black", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        axes.tick_params(axis="x", which="both", labelsize=8)
+        axes.set_yticks(range(len(order)), order)
+        axes.grid(axis="y", color="#eeeeee")
+        axes.set_axisbelow(True)
+        axes.set_title(f"{model} (dashed: full model)", fontsize=10)
+        axes.set_xlabel("held-out perplexity (lower is better)")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.savefig(RESULTS / "methods.png", dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--methods", help="default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has finished")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        model, method, seed = arguments.worker.split(":")
+        torch.set_num_threads(1)
+        print(json.dumps(run_one(model, method, int(seed))))
+        return
+    if arguments.fresh:
+        DONE.unlink(missing_ok=True)
+    models = arguments.models.split(",")
+    if "shared-expert" in models:
+        train_second_model()
+    wanted = arguments.methods.split(",") if arguments.methods else methods()
+    runs = finished()
+    known = {(run["model"], run["method"], run["seed"]) for run in runs}
+    jobs = [(model, method, seed) for seed in range(arguments.seeds) for model in models for method in wanted]
+    jobs.sort(key=lambda job: job[1] in RELAXATIONS)  # the costliest, and of least interest, last
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        made = list(pool.map(lambda job: in_process(*job), [job for job in jobs if job not in known]))
+    runs += [run for run in made if run is not None]
+    full = {model: full_perplexity(MODELS[model]) for model in models}
+    for model, whole in full.items():
+        save(f"methods_{model}", [run for run in runs if run["model"] == model], long_table(runs, model, whole))
+    save("methods", {"full": full}, short_table(runs, full))
+    plot(runs, full)
+    if None in made:
+        sys.exit("some runs failed; the tables are without them. The same command tries those again.")
+
+
+if __name__ == "__main__":
+    main()
