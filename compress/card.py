@@ -35,7 +35,7 @@ def model_card(
         [
             "---",
             "library_name: transformers",
-            f"tags: [mixture-of-experts, {'pruned' if layers else 'dense'}, moe-compress]",
+            f"tags: [mixture-of-experts, {'dense' if title else 'pruned'}, moe-compress]",
             "---",
             f"# {heading}",
             "",

@@ -16,7 +16,7 @@ from compress.apply import check_fits, check_nothing_is_lost
 from compress.block_error import BlockError, block_errors, shared_gates
 from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
 from compress.dense_student import learned_scales, saved_tensors
-from compress.dense_training import DenseTrainingOptions, train_dense
+from compress.dense_training import DenseTraining, DenseTrainingOptions, train_dense
 from compress.job import JobOptions, Made, Prepared, open_mixture, prepare, statistics_of
 from compress.pictures import draw_usage
 from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
@@ -99,59 +99,75 @@ def checked_mixture(options: DensifyOptions) -> Checkpoint:
 
 
 def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, progress: Progress) -> Made:
-    checkpoint, sample = prepared.checkpoint, prepared.tokens_SL[:ERROR_SEQUENCES]
-    dtype, device = prepared.dtype, options.device
+    checkpoint = prepared.checkpoint
     statistics = statistics_of(options, prepared, work, progress)
     chosen = choose(options.select, statistics, ffns_of(options, checkpoint), options.calibration.seed)
-
-    def planned() -> dict[str, Any]:
-        gates = shared_gates(
-            checkpoint, sample, dtype=dtype, device=device, progress=lambda layers: progress(layers, "gates (layers)")
-        )
-        plan = dense_plan(
-            chosen,
-            statistics,
-            gates,
-            checkpoint,
-            device=device,
-            progress=lambda layers: progress(layers, "choosing (layers)"),
-        )
-        return plan_to_json(plan)
-
-    plan = plan_from_json(work.once("plan", planned))
+    plan = plan_from_json(work.once("plan", lambda: plan_to_json(_planned(options, prepared, chosen, statistics, progress))))
     errors = block_errors(
         plan,
         checkpoint,
-        sample,
-        dtype=dtype,
-        device=device,
+        prepared.tokens_SL[:ERROR_SEQUENCES],
+        dtype=prepared.dtype,
+        device=options.device,
         progress=lambda layers: progress(layers, "error of each layer (layers)"),
     )
-    trained = train_dense(
-        plan,
-        checkpoint,
-        prepared.training_SL,
-        prepared.validation_VL,
-        options.training,
-        dtype=dtype,
-        device=device,
-        directory=work.path,
-        resume=options.resume,
-        progress=progress,
-    )
+    trained = _trained(options, prepared, plan, work, progress)
     own = _figures(options, checkpoint, chosen, errors, statistics) | {"training": trained.parts}
     own["scales_per_layer"] = list(learned_scales(trained.tensors, plan).values()) if trained.tensors else None
-    tensors = saved_tensors(trained.tensors, plan, checkpoint) if trained.tensors else {}
-    title = f"{options.model}, dense: {own['ffns']} experts of each layer as one FFN"
     experts = {layer: best.experts for layer, best in chosen.items()}
     return Made(
         plan,
         "densify",
-        tensors,
+        saved_tensors(trained.tensors, plan, checkpoint) if trained.tensors else {},
         own,
-        title,
+        f"{options.model}, dense: {own['ffns']} experts of each layer as one FFN",
         tuple(_card(own, plan)),
         draw=lambda directory: [draw_usage(directory, Path(options.model).name, statistics, experts)],
+    )
+
+
+def _planned(
+    options: DensifyOptions,
+    prepared: Trainable,
+    chosen: Mapping[int, Chosen],
+    statistics: Statistics,
+    progress: Progress,
+) -> Plan:
+    """The chosen experts with their first weights, averaged ones aligned."""
+    gates = shared_gates(
+        prepared.checkpoint,
+        prepared.tokens_SL[:ERROR_SEQUENCES],
+        dtype=prepared.dtype,
+        device=options.device,
+        progress=lambda layers: progress(layers, "gates (layers)"),
+    )
+    return dense_plan(
+        chosen,
+        statistics,
+        gates,
+        prepared.checkpoint,
+        device=options.device,
+        progress=lambda layers: progress(layers, "choosing (layers)"),
+    )
+
+
+def _trained(
+    options: DensifyOptions, prepared: Trainable, plan: Plan, work: WorkDirectory, progress: Progress
+) -> DenseTraining:
+    """What training makes of the plan; nothing where it was not asked for."""
+    if not options.training.steps:
+        return DenseTraining()
+    return train_dense(
+        plan,
+        prepared.checkpoint,
+        prepared.training_SL,
+        prepared.validation_VL,
+        options.training,
+        dtype=prepared.dtype,
+        device=options.device,
+        directory=work.path,
+        resume=options.resume,
+        progress=progress,
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import cli
 import compress.dense_training
+from compress.dense_plan import SELECTIONS
 from compress.layer_distillation import DistillationLoss
 from engine import architectures
 from engine.architectures import ARCHITECTURES, expert_tensor, router_tensor, shared_gate_tensor
@@ -120,6 +121,10 @@ def test_weights_that_the_model_does_not_normalise_are_folded_too(tmp_path: Path
     assert float((logits(tmp_path / "out") - logits(tmp_path / "model")).abs().max()) <= 1e-5
 
 
+def test_the_command_knows_every_selection() -> None:
+    assert cli.SELECTIONS == SELECTIONS
+
+
 @pytest.mark.parametrize("select", cli.SELECTIONS)
 def test_every_selection_from_one_statistics_file(place: Path, select: str) -> None:
     run("calibrate", "model", *CALIBRATION, "-o", "statistics")
@@ -129,6 +134,10 @@ def test_every_selection_from_one_statistics_file(place: Path, select: str) -> N
     assert {len(experts) for experts in figures["selected_experts"].values()} == {6 if select == "average" else 2}
     assert (figures["experts_after"], figures["experts_per_layer"], figures["sparsity"]) == (0, [], 1.0)
     assert run("inspect", "out", "--checksums")["provenance"]["figures"] == figures
+    compared = run(
+        "compare", "model", "out", "--data", "text.txt", "--samples", "2", "--sequence-length", "16", "--no-speed"
+    )
+    assert len(compared["rows"]) == 2
     assert run("generate", "out", "-p", "the", "-n", "4")["generated_tokens"] == 4
     assert run("bench", "out", "-p", "4", "-n", "2", "-r", "1")["rows"]
     card = (place / "out" / "README.md").read_text()
