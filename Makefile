@@ -11,9 +11,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROMPT := import os\n\n\ndef read_text(path):\n
 SAMPLING := --temperature 0.6 --top-p 0.9
-BENCHMARKS := benchmarks/criteria.py benchmarks/engine_speed.py benchmarks/pruning_memory.py benchmarks/results.py
+BENCHMARKS := benchmarks/methods.py benchmarks/engine_speed.py benchmarks/pruning_memory.py benchmarks/results.py
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench methods clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -41,6 +41,10 @@ lint: $(STAMP) ## style, format and types
 
 bench: $(STAMP) ## what backs the figures of the README; takes long
 	set -e; for script in $(BENCHMARKS); do $(BIN)/python $$script; done
+
+methods: $(STAMP) ## every method on two models: trains the second, goes on where it was interrupted; hours
+	$(BIN)/python benchmarks/methods.py
+	$(BIN)/python benchmarks/results.py
 
 clean: ## what the other targets made, the environment included
 	rm -rf $(VENV) demo-pruned build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

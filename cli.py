@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SELECTIONS = ("usage", "reap", "average", "random")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
 MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
+PICTURE_SEQUENCES = 16
+"""Of the calibration text, for a comparison's pictures of expert usage and similarity."""
 MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
 
 
@@ -128,7 +130,7 @@ recover_options = together(
         show_default=True,
         help="Afterwards train the router rows and norms that are left for so many steps towards MODEL's predictions.",
     ),
-    click.option("--recover-learning-rate", type=float, default=1e-3, show_default=True, help="Recovery: of AdamW."),
+    click.option("--recover-learning-rate", type=float, default=5e-3, show_default=True, help="Recovery: of AdamW."),
 )
 dense_training_options = together(
     click.option(
@@ -330,7 +332,7 @@ def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ..
     scope = "uniform" if options["uniform"] else options["scope"]
     comparison = CompareOptions(
         models=(),
-        text=base.calibration,
+        text=replace(base.calibration, samples=PICTURE_SEQUENCES),
         speed=False,
         dtype=common.dtype,
         device=chosen_device(common),
@@ -712,7 +714,7 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
 @click.option(
     "--calibration-samples",
     type=click.IntRange(min=0),
-    default=16,
+    default=PICTURE_SEQUENCES,
     show_default=True,
     help="Sequences for the plots of expert usage and similarity, with --output; 0 for none.",
 )

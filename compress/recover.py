@@ -42,7 +42,7 @@ class RecoverOptions:
 
     steps: int = 0
     """0 trains nothing."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-3
     batch_size: int = 16
     """Sequences a step."""
     seed: int = 0

@@ -200,25 +200,6 @@ class Gated:
 
 
 @dataclass(frozen=True)
-class HardMask:
-    """Pruning as it will be, re-routing included, with a straight-through gradient to the gates.
-
-    Forward: the base rule among open experts only (logits of the others −∞). Backward: each weight also carries the
-    gradient of its gate, as if it had been multiplied by it.
-    """
-
-    base: Routing
-    gate_N: Tensor
-    open_N: Tensor
-    """[N] bool."""
-
-    def __call__(self, logits_TN: Tensor) -> Selection:
-        experts_TS, weights_TS = Masked(self.base, self.open_N)(logits_TN)
-        gate_TS = self.gate_N[experts_TS.clamp_min(0)]
-        return Selection(experts_TS, weights_TS * (1.0 + gate_TS - gate_TS.detach()))
-
-
-@dataclass(frozen=True)
 class Skipping:
     """Adaptive skipping (seed 002 §4.3, methods.md §2.8): e_j (j ≥ 1) is skipped when w_ej < S·γ_j(e_0,e_j)·w_e0.
 

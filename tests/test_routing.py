@@ -13,7 +13,6 @@ from engine.routing import (
     NO_EXPERT,
     AllExperts,
     Gated,
-    HardMask,
     Masked,
     MixedExperts,
     Routing,
@@ -227,13 +226,13 @@ def test_gated_relaxation_scales_the_model_s_own_weights() -> None:
     assert torch.allclose(dense(Gated(TopK(2, True), gates, 2.0)), torch.tensor([[0.0, 4 / 7, 0.0, 6 / 7]]))
 
 
-def test_hard_mask_reroutes_forward_and_passes_gradient_to_the_gates() -> None:
-    gates = torch.tensor([0.9, 0.1, 0.8, 0.7], requires_grad=True)
-    open_experts = torch.tensor([True, False, True, True])
-    experts, weights = HardMask(TopK(2, True), gates, open_experts)(LOGITS)
-    assert experts.tolist() == [[3, 2]] and torch.allclose(weights, torch.tensor([[0.6, 0.4]]))
-    (weights * torch.tensor([[10.0, 1.0]])).sum().backward()
-    assert torch.allclose(gates.grad, torch.tensor([0.0, 0.0, 0.4, 6.0]))
+def test_each_sequence_of_a_batch_may_have_gates_of_its_own() -> None:
+    gates = torch.tensor([[0.0, 0.5, 1.0, 1.0], [1.0, 0.25, 1.0, 0.5]])
+    experts, weights = Gated(TopK(2, True), gates)(LOGITS.expand(4, -1))  # two sequences of two tokens
+    assert experts.tolist() == [[3, 1]] * 4 or experts.tolist() == [[1, 3]] * 4
+    by_expert = torch.zeros(4, 4).scatter(1, experts, weights)
+    first, second = [0.0, 2 / 7, 0.0, 3 / 7], [0.0, 1 / 7, 0.0, 3 / 14]
+    assert torch.allclose(by_expert, torch.tensor([first, first, second, second]))
 
 
 def test_skipping_by_hand() -> None:
