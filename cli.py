@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from engine.errors import CompressError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SELECTIONS = ("usage", "reap", "average", "random")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
 MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
 PICTURE_SEQUENCES = 16
@@ -107,7 +108,7 @@ speed_options = together(
 """What is measured where speed is."""
 
 
-artifact_options = together(
+input_options = together(
     click.option(
         "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]"
     ),
@@ -120,6 +121,8 @@ artifact_options = together(
         help="Held-out sequences for perplexity before and after; 0 for none.",
     ),
     click.option("--statistics", type=click.Path(path_type=Path), help="Use a file of `compress calibrate`."),
+)
+recover_options = together(
     click.option(
         "--recover-steps",
         type=click.IntRange(min=0),
@@ -128,11 +131,54 @@ artifact_options = together(
         help="Afterwards train the router rows and norms that are left for so many steps towards MODEL's predictions.",
     ),
     click.option("--recover-learning-rate", type=float, default=5e-3, show_default=True, help="Recovery: of AdamW."),
+)
+dense_training_options = together(
+    click.option(
+        "--distill-steps",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Train the result on text, each layer's output towards that of MODEL's.",
+    ),
+    click.option(
+        "--finetune-steps", type=click.IntRange(min=0), default=0, show_default=True, help="Then train it on text alone."
+    ),
+    click.option(
+        "--lambda-supervised", type=float, default=1.0, show_default=True, help="Weight of the text's own next tokens."
+    ),
+    click.option("--lambda-layer", type=float, default=1.0, show_default=True, help="Weight of the layers' outputs."),
+    click.option("--learning-rate", type=float, default=1e-3, show_default=True, help="Of AdamW, at its highest."),
+    click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences a step."),
+    click.option(
+        "--micro-batch-size",
+        type=click.IntRange(min=1),
+        help="Sequences at a time; gradients add up to a step's.  [default: about 4,096 tokens]",
+    ),
+    click.option("--clip-norm", type=float, default=1.0, show_default=True, help="Longest gradient."),
+    click.option(
+        "--validation-samples",
+        type=click.IntRange(min=0),
+        default=32,
+        show_default=True,
+        help="Sequences set aside to tell the best state by; 0 keeps the last.",
+    ),
+    click.option(
+        "--validate-every", type=click.IntRange(min=0), default=50, show_default=True, help="Steps between; 0 for none."
+    ),
+    click.option(
+        "--save-every", type=click.IntRange(min=1), default=50, show_default=True, help="Steps between saved states."
+    ),
+    click.option(
+        "--offload-teacher", is_flag=True, help="Read MODEL's layers one at a time for each batch: less memory, slower."
+    ),
+)
+result_options = together(
     click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
     overwrite_option,
     click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
 )
-"""Options of every command that calibrates and writes a smaller model."""
+artifact_options = together(input_options, recover_options, result_options)
+"""Options of every command that calibrates and writes a smaller mixture; `densify` takes the first and the last."""
 
 
 def prepare_process(common: Common) -> None:
@@ -322,6 +368,45 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
     return _shown_figures(common, prune(run, progress_bar))
 
 
+@main.command()
+@click.argument("model", default="demo")
+@click.option("--ffns", type=int, help="Experts of each layer in its one FFN.  [default: experts per token]")
+@click.option(
+    "--select",
+    type=click.Choice(SELECTIONS),
+    default="usage",
+    show_default=True,
+    help="Which: the most used, those of the highest REAP score, the mean of all, or any.",
+)
+@input_options
+@dense_training_options
+@result_options
+@common_options
+def densify(common: Common, **options: Any) -> dict[str, Any]:
+    """Make an ordinary dense model of MODEL: K experts of each layer become one FFN.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). The result is of the dense family
+    that fits and loads wherever that does; without training it is far from MODEL.
+    """
+    from compress.dense_training import DenseTrainingOptions
+    from compress.densify import DensifyOptions
+    from compress.densify import densify as run
+
+    names = [field.name for field in fields(DenseTrainingOptions) if field.name != "seed"]
+    training = DenseTrainingOptions(**{name: options[name] for name in names}, seed=common.seed)
+    given = _job_options(common, options, "densify")
+    made = run(DensifyOptions(ffns=options["ffns"], select=options["select"], training=training, **given), progress_bar)
+    figures = _shown_figures(common, made)
+    errors = figures["block_error_per_layer"]
+    say(common, f"{figures['ffns']} experts of each layer as one FFN: {figures['family_note']}")
+    say(common, f"a layer's output was off by {min(errors):.0%} to {max(errors):.0%} before any training")
+    if gates := figures["shared_gate_error_per_layer"]:
+        say(common, f"of that, the mean gate of the shared expert alone makes {min(gates):.1%} to {max(gates):.1%}")
+    for name, part in figures["training"].items():
+        say(common, f"{name}: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}")
+    return figures
+
+
 def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
     """Print what a smaller model cost and gained."""
     rows = [
@@ -332,7 +417,8 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
         ["perplexity", number(figures["perplexity_before"]), number(figures["perplexity_after"])],
     ]
     say(common, table(rows))
-    say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
+    if figures["experts_per_layer"]:
+        say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
     if "naee" in figures:
         say(
             common,
@@ -388,13 +474,19 @@ def _prune_options(common: Common, **given: Any) -> Any:
 
 def _artifact_options(common: Common, **given: Any) -> dict[str, Any]:
     """What `artifact_options` and MODEL say, as fields of PruneOptions."""
-    from calibrate.options import CalibrationOptions
     from compress.recover import RecoverOptions
+
+    recover = RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed)
+    return _job_options(common, given, given["method"]) | {"recover": recover}
+
+
+def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, Any]:
+    """What `input_options`, `result_options` and MODEL say, as fields of JobOptions; `name` ends that of the output."""
+    from calibrate.options import CalibrationOptions
 
     return {
         "model": given["model"],
-        "output": given["output"] or Path(f"{Path(given['model']).name}-{given['method']}"),
-        "recover": RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed),
+        "output": given["output"] or Path(f"{Path(given['model']).name}-{name}"),
         "calibration": CalibrationOptions(
             data=given["data"],
             samples=given["samples"],

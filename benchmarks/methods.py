@@ -91,7 +91,7 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
     """Perplexity of every cell, with processor seconds and peak memory of making the plan and of recovery."""
     from calibrate.text import token_batches
     from compress.apply import planned_decoder
-    from compress.prune import make_plan, prepare, recovered
+    from compress.prune import make_plan, prepare_pruning, recovered
     from compress.work_directory import WorkDirectory
     from engine.checkpoint import load_tokenizer
     from engine.report import peak_memory_bytes, resident_memory_bytes
@@ -105,7 +105,7 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
         resident = 0
         for cell in cells(method):
             options = options_of(MODELS[model], method, cell, seed, output)
-            prepared = prepare(options)
+            prepared = prepare_pruning(options)
             checkpoint = prepared.checkpoint
             work = WorkDirectory(output, shared=shared)
             work.begin({}, resume=False)
@@ -145,9 +145,9 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
         budget = Budget(experts=round((1 - cell.sparsity) * max(counts.values())), scope="layer", min_experts=0)
     relaxation = method.removeprefix("diep-") if method in RELAXATIONS else DiepOptions().relaxation
     return PruneOptions(
-        model,
-        output,
-        budget,
+        model=model,
+        output=output,
+        budget=budget,
         method="diep" if method in RELAXATIONS else method,
         merge=cell.merge,
         diep=DiepOptions(relaxation, seed=seed),

@@ -27,12 +27,14 @@ from tqdm import tqdm
 
 from engine.errors import DataError, OptionError
 
-Split = Literal["calibration", "held-out", "all"]
+Split = Literal["calibration", "training", "validation", "held-out", "all"]
+"""Training and validation are the two parts of calibration: a training's best state is told by documents it never saw."""
 
 DOCUMENT_BYTES = 32 * 1024
 SMALLEST_DOCUMENT_BYTES = 256
 DOCUMENTS_PER_FILE = 64  # a single text file gives at least about this many, as far as its lines allow
 HELD_OUT_ONE_IN = 10
+VALIDATION_ONE_IN = 10  # of the others
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 HUB_CONFIGURATIONS = {"allenai/c4": "en"}  # what an id means where its dataset has no default configuration
@@ -81,9 +83,29 @@ def token_batches(
 
     Reads and tokenises no more of the source than it needs.
     """
-    if samples < 1 or sequence_length < 1:
-        raise OptionError(f"{samples} samples of {sequence_length} tokens cannot be taken: both must be at least 1")
-    needed = samples * sequence_length
+    ids = _packed(source, tokenizer, samples, sequence_length, seed, split)
+    if len(ids) < samples * sequence_length:
+        raise DataError(
+            f"{source}: too short: {_named(split)} has {len(ids)} tokens, and {samples} sequences of {sequence_length} "
+            f"need {samples * sequence_length}; give more text, or ask for fewer samples or a shorter sequence length"
+        )
+    return torch.tensor(ids, dtype=torch.long).view(samples, sequence_length)
+
+
+def up_to(
+    source: str, tokenizer: Tokenizer, *, samples: int, sequence_length: int, seed: int, split: Split = "calibration"
+) -> torch.Tensor:
+    """The same, with fewer sequences (or none) where the source ends before."""
+    ids = _packed(source, tokenizer, samples, sequence_length, seed, split)
+    whole = len(ids) // sequence_length
+    return torch.tensor(ids[: whole * sequence_length], dtype=torch.long).view(whole, sequence_length)
+
+
+def _packed(source: str, tokenizer: Tokenizer, samples: int, length: int, seed: int, split: Split) -> list[int]:
+    """As many tokens as the sequences need, or all there are."""
+    if samples < 1 or length < 1:
+        raise OptionError(f"{samples} samples of {length} tokens cannot be taken: both must be at least 1")
+    needed = samples * length
     end = tokenizer.eos_token_id
     ids: list[int] = []
     with tqdm(total=needed, unit=" tokens", desc="reading text", delay=2, leave=False, disable=None) as progress:
@@ -94,24 +116,32 @@ def token_batches(
                 ids.append(end)
             progress.update(min(len(ids), needed) - before)
             if len(ids) >= needed:
-                return torch.tensor(ids[:needed], dtype=torch.long).view(samples, sequence_length)
-    raise DataError(
-        f"{source}: too short: {_named(split)} has {len(ids)} tokens, and {samples} sequences of {sequence_length} "
-        f"need {needed}; give more text, or ask for fewer samples or a shorter sequence length"
-    )
+                break
+    return ids[:needed]
 
 
 def split_of(document: str) -> Split:
-    """The split a document belongs to, the same on every machine and in every run."""
-    digest = hashlib.sha256(document.encode()).digest()
-    return "held-out" if int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0 else "calibration"
+    """The split a document belongs to, the same on every machine and in every run: calibration or held-out."""
+    return "held-out" if _number(document) % HELD_OUT_ONE_IN == 0 else "calibration"
+
+
+def belongs(document: str, split: Split) -> bool:
+    """Whether a document is of this split."""
+    if split not in ("training", "validation"):
+        return split in ("all", split_of(document))
+    validates = _number(document) // HELD_OUT_ONE_IN % VALIDATION_ONE_IN == 0
+    return split_of(document) == "calibration" and validates == (split == "validation")
+
+
+def _number(document: str) -> int:
+    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8], "big")
 
 
 def _of_split(texts: Iterator[str], source: str, split: Split, limit_bytes: int | None) -> Iterator[str]:
     given_bytes = 0
     found = False
     for text in texts:
-        if not text.strip() or (split != "all" and split_of(text) != split):
+        if not text.strip() or not belongs(text, split):
             continue
         if limit_bytes is not None and given_bytes >= limit_bytes:
             return

@@ -55,6 +55,26 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
         raise PlanError(f"the plan's dense layers are {sorted(widths)} hidden units wide; they must all be equal")
 
 
+def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError unless the result takes every tensor outside of the plan's MoE blocks, and needs no other."""
+    config, own = decoder_config(planned_config(plan, checkpoint)), checkpoint.config
+    theirs, ours = config.architecture.model_type, own.architecture.model_type
+    shapes, made = expected_tensors(config), _made_tensors(plan, checkpoint)
+    for name, shape in shapes.items():
+        if name not in made and checkpoint.shapes.get(name) != shape:
+            raise UnsupportedError(
+                f"{checkpoint.directory}: a {theirs} needs {name} of shape {list(shape)}, which this {ours} does not have; "
+                "make a plan of kind 'moe' instead"
+            )
+    blocks = tuple(f"{own.architecture.block.format(layer=layer)}." for layer in plan.layers)
+    for name in checkpoint.shapes:
+        if name not in shapes and not name.startswith(blocks):
+            raise UnsupportedError(
+                f"{checkpoint.directory}: a {theirs} has no place for {name}, which this {ours} has; make a plan of kind "
+                "'moe' instead"
+            )
+
+
 def _width(source: Source, layer: int, checkpoint: Checkpoint) -> int:
     moe = checkpoint.config.layers[layer].moe
     assert moe is not None
@@ -87,19 +107,13 @@ def apply(
 ) -> None:
     """Write config, weights and, where layers differ in experts, the modelling file into an empty directory.
 
-    `replaced`: tensors of the result that are written as they are given, by name (what recovery has trained).
+    `replaced`: tensors of the result that are written as they are given, by name (what was trained).
     """
     check_fits(plan, checkpoint)
+    check_nothing_is_lost(plan, checkpoint)
     raw = planned_config(plan, checkpoint)
-    config = decoder_config(raw)
     made = _made_tensors(plan, checkpoint) | _given(replaced)
-    shapes = expected_tensors(config)
-    for name, shape in shapes.items():
-        if name not in made and checkpoint.shapes.get(name) != shape:
-            raise UnsupportedError(
-                f"{checkpoint.directory}: a {config.architecture.model_type} needs {name} of shape {list(shape)}, which "
-                f"this {checkpoint.config.architecture.model_type} does not have; make a plan of kind 'moe' instead"
-            )
+    shapes = expected_tensors(decoder_config(raw))
     layout = {name: (_dtype(name, checkpoint), shape) for name, shape in shapes.items()}
     read = 0
     with ShardWriter(directory, layout, shard_bytes) as writer:
@@ -147,13 +161,21 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
     for layer, experts in plan.layers.items():
         for index, expert in enumerate(experts):
             for projection in range(3):
-                name = (
-                    dense_tensor(layer, projection) if plan.kind == "dense" else expert_tensor(row, layer, index, projection)
-                )
+                name = ffn_tensor(plan, checkpoint, layer, index, projection)
                 made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
         if plan.kind == "moe":
             made[router_tensor(row, layer)] = _deferred(_router, checkpoint, layer, experts)
+        elif row.dense_sibling is None:  # the softmax of one logit is 1, whatever the logit
+            made[router_tensor(row, layer)] = _deferred(torch.zeros, 1, checkpoint.config.hidden_size)
     return made
+
+
+def ffn_tensor(plan: Plan, checkpoint: Checkpoint, layer: int, index: int, projection: int) -> str:
+    """Name in the result of a projection of expert `index`: of the one FFN, where the result is a dense sibling."""
+    row = checkpoint.config.architecture
+    if plan.kind == "dense" and row.dense_sibling is not None:
+        return dense_tensor(layer, projection)
+    return expert_tensor(row, layer, index, projection)
 
 
 def _given(replaced: Mapping[str, Tensor] | None) -> dict[str, Callable[[], Tensor]]:
@@ -166,11 +188,11 @@ def _deferred(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], 
 
 def _projection(checkpoint: Checkpoint, layer: int, expert: PlannedExpert, projection: int) -> Tensor:
     """One projection of a planned expert: its parts side by side along the hidden units."""
-    blocks = [_part(checkpoint, layer, part, projection) for part in expert.parts]
+    blocks = [part_tensor(checkpoint, layer, part, projection) for part in expert.parts]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1 if projection == DOWN else 0)
 
 
-def _part(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
+def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
     """Σ coefficient · permuted source; the down projection times the part's scale. A plain copy stays a mapped view."""
     scale = part.scale if projection == DOWN else 1.0
     tensors = [(source, _source_tensor(checkpoint, layer, source, projection)) for source in part.sources]

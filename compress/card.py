@@ -9,10 +9,19 @@ from compress.pictures import Picture
 
 
 def model_card(
-    figures: Mapping[str, Any], source: str, layers: Sequence[int], skipping: bool, pictures: Sequence[Picture] = ()
+    figures: Mapping[str, Any],
+    source: str,
+    layers: Sequence[int],
+    skipping: bool,
+    pictures: Sequence[Picture] = (),
+    title: str | None = None,
+    own: Sequence[str] = (),
 ) -> str:
-    """README.md of an artifact. `layers`: decoder layer index of each MoE layer; `pictures` lie beside it."""
-    uniform = len(set(figures["experts_per_layer"])) == 1
+    """README.md of an artifact. `layers`: decoder layer index of each MoE layer; `pictures` lie beside it.
+
+    `title` stands for how many fewer experts there are; `own` are lines of what is particular to how it was made.
+    """
+    uniform = len(set(figures["experts_per_layer"])) <= 1
     load = "" if uniform else ", trust_remote_code=True"
     rows = [
         ("experts", figures["experts_before"], figures["experts_after"]),
@@ -21,13 +30,14 @@ def model_card(
         ("perplexity", _number(figures["perplexity_before"]), _number(figures["perplexity_after"])),
     ]
     kept = [f"| {layer} | {count} |" for layer, count in zip(layers, figures["experts_per_layer"], strict=True)]
+    heading = title or f"{source}, {figures['sparsity']:.0%} fewer experts"
     return "\n".join(
         [
             "---",
             "library_name: transformers",
-            "tags: [mixture-of-experts, pruned, moe-compress]",
+            f"tags: [mixture-of-experts, {'dense' if title else 'pruned'}, moe-compress]",
             "---",
-            f"# {source}, {figures['sparsity']:.0%} fewer experts",
+            f"# {heading}",
             "",
             f"Made by moe-compress with method `{figures['method']}`. Every option, the plan (what became of each",
             "expert) and the checksums of all files are in `compression.json`.",
@@ -53,10 +63,8 @@ def model_card(
                 if skipping
                 else []
             ),
-            "| layer | experts |",
-            "| ---: | ---: |",
-            *kept,
-            "",
+            *own,
+            *(["| layer | experts |", "| ---: | ---: |", *kept, ""] if kept else []),
             *(line for picture in pictures for line in (f"![{picture.name}]({picture.path.name})", "", picture.about, "")),
         ]
     )

@@ -50,6 +50,15 @@ def _chunk_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor) -> Te
     return F.kl_div(own, target, reduction="sum", log_target=True)
 
 
+def layer_distance(teacher_TD: Tensor, student_TD: Tensor) -> Tensor:
+    """MSE(LN(y^T), LN(y^S)) of one layer (seed 003 eq. 2), the mean over tokens and dimensions, in float32.
+
+    LN is a layer norm without parameters, so that layers of large outputs do not outweigh the others.
+    """
+    teacher, student = (F.layer_norm(_wide(y_TD), y_TD.shape[-1:]) for y_TD in (teacher_TD, student_TD))
+    return F.mse_loss(student, teacher)
+
+
 def _wide(x: Tensor) -> Tensor:
     """In float32 or better, whatever the model's dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

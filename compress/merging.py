@@ -76,8 +76,12 @@ def m_smoe(layer: LayerStatistics, experts: int) -> list[Group]:
     that no token was routed to is averaged evenly (the formula is 0/0 there). The paper gives layers different numbers of
     experts by a global ranking of frequency; here each layer gets what was asked for.
     """
-    members = _joined(_cosine(layer.router_gram), _highest(layer.tokens_routed, experts))
-    return [Group(centre, _shares(group, layer.tokens_routed)) for centre, group in members.items()]
+    return [Group(centre, _shares(group, layer.tokens_routed)) for centre, group in dominated(layer, experts).items()]
+
+
+def dominated(layer: LayerStatistics, experts: int) -> dict[int, list[int]]:
+    """M-SMoE's groups: the most used experts, best first, each with those whose router logits are closest to its own."""
+    return _joined(_cosine(layer.router_gram), _highest(layer.tokens_routed, experts))
 
 
 def s_smoe(layer: LayerStatistics, experts: int) -> list[Group]:
@@ -179,16 +183,20 @@ def merging_plan(
 def _planned(group: Group, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> PlannedExpert:
     if set(group.weights) == {group.centre}:
         return kept_expert(group.centre)
+    return PlannedExpert((Part(aligned_sources(group, checkpoint, layer, device)),), (Source(group.centre),))
+
+
+def aligned_sources(group: Group, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> tuple[Source, ...]:
+    """The members with their weights, their hidden units in the order of the centre's."""
     centre = expert_weights(checkpoint, layer, group.centre)
-    sources = [
+    return tuple(
         Source(
             expert,
             weight,
             None if expert == group.centre else alignment(centre, expert_weights(checkpoint, layer, expert), device),
         )
         for expert, weight in sorted(group.weights.items())
-    ]
-    return PlannedExpert((Part(tuple(sources)),), (Source(group.centre),))
+    )
 
 
 def _as_is(layer: LayerStatistics) -> list[Group]:

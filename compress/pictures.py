@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from calibrate.statistics import Statistics
+from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress import plots
 from compress.diep_scores import DiepScores
 from compress.plan import Plan
@@ -105,6 +105,18 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
         about = "What differentiable expert pruning learned: α weighs the experts of a layer, β the layers."
         pictures.append(save(directory, name, figure, title, about, model.label))
     return pictures
+
+
+def draw_usage(directory: Path, label: str, statistics: Statistics, chosen: Mapping[int, Sequence[int]]) -> Picture:
+    """How concentrated usage is in each layer, with the experts that were chosen. Raises OutputError."""
+    shares = {layer: usage_shares(own).tolist() for layer, own in statistics.layers.items()}
+    alike = {layer: effective_experts(own) for layer, own in statistics.layers.items()}
+    figure = plots.usage_histogram(label, shares, alike, chosen)
+    about = (
+        "Share of tokens routed to each expert before, by layer; orange: those that this model is made of. The dashed line "
+        "is where all would stand if they were used alike; a title says how many experts used alike would be as spread out."
+    )
+    return save(directory, "usage_histogram", figure, "Concentration of usage", about)
 
 
 def save(directory: Path, name: str, figure: Any, title: str, about: str, model: str = "") -> Picture:

@@ -227,6 +227,42 @@ def _similarities(title: str, panels: Sequence[_Similarity]) -> Any:
     return figure
 
 
+def usage_histogram(
+    name: str, shares: Mapping[int, Sequence[float]], alike: Mapping[int, float], chosen: Mapping[int, Sequence[int]]
+) -> Any:
+    """Share of routed tokens of each expert, a panel for each layer (seed 003 figure 4); chosen experts in another colour.
+
+    alike: how many experts, all used alike, would be as spread out. A dashed line shows where all would stand.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    experts = max(len(own) for own in shares.values())
+    across, gap, left = _between(0.2 * experts, 1.5, 3.2), 0.25, 0.65
+    in_a_line = min(max(1, int(12.0 // (across + gap))), len(shares))
+    highest = max(share for own in shares.values() for share in own)
+    with style():
+        title = f"Share of routed tokens of each expert, {short(name)}"
+        width = _width(left + in_a_line * (across + gap) + 0.1, title, left)
+        page = _Page(width, math.ceil(len(shares) / in_a_line), 1.1, title=0.36, below=0.45)
+        figure = Figure(figsize=page.size)
+        for index, (layer, own) in enumerate(sorted(shares.items())):
+            line, place = divmod(index, in_a_line)
+            axes = page.axes(figure, line, left + place * (across + gap), across)
+            colours = [COLOURS[1] if expert in chosen.get(layer, ()) else COLOURS[0] for expert in range(len(own))]
+            axes.bar(range(len(own)), own, color=colours, width=0.8)
+            axes.axhline(1.0 / len(own), color="#606060", linewidth=0.8, linestyle="--")
+            axes.set_title(f"layer {layer}, like {alike[layer]:.1f} of {len(own)}", fontsize=9, pad=3)
+            axes.set_xlim(-0.6, experts - 0.4)
+            axes.set_ylim(0.0, 1.05 * highest)
+            _whole_ticks(axes.set_xticks, range(len(own)), across)
+            axes.yaxis.set_major_locator(_locator())
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            axes.tick_params(labelsize=8, labelleft=place == 0)
+        page.title(figure, title, left)
+    return figure
+
+
 def search_scores(name: str, scores: SearchScores) -> Any:
     """α of each expert, removed ones crossed out, and beside it β of each layer (DiEP's figure 4)."""
     import numpy as np

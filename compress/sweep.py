@@ -14,17 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from compress.compare import COMPARISON, CompareOptions, compare
-from compress.prune import (
-    DEFAULT_SCOPE,
-    PruneOptions,
-    Shared,
-    check_outputs,
-    checked_budget,
-    fingerprints,
-    prepare,
-    prune,
-    resumable,
-)
+from compress.job import fingerprints
+from compress.prune import DEFAULT_SCOPE, PruneOptions, Shared, checked_budget, prepare_pruning, prune
+from compress.result import check_outputs
 from compress.work_directory import WorkDirectory
 from engine.artifact import check_output
 from engine.errors import OptionError
@@ -61,7 +53,7 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
     started = time.monotonic()
     first, output = runs[0], runs[0].output.parent
     check_sweep(output, runs)
-    shared = Shared(prepare(first), WorkDirectory(output, "shared"))
+    shared = Shared(prepare_pruning(first), WorkDirectory(output, "shared"))
     for run in runs:
         checked_budget(run, shared.prepared.checkpoint)
     shared.prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
@@ -83,7 +75,7 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
 
 def in_common(run: PruneOptions) -> dict[str, Any]:
     """The options that all runs of a sweep have in common, as JSON."""
-    return {key: value for key, value in resumable(run).items() if key not in ("method", "budget", "output")}
+    return {key: value for key, value in run.deciding().items() if key not in ("method", "budget", "output")}
 
 
 def check_sweep(output: Path, runs: Sequence[PruneOptions]) -> None:

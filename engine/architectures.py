@@ -23,7 +23,7 @@ class Architecture:
     causal_lm_class: str
     """The transformers class, for the modelling file of non-uniform artifacts and for `architectures` in config.json."""
     dense_sibling: str | None = None
-    """model_type of the family that the same weights form when each MoE layer becomes one FFN."""
+    """model_type of the family that the same weights form when each MoE layer becomes one FFN; None where there is none."""
     experts_keys: tuple[str, ...] = ()
     """Config keys that hold the expert count, best first; all are written."""
     expert_width_key: str = "intermediate_size"
@@ -500,10 +500,15 @@ def with_experts(config: dict[str, Any], experts_per_decoder_layer: list[int]) -
 
 
 def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
-    """config.json of the dense sibling, each FFN `width` wide. Raises UnsupportedError where there is no sibling."""
+    """config.json of the dense sibling, each FFN `width` wide.
+
+    A family without a sibling stays what it is, with one expert of that width in each MoE layer, which every token uses
+    with weight 1: as dense a model as its checkpoints can express.
+    """
     row = architecture_of(config)
     if row.dense_sibling is None:
-        raise UnsupportedError(f"family {row.model_type!r} has no dense sibling; keep one expert per layer instead")
+        counts = [int(layer.moe is not None) for layer in decoder_config(config).layers]
+        return with_experts(config, counts) | {row.expert_width_key: width, "architectures": [row.causal_lm_class]}
     sibling = ARCHITECTURES[row.dense_sibling]
     from transformers import CONFIG_MAPPING
 

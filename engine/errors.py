@@ -31,3 +31,7 @@ class OptionError(CompressError):
 
 class OutputError(CompressError):
     """A result cannot be written where it was asked for."""
+
+
+class TrainingError(CompressError):
+    """Training cannot go on: its loss is no longer a number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from compress.plan import (
     kept_expert,
     pruning_plan,
 )
-from engine import remote_code
+from engine import architectures, remote_code
 from engine.architectures import expert_tensor, fused_router_tensor, fused_tensors, router_tensor, shared_tensor
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, PlanError, UnsupportedError
@@ -371,10 +372,36 @@ def test_plans_that_do_not_fit_are_refused_with_nothing_written(plan: Plan, mess
     assert not (tmp_path / "out").exists()
 
 
+def test_a_sibling_that_would_lose_a_tensor_is_refused_by_the_tensor_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = replace(architectures.ARCHITECTURES["qwen3_moe"], dense_sibling="llama")  # which has no norms of queries and keys
+    monkeypatch.setitem(architectures.ARCHITECTURES, "qwen3_moe", row)
+    plan = concatenation_plan({layer: [(0, 1.0)] for layer in range(3)})
+    with pytest.raises(UnsupportedError, match=r"llama has no place for model\.layers\.0\.self_attn\.q_norm\.weight"):
+        apply(plan, model("qwen3_moe", tmp_path / "full"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_family_without_a_sibling_keeps_one_expert_that_every_token_uses(tmp_path: Path) -> None:
+    full = model("olmoe", tmp_path / "full")
+    plan = concatenation_plan({layer: [(1, 0.75), (4, 0.5)] for layer in range(3)})
+    apply(plan, full, tmp_path / "dense")
+    dense = Checkpoint(tmp_path / "dense")
+    assert dense.config.experts_per_layer == (1, 1, 1) and dense.config.experts_per_token == 1
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
+    for layer in range(3):
+        naive = torch.zeros(9, 32, dtype=torch.float64)
+        for expert, scale in ((1, 0.75), (4, 0.5)):
+            tensors = (full.tensor(expert_tensor(full.config.architecture, layer, expert, p)).double() for p in range(3))
+            naive += scale * ffn(*tensors, x.double())
+        decoder = Decoder(dense.config, dense.source(torch.float32))
+        assert worst(decoder.layers[layer].feed_forward(x).double(), naive) <= 1e-5
+    assert worst(transformers_logits(tmp_path / "dense"), logits(dense)) <= 1e-4
+
+
 def test_dense_plans_that_the_sibling_cannot_hold_are_refused_with_nothing_written(tmp_path: Path) -> None:
     plan = concatenation_plan({layer: [(0, 1.0)] for layer in range(3)})
-    with pytest.raises(UnsupportedError, match="no dense sibling"):
-        apply(plan, model("olmoe", tmp_path / "olmoe"), tmp_path / "out")
     with pytest.raises(UnsupportedError, match="qwen2"):
         apply(plan, model("qwen2_moe", tmp_path / "unbiased", qkv_bias=False), tmp_path / "out")
     some = concatenation_plan({0: [(0, 1.0)], 2: [(0, 1.0)]})

@@ -23,6 +23,7 @@ FIGURES = (
 KEYS = {
     "prune": FIGURES,
     "merge": FIGURES,
+    "densify": f"{FIGURES} ffns selected_experts",
     "calibrate": "statistics tokens seconds peak_memory_bytes",
     "inspect": "kind architecture experts_per_layer experts_per_token parameters active_parameters bytes valid provenance",
     "evaluate": "metric value tokens seconds",
@@ -117,6 +118,12 @@ def test_merge_is_one_more_way_to_an_artifact(place: Path, tmp_path: Path, metho
     assert (merged / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
+def test_densify_is_one_more_way_to_an_artifact(place: Path, tmp_path: Path) -> None:
+    figures = run(place, "densify", "{model}", "--ffns", "2", "--distill-steps", "2", "-o", str(tmp_path / "dense"), *TEXT)
+    assert set(KEYS["densify"].split()) <= set(figures)
+    assert run(place, "inspect", str(tmp_path / "dense"), "--checksums")["architecture"] == "mistral"
+
+
 def test_pruned_experts_are_merged_into_those_that_stay(place: Path, tmp_path: Path) -> None:
     statistics, dropped, merged = (str(tmp_path / name) for name in ("statistics", "dropped", "merged"))
     run(place, "calibrate", "{model}", "-o", statistics, *TEXT)
@@ -133,27 +140,17 @@ def test_pruned_experts_are_merged_into_those_that_stay(place: Path, tmp_path: P
 
 
 def test_merging_goes_on_where_it_was_interrupted(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress import prune
+    from compress import job, prune, result
 
     arguments = ["merge", "{model}", "--experts", "2", *TEXT]
     with monkeypatch.context() as patch:
-        patch.setattr(prune, "write_artifact", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(result, "write_artifact", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         filled = [part.format(text=place / "text.txt", model=place / "model") for part in arguments]
         assert CliRunner().invoke(cli.main, [*filled, "-o", str(tmp_path / "out")]).exit_code == 130
     monkeypatch.setattr(prune, "merging_plan", lambda *_, **__: pytest.fail("aligned again"))
-    monkeypatch.setattr(prune, "collect", collect_of_the_result(prune.collect))
+    monkeypatch.setattr(job, "collect", lambda *_, **__: pytest.fail("calibrated again"))
     assert run(place, *arguments, "-o", str(tmp_path / "out"), "--resume")["experts_per_layer"] == [2, 2, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def collect_of_the_result(original: Any) -> Any:
-    """Calibration that is refused for the full model."""
-
-    def collect(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
-        assert checkpoint.config.experts_per_layer == (2, 2, 2), "calibrated again"
-        return original(checkpoint, *arguments, **options)
-
-    return collect
 
 
 def test_bench_rows(place: Path) -> None:

@@ -54,6 +54,9 @@ def test_every_picture_fits_its_page(layers: int, experts: int) -> None:
         plots.expert_usage([usage(LONG, layers, experts, experts), usage("b", layers, experts, experts // 2)])
     )
     check_nothing_is_cut_off(plots.expert_usage([usage("alone", layers, experts, experts)]))
+    shares = {layer: [(i + 1) / (experts * (experts + 1) / 2) for i in range(experts)] for layer in range(layers)}
+    alike = dict.fromkeys(range(layers), 0.9 * experts)
+    check_nothing_is_cut_off(plots.usage_histogram(LONG, shares, alike, {layer: [experts - 1] for layer in shares}))
     matrix = [[1.0 if i == j else 0.3 for j in range(experts)] for i in range(experts)]
     check_nothing_is_cut_off(plots.expert_similarity(LONG, dict.fromkeys(range(layers), matrix)))
     pairs = {(layer, layer - 1): matrix[: experts - layer % 2] for layer in range(1, layers + 1)}

@@ -14,7 +14,7 @@ from compress.apply import apply, planned_decoder
 from compress.diep import full_hidden_states
 from compress.losses import prediction_divergence
 from compress.plan import pruning_plan
-from compress.recover import RecoverOptions, Training, batch_rows, rate_at, recover, trained_parameters
+from compress.recover import RecoverOptions, recover, recovery, trained_parameters
 from engine.checkpoint import Checkpoint
 from engine.errors import DataError, OptionError
 from engine.model import Decoder
@@ -58,9 +58,10 @@ def test_one_step_is_the_mean_divergence(tmp_path: Path, monkeypatch: pytest.Mon
     save_reference("mixtral", tmp_path)
     checkpoint = Checkpoint(tmp_path)
     full = full_hidden_states(Decoder(checkpoint.config, checkpoint.source(torch.float32)), TOKENS)
-    training = Training(planned_decoder(PLAN, checkpoint, torch.float32), RecoverOptions(8, 1e-2, 6))
+    decoder = planned_decoder(PLAN, checkpoint, torch.float32)
+    trainer = recovery(decoder, TOKENS, full, RecoverOptions(8, 1e-2, 6))
     expected = divergence(checkpoint, planned_decoder(PLAN, checkpoint, torch.float32))
-    assert training.step(TOKENS, full, 0) == pytest.approx(expected, rel=1e-4)
+    assert trainer.gradients(0)["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_divergence_equals_the_textbook() -> None:
@@ -97,7 +98,7 @@ def test_an_interrupted_recovery_ends_in_the_same_result(
 def test_the_state_of_something_else_is_refused(tmp_path: Path) -> None:
     save_reference("mixtral", tmp_path)
     checkpoint = Checkpoint(tmp_path)
-    with pytest.raises(DataError, match="not the state of this recovery"):
+    with pytest.raises(DataError, match="not the state of this training"):
         recover(
             PLAN,
             checkpoint,
@@ -107,18 +108,6 @@ def test_the_state_of_something_else_is_refused(tmp_path: Path) -> None:
             state_path=next(tmp_path.glob("*.safetensors")),
             resume=True,
         )
-
-
-def test_batches_are_epochs_of_every_sequence() -> None:
-    rows = torch.cat([batch_rows(10, 5, step, seed=3) for step in (4, 5)])
-    assert sorted(rows.tolist()) == list(range(10))
-    assert not torch.equal(batch_rows(10, 5, 0, seed=3), batch_rows(10, 5, 2, seed=3))
-    assert len(batch_rows(3, 16, 5, seed=0)) == 3
-
-
-def test_the_rate_rises_and_falls() -> None:
-    rates = [rate_at(step, 200) for step in range(200)]
-    assert rates[0] < 0.11 and max(rates) > 0.98 and rates[-1] < 1e-3
 
 
 @pytest.mark.parametrize("options", [RecoverOptions(-1), RecoverOptions(1, 0.0), RecoverOptions(1, 1e-3, 0)])

@@ -33,6 +33,10 @@ PROMISED = {
         "--relaxation --epochs --learning-rate --reconstruction-weight --batch-size --statistics"
     ),
     "merge": "-o --output --overwrite --resume --experts --method --data --samples --sequence-length --statistics",
+    "densify": (
+        "-o --output --overwrite --resume --ffns --select --distill-steps --finetune-steps --data --samples "
+        "--sequence-length --statistics"
+    ),
     "calibrate": "-o --output --overwrite --data --samples --sequence-length",
     "inspect": "",
     "evaluate": "--data --metric --tasks",

@@ -11,6 +11,7 @@ from artifacts_for_tests import CALIBRATION, listing, make_workplace
 from click.testing import CliRunner
 
 import cli
+import compress.job
 import compress.prune
 import compress.sweep
 
@@ -32,14 +33,14 @@ def run(*arguments: str, code: int = 0) -> Any:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """The first argument of each call of a function of compress.prune."""
-    own, calls = getattr(compress.prune, name), []
+    """The first argument of each call of a function of compress.job."""
+    own, calls = getattr(compress.job, name), []
 
     def count(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments[0])
         return own(*arguments, **options)
 
-    monkeypatch.setattr(compress.prune, name, count)
+    monkeypatch.setattr(compress.job, name, count)
     return calls
 
 

@@ -3,12 +3,13 @@
 import json
 import sys
 import types
+from typing import get_args
 
 import pytest
 import torch
 
 from calibrate import text
-from calibrate.text import load_documents, split_of, token_batches
+from calibrate.text import Split, belongs, load_documents, split_of, token_batches
 from engine.errors import DataError, OptionError
 
 
@@ -322,3 +323,12 @@ def test_hub_without_its_extra_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'moe-compress\[hub-data\]'"):
         list(load_documents("owner/name"))
+
+
+def test_training_and_validation_are_the_two_parts_of_calibration() -> None:
+    documents = [f"document {number}" for number in range(2000)]
+    parts = {split: {text for text in documents if belongs(text, split)} for split in get_args(Split)}
+    assert parts["training"] | parts["validation"] == parts["calibration"] and not parts["training"] & parts["validation"]
+    assert parts["all"] == parts["calibration"] | parts["held-out"] and not parts["calibration"] & parts["held-out"]
+    assert parts["held-out"] == {text for text in documents if split_of(text) == "held-out"}
+    assert 120 < len(parts["validation"]) < 240

@@ -1,0 +1,195 @@
+"""Dense models out of a mixture: perplexity by number of FFNs, selection of experts and training, against scratch.
+
+    python benchmarks/densify.py [--model demo] [--ffns 1,2,4] [--selects usage,reap,average,random] [--steps 300]
+
+A row is one dense model: untrained, after `--steps` of layer distillation, and after as many of fine-tuning behind that;
+`scratch` is the same dense architecture from random weights, trained for as many steps in all on the text alone. Training
+text, its order and the held-out text are the same for all rows of a seed. Each finished figure is a line of
+results/NAME.jsonl and is not made again; trainings that were interrupted go on where they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from results import RESULTS, ROOT, markdown, save
+
+from calibrate.collect import collect
+from calibrate.options import CalibrationOptions, calibration_texts, training_text
+from compress.block_error import shared_gates
+from compress.dense_plan import choose, dense_plan
+from compress.dense_student import dense_student, student_parameters
+from compress.dense_training import DenseTrainingOptions, train_dense
+from compress.evaluate import perplexity
+from compress.layer_distillation import decoder_perplexity
+from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+from engine.model import Decoder
+
+SCRATCH = "scratch"
+STAGES = ("untrained", "distilled", "fine-tuned")
+HELD_OUT = 64
+
+
+class Benchmark:
+    """One model, one set of options, and the file of what is done."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.lines = RESULTS / f"{arguments.name}.jsonl"
+        self.done: list[dict[str, Any]] = []
+        if self.lines.exists():
+            self.done = [json.loads(line) for line in self.lines.read_text().splitlines()]
+        self.checkpoint = Checkpoint(resolve(arguments.model))
+        self.work = ROOT / "build" / arguments.name
+
+    def figure(self, **key: Any) -> float | None:
+        """What was measured before, None where nothing was."""
+        found = [line["perplexity"] for line in self.done if all(line[name] == value for name, value in key.items())]
+        return found[0] if found else None
+
+    def record(self, perplexity: float, seconds: float, **key: Any) -> None:
+        """One more line of the file."""
+        line = key | {"perplexity": perplexity, "seconds": seconds}
+        self.done.append(line)
+        RESULTS.mkdir(exist_ok=True)
+        with self.lines.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line, flush=True)
+
+    def run(self) -> None:
+        """Every figure that is missing."""
+        for seed in range(self.arguments.seeds):
+            texts = Texts(self.checkpoint, self.arguments, seed)
+            if self.figure(select="teacher", seed=seed) is None:
+                value = perplexity(self.checkpoint, texts.held_out_SL, dtype=self.checkpoint.model_dtype)
+                self.record(value, 0.0, ffns=0, select="teacher", stage=STAGES[0], seed=seed)
+            for ffns in self.arguments.ffns:
+                for select in (*self.arguments.selects, SCRATCH):
+                    self.row(texts, ffns, select, seed)
+
+    def row(self, texts: Texts, ffns: int, select: str, seed: int) -> None:
+        """The stages of one dense model, each from the state that the one before it left."""
+        key, work = {"ffns": ffns, "select": select, "seed": seed}, self.work / f"{ffns}-{select}-{seed}"
+        stages = STAGES[2:] if select == SCRATCH else STAGES
+        if all(self.figure(stage=stage, **key) is not None for stage in stages):
+            return
+        plan = texts.plan("usage" if select == SCRATCH else select, ffns)
+        work.mkdir(parents=True, exist_ok=True)
+        for stage in stages:
+            if self.figure(stage=stage, **key) is not None:
+                continue
+            started = time.monotonic()
+            student = dense_student(plan, self.checkpoint, self.checkpoint.model_dtype)
+            if select == SCRATCH:
+                forget(student, seed)
+            options = training_options(self.arguments, stage, select == SCRATCH, seed)
+            if options.steps:
+                train_dense(
+                    plan,
+                    self.checkpoint,
+                    texts.training_SL,
+                    texts.validation_VL,
+                    options,
+                    dtype=self.checkpoint.model_dtype,
+                    directory=work,
+                    resume=True,
+                    student=student,
+                )
+            value = decoder_perplexity(student, texts.held_out_SL, 16)
+            self.record(value, time.monotonic() - started, stage=stage, **key)
+        shutil.rmtree(work)
+
+
+class Texts:
+    """The texts of a seed, and plans from one calibration on them."""
+
+    def __init__(self, checkpoint: Checkpoint, arguments: argparse.Namespace, seed: int) -> None:
+        tokenizer = load_tokenizer(checkpoint)
+        calibration = CalibrationOptions("stdlib", 128, 256, HELD_OUT, seed)
+        self.tokens_SL, held_out = calibration_texts(calibration, tokenizer, checkpoint.config.vocabulary_size)
+        assert held_out is not None
+        self.held_out_SL = held_out
+        sequences = 2 * arguments.steps * arguments.batch_size
+        self.training_SL, self.validation_VL = training_text(calibration, tokenizer, sequences, 32)
+        self.checkpoint, self.seed = checkpoint, seed
+        self.statistics = collect(checkpoint, self.tokens_SL, dtype=checkpoint.model_dtype, seed=seed)
+        self.gates = shared_gates(checkpoint, self.tokens_SL[:16], dtype=checkpoint.model_dtype)
+
+    def plan(self, select: str, ffns: int) -> Any:
+        """As `compress densify` makes it."""
+        chosen = choose(select, self.statistics, ffns, self.seed)
+        return dense_plan(chosen, self.statistics, self.gates, self.checkpoint)
+
+
+def training_options(arguments: argparse.Namespace, stage: str, scratch: bool, seed: int) -> DenseTrainingOptions:
+    """Steps so far, for a stage; from scratch all of them are on the text alone."""
+    steps = arguments.steps
+    common = DenseTrainingOptions(
+        learning_rate=arguments.learning_rate,
+        lambda_layer=arguments.lambda_layer,
+        batch_size=arguments.batch_size,
+        seed=seed,
+    )
+    if scratch:
+        return replace(common, finetune_steps=2 * steps)
+    return replace(common, distill_steps=steps * (stage != STAGES[0]), finetune_steps=steps * (stage == STAGES[2]))
+
+
+def forget(student: Decoder, seed: int) -> None:
+    """Random weights, as before any training: matrices normal with deviation 0.02, norms and a_i one, biases zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in student_parameters(student).items():
+        if parameter.dim() > 1:
+            drawn = 0.02 * torch.randn(parameter.shape, generator=generator)
+        else:
+            drawn = torch.full(parameter.shape, float(not name.endswith(".bias")))
+        parameter.data = drawn.to(parameter.dtype)
+
+
+def table(done: list[dict[str, Any]], steps: int) -> str:
+    """Perplexity by row and stage: mean ± standard deviation over seeds, and its ratio to the teacher's."""
+    teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
+    rows = []
+    for ffns, select in dict.fromkeys((line["ffns"], line["select"]) for line in done if line["select"] != "teacher"):
+        cells = []
+        for stage in STAGES:
+            own = [d["perplexity"] for d in done if (d["ffns"], d["select"], d["stage"]) == (ffns, select, stage)]
+            spread = f" ± {statistics.stdev(own):.2f}" if len(own) > 1 else ""
+            cells.append(f"{statistics.mean(own):.2f}{spread} ({statistics.mean(own) / teacher:.2f}×)" if own else "–")
+        rows.append([f"{ffns} {'FFN' if ffns == 1 else 'FFNs'}, {select}", *cells])
+    header = ["", "untrained", f"{steps} distillation steps", f"+ {steps} fine-tuning steps"]
+    seeds = len({line["seed"] for line in done})
+    note = f"Perplexity on {HELD_OUT} × 256 held-out tokens, {seeds} seed(s), in brackets its ratio to the mixture's, "
+    note += f"{teacher:.2f}. From scratch: {2 * steps} steps on the text alone.\n\n"
+    return note + markdown(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--ffns", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
+    parser.add_argument("--selects", type=lambda text: text.split(","), default=["usage", "reap", "average", "random"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=DenseTrainingOptions.learning_rate)
+    parser.add_argument("--lambda-layer", type=float, default=DenseTrainingOptions.lambda_layer)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--name", default="densify")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    benchmark = Benchmark(arguments)
+    benchmark.run()
+    save(arguments.name, benchmark.done, table(benchmark.done, arguments.steps))
+
+
+if __name__ == "__main__":
+    main()

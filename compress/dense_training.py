@@ -1,0 +1,148 @@
+"""Training of a dense model that was made from a mixture's experts: layer distillation, then fine-tuning (seed 003 §3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.dense_student import dense_student, student_parameters
+from compress.layer_distillation import DistillationLoss, Teacher, decoder_perplexity
+from compress.plan import Plan
+from compress.training import Trainer, TrainingOptions
+from engine.checkpoint import Checkpoint
+from engine.errors import OptionError
+from engine.model import Decoder
+from engine.progress import Progress, no_progress
+from engine.streaming import TOKENS_PER_BATCH
+
+WARM_UP_SHARE = 0.05
+MOST_ACTIVATION_BYTES = 1 << 30
+"""Above this, each layer is computed again in the backward pass instead of keeping what it made."""
+
+
+@dataclass(frozen=True)
+class DenseTrainingOptions:
+    """Steps of both parts, and what they have in common."""
+
+    distill_steps: int = 0
+    finetune_steps: int = 0
+    lambda_supervised: float = 1.0
+    lambda_layer: float = 1.0
+    learning_rate: float = 1e-3
+    batch_size: int = 16
+    """Sequences a step."""
+    micro_batch_size: int | None = None
+    """Sequences in memory at a time; None for TOKENS_PER_BATCH tokens."""
+    clip_norm: float = 1.0
+    validation_samples: int = 32
+    validate_every: int = 50
+    save_every: int = 50
+    offload_teacher: bool = False
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Of both parts."""
+        return self.distill_steps + self.finetune_steps
+
+    def check(self) -> None:
+        """Raise OptionError for what no training can use."""
+        self.part("distill", 1).check()
+        self.part("finetune", 1).check()
+        weights = (self.lambda_supervised, self.lambda_layer)
+        if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
+            raise OptionError("lambda-supervised and lambda-layer must be at least 0, and one of them above it")
+        counts = (self.validation_samples, self.validate_every, self.micro_batch_size or 0)
+        if min(counts) < 0 or self.save_every < 1 or self.micro_batch_size == 0:
+            raise OptionError("validation must not be negative, save-every and micro-batch-size at least 1")
+
+    def part(self, name: str, length: int) -> TrainingOptions:
+        """Options of "distill" or "finetune", for sequences of `length` tokens."""
+        steps = self.distill_steps if name == "distill" else self.finetune_steps
+        return TrainingOptions(
+            steps,
+            self.learning_rate,
+            self.batch_size,
+            self.micro_batch_size or max(1, TOKENS_PER_BATCH // length),
+            warm_up_steps=max(10, round(WARM_UP_SHARE * steps)),
+            clip_norm=self.clip_norm,
+            seed=self.seed,
+            earlier_steps=0 if name == "distill" else self.distill_steps,
+            save_every=self.save_every,
+            validate_every=self.validate_every if self.validation_samples else 0,
+        )
+
+
+@dataclass
+class DenseTraining:
+    """What training gave."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By the names of `student_parameters`, float32."""
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Figures of "distill" and "finetune"."""
+
+
+def train_dense(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    tokens_SL: Tensor,
+    validation_VL: Tensor,
+    options: DenseTrainingOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    directory: Path | None = None,
+    resume: bool = False,
+    student: Decoder | None = None,
+    progress: Progress = no_progress,
+) -> DenseTraining:
+    """Distil from the mixture, then fine-tune. `directory`: where states are kept, which `resume` goes on from.
+
+    `student`: what to train, where it is not to begin as the plan has it (dense_student.py).
+    """
+    student = student or dense_student(plan, checkpoint, dtype, device)
+    group = options.part("distill", tokens_SL.shape[1]).group_size
+    student.checkpoint_activations = activation_bytes(student, group * tokens_SL.shape[1]) > MOST_ACTIVATION_BYTES
+    made = DenseTraining()
+    for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
+        if not steps:
+            continue
+        distils = name == "distill" and options.lambda_layer > 0.0
+        teacher = Teacher(checkpoint, dtype, device, options.offload_teacher) if distils else None
+        weights = (options.lambda_supervised, options.lambda_layer) if name == "distill" else (1.0, 0.0)
+        loss = DistillationLoss(student, teacher, tokens_SL, *weights)
+        trainer = Trainer(student_parameters(student), loss, options.part(name, tokens_SL.shape[1]), *tokens_SL.shape)
+        trainer.take(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
+        made.tensors = trainer.run(
+            state_path=None if directory is None else directory / f"{name}.safetensors",
+            resume=resume,
+            validate=lambda: decoder_perplexity(student, validation_VL, group),
+            progress=lambda items, name=name: progress(items, f"{name} (steps)"),  # type: ignore[misc]
+        )
+        made.parts[name] = figures(trainer)
+    return made
+
+
+def figures(trainer: Trainer) -> dict[str, Any]:
+    """What a training cost and gained, as JSON."""
+    first, last = trainer.history[0], trainer.history[-1]
+    values: dict[str, Any] = {"steps": len(trainer.history)}
+    for name in first:
+        values |= {f"{name}_first": first[name], f"{name}_last": last[name]}
+    values["tokens_per_second"] = trainer.tokens_per_second or None
+    values["validation_perplexity"] = [list(pair) for pair in trainer.validations]
+    values["best_step"] = min(trainer.validations, key=lambda pair: pair[1])[0] if trainer.validations else None
+    return values
+
+
+def activation_bytes(student: Decoder, tokens: int) -> int:
+    """About what a forward pass of so many tokens keeps for its backward pass."""
+    config = student.config
+    width = max((layer.dense_width if layer.moe is None else layer.moe.expert_width for layer in config.layers), default=0)
+    return tokens * len(config.layers) * (16 * config.hidden_size + 4 * width) * student.embedding_VD.element_size()

@@ -1,0 +1,243 @@
+"""MoE→dense: an ordinary dense checkpoint of the sibling family out of a mixture of experts (seed 003)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from calibrate.options import training_text
+from calibrate.statistics import Statistics, effective_experts, usage_shares
+from compress.apply import check_fits, check_nothing_is_lost
+from compress.block_error import BlockError, block_errors, shared_gates
+from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
+from compress.dense_student import learned_scales, saved_tensors
+from compress.dense_training import DenseTraining, DenseTrainingOptions, train_dense
+from compress.job import JobOptions, Made, Prepared, open_mixture, prepare, statistics_of
+from compress.pictures import draw_usage
+from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
+from compress.result import carry_out, check_outputs, finished_before
+from compress.work_directory import WorkDirectory
+from engine.architectures import Architecture
+from engine.checkpoint import Checkpoint, load_tokenizer
+from engine.errors import OptionError
+from engine.progress import Progress, no_progress
+
+ERROR_SEQUENCES = 16
+"""Sequences on which shared experts' gates and the error of each layer are measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensifyOptions(JobOptions):
+    """One run of `compress densify`."""
+
+    method: str = "densify"
+    ffns: int | None = None
+    """K; None for as many as the model's tokens use."""
+    select: str = "usage"
+    training: DenseTrainingOptions = field(default_factory=DenseTrainingOptions)
+
+
+@dataclass
+class Trainable(Prepared):
+    """Inputs that were found to be good, with the text to train on; none where nothing is trained."""
+
+    training_SL: Tensor
+    validation_VL: Tensor
+
+    @property
+    def texts(self) -> dict[str, Tensor]:
+        """With the training's."""
+        return super().texts | {"training_text": self.training_SL, "validation_text": self.validation_VL}
+
+
+def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """Run the job; the figures of the result, with the keys of `compress densify --json`."""
+    started = time.monotonic()
+    work = WorkDirectory(options.output)
+    if (figures := finished_before(options, work)) is not None:
+        return figures
+    check_outputs(options)
+    prepared = prepare_dense(options)
+    prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+
+
+def prepare_dense(options: DensifyOptions) -> Trainable:
+    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    options.training.check()
+    prepared = prepare(options, checked_mixture(options))
+    nothing = prepared.tokens_SL[:0]
+    texts = (nothing, nothing)
+    if steps := options.training.steps:
+        sequences, validation = steps * options.training.batch_size, options.training.validation_samples
+        texts = training_text(prepared.calibration, load_tokenizer(prepared.checkpoint), sequences, validation)
+    return Trainable(**vars(prepared), training_SL=texts[0], validation_VL=texts[1])
+
+
+def ffns_of(options: DensifyOptions, checkpoint: Checkpoint) -> int:
+    """K."""
+    return checkpoint.config.experts_per_token if options.ffns is None else options.ffns
+
+
+def checked_mixture(options: DensifyOptions) -> Checkpoint:
+    """The model. Raises a CompressError where it cannot become dense as asked, before any work."""
+    if options.select not in SELECTIONS:
+        raise OptionError(f"select is {options.select!r}; it must be one of {', '.join(SELECTIONS)}")
+    checkpoint = open_mixture(options.model)
+    ffns = ffns_of(options, checkpoint)
+    check_ffns(ffns, checkpoint.config.experts_by_layer)
+    shared = [(SHARED_EXPERT, 1.0)] if checkpoint.config.architecture.shared_expert else []
+    trial = concatenation_plan({layer: [*((0, 1.0),) * ffns, *shared] for layer in checkpoint.config.moe_layers})
+    check_fits(trial, checkpoint)
+    check_nothing_is_lost(trial, checkpoint)
+    return checkpoint
+
+
+def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, progress: Progress) -> Made:
+    checkpoint = prepared.checkpoint
+    statistics = statistics_of(options, prepared, work, progress)
+    chosen = choose(options.select, statistics, ffns_of(options, checkpoint), options.calibration.seed)
+    plan = plan_from_json(work.once("plan", lambda: plan_to_json(_planned(options, prepared, chosen, statistics, progress))))
+    errors = block_errors(
+        plan,
+        checkpoint,
+        prepared.tokens_SL[:ERROR_SEQUENCES],
+        dtype=prepared.dtype,
+        device=options.device,
+        progress=lambda layers: progress(layers, "error of each layer (layers)"),
+    )
+    trained = _trained(options, prepared, plan, work, progress)
+    own = _figures(options, checkpoint, chosen, errors, statistics) | {"training": trained.parts}
+    own["scales_per_layer"] = list(learned_scales(trained.tensors, plan).values()) if trained.tensors else None
+    experts = {layer: best.experts for layer, best in chosen.items()}
+    return Made(
+        plan,
+        "densify",
+        saved_tensors(trained.tensors, plan, checkpoint) if trained.tensors else {},
+        own,
+        f"{options.model}, dense: {own['ffns']} experts of each layer as one FFN",
+        tuple(_card(own, plan)),
+        draw=lambda directory: [draw_usage(directory, Path(options.model).name, statistics, experts)],
+    )
+
+
+def _planned(
+    options: DensifyOptions,
+    prepared: Trainable,
+    chosen: Mapping[int, Chosen],
+    statistics: Statistics,
+    progress: Progress,
+) -> Plan:
+    """The chosen experts with their first weights, averaged ones aligned."""
+    gates = shared_gates(
+        prepared.checkpoint,
+        prepared.tokens_SL[:ERROR_SEQUENCES],
+        dtype=prepared.dtype,
+        device=options.device,
+        progress=lambda layers: progress(layers, "gates (layers)"),
+    )
+    return dense_plan(
+        chosen,
+        statistics,
+        gates,
+        prepared.checkpoint,
+        device=options.device,
+        progress=lambda layers: progress(layers, "choosing (layers)"),
+    )
+
+
+def _trained(
+    options: DensifyOptions, prepared: Trainable, plan: Plan, work: WorkDirectory, progress: Progress
+) -> DenseTraining:
+    """What training makes of the plan; nothing where it was not asked for."""
+    if not options.training.steps:
+        return DenseTraining()
+    return train_dense(
+        plan,
+        prepared.checkpoint,
+        prepared.training_SL,
+        prepared.validation_VL,
+        options.training,
+        dtype=prepared.dtype,
+        device=options.device,
+        directory=work.path,
+        resume=options.resume,
+        progress=progress,
+    )
+
+
+def _figures(
+    options: DensifyOptions,
+    checkpoint: Checkpoint,
+    chosen: Mapping[int, Chosen],
+    errors: Mapping[int, BlockError],
+    statistics: Statistics,
+) -> dict[str, Any]:
+    layers = checkpoint.config.moe_layers
+    row = checkpoint.config.architecture
+    return {
+        "ffns": ffns_of(options, checkpoint),
+        "select": options.select,
+        "selected_experts": {str(layer): chosen[layer].experts for layer in layers},
+        "family": row.dense_sibling or row.model_type,
+        "family_note": _family_note(row),
+        "block_error_per_layer": [errors[layer].whole for layer in layers],
+        "shared_gate_error_per_layer": [errors[layer].shared_gate for layer in layers] if row.shared_expert else None,
+        "top_expert_share_per_layer": [float(usage_shares(statistics.layers[layer]).max()) for layer in layers],
+        "effective_experts_per_layer": [effective_experts(statistics.layers[layer]) for layer in layers],
+    }
+
+
+def _family_note(row: Architecture) -> str:
+    if row.dense_sibling is None:
+        return (
+            f"{row.model_type} has no dense sibling: the result is a {row.model_type} with one expert in each layer, which "
+            "every token uses with weight 1"
+        )
+    return f"an ordinary {row.dense_sibling}"
+
+
+def _card(own: Mapping[str, Any], plan: Plan) -> list[str]:
+    rows = [
+        f"| {layer} | {' '.join(map(str, own['selected_experts'][str(layer)]))} | {error:.0%} |"
+        for layer, error in zip(sorted(plan.layers), own["block_error_per_layer"], strict=True)
+    ]
+    return [
+        f"It is {own['family_note']}.",
+        f"Experts were chosen by `{own['select']}`; which, and how far the layer's output then was from the MoE block's",
+        "(mean over tokens of the length of the difference, relative to the output's), before any training:",
+        "",
+        "| layer | experts | error |",
+        "| ---: | --- | ---: |",
+        *rows,
+        "",
+        *_gate_lines(own),
+        *_training_lines(own),
+    ]
+
+
+def _training_lines(own: Mapping[str, Any]) -> list[str]:
+    """What each part of the training cost and gained; nothing where there was none."""
+    lines = []
+    for name, part in own["training"].items():
+        lines.append(f"`{name}`: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}.")
+        if part["best_step"] is not None:
+            best = dict(part["validation_perplexity"])[part["best_step"]]
+            lines.append(f"Kept is the state of step {part['best_step']}, perplexity {best:.3f} on text set aside for that.")
+    return [*lines, ""] if lines else []
+
+
+def _gate_lines(own: Mapping[str, Any]) -> list[str]:
+    if own["shared_gate_error_per_layer"] is None:
+        return []
+    largest = max(own["shared_gate_error_per_layer"])
+    return [
+        "The gate of the shared expert depends on the input; here it is its mean. That alone is an error of at most "
+        f"{largest:.1%} in a layer's output.",
+        "",
+    ]

@@ -1,0 +1,166 @@
+"""What every command that makes a smaller model starts from: its options, and inputs that were found to be good.
+
+Shape suffixes: S sequences, L positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from calibrate.collect import collect
+from calibrate.options import CalibrationOptions, calibration_texts
+from calibrate.statistics import Statistics, load_statistics
+from compress.evaluate import perplexity, routed_counts
+from compress.pictures import Picture
+from compress.plan import Plan
+from compress.work_directory import WorkDirectory
+from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+from engine.errors import DataError, OptionError
+from engine.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """One run, whatever it makes of the model."""
+
+    model: str
+    output: Path
+    method: str
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    statistics: Path | None = None
+    plan_output: Path | None = None
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
+    overwrite: bool = False
+    resume: bool = False
+
+    def deciding(self) -> dict[str, Any]:
+        """The options that decide the result, as JSON."""
+        values = asdict(self)
+        for key in ("resume", "overwrite", "plan_output"):
+            del values[key]
+        return dict(json.loads(json.dumps(values, default=str)))
+
+    def recorded(self) -> dict[str, Any]:
+        """The same with all defaults filled in, as provenance has it."""
+        return self.deciding()
+
+
+@dataclass
+class Prepared:
+    """Inputs that were found to be good, before any work."""
+
+    checkpoint: Checkpoint
+    calibration: CalibrationOptions
+    tokens_SL: Tensor
+    held_out_SL: Tensor | None
+    statistics: Statistics | None
+    dtype: torch.dtype
+
+    @property
+    def texts(self) -> dict[str, Tensor]:
+        """All that the result is made from, by name."""
+        return {"tokens": self.tokens_SL}
+
+
+class HeldOut(TypedDict):
+    """What a model did on the held-out text, as JSON; None where there was no such text."""
+
+    perplexity: float | None
+    routed: dict[str, list[int]] | None
+    """By decoder layer index, the tokens routed to each expert."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a command has decided about a model, ready to be written."""
+
+    plan: Plan
+    method: str
+    """What the artifact is said to be made by."""
+    trained: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of the result that training has changed, by name."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """The command's own, beside those of every artifact."""
+    title: str | None = None
+    """Of the model card; None says how many fewer experts there are."""
+    card: tuple[str, ...] = ()
+    """Lines of the model card, of what is particular to the command."""
+    add_files: Callable[[Path], None] = lambda directory: None
+    """Writes what else belongs into the artifact's directory."""
+    draw: Callable[[Path], Sequence[Picture]] = lambda directory: ()
+    """Draws the command's own pictures there."""
+
+
+def open_mixture(model: str) -> Checkpoint:
+    """The checkpoint of a mixture of experts. Raises a CompressError for anything else."""
+    checkpoint = Checkpoint(resolve(model))
+    if not checkpoint.config.moe_layers:
+        raise OptionError(
+            f"{model}: is not a mixture of experts ({checkpoint.config.architecture.model_type}), so it has no experts to "
+            "spare"
+        )
+    return checkpoint
+
+
+def prepare(options: JobOptions, checkpoint: Checkpoint) -> Prepared:
+    """Check every input that a run will need; nothing is written. Raises a CompressError for bad input."""
+    calibration = options.calibration.filled(checkpoint)
+    statistics = None
+    if options.statistics is not None:
+        statistics = load_statistics(options.statistics, checkpoint.config)
+        if statistics.header.get("model") != checkpoint.fingerprint():
+            raise DataError(f"{options.statistics}: statistics of another model than {options.model}; calibrate again")
+    tokenizer = load_tokenizer(checkpoint)
+    tokens, held_out = calibration_texts(calibration, tokenizer, checkpoint.config.vocabulary_size)
+    dtype = options.dtype or checkpoint.model_dtype
+    return Prepared(checkpoint, calibration, tokens, held_out, statistics, dtype)
+
+
+def fingerprints(prepared: Prepared) -> dict[str, str]:
+    """Which model and which text, as JSON."""
+    digests = {name: hashlib.sha256(text_SL.numpy().tobytes()).hexdigest() for name, text_SL in prepared.texts.items()}
+    return {"fingerprint": prepared.checkpoint.fingerprint()} | digests
+
+
+def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Statistics:
+    """Statistics as given, or as calibration left them before an interruption, or by calibration now."""
+    if prepared.statistics is not None:
+        return prepared.statistics
+    saved = work.statistics
+    if saved.is_file():
+        return load_statistics(saved, prepared.checkpoint.config)
+    statistics = collect(
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        dtype=prepared.dtype,
+        device=options.device,
+        seed=options.calibration.seed,
+        progress=lambda layers: progress(layers, "calibrating (layers)"),
+    )
+    statistics.save(saved)
+    return statistics
+
+
+def held_out(checkpoint: Checkpoint, options: JobOptions, prepared: Prepared, progress: Progress, when: str) -> HeldOut:
+    """What the source or the result does on the held-out text; nothing where there is none."""
+    if prepared.held_out_SL is None:
+        return {"perplexity": None, "routed": None}
+    counts: dict[int, list[int]] = {}
+    value = perplexity(
+        checkpoint,
+        prepared.held_out_SL,
+        dtype=prepared.dtype,
+        device=options.device,
+        visit=routed_counts(counts),
+        progress=lambda layers: progress(layers, f"perplexity {when} (layers)"),
+    )
+    return {"perplexity": value, "routed": {str(layer): own for layer, own in counts.items()}}

@@ -1,0 +1,116 @@
+"""Layer distillation (seed 003 §3.1): L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)).
+
+y_l^T is the output of the teacher's MoE block l on the teacher's own hidden states, y_l^S that of the student's FFN on the
+student's; both come from a forward of the same tokens. The teacher is only run.
+
+Shape suffixes: S sequences, B sequences of a batch, L positions, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.losses import layer_distance, next_token_loss
+from compress.training import Batch
+from engine.attention import Rotary
+from engine.checkpoint import Checkpoint
+from engine.model import Decoder, DecoderLayer, positions_for
+
+
+class Teacher:
+    """A model whose MoE blocks' outputs are wanted; its weights are read from the map, converted where need be."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu", offload: bool = False
+    ) -> None:
+        """offload: load each layer anew for each batch and let go of it, so that one layer is in memory at a time."""
+        self.checkpoint, self.offload = checkpoint, offload
+        self._source = checkpoint.source(dtype, device)
+        self._embedding_VD = self._source("model.embed_tokens.weight")
+        self._rotary = Rotary(checkpoint.config)
+        # What comes behind the last MoE block is in no loss.
+        self._count = 1 + max(checkpoint.config.moe_layers)
+        self._layers = {} if offload else {index: self._load(index) for index in range(self._count)}
+
+    def _load(self, index: int) -> DecoderLayer:
+        return DecoderLayer(self.checkpoint.config, index, self._source)
+
+    @torch.no_grad()
+    def block_outputs(self, tokens_BL: Tensor) -> dict[int, Tensor]:
+        """y_l^T, [T, D], by decoder layer."""
+        config = self.checkpoint.config
+        x_BLD = F.embedding(tokens_BL, self._embedding_VD)
+        positions = positions_for(config, self._rotary, tokens_BL, None, 0, x_BLD.dtype)
+        outputs: dict[int, Tensor] = {}
+        for index in range(self._count):
+            layer = self._layers[index] if index in self._layers else self._load(index)
+            watched = {index: layer.feed_forward} if index in config.moe_layers else {}
+            with outputs_of(watched) as seen:
+                x_BLD = layer(x_BLD, positions)
+            outputs |= seen
+            if self.offload:
+                del layer, watched
+                self.checkpoint.release()
+        return outputs
+
+
+@contextmanager
+def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
+    """What each module gives in the forward passes inside the `with`; not when they are recomputed for gradients later."""
+    seen: dict[int, Tensor] = {}
+
+    def keep(index: int) -> Callable[..., None]:
+        return lambda module, inputs, output: seen.__setitem__(index, output)
+
+    handles = [module.register_forward_hook(keep(index)) for index, module in modules.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class DistillationLoss:
+    """The loss of a student, by its terms; with λ_L = 0 that of plain fine-tuning, and no teacher runs."""
+
+    def __init__(
+        self, student: Decoder, teacher: Teacher | None, tokens_SL: Tensor, lambda_supervised: float, lambda_layer: float
+    ) -> None:
+        self.student, self.teacher, self.tokens_SL = student, teacher, tokens_SL
+        self.lambda_supervised, self.lambda_layer = lambda_supervised, lambda_layer
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        """The group's part of the means over the step: of cross-entropy per prediction, of squared distance per element."""
+        tokens_BL = self.tokens_SL[batch.group_G].to(self.student.embedding_VD.device)
+        sequences, predictions = len(batch.rows_B), len(batch.rows_B) * (tokens_BL.shape[1] - 1)
+        targets = self.teacher.block_outputs(tokens_BL) if self.teacher is not None else {}
+        with outputs_of({index: self._block(index) for index in targets}) as outputs:
+            hidden_BLD = self.student.hidden_states(tokens_BL)
+        terms = {}
+        if self.lambda_supervised:
+            entropy = next_token_loss(hidden_BLD, self.student.head_VD, tokens_BL)
+            terms["supervised"] = self.lambda_supervised * entropy / predictions
+        if targets:
+            distances = torch.stack([layer_distance(targets[index], outputs[index]) for index in targets])
+            terms["layers"] = self.lambda_layer * distances.sum() * len(batch.group_G) / sequences
+        return terms
+
+    def _block(self, index: int) -> nn.Module:
+        block = self.student.layers[index].feed_forward
+        assert isinstance(block, nn.Module)
+        return block
+
+
+@torch.no_grad()
+def decoder_perplexity(decoder: Decoder, tokens_SL: Tensor, group_size: int) -> float:
+    """Perplexity of a decoder in memory, `group_size` sequences at a time."""
+    total = 0.0
+    for tokens_BL in tokens_SL.to(decoder.embedding_VD.device).split(group_size):
+        total += float(next_token_loss(decoder.hidden_states(tokens_BL), decoder.head_VD, tokens_BL))
+    return math.exp(min(total / (tokens_SL.numel() - len(tokens_SL)), 700.0)) if math.isfinite(total) else math.nan

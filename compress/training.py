@@ -1,0 +1,244 @@
+"""The training loop: parameters, a loss of a batch and an order of the data in; trained parameters out, resumably.
+
+AdamW works on float32 masters, whatever dtype the model computes in. A step's sequences come in groups that fit in memory,
+whose gradients add up in float32. The learning rate rises briefly and falls as a cosine; gradients are clipped to a length.
+Every `validate_every` steps a measure decides which state is the best, and training ends with that one.
+
+A state on disk is that before a step whose loss was found to be finite, so it is always one to go on from. Order of the data
+and whatever a loss draws at random depend on seed and step alone: a resumed training ends in the same bits.
+
+Shape suffixes: B sequences of a step, G of a group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compress.moments import restore, with_moments
+from engine.errors import DataError, OptionError, TrainingError
+from engine.progress import note
+from engine.safetensors_file import SafetensorsFile, write_tensors
+
+BEST = "best."
+"""Before the names of the best state's tensors in a state file."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How long, how fast, on how much at once."""
+
+    steps: int
+    learning_rate: float
+    batch_size: int = 16
+    """Sequences a step."""
+    group_size: int = 16
+    """Sequences in memory at a time; gradients of a step's groups are added up."""
+    warm_up_steps: int = 10
+    clip_norm: float = math.inf
+    """Longest gradient, over all parameters together."""
+    weight_decay: float = 0.0
+    seed: int = 0
+    earlier_steps: int = 0
+    """Steps of an earlier training on the same sequences: this one goes on in their order."""
+    save_every: int = 25
+    validate_every: int = 0
+    """0 never: training ends with its last state."""
+
+    def check(self) -> None:
+        """Raise OptionError for what no training can use."""
+        if self.steps < 0 or self.batch_size < 1 or not 0.0 < self.learning_rate < math.inf or not self.clip_norm > 0.0:
+            raise OptionError(
+                "steps must be at least 0, batch-size at least 1, the learning rate and the gradient's length positive"
+            )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loss is asked for."""
+
+    step: int
+    rows_B: Tensor
+    """Indices of all sequences of the step."""
+    group_G: Tensor
+    """Those that the loss is to be of now."""
+    generator: torch.Generator
+    """For whatever the loss draws at random; it depends on seed, step and group alone."""
+
+
+Loss = Callable[[Batch], Mapping[str, Tensor]]
+"""Named terms of the step's loss, which add up to it over terms and groups: each is to be divided by what `rows_B` have."""
+
+
+class Trainer:
+    """One training of some parameters."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], loss: Loss, options: TrainingOptions, sequences: int, length: int
+    ) -> None:
+        """parameters: of a decoder, by any names. sequences: how many there are to draw from; length: tokens of one."""
+        self.parameters, self.loss, self.options = dict(parameters), loss, options
+        self.sequences, self.length = sequences, length
+        # Own copies: a decoder's tensors may be views of the mapped checkpoint, which is never written to.
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.clone()
+            parameter.requires_grad_(True)
+        self.masters = {name: parameter.detach().float().clone() for name, parameter in self.parameters.items()}
+        self.optimiser = torch.optim.AdamW(
+            self.masters.values(), lr=options.learning_rate, weight_decay=options.weight_decay
+        )
+        self.history: list[dict[str, float]] = []
+        """Of each step its terms and their sum, `loss`."""
+        self.validations: list[tuple[int, float]] = []
+        """(steps taken, measure), lower is better."""
+        self.best: dict[str, Tensor] = {}
+        self.tokens_per_second = 0.0
+        self._saved: Path | None = None
+
+    def run(
+        self,
+        *,
+        state_path: Path | None = None,
+        resume: bool = False,
+        validate: Callable[[], float] | None = None,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    ) -> dict[str, Tensor]:
+        """Take all steps; the trained tensors by name, float32, on the CPU: the best where `validate` says which.
+
+        With `state_path` the state is saved as training goes, and `resume` goes on from it. Raises TrainingError where the
+        loss is not finite; the state on disk is then the last one that was good.
+        """
+        steps, every = self.options.steps, self.options.validate_every
+        first = self.load(state_path) if resume and state_path is not None and state_path.exists() else 0
+        started, bar = time.monotonic(), progress(range(first, steps))
+        for step in bar:
+            if validate is not None and every and step % every == 0:
+                self._validate(validate, step)
+            terms = self.gradients(step)
+            if state_path is not None and step > first and step % self.options.save_every == 0:
+                self.save(state_path, step)
+            self.update(step)
+            self.history.append(terms)
+            taken = (step + 1 - first) * self.options.batch_size * self.length
+            self.tokens_per_second = taken / max(time.monotonic() - started, 1e-9)
+            note(bar, f"loss {terms['loss']:.4f}, {self.tokens_per_second:,.0f} tokens/s")
+        if validate is not None and every and first < steps:
+            self._validate(validate, steps)
+        self.take(self.best)
+        if state_path is not None and first < steps:
+            self.save(state_path, steps)
+        return {name: master.detach().cpu() for name, master in self.masters.items()}
+
+    def gradients(self, step: int) -> dict[str, float]:
+        """Set the masters' gradients of a step, clipped; its loss and the terms of it.
+
+        Raises TrainingError unless both are finite.
+        """
+        rows_B = batch_rows(self.sequences, self.options.batch_size, step + self.options.earlier_steps, self.options.seed)
+        self.optimiser.zero_grad()
+        total: dict[str, float] = {}
+        for place, group_G in enumerate(rows_B.split(self.options.group_size)):
+            terms = self.loss(Batch(step, rows_B, group_G, self._generator(step, place)))
+            loss = torch.stack([term.float() for term in terms.values()]).sum()
+            loss.backward(inputs=list(self.parameters.values()))
+            self._accumulate()
+            for name, term in (*terms.items(), ("loss", loss)):
+                total[name] = total.get(name, 0.0) + float(term.detach())
+        if not math.isfinite(total["loss"]):
+            raise self._broken(step, f"the loss is {total['loss']}")
+        masters = self.masters.values()
+        length = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        if not bool(length.isfinite()):
+            raise self._broken(step, f"the gradient's length is {float(length)}")
+        if float(length) > self.options.clip_norm:
+            nn.utils.clip_grads_with_norm_(masters, self.options.clip_norm, length)
+        return total
+
+    def update(self, step: int) -> None:
+        """Move the parameters along the gradients."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.options.learning_rate * rate_at(step, self.options.steps, self.options.warm_up_steps)
+        self.optimiser.step()
+        self.take(self.masters)
+
+    def save(self, path: Path, step: int) -> None:
+        """Masters, moments, the best state and what was measured, as one safetensors file, replacing the last when whole."""
+        tensors = with_moments(self.masters, self.optimiser) | {f"{BEST}{name}": own for name, own in self.best.items()}
+        header = {"step": step, "history": self.history, "validations": self.validations}
+        write_tensors(path, tensors, {"training": json.dumps(header)}, "the state of the training")
+        self._saved = path
+
+    @torch.no_grad()
+    def load(self, path: Path) -> int:
+        """The inverse of `save`; the step to go on with. Raises DataError for another file."""
+        with SafetensorsFile(path) as file:
+            if "training" not in file.metadata or not set(self.masters) <= set(file.entries):
+                raise DataError(f"{path}: is not the state of this training; leave out --resume")
+            restore(self.masters, self.optimiser, file)
+            self.best = {
+                name: file.tensor(f"{BEST}{name}").clone() for name in self.masters if f"{BEST}{name}" in file.entries
+            }
+            header = json.loads(file.metadata["training"])
+        self.take(self.masters)
+        self.history = header["history"]
+        self.validations = [(step, value) for step, value in header["validations"]]
+        self._saved = path
+        return int(header["step"])
+
+    def _accumulate(self) -> None:
+        """Add the parameters' gradients to the masters'."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            master, grad = self.masters[name], parameter.grad.float()
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make these the masters, and from them the parameters."""
+        for name, tensor in tensors.items():
+            if tensor is not self.masters[name]:
+                self.masters[name].copy_(tensor)
+            self.parameters[name].copy_(self.masters[name])
+
+    @torch.no_grad()
+    def _validate(self, measure: Callable[[], float], step: int) -> None:
+        if self.validations and self.validations[-1][0] == step:
+            return  # before the interruption
+        value = measure()
+        if not math.isfinite(value):
+            raise self._broken(step, f"the measure of validation is {value}")
+        if value < min((old for _, old in self.validations), default=math.inf):
+            self.best = {name: master.detach().cpu().clone() for name, master in self.masters.items()}
+        self.validations.append((step, value))
+
+    def _generator(self, step: int, place: int) -> torch.Generator:
+        mixed = (self.options.seed * 1_000_003 + step + self.options.earlier_steps) * 1_009 + place
+        return torch.Generator().manual_seed(mixed % 2**63)
+
+    def _broken(self, step: int, what: str) -> TrainingError:
+        kept = f"the last good state is in {self._saved}" if self._saved else "no step before it was saved"
+        return TrainingError(
+            f"training stopped at step {step}: {what}; {kept}; try a lower learning rate, or --dtype float32"
+        )
+
+
+def rate_at(step: int, steps: int, warm_up_steps: int = 10) -> float:
+    """The learning rate's factor: a short rise, then a cosine to zero."""
+    return min(1.0, (step + 1) / warm_up_steps) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+
+
+def batch_rows(count: int, batch_size: int, step: int, seed: int) -> Tensor:
+    """Which sequences a step sees: epochs of a fresh order each, the same for the same seed and step."""
+    per_epoch = max(1, count // batch_size)
+    epoch, place = divmod(step, per_epoch)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + 7919 * epoch))
+    return order[place * batch_size : (place + 1) * batch_size]

@@ -1,0 +1,68 @@
+"""A decoder's parameters under the names that their tensors have on disk: what training changes and what is then written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from engine.architectures import (
+    dense_tensor,
+    expert_tensor,
+    router_tensor,
+    shared_gate_tensor,
+    shared_tensor,
+)
+from engine.attention import Attention
+from engine.experts import Expert, MoeBlock
+from engine.model import Decoder, DecoderLayer
+
+
+def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """Every parameter by its name on disk; of tied embeddings only the one. Blocks of other kinds are left out."""
+    found = {"model.embed_tokens.weight": decoder.embedding_VD}
+    for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer, DecoderLayer)
+        prefix = f"model.layers.{index}"
+        found[f"{prefix}.input_layernorm.weight"] = layer.attention_norm
+        found.update({f"{prefix}.self_attn.{name}": parameter for name, parameter in _attention(layer.attention)})
+        found[f"{prefix}.post_attention_layernorm.weight"] = layer.feed_forward_norm
+        found.update(_feed_forward(decoder, index, layer))
+    found["model.norm.weight"] = decoder.norm
+    if decoder.head_VD is not decoder.embedding_VD:
+        found["lm_head.weight"] = decoder.head_VD
+    return found
+
+
+def _attention(attention: Attention) -> Iterator[tuple[str, nn.Parameter]]:
+    named = {
+        "q_proj.weight": attention.query,
+        "q_proj.bias": attention.query_bias,
+        "k_proj.weight": attention.key,
+        "k_proj.bias": attention.key_bias,
+        "v_proj.weight": attention.value,
+        "v_proj.bias": attention.value_bias,
+        "o_proj.weight": attention.output,
+        "o_proj.bias": attention.output_bias,
+        "q_norm.weight": attention.query_norm,
+        "k_norm.weight": attention.key_norm,
+    }
+    return ((name, parameter) for name, parameter in named.items() if parameter is not None)
+
+
+def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator[tuple[str, nn.Parameter]]:
+    row, block = decoder.config.architecture, layer.feed_forward
+    if isinstance(block, Expert):
+        yield from ((dense_tensor(index, p), parameter) for p, parameter in enumerate(_projections(block)))
+    elif isinstance(block, MoeBlock):
+        yield router_tensor(row, index), block.router_ND
+        for number, expert in enumerate(block.experts):
+            assert isinstance(expert, Expert)
+            yield from ((expert_tensor(row, index, number, p), each) for p, each in enumerate(_projections(expert)))
+        if block.shared is not None and block.shared_gate_1D is not None:
+            yield from ((shared_tensor(row, index, p), each) for p, each in enumerate(_projections(block.shared)))
+            yield shared_gate_tensor(row, index), block.shared_gate_1D
+
+
+def _projections(expert: Expert) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+    return expert.gate_FD, expert.up_FD, expert.down_DF
