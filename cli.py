@@ -21,6 +21,16 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SELECTIONS = ("usage", "reap", "average", "random")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
+DIEP_OPTIONS = (
+    "relaxation",
+    "epochs",
+    "learning_rate",
+    "reconstruction_weight",
+    "batch_size",
+    "pressure",
+    "start",
+    "score",
+)
 MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
 PICTURE_SEQUENCES = 16
 """Of the calibration text, for a comparison's pictures of expert usage and similarity."""
@@ -259,9 +269,7 @@ def main() -> None:
 @click.option(
     "--method",
     type=Several(click.Choice(PRUNE_METHODS), f"[{'|'.join(PRUNE_METHODS)}][,…]"),
-    default="diep",
-    show_default=True,
-    help="Criterion; several make a sweep.",
+    help="Criterion; several make a sweep.  [default: fisher; diep where one of its options is given]",
 )
 @click.option(
     "--scope",
@@ -312,11 +320,20 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
     """
     from compress.prune import prune as run
 
-    methods, sparsities = options["method"], options["sparsity"]
+    methods, sparsities = options["method"] or (default_method(),), options["sparsity"]
     single = options | {"method": methods[0], "sparsity": sparsities[0] if sparsities else None}
     if len(methods) > 1 or (sparsities and len(sparsities) > 1):
         return _sweep(common, methods, sparsities, **single)
     return _shown_figures(common, run(_prune_options(common, **single), progress_bar))
+
+
+def default_method() -> str:
+    """DiEP where one of its options is on the command line, for others would ignore it."""
+    from compress.prune import DEFAULT_METHOD
+
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in DIEP_OPTIONS if source(name) is click.core.ParameterSource.COMMANDLINE]
+    return "diep" if given else DEFAULT_METHOD
 
 
 def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ...] | None, **options: Any) -> dict[str, Any]:

@@ -35,7 +35,6 @@ RELAXATIONS = ("diep-paper", "diep-routed")
 """DiEP's other relaxations, without merging and recovery."""
 SPARSITIES = (0.5, 0.25)
 RECOVERY_STEPS, RECOVERY_BATCH, RECOVERY_RATE = 24, 4, 1e-2
-DEFAULT = "diep"
 DONE = RESULTS / "methods.jsonl"
 
 
@@ -54,7 +53,7 @@ class Cell(NamedTuple):
 
 
 def methods() -> list[str]:
-    """All of them, the default first."""
+    """All of them."""
     from compress.merging import MERGE_METHODS
     from compress.prune import METHODS
 
@@ -241,7 +240,9 @@ def by_method(runs: Sequence[dict[str, Any]], model: str) -> Iterator[tuple[str,
 
 def name_of(method: str) -> str:
     """As tables show it."""
-    return f"**{method}** (default)" if method == DEFAULT else method
+    from compress.prune import DEFAULT_METHOD
+
+    return f"**{method}** (default)" if method == DEFAULT_METHOD else method
 
 
 def cost(own: Sequence[dict[str, Any]], key: str) -> list[str]:

@@ -33,6 +33,8 @@ from engine.progress import Progress, no_progress
 GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
 METHODS = ("diep", "naee", *SCORES, *GRADIENT_METHODS, "random")
 """Of pruning; those of merging are MERGE_METHODS."""
+DEFAULT_METHOD = "fisher"
+"""The best one-shot row of docs/methods.md on both models; DiEP's search from it is within noise, at many times the cost."""
 DEFAULT_SCOPE = {"naee": "layer"}
 """Scopes of methods that cannot rank the experts of all layers together; "global" for all others."""
 
@@ -43,7 +45,7 @@ class PruneOptions(JobOptions):
 
     budget: Budget | None
     """None with a ready-made plan."""
-    method: str = "diep"
+    method: str = DEFAULT_METHOD
     merge: str = "none"
     """What becomes of pruned experts: "none" drops them, "cka" merges each into its most similar kept one."""
     naee_limit: int = SUBSET_LIMIT

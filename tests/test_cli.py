@@ -77,6 +77,12 @@ def test_prune_then_everything_else_on_its_result(place: Path, tmp_path: Path, u
     assert len(generated["experts_skipped_share_per_layer"]) == 3
 
 
+def test_the_default_is_the_best_criterion_or_diep_where_its_options_are_given(place: Path, tmp_path: Path) -> None:
+    common = ["--sparsity", "0.5", *TEXT]
+    assert run(place, "prune", "{model}", *common, "-o", str(tmp_path / "a"))["method"] == "fisher"
+    assert run(place, "prune", "{model}", *common, "--epochs", "1", "-o", str(tmp_path / "b"))["method"] == "diep"
+
+
 def test_diep_writes_a_plan_that_can_be_carried_out_again(place: Path, tmp_path: Path) -> None:
     first, again, plan = tmp_path / "first", tmp_path / "again", tmp_path / "plan.json"
     run(place, "prune", "{model}", "--experts", "4", "--epochs", "1", "-o", str(first), "--plan-output", str(plan), *TEXT)
