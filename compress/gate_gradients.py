@@ -9,16 +9,60 @@ Shape suffixes: S sequences, B sequences of one batch, L positions, N experts of
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.losses import CHUNK_TOKENS, next_token_loss
+from engine.errors import DataError
 from engine.linear import linear
 from engine.model import Decoder, routed_by
 from engine.routing import Gated
+from engine.safetensors_file import SafetensorsFile, write_tensors
 from engine.streaming import batches
+
+SAVE_EVERY_SECONDS = 20.0
+
+
+@dataclass
+class Sums:
+    """Of the gradients of the sequences seen so far; what an interrupted pass goes on from."""
+
+    first: list[Tensor]
+    """Σ_s ∂L_s/∂g, [N] float64 for each MoE layer."""
+    second: list[Tensor]
+    """Σ_s (∂L_s/∂g)², likewise."""
+    generator: torch.Generator
+    """Of the model's own samples."""
+    sequences: int = 0
+
+    def add(self, gradients: list[Tensor]) -> None:
+        """Those of one batch, [B, N] for each MoE layer."""
+        for first, second, gradient_BN in zip(self.first, self.second, gradients, strict=True):
+            first += gradient_BN.sum(0)
+            second += gradient_BN.square().sum(0)
+        self.sequences += len(gradients[0])
+
+    def save(self, path: Path) -> None:
+        """Write the file, replacing an old one only when whole."""
+        tensors = {"first": torch.cat(self.first), "second": torch.cat(self.second), "random": self.generator.get_state()}
+        write_tensors(path, tensors, {"gate_gradients": str(self.sequences)}, "the state of gate gradients")
+
+    def load(self, path: Path) -> None:
+        """The inverse. Raises DataError for another file."""
+        counts = [len(first) for first in self.first]
+        with SafetensorsFile(path) as file:
+            seen = file.metadata.get("gate_gradients", "")
+            if not seen.isdecimal() or sum(counts) != file.tensor("first").numel():
+                raise DataError(f"{path}: is not the state of this pass; leave out --resume")
+            self.first, self.second = (list(file.tensor(name).clone().split(counts)) for name in ("first", "second"))
+            self.generator.set_state(file.tensor("random").clone())
+            self.sequences = int(seen)
 
 
 def gate_gradients(
@@ -27,22 +71,27 @@ def gate_gradients(
     *,
     own_samples: bool,
     seed: int = 0,
+    state_path: Path | None = None,
     progress: Callable[[Iterable[slice]], Iterable[slice]] = iter,
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """(Σ_s ∂L_s/∂g, Σ_s (∂L_s/∂g)²), each [N] float64 by decoder layer index.
 
     own_samples: L is of tokens sampled from the model's own predictions (true Fisher), not of the text's next tokens.
+    With `state_path` the sums are saved as the pass goes on, and one that was interrupted goes on from there.
     """
     layers, device = decoder.config.moe_layers, decoder.embedding_VD.device
-    sums = [torch.zeros(count, dtype=torch.float64) for count in decoder.config.experts_per_layer]
-    squares = [torch.zeros_like(total) for total in sums]
+    zeros = [torch.zeros(count, dtype=torch.float64) for count in decoder.config.experts_per_layer]
     generator = torch.Generator(device=device).manual_seed(seed)
-    for rows in progress(batches(*tokens_SL.shape)):
-        tokens_BL = tokens_SL[rows].to(device)
-        for place, gradient_BN in enumerate(_of_batch(decoder, tokens_BL, generator if own_samples else None)):
-            sums[place] += gradient_BN.sum(0)
-            squares[place] += gradient_BN.square().sum(0)
-    return dict(zip(layers, sums, strict=True)), dict(zip(layers, squares, strict=True))
+    sums = Sums(zeros, [torch.zeros_like(zero) for zero in zeros], generator)
+    if state_path is not None and state_path.exists():
+        sums.load(state_path)
+    saved = time.monotonic()
+    for rows in progress([rows for rows in batches(*tokens_SL.shape) if rows.start >= sums.sequences]):
+        sums.add(_of_batch(decoder, tokens_SL[rows].to(device), sums.generator if own_samples else None))
+        if state_path is not None and time.monotonic() - saved >= SAVE_EVERY_SECONDS:
+            sums.save(state_path)
+            saved = time.monotonic()
+    return dict(zip(layers, sums.first, strict=True)), dict(zip(layers, sums.second, strict=True))
 
 
 def _of_batch(decoder: Decoder, tokens_BL: Tensor, generator: torch.Generator | None) -> list[Tensor]:
@@ -74,12 +123,12 @@ def _sample_next(hidden_1LD: Tensor, head_VD: Tensor, tokens_1L: Tensor, generat
     return torch.cat(drawn)[None]
 
 
-def fisher_scores(decoder: Decoder, tokens_SL: Tensor, seed: int = 0) -> dict[int, Tensor]:
-    """Gate Fisher as pruning scores."""
-    return gate_gradients(decoder, tokens_SL, own_samples=True, seed=seed)[1]
+def fisher_scores(decoder: Decoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
+    """Gate Fisher as pruning scores. pass_options: `state_path` and `progress` of `gate_gradients`."""
+    return gate_gradients(decoder, tokens_SL, own_samples=True, seed=seed, **pass_options)[1]
 
 
-def taylor_scores(decoder: Decoder, tokens_SL: Tensor, seed: int = 0) -> dict[int, Tensor]:
-    """First-order gate Taylor as pruning scores."""
-    sums, _ = gate_gradients(decoder, tokens_SL, own_samples=False, seed=seed)
+def taylor_scores(decoder: Decoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
+    """First-order gate Taylor as pruning scores. pass_options: as for `fisher_scores`."""
+    sums, _ = gate_gradients(decoder, tokens_SL, own_samples=False, seed=seed, **pass_options)
     return {layer: total.abs() for layer, total in sums.items()}

@@ -198,21 +198,32 @@ def _scores(options: PruneOptions, prepared: Prunable, work: WorkDirectory, prog
             options.diep,
             state_path=work.search_state,
             resume=options.resume or work.shared != work.path,
-            fisher=lambda: _gradient_scores("fisher", lambda: decoder, options, prepared, work),
+            fisher=lambda: _gradient_scores("fisher", lambda: decoder, options, prepared, work, progress),
             progress=lambda epochs: progress(epochs, "searching (epochs)"),
         )
     if options.method in GRADIENT_METHODS:
-        return _gradient_scores(options.method, lambda: _decoder(options, prepared), options, prepared, work)
+        return _gradient_scores(options.method, lambda: _decoder(options, prepared), options, prepared, work, progress)
     return scores(options.method, statistics_of(options, prepared, work, progress), options.calibration.seed)
 
 
 def _gradient_scores(
-    method: str, decoder: Callable[[], Decoder], options: PruneOptions, prepared: Prunable, work: WorkDirectory
+    method: str,
+    decoder: Callable[[], Decoder],
+    options: PruneOptions,
+    prepared: Prunable,
+    work: WorkDirectory,
+    progress: Progress,
 ) -> dict[int, Tensor]:
     """Gate gradients, computed once for all who need them: DiEP starts from gate Fisher, on the decoder that it has."""
 
     def compute() -> dict[str, list[float]]:
-        scored = GRADIENT_METHODS[method](decoder(), prepared.tokens_SL, options.diep.seed)
+        scored = GRADIENT_METHODS[method](
+            decoder(),
+            prepared.tokens_SL,
+            options.diep.seed,
+            state_path=work.shared / f"{method}.safetensors",
+            progress=lambda rows: progress(rows, "gate gradients (batches)"),
+        )
         return {str(layer): row.tolist() for layer, row in scored.items()}
 
     values = work.once(f"{method}_scores", compute, shared=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from conftest import save_reference
 from torch import Tensor
 
+import compress.gate_gradients
 import engine.streaming
 from compress.gate_gradients import _sample_next, fisher_scores, gate_gradients, taylor_scores
 from engine.checkpoint import Checkpoint
+from engine.errors import DataError
 from engine.model import Decoder, own_routing, routed_by
 from engine.routing import Gated
 
@@ -94,3 +97,33 @@ def test_only_gates_get_gradients_and_the_model_routes_as_before(decoder: Decode
     assert all(torch.allclose(checkpointed[layer], plain[layer]) for layer in plain)
     assert [block.routing for block in decoder.moe_blocks] == before
     assert all(p.grad is None and not p.requires_grad for p in decoder.parameters())
+
+
+@pytest.mark.parametrize("own_samples", [True, False])
+def test_an_interrupted_pass_ends_in_the_same_sums(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_samples: bool
+) -> None:
+    monkeypatch.setattr(engine.streaming, "TOKENS_PER_BATCH", 9)  # a batch for each sequence
+    monkeypatch.setattr(compress.gate_gradients, "SAVE_EVERY_SECONDS", 0.0)
+    whole = gate_gradients(decoder, TOKENS, own_samples=own_samples, seed=3)
+
+    def stop(batches: list[slice]) -> Iterator[slice]:
+        yield batches[0]
+        yield batches[1]
+        raise KeyboardInterrupt
+
+    state = tmp_path / "state.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        gate_gradients(decoder, TOKENS, own_samples=own_samples, seed=3, state_path=state, progress=stop)
+    left: list[slice] = []
+    resumed = gate_gradients(
+        decoder, TOKENS, own_samples=own_samples, seed=3, state_path=state, progress=lambda b: left.extend(b) or b
+    )
+    assert left == [slice(2, 3)]
+    for expected, got in zip(whole, resumed, strict=True):
+        assert all(torch.equal(expected[layer], got[layer]) for layer in expected)
+
+
+def test_the_state_of_something_else_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not the state of this pass"):
+        fisher_scores(decoder, TOKENS, state_path=next(tmp_path.glob("*.safetensors")))
