@@ -296,7 +296,7 @@ def long_table(runs: Sequence[dict[str, Any]], model: str, full: float) -> str:
 
 
 def plot(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> None:
-    """A panel for each model: perplexity of each method at both sparsities, one-shot, merged and recovered."""
+    """A panel for each model: perplexity of each method at both sparsities, one-shot, recovered, merged."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -304,9 +304,9 @@ def plot(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> None:
 
     figure, panels = pyplot.subplots(1, len(full), figsize=(5.6 * len(full), 5.2), layout="constrained", squeeze=False)
     series = {
-        "dropped": ("none", False, {"marker": "o"}),
-        "dropped, recovered": ("none", True, {"marker": "o", "markerfacecolor": "white"}),
-        "merged into the others (CKA)": ("cka", False, {"marker": "s", "markersize": 4.5}),
+        "one-shot": ("none", False, {"marker": "o"}),
+        "then recovered": ("none", True, {"marker": "o", "markerfacecolor": "white"}),
+        "merged into those that stay (CKA)": ("cka", False, {"marker": "s", "markersize": 4.5}),
     }
     colours = {0.25: "#0072b2", 0.5: "#d55e00"}
     for axes, (model, whole) in zip(panels[0], full.items(), strict=True):
@@ -333,9 +333,9 @@ def plot(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> None:
                 )
         axes.axvline(whole, color="black", linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8))
         axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-        axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-        axes.tick_params(axis="x", which="both", labelsize=8)
+        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axes.set_yticks(range(len(order)), order)
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
