@@ -92,20 +92,20 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Any:
 
 
 def is_sweep(points: Sequence[Point]) -> bool:
-    """Whether lines and a legend say all: many models, by methods at several x each, and no method twice at the same."""
-    by_series: dict[str, list[float]] = {}
-    for point in points:
+    """Whether lines and a legend say all: many models, by methods at several x each, and no method twice at the same.
+
+    An x that was measured, with a deviation, may come out the same by chance.
+    """
+    by_series: dict[str, list[Point]] = {}
+    for point in sorted(points, key=lambda point: point.x):
         if point.series is not None:
-            by_series.setdefault(point.series, []).append(point.x)
+            by_series.setdefault(point.series, []).append(point)
     span = max(point.x for point in points) - min(point.x for point in points)
-    apart = all(later - earlier > 0.01 * span for own in map(sorted, by_series.values()) for earlier, later in pairwise(own))
+    pairs = (pair for own in by_series.values() for pair in pairwise(own))
+    apart = all(left.x_sd > 0 or right.x - left.x > 0.01 * span for left, right in pairs)
     joined = sum(map(len, by_series.values()))
-    return (
-        joined >= max(LEAST_SWEEP, 2 * len(by_series))
-        and len(points) - joined < LEAST_SWEEP
-        and len(by_series) > 1
-        and apart
-    )
+    enough = joined >= max(LEAST_SWEEP, 2 * len(by_series)) and len(by_series) > 1
+    return enough and apart and len(points) - joined < LEAST_SWEEP
 
 
 def _looks(points: Sequence[Point]) -> dict[Key, Look]:

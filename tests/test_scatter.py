@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,8 @@ def test_a_large_sweep_has_a_line_for_each_method_and_a_legend() -> None:
 def test_what_a_legend_cannot_tell_apart_keeps_its_names() -> None:
     assert is_sweep(sweep(4)) and not is_sweep(sweep(3)), "ten names have room"
     assert not is_sweep([FULL, *column(24)]), "each method once"
+    speeds = [replace(point, x=100.0, x_sd=3.0) for point in sweep(4)]
+    assert is_sweep(speeds) and not is_sweep([replace(point, x_sd=0.0) for point in speeds]), "speeds may be the same"
     assert not is_sweep([*sweep(8), Point("again", 11.0, 9.9, series=METHODS[0])]), "two of a method at one size"
     assert not is_sweep(cloud(25)), "no methods"
     assert not is_sweep([FULL, *(Point(str(x), x, 9.0, series="one") for x in range(20))]), "one method"
