@@ -18,7 +18,7 @@ from conftest import save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
-import compress.prune
+import compress.result
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
 from calibrate.text import token_batches
@@ -330,7 +330,7 @@ def test_usage_before_and_after_is_of_the_held_out_text(
     method: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Pictured] = []
-    monkeypatch.setattr(compress.prune, "draw", lambda directory, models: drawn.extend(models) or [])
+    monkeypatch.setattr(compress.result, "draw", lambda directory, models: drawn.extend(models) or [])
     arguments = ["prune", str(place / "model"), "-o", str(tmp_path / "out"), "--sparsity", "0.5", "--method", method, *SIZES]
     result = CliRunner().invoke(cli.main, [*arguments, "--data", str(place / "text.txt"), "--evaluation-samples", "3"])
     assert result.exit_code == 0, result.output

@@ -48,7 +48,12 @@ def test_artifacts_are_those_of_single_runs_from_one_calibration(place: Path, mo
     collected = counted(monkeypatch, "collect")
     gradients = []
     own = compress.prune.GRADIENT_METHODS["fisher"]
-    monkeypatch.setitem(compress.prune.GRADIENT_METHODS, "fisher", lambda *arguments: gradients.append(1) or own(*arguments))
+
+    def fisher(*arguments: Any, **options: Any) -> Any:
+        gradients.append(1)
+        return own(*arguments, **options)
+
+    monkeypatch.setitem(compress.prune.GRADIENT_METHODS, "fisher", fisher)
     values = json.loads(run(*SWEEP).stdout)
     assert [Path(figures["artifact"]).name for figures in values["runs"]] == [
         f"{method}-{sparsity}" for method in ("reap", "diep", "fisher", "naee") for sparsity in ("0.25", "0.5")
