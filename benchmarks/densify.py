@@ -11,7 +11,6 @@ results/NAME.jsonl and is not made again; trainings that were interrupted go on 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import time
@@ -19,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from results import RESULTS, ROOT, markdown, save
+from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
 
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts, training_text
@@ -43,9 +42,7 @@ class Benchmark:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.lines = RESULTS / f"{arguments.name}.jsonl"
-        self.done: list[dict[str, Any]] = []
-        if self.lines.exists():
-            self.done = [json.loads(line) for line in self.lines.read_text().splitlines()]
+        self.done = remembered(self.lines)
         self.checkpoint = Checkpoint(resolve(arguments.model))
         self.work = ROOT / "build" / arguments.name
 
@@ -58,9 +55,7 @@ class Benchmark:
         """One more line of the file."""
         line = key | {"perplexity": perplexity, "seconds": seconds}
         self.done.append(line)
-        RESULTS.mkdir(exist_ok=True)
-        with self.lines.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        remember(self.lines, line)
         print(line, flush=True)
 
     def run(self) -> None:
@@ -161,8 +156,7 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
         cells = []
         for stage in STAGES:
             own = [d["perplexity"] for d in done if (d["ffns"], d["select"], d["stage"]) == (ffns, select, stage)]
-            spread = f" ± {statistics.stdev(own):.2f}" if len(own) > 1 else ""
-            cells.append(f"{statistics.mean(own):.2f}{spread} ({statistics.mean(own) / teacher:.2f}×)" if own else "–")
+            cells.append(f"{mean_and_spread(own)} ({statistics.mean(own) / teacher:.2f}×)" if own else "–")
         rows.append([f"{ffns} {'FFN' if ffns == 1 else 'FFNs'}, {select}", *cells])
     header = ["", "untrained", f"{steps} distillation steps", f"+ {steps} fine-tuning steps"]
     seeds = len({line["seed"] for line in done})

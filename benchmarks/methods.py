@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -22,11 +21,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from results import RESULTS, ROOT, markdown, save
+from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
 
 SECOND_MODEL = ROOT / "benchmarks" / "reference_model"
 SECOND_TOKENS = 4_500_000
@@ -35,6 +35,7 @@ RELAXATIONS = ("diep-paper", "diep-routed")
 """DiEP's other relaxations, without merging and recovery."""
 SPARSITIES = (0.5, 0.25)
 RECOVERY_STEPS, RECOVERY_BATCH, RECOVERY_RATE = 24, 4, 1e-2
+SEQUENCES_AT_ONCE = 16
 DONE = RESULTS / "methods.jsonl"
 
 
@@ -88,37 +89,34 @@ def cells(method: str) -> list[Cell]:
 
 def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
     """Perplexity of every cell, with processor seconds and peak memory of making the plan and of recovery."""
-    from calibrate.text import token_batches
     from compress.apply import planned_decoder
-    from compress.prune import make_plan, prepare_pruning, recovered
+    from compress.layer_distillation import decoder_perplexity
+    from compress.prune import checked_budget, make_plan, prepare_pruning, recovered
     from compress.work_directory import WorkDirectory
-    from engine.checkpoint import load_tokenizer
     from engine.report import peak_memory_bytes, resident_memory_bytes
 
-    run: dict[str, Any] = {"model": model, "method": method, "seed": seed, "cells": {}, "notes": []}
+    run: dict[str, Any] = {"model": model, "method": method, "seed": seed, "cells": {}}
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "result"
         shared = WorkDirectory(output, "shared")
         shared.begin({}, resume=False)
+        first = prepare_pruning(options_of(MODELS[model], method, cells(method)[0], seed, output))
+        held_out = held_out_text(first.checkpoint)
         plans: dict[tuple[Any, ...], Any] = {}
-        resident = 0
+        resident = resident_memory_bytes()
         for cell in cells(method):
             options = options_of(MODELS[model], method, cell, seed, output)
-            prepared = prepare_pruning(options)
-            checkpoint = prepared.checkpoint
+            prepared = replace(first, budget=checked_budget(options, first.checkpoint))
             work = WorkDirectory(output, shared=shared)
             work.begin({}, resume=False)
-            resident = resident or resident_memory_bytes()
             started = time.process_time()
             if (place := (cell.sparsity, cell.scope, cell.merge)) not in plans:
                 plans[place] = make_plan(options, prepared, work, _quiet)
             trained = recovered(options, prepared, plans[place], work, _quiet)
             figures = {"seconds": time.process_time() - started, "peak": peak_memory_bytes() - resident}
-            decoder = planned_decoder(plans[place], checkpoint, torch.float32, replaced=trained)
-            text = {"samples": 64, "sequence_length": 256, "seed": 0, "split": "held-out"}
-            held_out = token_batches("stdlib", load_tokenizer(checkpoint), **text)
+            decoder = planned_decoder(plans[place], first.checkpoint, torch.float32, replaced=trained)
             run["cells"][cell.key] = figures | {
-                "perplexity": decoder_perplexity(decoder, held_out),
+                "perplexity": decoder_perplexity(decoder, held_out, SEQUENCES_AT_ONCE),
                 "experts_per_layer": list(decoder.config.experts_per_layer),
             }
     return run
@@ -155,25 +153,24 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
     )
 
 
-@torch.no_grad()
-def decoder_perplexity(decoder: Any, tokens_SL: torch.Tensor) -> float:
-    """exp of the mean negative log-likelihood of each sequence's tokens after its first."""
-    from compress.losses import next_token_loss
+def held_out_text(checkpoint: Any) -> torch.Tensor:
+    """[64, 256], the same for all."""
+    from calibrate.text import token_batches
+    from engine.checkpoint import load_tokenizer
 
-    total = sum(float(next_token_loss(decoder.hidden_states(rows), decoder.head_VD, rows)) for rows in tokens_SL.split(16))
-    return math.exp(total / (tokens_SL.numel() - len(tokens_SL)))
+    text = {"samples": 64, "sequence_length": 256, "seed": 0, "split": "held-out"}
+    return token_batches("stdlib", load_tokenizer(checkpoint), **text)
 
 
 def full_perplexity(model: str) -> float:
     """Of the whole model, on the same text."""
-    from calibrate.text import token_batches
-    from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+    from compress.layer_distillation import decoder_perplexity
+    from engine.checkpoint import Checkpoint, resolve
     from engine.model import Decoder
 
     checkpoint = Checkpoint(resolve(model))
-    text = {"samples": 64, "sequence_length": 256, "seed": 0, "split": "held-out"}
-    tokens = token_batches("stdlib", load_tokenizer(checkpoint), **text)
-    return decoder_perplexity(Decoder(checkpoint.config, checkpoint.source(torch.float32)), tokens)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
+    return decoder_perplexity(decoder, held_out_text(checkpoint), SEQUENCES_AT_ONCE)
 
 
 # All processes
@@ -189,20 +186,8 @@ def in_process(model: str, method: str, seed: int) -> dict[str, Any] | None:
     run: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     short = {key: round(cell["perplexity"], 2) for key, cell in run["cells"].items()}
     print(f"{model} {method} seed {seed}: {short}", file=sys.stderr, flush=True)
-    with DONE.open("a") as file:
-        file.write(json.dumps(run) + "\n")
+    remember(DONE, run)
     return run
-
-
-def finished() -> list[dict[str, Any]]:
-    """What an interrupted run has left; a line that was cut off is not counted."""
-    runs = []
-    for line in DONE.read_text().splitlines() if DONE.exists() else ():
-        try:
-            runs.append(json.loads(line))
-        except ValueError:
-            continue
-    return runs
 
 
 def train_second_model() -> None:
@@ -220,14 +205,6 @@ def train_second_model() -> None:
 def values(runs: Sequence[dict[str, Any]], key: str, figure: str = "perplexity") -> list[float]:
     """One for each seed that has this cell."""
     return [run["cells"][key][figure] for run in runs if key in run["cells"]]
-
-
-def mean_and_spread(found: Sequence[float]) -> str:
-    """Mean ± standard deviation over seeds."""
-    if not found:
-        return "–"
-    spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
-    return f"{statistics.mean(found):.2f}{spread}"
 
 
 def by_method(runs: Sequence[dict[str, Any]], model: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -366,7 +343,7 @@ def main() -> None:
     if "shared-expert" in models:
         train_second_model()
     wanted = arguments.methods.split(",") if arguments.methods else methods()
-    runs = finished()
+    runs = remembered(DONE)
     known = {(run["model"], run["method"], run["seed"]) for run in runs}
     jobs = [(model, method, seed) for seed in range(arguments.seeds) for model in models for method in wanted]
     jobs.sort(key=lambda job: job[1] in RELAXATIONS)  # the costliest, and of least interest, last

@@ -10,7 +10,9 @@ import json
 import os
 import platform
 import re
+import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,30 @@ def save(name: str, figures: Any, table: str) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, "figures": figures}, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(table)
     print(table)
+
+
+def remembered(path: Path) -> list[dict[str, Any]]:
+    """What an interrupted run has left, a JSON object a line; a line that was cut off is not counted."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
+
+
+def remember(path: Path, line: dict[str, Any]) -> None:
+    """One more line of that file."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def mean_and_spread(found: Sequence[float]) -> str:
+    """Mean ± standard deviation over seeds."""
+    if not found:
+        return "–"
+    spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+    return f"{statistics.mean(found):.2f}{spread}"
 
 
 def _processor() -> str:

@@ -74,7 +74,7 @@ def student_parameters(student: Decoder) -> dict[str, nn.Parameter]:
         found[f"layers.{index}.a"] = block.a_K
         for place, ffn in enumerate(block.ffns):
             assert isinstance(ffn, Expert)
-            for projection, tensor in enumerate((ffn.gate_FD, ffn.up_FD, ffn.down_DF)):
+            for projection, tensor in enumerate(ffn.projections):
                 found[f"layers.{index}.ffns.{place}.{projection}"] = tensor
     return found
 

@@ -14,7 +14,7 @@ from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from calibrate.statistics import Statistics, load_statistics
 from compress import plots
-from compress.apply import apply, carried_files, check_fits
+from compress.apply import apply, carried_files
 from compress.card import model_card
 from compress.diep_scores import load_scores
 from compress.job import HeldOut, JobOptions, Made, Prepared, fingerprints, held_out
@@ -87,7 +87,6 @@ def carry_out(
             shared=True,
         )
         made = make()
-        check_fits(made.plan, prepared.checkpoint)
         figures = write_artifact(options, prepared, made, before, started, progress, work)
         if options.plan_output is not None:
             write_json(options.plan_output, plan_to_json(made.plan))

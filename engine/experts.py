@@ -36,6 +36,11 @@ class Expert(nn.Module):
         self.up_FD = nn.Parameter(up_FD, requires_grad=False)
         self.down_DF = nn.Parameter(down_DF, requires_grad=False)
 
+    @property
+    def projections(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+        """Gate, up and down, in the order that they are numbered in."""
+        return self.gate_FD, self.up_FD, self.down_DF
+
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
         if x_TD.shape[0] == 1:
@@ -53,7 +58,7 @@ class Expert(nn.Module):
 
 def mixture(x_1D: Tensor, experts: Sequence[Expert], weights: Sequence[float]) -> Tensor:
     """Σ weight · FFN_expert(x) of one token, [1, D]: one compiled call where that is possible."""
-    chosen = [(expert.gate_FD, expert.up_FD, expert.down_DF) for expert in experts]
+    chosen = [expert.projections for expert in experts]
     kernels = compiled_kernels(1, x_1D, *(weight for expert in chosen for weight in expert))
     if kernels is not None:
         addresses = [tuple(weight.data_ptr() for weight in expert) for expert in chosen]

@@ -53,16 +53,12 @@ def _attention(attention: Attention) -> Iterator[tuple[str, nn.Parameter]]:
 def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator[tuple[str, nn.Parameter]]:
     row, block = decoder.config.architecture, layer.feed_forward
     if isinstance(block, Expert):
-        yield from ((dense_tensor(index, p), parameter) for p, parameter in enumerate(_projections(block)))
+        yield from ((dense_tensor(index, p), parameter) for p, parameter in enumerate(block.projections))
     elif isinstance(block, MoeBlock):
         yield router_tensor(row, index), block.router_ND
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
-            yield from ((expert_tensor(row, index, number, p), each) for p, each in enumerate(_projections(expert)))
+            yield from ((expert_tensor(row, index, number, p), each) for p, each in enumerate(expert.projections))
         if block.shared is not None and block.shared_gate_1D is not None:
-            yield from ((shared_tensor(row, index, p), each) for p, each in enumerate(_projections(block.shared)))
+            yield from ((shared_tensor(row, index, p), each) for p, each in enumerate(block.shared.projections))
             yield shared_gate_tensor(row, index), block.shared_gate_1D
-
-
-def _projections(expert: Expert) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-    return expert.gate_FD, expert.up_FD, expert.down_DF
