@@ -72,7 +72,7 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
     ) -> None:
         common = Common(as_json, device, dtype, seed, threads, verbose, debug)
         try:
-            prepare_process(common)
+            prepare_process(common, function.__name__)
             result = function(common, **own)
         except CompressError as error:
             if debug:
@@ -82,7 +82,7 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             sys.exit(130)
-        if as_json:
+        if as_json and is_first_process():
             click.echo(json.dumps(result, allow_nan=False))
 
     return run
@@ -157,8 +157,21 @@ dense_training_options = together(
         "--lambda-supervised", type=float, default=1.0, show_default=True, help="Weight of the text's own next tokens."
     ),
     click.option("--lambda-layer", type=float, default=1.0, show_default=True, help="Weight of the layers' outputs."),
+    click.option(
+        "--lambda-prediction",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Weight of MODEL's own predictions of the next tokens.",
+    ),
     click.option("--learning-rate", type=float, default=1e-3, show_default=True, help="Of AdamW, at its highest."),
-    click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences a step."),
+    click.option(
+        "--batch-size",
+        type=click.IntRange(min=1),
+        default=16,
+        show_default=True,
+        help="Sequences a step, of each process.",
+    ),
     click.option(
         "--micro-batch-size",
         type=click.IntRange(min=1),
@@ -181,6 +194,7 @@ dense_training_options = together(
     click.option(
         "--offload-teacher", is_flag=True, help="Read MODEL's layers one at a time for each batch: less memory, slower."
     ),
+    click.option("--shard", is_flag=True, help="Spread the result over the processes while it is trained (FSDP2)."),
 )
 result_options = together(
     click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
@@ -191,10 +205,22 @@ artifact_options = together(input_options, recover_options, result_options)
 """Options of every command that calibrates and writes a smaller mixture; `densify` takes the first and the last."""
 
 
-def prepare_process(common: Common) -> None:
-    """Threads, and quiet libraries unless asked otherwise."""
+def is_first_process() -> bool:
+    """False in all but one of the processes that torchrun started: they are silent."""
+    return os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def prepare_process(common: Common, command: str) -> None:
+    """Threads, and quiet libraries unless asked otherwise. Refuses several processes where one does all."""
     import torch
 
+    from compress import processes
+    from engine.errors import OptionError
+
+    if processes.started_together() and command != "densify":
+        raise OptionError(
+            f"compress {command} runs in one process; of torchrun's several only the training of densify has use"
+        )
     if common.threads is not None:
         torch.set_num_threads(common.threads)
     if not common.verbose:
@@ -214,13 +240,15 @@ def progress_bar(iterable: Iterable[Any], description: str) -> Iterable[Any]:
     """A bar on stderr, on a terminal, for whatever takes over two seconds."""
     from tqdm import tqdm
 
-    bar: Iterable[Any] = tqdm(iterable, desc=description, delay=2, leave=False, disable=None)
+    quiet = None if is_first_process() else True  # None: unless on a terminal
+    bar: Iterable[Any] = tqdm(iterable, desc=description, delay=2, leave=False, disable=quiet)
     return bar
 
 
 def say(common: Common, text: str) -> None:
     """What people read: on stdout, or on stderr when stdout is for a machine."""
-    click.echo(text, err=common.json)
+    if is_first_process():
+        click.echo(text, err=common.json)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -404,7 +432,10 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). The result is of the dense family
     that fits and loads wherever that does; without training it is far from MODEL.
+
+    Several processes share the training: torchrun --nproc-per-node N --no-python compress densify …
     """
+    from compress import processes
     from compress.dense_training import DenseTrainingOptions
     from compress.densify import DensifyOptions
     from compress.densify import densify as run
@@ -412,8 +443,12 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     names = [field.name for field in fields(DenseTrainingOptions) if field.name != "seed"]
     training = DenseTrainingOptions(**{name: options[name] for name in names}, seed=common.seed)
     given = _job_options(common, options, "densify")
-    made = run(DensifyOptions(ffns=options["ffns"], select=options["select"], training=training, **given), progress_bar)
-    figures = _shown_figures(common, made)
+    given["device"] = processes.join(given["device"])
+    figures = run(DensifyOptions(ffns=options["ffns"], select=options["select"], training=training, **given), progress_bar)
+    processes.leave()
+    if not figures:
+        return figures  # of a process that was not the first
+    _shown_figures(common, figures)
     errors = figures["block_error_per_layer"]
     say(common, f"{figures['ffns']} experts of each layer as one FFN: {figures['family_note']}")
     say(common, f"a layer's output was off by {min(errors):.0%} to {max(errors):.0%} before any training")

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.dense_student import dense_student, student_parameters
-from compress.layer_distillation import DistillationLoss, Teacher, decoder_perplexity
+from compress import processes
+from compress.dense_student import dense_student, student_parameters, sums
+from compress.layer_distillation import DistillationLoss, LossWeights, Teacher, decoder_perplexity
 from compress.plan import Plan
 from compress.training import Trainer, TrainingOptions
 from engine.checkpoint import Checkpoint
@@ -33,9 +34,11 @@ class DenseTrainingOptions:
     finetune_steps: int = 0
     lambda_supervised: float = 1.0
     lambda_layer: float = 1.0
+    lambda_prediction: float = 0.0
+    """Of the distance to the teacher's next-token predictions, which the paper does not have."""
     learning_rate: float = 1e-3
     batch_size: int = 16
-    """Sequences a step."""
+    """Sequences a step, of each process."""
     micro_batch_size: int | None = None
     """Sequences in memory at a time; None for TOKENS_PER_BATCH tokens."""
     clip_norm: float = 1.0
@@ -43,6 +46,8 @@ class DenseTrainingOptions:
     validate_every: int = 50
     save_every: int = 50
     offload_teacher: bool = False
+    shard: bool = False
+    """Spread the student over the processes (FSDP2); each runs a teacher of its own."""
     seed: int = 0
 
     @property
@@ -54,12 +59,20 @@ class DenseTrainingOptions:
         """Raise OptionError for what no training can use."""
         self.part("distill", 1).check()
         self.part("finetune", 1).check()
-        weights = (self.lambda_supervised, self.lambda_layer)
+        weights = (self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
         if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
-            raise OptionError("lambda-supervised and lambda-layer must be at least 0, and one of them above it")
+            raise OptionError(
+                "lambda-supervised, lambda-layer and lambda-prediction must be at least 0, and one of them above it"
+            )
         counts = (self.validation_samples, self.validate_every, self.micro_batch_size or 0)
         if min(counts) < 0 or self.save_every < 1 or self.micro_batch_size == 0:
             raise OptionError("validation must not be negative, save-every and micro-batch-size at least 1")
+
+    def weights(self, name: str) -> LossWeights:
+        """Of "distill" or "finetune"."""
+        if name == "finetune":
+            return LossWeights(supervised=1.0, layer=0.0, prediction=0.0)
+        return LossWeights(self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
 
     def part(self, name: str, length: int) -> TrainingOptions:
         """Options of "distill" or "finetune", for sequences of `length` tokens."""
@@ -106,27 +119,36 @@ def train_dense(
 
     `student`: what to train, where it is not to begin as the plan has it (dense_student.py).
     """
-    student = student or dense_student(plan, checkpoint, dtype, device)
+    student = student or dense_student(plan, checkpoint, dtype, "cpu" if options.shard else device)
+    if options.shard:
+        processes.shard(student, device, keep_whole=[block.a_K for block in sums(student).values()])
     group = options.part("distill", tokens_SL.shape[1]).group_size
     student.checkpoint_activations = activation_bytes(student, group * tokens_SL.shape[1]) > MOST_ACTIVATION_BYTES
     made = DenseTraining()
     for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
         if not steps:
             continue
-        distils = name == "distill" and options.lambda_layer > 0.0
-        teacher = Teacher(checkpoint, dtype, device, options.offload_teacher) if distils else None
-        weights = (options.lambda_supervised, options.lambda_layer) if name == "distill" else (1.0, 0.0)
-        loss = DistillationLoss(student, teacher, tokens_SL, *weights)
+        weights = options.weights(name)
+        teacher = None
+        if weights.layer or weights.prediction:
+            teacher = Teacher(checkpoint, dtype, device, options.offload_teacher, predicts=weights.prediction > 0.0)
+        loss = DistillationLoss(student, teacher, tokens_SL, weights)
         trainer = Trainer(student_parameters(student), loss, options.part(name, tokens_SL.shape[1]), *tokens_SL.shape)
-        trainer.take(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
+        trainer.take_whole(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
         made.tensors = trainer.run(
             state_path=None if directory is None else directory / f"{name}.safetensors",
             resume=resume,
-            validate=lambda: decoder_perplexity(student, validation_VL, group),
+            validate=lambda: _perplexity(student, validation_VL, group),
             progress=lambda items, name=name: progress(items, f"{name} (steps)"),  # type: ignore[misc]
         )
         made.parts[name] = figures(trainer)
     return made
+
+
+def _perplexity(student: Decoder, tokens_SL: Tensor, group_size: int) -> float:
+    value = decoder_perplexity(student, tokens_SL, group_size)
+    processes.let_go(student)
+    return value
 
 
 def figures(trainer: Trainer) -> dict[str, Any]:

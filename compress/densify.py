@@ -12,6 +12,7 @@ from torch import Tensor
 
 from calibrate.options import training_text
 from calibrate.statistics import Statistics, effective_experts, usage_shares
+from compress import processes
 from compress.apply import check_fits, check_nothing_is_lost
 from compress.block_error import BlockError, block_errors, shared_gates
 from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
@@ -56,15 +57,31 @@ class Trainable(Prepared):
 
 
 def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
-    """Run the job; the figures of the result, with the keys of `compress densify --json`."""
+    """Run the job; the figures of the result, with the keys of `compress densify --json`.
+
+    One of several processes (processes.py) takes part in the training; the first does all else, and has the figures alone.
+    """
     started = time.monotonic()
     work = WorkDirectory(options.output)
+    if processes.count() > 1 and not options.training.steps:
+        raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
+    if not processes.is_first():
+        return _take_part(options, work)
     if (figures := finished_before(options, work)) is not None:
+        processes.told()
         return figures
     check_outputs(options)
     prepared = prepare_dense(options)
     prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
     return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+
+
+def _take_part(options: DensifyOptions, work: WorkDirectory) -> dict[str, Any]:
+    """What a process does that is not the first."""
+    prepared = prepare_dense(options)
+    if (plan := processes.told()) is not None:
+        _trained(options, prepared, plan_from_json(plan), work, no_progress)
+    return {}
 
 
 def prepare_dense(options: DensifyOptions) -> Trainable:
@@ -74,7 +91,8 @@ def prepare_dense(options: DensifyOptions) -> Trainable:
     nothing = prepared.tokens_SL[:0]
     texts = (nothing, nothing)
     if steps := options.training.steps:
-        sequences, validation = steps * options.training.batch_size, options.training.validation_samples
+        sequences = steps * options.training.batch_size * processes.count()
+        validation = options.training.validation_samples
         texts = training_text(prepared.calibration, load_tokenizer(prepared.checkpoint), sequences, validation)
     return Trainable(**vars(prepared), training_SL=texts[0], validation_VL=texts[1])
 
@@ -103,6 +121,7 @@ def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, pro
     statistics = statistics_of(options, prepared, work, progress)
     chosen = choose(options.select, statistics, ffns_of(options, checkpoint), options.calibration.seed)
     plan = plan_from_json(work.once("plan", lambda: plan_to_json(_planned(options, prepared, chosen, statistics, progress))))
+    processes.told(plan_to_json(plan))
     errors = block_errors(
         plan,
         checkpoint,

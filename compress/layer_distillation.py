@@ -1,7 +1,9 @@
-"""Layer distillation (seed 003 §3.1): L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)).
+"""Layer distillation (seed 003 §3.1): L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S).
 
 y_l^T is the output of the teacher's MoE block l on the teacher's own hidden states, y_l^S that of the student's FFN on the
 student's; both come from a forward of the same tokens. The teacher is only run.
+
+The last term, towards the teacher's next-token predictions p^T, is ours: the paper has none (λ_p = 0 there).
 
 Shape suffixes: S sequences, B sequences of a batch, L positions, T tokens, D hidden.
 """
@@ -11,39 +13,62 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.losses import layer_distance, next_token_loss
+from compress.losses import layer_distance, next_token_loss, prediction_divergence
 from compress.training import Batch
-from engine.attention import Rotary
+from engine.attention import Rotary, rms_norm
 from engine.checkpoint import Checkpoint
 from engine.model import Decoder, DecoderLayer, positions_for
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a teacher made of a batch."""
+
+    blocks: dict[int, Tensor]
+    """y_l^T, [T, D], by decoder layer."""
+    hidden_TD: Tensor | None
+    """After the last norm, where predictions are wanted."""
 
 
 class Teacher:
     """A model whose MoE blocks' outputs are wanted; its weights are read from the map, converted where need be."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu", offload: bool = False
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        offload: bool = False,
+        predicts: bool = False,
     ) -> None:
-        """offload: load each layer anew for each batch and let go of it, so that one layer is in memory at a time."""
-        self.checkpoint, self.offload = checkpoint, offload
-        self._source = checkpoint.source(dtype, device)
+        """offload: load each layer anew for each batch and let go of it, so that one layer is in memory at a time.
+
+        predicts: its predictions are wanted too, and it runs to the end.
+        """
+        self.checkpoint, self.offload, self.predicts = checkpoint, offload, predicts
+        config, self._source = checkpoint.config, checkpoint.source(dtype, device)
         self._embedding_VD = self._source("model.embed_tokens.weight")
-        self._rotary = Rotary(checkpoint.config)
-        # What comes behind the last MoE block is in no loss.
-        self._count = 1 + max(checkpoint.config.moe_layers)
+        self._norm_D, self.head_VD = None, None
+        if predicts:
+            self._norm_D = self._source("model.norm.weight")
+            self.head_VD = self._embedding_VD if config.tied_embeddings else self._source("lm_head.weight")
+        self._rotary = Rotary(config)
+        # What comes behind the last MoE block is in the predictions only.
+        self._count = len(config.layers) if predicts else 1 + max(config.moe_layers)
         self._layers = {} if offload else {index: self._load(index) for index in range(self._count)}
 
     def _load(self, index: int) -> DecoderLayer:
         return DecoderLayer(self.checkpoint.config, index, self._source)
 
     @torch.no_grad()
-    def block_outputs(self, tokens_BL: Tensor) -> dict[int, Tensor]:
-        """y_l^T, [T, D], by decoder layer."""
+    def teach(self, tokens_BL: Tensor) -> Taught:
+        """One forward of the batch."""
         config = self.checkpoint.config
         x_BLD = F.embedding(tokens_BL, self._embedding_VD)
         positions = positions_for(config, self._rotary, tokens_BL, None, 0, x_BLD.dtype)
@@ -57,7 +82,9 @@ class Teacher:
             if self.offload:
                 del layer, watched
                 self.checkpoint.release()
-        return outputs
+        if self._norm_D is None:
+            return Taught(outputs, None)
+        return Taught(outputs, rms_norm(x_BLD, self._norm_D, config.norm_epsilon).flatten(0, 1))
 
 
 @contextmanager
@@ -76,29 +103,41 @@ def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
             handle.remove()
 
 
-class DistillationLoss:
-    """The loss of a student, by its terms; with λ_L = 0 that of plain fine-tuning, and no teacher runs."""
+@dataclass(frozen=True)
+class LossWeights:
+    """λ of each term."""
 
-    def __init__(
-        self, student: Decoder, teacher: Teacher | None, tokens_SL: Tensor, lambda_supervised: float, lambda_layer: float
-    ) -> None:
-        self.student, self.teacher, self.tokens_SL = student, teacher, tokens_SL
-        self.lambda_supervised, self.lambda_layer = lambda_supervised, lambda_layer
+    supervised: float = 1.0
+    layer: float = 1.0
+    prediction: float = 0.0
+
+
+class DistillationLoss:
+    """The loss of a student, by its terms; without a teacher that of plain fine-tuning."""
+
+    def __init__(self, student: Decoder, teacher: Teacher | None, tokens_SL: Tensor, weights: LossWeights) -> None:
+        self.student, self.teacher, self.tokens_SL, self.weights = student, teacher, tokens_SL, weights
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """The group's part of the means over the step: of cross-entropy per prediction, of squared distance per element."""
+        """The group's part of the means over the step: of cross-entropy per prediction, of squared distance per element,
+        of divergence per token."""
         tokens_BL = self.tokens_SL[batch.group_G].to(self.student.embedding_VD.device)
-        sequences, predictions = len(batch.rows_B), len(batch.rows_B) * (tokens_BL.shape[1] - 1)
-        targets = self.teacher.block_outputs(tokens_BL) if self.teacher is not None else {}
+        sequences, (_, length) = len(batch.rows_B), tokens_BL.shape
+        taught = self.teacher.teach(tokens_BL) if self.teacher is not None else Taught({}, None)
+        targets = taught.blocks if self.weights.layer else {}
         with outputs_of({index: self._block(index) for index in targets}) as outputs:
             hidden_BLD = self.student.hidden_states(tokens_BL)
         terms = {}
-        if self.lambda_supervised:
+        if self.weights.supervised:
             entropy = next_token_loss(hidden_BLD, self.student.head_VD, tokens_BL)
-            terms["supervised"] = self.lambda_supervised * entropy / predictions
+            terms["supervised"] = self.weights.supervised * entropy / (sequences * (length - 1))
         if targets:
             distances = torch.stack([layer_distance(targets[index], outputs[index]) for index in targets])
-            terms["layers"] = self.lambda_layer * distances.sum() * len(batch.group_G) / sequences
+            terms["layers"] = self.weights.layer * distances.sum() * len(batch.group_G) / sequences
+        if taught.hidden_TD is not None and self.teacher is not None:
+            heads = self.student.head_VD, self.teacher.head_VD
+            divergence = prediction_divergence(hidden_BLD.flatten(0, 1), taught.hidden_TD, *heads)
+            terms["predictions"] = self.weights.prediction * divergence / (sequences * length)
         return terms
 
     def _block(self, index: int) -> nn.Module:

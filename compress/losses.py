@@ -33,20 +33,21 @@ def _chunk_loss(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor) -> Tensor
     return F.cross_entropy(logits_TV, targets_T, reduction="sum")
 
 
-def prediction_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor) -> Tensor:
-    """KL(p ‖ p') in nats, summed over T tokens: p = softmax(head · full), p' = softmax(head · hidden), in float32.
+def prediction_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor, full_head_VD: Tensor | None = None) -> Tensor:
+    """KL(p ‖ p') in nats, summed over T tokens: p = softmax(full head · full), p' = softmax(head · hidden), in float32.
 
-    Like `next_token_loss` it never holds more than a chunk's logits.
+    `full_head_VD`: None for the same head. Like `next_token_loss` it never holds more than a chunk's logits.
     """
+    heads = head_VD, head_VD if full_head_VD is None else full_head_VD
     total = hidden_TD.new_zeros((), dtype=torch.float32)
     for hidden, full in zip(hidden_TD.split(CHUNK_TOKENS), full_TD.split(CHUNK_TOKENS), strict=True):
-        total = total + checkpoint(_chunk_divergence, hidden, full, head_VD, use_reentrant=False)
+        total = total + checkpoint(_chunk_divergence, hidden, full, *heads, use_reentrant=False)
     return total
 
 
-def _chunk_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor) -> Tensor:
+def _chunk_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor, full_head_VD: Tensor) -> Tensor:
     own = _wide(linear(hidden_TD, head_VD)).log_softmax(-1)
-    target = _wide(linear(full_TD, head_VD)).log_softmax(-1)
+    target = _wide(linear(full_TD, full_head_VD)).log_softmax(-1)
     return F.kl_div(own, target, reduction="sum", log_target=True)
 
 

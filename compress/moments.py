@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from engine.safetensors_file import SafetensorsFile
 
+STEP = "step"
+MOMENTS = (STEP, "exp_avg", "exp_avg_sq")
+Change = Callable[[str, Tensor], Tensor]
+"""By a parameter's name, what becomes of it and of its moments on their way to the file or from it."""
 
-def with_moments(parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    """No change."""
+    return tensor
+
+
+def with_moments(
+    parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer, change: Change = as_it_is
+) -> dict[str, Tensor]:
     """Each parameter by its name and, once there was a step, its moments as NAME.exp_avg and so on."""
     tensors = {}
     for name, parameter in parameters.items():
-        tensors[name] = parameter.detach().clone()
+        tensors[name] = change(name, parameter.detach()).clone()
         for key, moment in optimiser.state.get(parameter, {}).items():
-            tensors[f"{name}.{key}"] = moment.detach().clone()
+            tensors[f"{name}.{key}"] = (moment if key == STEP else change(name, moment.detach())).clone()
     return tensors
 
 
 @torch.no_grad()
-def restore(parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer, file: SafetensorsFile) -> None:
+def restore(
+    parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer, file: SafetensorsFile, change: Change = as_it_is
+) -> None:
     """The inverse, into the parameters as they are."""
     for name, parameter in parameters.items():
-        parameter.copy_(file.tensor(name))
+        parameter.copy_(change(name, file.tensor(name)))
+        found = {key: file.tensor(f"{name}.{key}") for key in MOMENTS if f"{name}.{key}" in file.entries}
         moments = {
             # Adam keeps its count of steps on the CPU, whatever the device.
-            key: file.tensor(f"{name}.{key}").clone().to("cpu" if key == "step" else parameter.device)
-            for key in ("step", "exp_avg", "exp_avg_sq")
-            if f"{name}.{key}" in file.entries
+            key: moment.clone() if key == STEP else change(name, moment).clone().to(parameter.device)
+            for key, moment in found.items()
         }
         if moments:
             optimiser.state[parameter] = moments

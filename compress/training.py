@@ -4,6 +4,9 @@ AdamW works on float32 masters, whatever dtype the model computes in. A step's s
 whose gradients add up in float32. The learning rate rises briefly and falls as a cosine; gradients are clipped to a length.
 Every `validate_every` steps a measure decides which state is the best, and training ends with that one.
 
+Several processes (processes.py) train as one does with as many times the batch: a step's sequences are shared out, gradients
+add up over processes, and the first process writes the states.
+
 A state on disk is that before a step whose loss was found to be finite, so it is always one to go on from. Order of the data
 and whatever a loss draws at random depend on seed and step alone: a resumed training ends in the same bits.
 
@@ -22,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compress import processes
 from compress.moments import restore, with_moments
 from engine.errors import DataError, OptionError, TrainingError
 from engine.progress import note
@@ -38,7 +42,7 @@ class TrainingOptions:
     steps: int
     learning_rate: float
     batch_size: int = 16
-    """Sequences a step."""
+    """Sequences a step, of each process."""
     group_size: int = 16
     """Sequences in memory at a time; gradients of a step's groups are added up."""
     warm_up_steps: int = 10
@@ -66,7 +70,7 @@ class Batch:
 
     step: int
     rows_B: Tensor
-    """Indices of all sequences of the step."""
+    """Indices of all sequences of the step, in all processes."""
     group_G: Tensor
     """Those that the loss is to be of now."""
     generator: torch.Generator
@@ -83,14 +87,27 @@ class Trainer:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], loss: Loss, options: TrainingOptions, sequences: int, length: int
     ) -> None:
-        """parameters: of a decoder, by any names. sequences: how many there are to draw from; length: tokens of one."""
+        """parameters: of a decoder, by any names. sequences: how many there are to draw from; length: tokens of one.
+
+        Raises DataError where several processes have no full step to share.
+        """
         self.parameters, self.loss, self.options = dict(parameters), loss, options
         self.sequences, self.length = sequences, length
-        # Own copies: a decoder's tensors may be views of the mapped checkpoint, which is never written to.
+        self.step_size = options.batch_size * processes.count()
+        if processes.count() > 1 and sequences < self.step_size:
+            raise DataError(
+                f"{sequences} sequences to train on are fewer than the {self.step_size} of a step of all processes; lower "
+                "--batch-size, or give more text"
+            )
         for parameter in self.parameters.values():
-            parameter.data = parameter.data.clone()
+            if not processes.is_sharded(parameter):
+                # Own copies: a decoder's tensors may be views of the mapped checkpoint, which is never written to.
+                parameter.data = parameter.data.clone()
             parameter.requires_grad_(True)
-        self.masters = {name: parameter.detach().float().clone() for name, parameter in self.parameters.items()}
+        self.masters = {
+            name: processes.piece(parameter.detach()).float().clone() for name, parameter in self.parameters.items()
+        }
+        """Of a sharded parameter this process's piece."""
         self.optimiser = torch.optim.AdamW(
             self.masters.values(), lr=options.learning_rate, weight_decay=options.weight_decay
         )
@@ -126,7 +143,7 @@ class Trainer:
                 self.save(state_path, step)
             self.update(step)
             self.history.append(terms)
-            taken = (step + 1 - first) * self.options.batch_size * self.length
+            taken = (step + 1 - first) * self.step_size * self.length
             self.tokens_per_second = taken / max(time.monotonic() - started, 1e-9)
             note(bar, f"loss {terms['loss']:.4f}, {self.tokens_per_second:,.0f} tokens/s")
         if validate is not None and every and first < steps:
@@ -134,31 +151,34 @@ class Trainer:
         self.take(self.best)
         if state_path is not None and first < steps:
             self.save(state_path, steps)
-        return {name: master.detach().cpu() for name, master in self.masters.items()}
+        return {name: self._whole(name, master.detach()).cpu() for name, master in self.masters.items()}
 
     def gradients(self, step: int) -> dict[str, float]:
         """Set the masters' gradients of a step, clipped; its loss and the terms of it.
 
         Raises TrainingError unless both are finite.
         """
-        rows_B = batch_rows(self.sequences, self.options.batch_size, step + self.options.earlier_steps, self.options.seed)
+        rows_B = batch_rows(self.sequences, self.step_size, step + self.options.earlier_steps, self.options.seed)
+        own_B = rows_B.tensor_split(processes.count())[processes.rank()]
+        groups = own_B.split(self.options.group_size)
         self.optimiser.zero_grad()
         total: dict[str, float] = {}
-        for place, group_G in enumerate(rows_B.split(self.options.group_size)):
+        for place, group_G in enumerate(groups, len(groups) * processes.rank()):
             terms = self.loss(Batch(step, rows_B, group_G, self._generator(step, place)))
             loss = torch.stack([term.float() for term in terms.values()]).sum()
-            loss.backward(inputs=list(self.parameters.values()))
+            loss.backward()
             self._accumulate()
             for name, term in (*terms.items(), ("loss", loss)):
                 total[name] = total.get(name, 0.0) + float(term.detach())
+        self._add_up_processes()
+        total = dict(zip(total, processes.added_up(total.values()), strict=True))
         if not math.isfinite(total["loss"]):
             raise self._broken(step, f"the loss is {total['loss']}")
-        masters = self.masters.values()
-        length = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        length = self._gradient_length()
         if not bool(length.isfinite()):
             raise self._broken(step, f"the gradient's length is {float(length)}")
         if float(length) > self.options.clip_norm:
-            nn.utils.clip_grads_with_norm_(masters, self.options.clip_norm, length)
+            nn.utils.clip_grads_with_norm_(self.masters.values(), self.options.clip_norm, length)
         return total
 
     def update(self, step: int) -> None:
@@ -170,9 +190,11 @@ class Trainer:
 
     def save(self, path: Path, step: int) -> None:
         """Masters, moments, the best state and what was measured, as one safetensors file, replacing the last when whole."""
-        tensors = with_moments(self.masters, self.optimiser) | {f"{BEST}{name}": own for name, own in self.best.items()}
+        tensors = with_moments(self.masters, self.optimiser, self._whole)
+        tensors |= {f"{BEST}{name}": self._whole(name, own) for name, own in self.best.items()}
         header = {"step": step, "history": self.history, "validations": self.validations}
-        write_tensors(path, tensors, {"training": json.dumps(header)}, "the state of the training")
+        if processes.is_first():
+            write_tensors(path, tensors, {"training": json.dumps(header)}, "the state of the training")
         self._saved = path
 
     @torch.no_grad()
@@ -181,9 +203,11 @@ class Trainer:
         with SafetensorsFile(path) as file:
             if "training" not in file.metadata or not set(self.masters) <= set(file.entries):
                 raise DataError(f"{path}: is not the state of this training; leave out --resume")
-            restore(self.masters, self.optimiser, file)
+            restore(self.masters, self.optimiser, file, self._piece)
             self.best = {
-                name: file.tensor(f"{BEST}{name}").clone() for name in self.masters if f"{BEST}{name}" in file.entries
+                name: self._piece(name, file.tensor(f"{BEST}{name}")).cpu().clone()
+                for name in self.masters
+                if f"{BEST}{name}" in file.entries
             }
             header = json.loads(file.metadata["training"])
         self.take(self.masters)
@@ -197,23 +221,64 @@ class Trainer:
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            master, grad = self.masters[name], parameter.grad.float()
+            master, grad = self.masters[name], processes.piece(parameter.grad).float()
+            if processes.is_sharded(parameter):
+                grad = grad * processes.count()  # FSDP gives the mean over processes
             master.grad = grad if master.grad is None else master.grad.add_(grad)
             parameter.grad = None
 
     @torch.no_grad()
+    def _add_up_processes(self) -> None:
+        """Make the gradients of whole tensors those of all processes together."""
+        if processes.count() == 1:
+            return
+        own = [self.masters[name] for name, parameter in self.parameters.items() if not processes.is_sharded(parameter)]
+        used = processes.added_up(float(master.grad is not None) for master in own)
+        having = [master for master, uses in zip(own, used, strict=True) if uses]
+        for master in having:
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+        processes.add_up([master.grad for master in having if master.grad is not None])
+
+    @torch.no_grad()
+    def _gradient_length(self) -> Tensor:
+        """Of all gradients as one vector."""
+        lengths = []
+        for sharded in (False, True):
+            names = [name for name, parameter in self.parameters.items() if processes.is_sharded(parameter) == sharded]
+            gradients = [grad for name in names if (grad := self.masters[name].grad) is not None]
+            length = nn.utils.get_total_norm(gradients)
+            if sharded and names:
+                length = length.square()
+                processes.add_up([length])
+                length = length.sqrt()
+            lengths.append(length)
+        return torch.hypot(*lengths) if float(lengths[1]) else lengths[0]
+
+    def _whole(self, name: str, own: Tensor) -> Tensor:
+        """A parameter's master or moment, of which `own` is this process's piece."""
+        return processes.whole(own, self.parameters[name])
+
+    def _piece(self, name: str, full: Tensor) -> Tensor:
+        """This process's piece of it."""
+        return processes.cut(full, self.parameters[name])
+
+    def take_whole(self, tensors: Mapping[str, Tensor]) -> None:
+        """`take`, of tensors as `run` gives them."""
+        self.take({name: self._piece(name, tensor) for name, tensor in tensors.items()})
+
+    @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make these the masters, and from them the parameters."""
+        """Make these the masters, and from them the parameters; of sharded ones this process's pieces."""
         for name, tensor in tensors.items():
             if tensor is not self.masters[name]:
                 self.masters[name].copy_(tensor)
-            self.parameters[name].copy_(self.masters[name])
+            processes.piece(self.parameters[name]).copy_(self.masters[name])
 
     @torch.no_grad()
     def _validate(self, measure: Callable[[], float], step: int) -> None:
         if self.validations and self.validations[-1][0] == step:
             return  # before the interruption
-        value = measure()
+        (value,) = (value / processes.count() for value in processes.added_up([measure()]))
         if not math.isfinite(value):
             raise self._broken(step, f"the measure of validation is {value}")
         if value < min((old for _, old in self.validations), default=math.inf):

@@ -17,7 +17,7 @@ from compress.block_error import shared_gates
 from compress.dense_plan import choose, dense_plan
 from compress.dense_student import dense_student, folded, learned_scales, saved_tensors, student_parameters, sums
 from compress.dense_training import DenseTrainingOptions, train_dense
-from compress.layer_distillation import DistillationLoss, Teacher, decoder_perplexity
+from compress.layer_distillation import DistillationLoss, LossWeights, Teacher, decoder_perplexity
 from compress.losses import layer_distance
 from compress.plan import Plan
 from compress.training import Batch
@@ -129,8 +129,9 @@ def test_the_loss_and_its_gradients_equal_those_in_float64(
     parameters = student_parameters(student)
     for parameter in parameters.values():
         parameter.requires_grad_(True)
-    loss = DistillationLoss(student, Teacher(checkpoint, torch.float32, offload=offload), TOKENS, 0.7, 0.3)
-    rows, total = torch.tensor([5, 0, 2]), {"supervised": 0.0, "layers": 0.0}
+    teacher = Teacher(checkpoint, torch.float32, offload=offload, predicts=True)
+    loss = DistillationLoss(student, teacher, TOKENS, LossWeights(0.7, 0.3, 0.5))
+    rows, total = torch.tensor([5, 0, 2]), {"supervised": 0.0, "layers": 0.0, "predictions": 0.0}
     for group in rows.split(2):
         terms = loss(batch(group, rows))
         sum(terms.values()).backward()
@@ -141,17 +142,20 @@ def test_the_loss_and_its_gradients_equal_those_in_float64(
     for parameter in naive_parameters.values():
         parameter.requires_grad_(True)
     with torch.no_grad():
-        target = block_io(Decoder(checkpoint.config, checkpoint.source(torch.float64)), TOKENS[rows])
+        full = Decoder(checkpoint.config, checkpoint.source(torch.float64))
+        target, predicted = block_io(full, TOKENS[rows]), full(TOKENS[rows]).softmax(-1)
     outputs = block_io(naive, TOKENS[rows])
     normed = [
         F.layer_norm(target[index], (32,)) - F.layer_norm(outputs[index], (32,)) for index in checkpoint.config.moe_layers
     ]
     layers = sum(difference.square().mean() for difference in normed)
-    logits = naive(TOKENS[rows])[:, :-1]
-    supervised = F.cross_entropy(logits.flatten(0, 1), TOKENS[rows][:, 1:].flatten())
+    logits = naive(TOKENS[rows])
+    supervised = F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[rows][:, 1:].flatten())
+    divergences = (predicted * (predicted.log() - logits.log_softmax(-1))).sum(-1)
     assert total["supervised"] == pytest.approx(0.7 * supervised.item(), rel=1e-4)
     assert total["layers"] == pytest.approx(0.3 * layers.item(), rel=1e-4)
-    (0.7 * supervised + 0.3 * layers).backward()
+    assert total["predictions"] == pytest.approx(0.5 * divergences.mean().item(), rel=1e-4)
+    (0.7 * supervised + 0.3 * layers + 0.5 * divergences.mean()).backward()
     for name, parameter in parameters.items():
         grad = naive_parameters[name].grad.double()
         assert torch.allclose(parameter.grad.double(), grad, rtol=1e-2, atol=1e-4 * float(grad.abs().max() + 1e-3)), name
@@ -162,7 +166,7 @@ def test_the_loss_and_its_gradients_equal_those_in_float64(
 def test_without_a_teacher_it_is_cross_entropy(tmp_path: Path) -> None:
     checkpoint, plan = prepared("mixtral", tmp_path)
     student = dense_student(plan, checkpoint, torch.float32)
-    terms = DistillationLoss(student, None, TOKENS, 1.0, 0.0)(batch(torch.arange(6), torch.arange(6)))
+    terms = DistillationLoss(student, None, TOKENS, LossWeights(1.0, 0.0))(batch(torch.arange(6), torch.arange(6)))
     assert list(terms) == ["supervised"]
     assert decoder_perplexity(student, TOKENS, 4) == pytest.approx(terms["supervised"].exp().item(), rel=1e-5)
 
