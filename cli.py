@@ -154,17 +154,17 @@ dense_training_options = together(
         "--finetune-steps", type=click.IntRange(min=0), default=0, show_default=True, help="Then train it on text alone."
     ),
     click.option(
-        "--lambda-supervised", type=float, default=1.0, show_default=True, help="Weight of the text's own next tokens."
+        "--lambda-supervised", type=float, default=0.0, show_default=True, help="Weight of the text's own next tokens."
     ),
     click.option("--lambda-layer", type=float, default=1.0, show_default=True, help="Weight of the layers' outputs."),
     click.option(
         "--lambda-prediction",
         type=float,
-        default=0.0,
+        default=1.0,
         show_default=True,
         help="Weight of MODEL's own predictions of the next tokens.",
     ),
-    click.option("--learning-rate", type=float, default=1e-3, show_default=True, help="Of AdamW, at its highest."),
+    click.option("--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1 over the hidden size]"),
     click.option(
         "--batch-size",
         type=click.IntRange(min=1),

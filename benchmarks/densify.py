@@ -1,11 +1,12 @@
 """Dense models out of a mixture: perplexity by number of FFNs, selection of experts and training, against scratch.
 
-    python benchmarks/densify.py [--model demo] [--ffns 1,2,4] [--selects usage,reap,average,random] [--steps 300]
+    python benchmarks/densify.py [--model demo] [--ffns 2,1,4] [--selects usage,reap,…] [--steps 300]
 
-A row is one dense model: untrained, after `--steps` of layer distillation, and after as many of fine-tuning behind that;
-`scratch` is the same dense architecture from random weights, trained for as many steps in all on the text alone. Training
-text, its order and the held-out text are the same for all rows of a seed. Each finished figure is a line of
-results/NAME.jsonl and is not made again; trainings that were interrupted go on where they were.
+A row is one dense model: untrained, after `--steps` of distillation, and after as many of fine-tuning behind that;
+`scratch` is the same dense architecture from random weights, trained for as many steps in all on the text alone; `paper`
+is `usage` with the paper's loss, without the mixture's predictions. Training text, its order and the held-out text are the
+same for all rows of a seed. Each finished figure is a line of results/NAME.jsonl and is not made again; trainings that were
+interrupted go on where they were.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remember
 
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts, training_text
+from compress import plots
 from compress.block_error import shared_gates
 from compress.dense_plan import choose, dense_plan
 from compress.dense_student import dense_student, student_parameters
@@ -31,7 +34,7 @@ from compress.layer_distillation import decoder_perplexity
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.model import Decoder
 
-SCRATCH = "scratch"
+SCRATCH, PAPER = "scratch", "paper"
 STAGES = ("untrained", "distilled", "fine-tuned")
 HELD_OUT = 64
 
@@ -66,7 +69,7 @@ class Benchmark:
                 value = perplexity(self.checkpoint, texts.held_out_SL, dtype=self.checkpoint.model_dtype)
                 self.record(value, 0.0, ffns=0, select="teacher", stage=STAGES[0], seed=seed)
             for ffns in self.arguments.ffns:
-                for select in (*self.arguments.selects, SCRATCH):
+                for select in self.arguments.selects:
                     self.row(texts, ffns, select, seed)
 
     def row(self, texts: Texts, ffns: int, select: str, seed: int) -> None:
@@ -75,7 +78,7 @@ class Benchmark:
         stages = STAGES[2:] if select == SCRATCH else STAGES
         if all(self.figure(stage=stage, **key) is not None for stage in stages):
             return
-        plan = texts.plan("usage" if select == SCRATCH else select, ffns)
+        plan = texts.plan("usage" if select in (SCRATCH, PAPER) else select, ffns)
         work.mkdir(parents=True, exist_ok=True)
         for stage in stages:
             if self.figure(stage=stage, **key) is not None:
@@ -84,7 +87,7 @@ class Benchmark:
             student = dense_student(plan, self.checkpoint, self.checkpoint.model_dtype)
             if select == SCRATCH:
                 forget(student, seed)
-            options = training_options(self.arguments, stage, select == SCRATCH, seed)
+            options = training_options(self.arguments, stage, select, seed)
             if options.steps:
                 train_dense(
                     plan,
@@ -123,16 +126,13 @@ class Texts:
         return dense_plan(chosen, self.statistics, self.gates, self.checkpoint)
 
 
-def training_options(arguments: argparse.Namespace, stage: str, scratch: bool, seed: int) -> DenseTrainingOptions:
+def training_options(arguments: argparse.Namespace, stage: str, select: str, seed: int) -> DenseTrainingOptions:
     """Steps so far, for a stage; from scratch all of them are on the text alone."""
     steps = arguments.steps
-    common = DenseTrainingOptions(
-        learning_rate=arguments.learning_rate,
-        lambda_layer=arguments.lambda_layer,
-        batch_size=arguments.batch_size,
-        seed=seed,
-    )
-    if scratch:
+    common = DenseTrainingOptions(learning_rate=arguments.learning_rate, batch_size=arguments.batch_size, seed=seed)
+    if select == PAPER:
+        common = replace(common, lambda_supervised=1.0, lambda_layer=1.0, lambda_prediction=0.0)
+    if select == SCRATCH:
         return replace(common, finetune_steps=2 * steps)
     return replace(common, distill_steps=steps * (stage != STAGES[0]), finetune_steps=steps * (stage == STAGES[2]))
 
@@ -165,16 +165,47 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
     return note + markdown(header, rows)
 
 
+def picture(done: list[dict[str, Any]], path: Path) -> None:
+    """Perplexity over the stages, a panel for each number of FFNs; the mixture's as a line."""
+    from matplotlib.figure import Figure
+
+    teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
+    numbers = sorted({line["ffns"] for line in done if line["ffns"]})
+    with plots.style():
+        figure = Figure(figsize=(3.6 * len(numbers), 3.8), layout="constrained")
+        panels = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
+        for axes, ffns in zip(panels, numbers, strict=True):
+            for place, select in enumerate(dict.fromkeys(line["select"] for line in done if line["ffns"] == ffns)):
+                own = {stage: means(done, ffns, select, stage) for stage in STAGES}
+                points = [(stage, value) for stage, value in own.items() if value is not None]
+                axes.plot(*zip(*points, strict=True), marker="o", label=select, color=f"C{place}")
+            axes.axhline(teacher, color="#606060", linestyle="--", linewidth=0.8, label="the mixture")
+            axes.set_yscale("log")
+            axes.set_title("1 FFN" if ffns == 1 else f"{ffns} FFNs")
+        panels[0].set_ylabel("perplexity on held-out text")
+        panels[0].yaxis.set_major_formatter("{x:g}")
+        panels[0].yaxis.set_minor_formatter("{x:g}")
+        panels[-1].legend(frameon=False, fontsize=8)
+        plots.save(figure, path)
+
+
+def means(done: list[dict[str, Any]], ffns: int, select: str, stage: str) -> float | None:
+    """Mean perplexity over seeds, where it was measured."""
+    own = [d["perplexity"] for d in done if (d["ffns"], d["select"], d["stage"]) == (ffns, select, stage)]
+    return statistics.mean(own) if own else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--ffns", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--selects", type=lambda text: text.split(","), default=["usage", "reap", "average", "random"])
+    parser.add_argument("--ffns", type=lambda text: [int(part) for part in text.split(",")], default=[2, 1, 4])
+    parser.add_argument(
+        "--selects", type=lambda text: text.split(","), default=["usage", "reap", "average", "random", PAPER, SCRATCH]
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=DenseTrainingOptions.learning_rate)
-    parser.add_argument("--lambda-layer", type=float, default=DenseTrainingOptions.lambda_layer)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--name", default="densify")
     arguments = parser.parse_args()
@@ -183,6 +214,7 @@ def main() -> None:
     benchmark = Benchmark(arguments)
     benchmark.run()
     save(arguments.name, benchmark.done, table(benchmark.done, arguments.steps))
+    picture(benchmark.done, RESULTS / f"{arguments.name}.png")
 
 
 if __name__ == "__main__":

@@ -32,11 +32,13 @@ class DenseTrainingOptions:
 
     distill_steps: int = 0
     finetune_steps: int = 0
-    lambda_supervised: float = 1.0
+    lambda_supervised: float = 0.0
+    """Of the text's own next tokens; the paper's is above 0. Beside the teacher's predictions it did harm (docs/LOG.md)."""
     lambda_layer: float = 1.0
-    lambda_prediction: float = 0.0
-    """Of the distance to the teacher's next-token predictions, which the paper does not have."""
-    learning_rate: float = 1e-3
+    lambda_prediction: float = 1.0
+    """Of the distance to the teacher's next-token predictions, which the paper's loss does not have."""
+    learning_rate: float | None = None
+    """Of AdamW, at its highest; None for 1 over the hidden size, by which good rates go (6e-3 for the demo model's 160)."""
     batch_size: int = 16
     """Sequences a step, of each process."""
     micro_batch_size: int | None = None
@@ -57,8 +59,8 @@ class DenseTrainingOptions:
 
     def check(self) -> None:
         """Raise OptionError for what no training can use."""
-        self.part("distill", 1).check()
-        self.part("finetune", 1).check()
+        self.part("distill", 1, 1).check()
+        self.part("finetune", 1, 1).check()
         weights = (self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
         if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
             raise OptionError(
@@ -74,12 +76,12 @@ class DenseTrainingOptions:
             return LossWeights(supervised=1.0, layer=0.0, prediction=0.0)
         return LossWeights(self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
 
-    def part(self, name: str, length: int) -> TrainingOptions:
+    def part(self, name: str, length: int, hidden_size: int) -> TrainingOptions:
         """Options of "distill" or "finetune", for sequences of `length` tokens."""
         steps = self.distill_steps if name == "distill" else self.finetune_steps
         return TrainingOptions(
             steps,
-            self.learning_rate,
+            1.0 / hidden_size if self.learning_rate is None else self.learning_rate,
             self.batch_size,
             self.micro_batch_size or max(1, TOKENS_PER_BATCH // length),
             warm_up_steps=max(10, round(WARM_UP_SHARE * steps)),
@@ -99,6 +101,8 @@ class DenseTraining:
     """By the names of `student_parameters`, float32."""
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Figures of "distill" and "finetune"."""
+    histories: dict[str, tuple[list[dict[str, float]], list[tuple[int, float]]]] = field(default_factory=dict)
+    """Of the same: the terms of the loss at each step; (step, perplexity) of validation."""
 
 
 def train_dense(
@@ -122,7 +126,8 @@ def train_dense(
     student = student or dense_student(plan, checkpoint, dtype, "cpu" if options.shard else device)
     if options.shard:
         processes.shard(student, device, keep_whole=[block.a_K for block in sums(student).values()])
-    group = options.part("distill", tokens_SL.shape[1]).group_size
+    sizes = tokens_SL.shape[1], student.config.hidden_size
+    group = options.part("distill", *sizes).group_size
     student.checkpoint_activations = activation_bytes(student, group * tokens_SL.shape[1]) > MOST_ACTIVATION_BYTES
     made = DenseTraining()
     for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
@@ -133,7 +138,7 @@ def train_dense(
         if weights.layer or weights.prediction:
             teacher = Teacher(checkpoint, dtype, device, options.offload_teacher, predicts=weights.prediction > 0.0)
         loss = DistillationLoss(student, teacher, tokens_SL, weights)
-        trainer = Trainer(student_parameters(student), loss, options.part(name, tokens_SL.shape[1]), *tokens_SL.shape)
+        trainer = Trainer(student_parameters(student), loss, options.part(name, *sizes), *tokens_SL.shape)
         trainer.take_whole(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
         made.tensors = trainer.run(
             state_path=None if directory is None else directory / f"{name}.safetensors",
@@ -142,6 +147,7 @@ def train_dense(
             progress=lambda items, name=name: progress(items, f"{name} (steps)"),  # type: ignore[misc]
         )
         made.parts[name] = figures(trainer)
+        made.histories[name] = trainer.history, trainer.validations
     return made
 
 
@@ -154,7 +160,7 @@ def _perplexity(student: Decoder, tokens_SL: Tensor, group_size: int) -> float:
 def figures(trainer: Trainer) -> dict[str, Any]:
     """What a training cost and gained, as JSON."""
     first, last = trainer.history[0], trainer.history[-1]
-    values: dict[str, Any] = {"steps": len(trainer.history)}
+    values: dict[str, Any] = {"steps": len(trainer.history), "learning_rate": trainer.options.learning_rate}
     for name in first:
         values |= {f"{name}_first": first[name], f"{name}_last": last[name]}
     values["tokens_per_second"] = trainer.tokens_per_second or None

@@ -19,7 +19,7 @@ from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_pl
 from compress.dense_student import learned_scales, saved_tensors
 from compress.dense_training import DenseTraining, DenseTrainingOptions, train_dense
 from compress.job import JobOptions, Made, Prepared, open_mixture, prepare, statistics_of
-from compress.pictures import draw_usage
+from compress.pictures import draw_training, draw_usage
 from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.result import carry_out, check_outputs, finished_before
 from compress.work_directory import WorkDirectory
@@ -141,7 +141,10 @@ def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, pro
         own,
         f"{options.model}, dense: {own['ffns']} experts of each layer as one FFN",
         tuple(_card(own, plan)),
-        draw=lambda directory: [draw_usage(directory, Path(options.model).name, statistics, experts)],
+        draw=lambda directory: [
+            draw_usage(directory, Path(options.model).name, statistics, experts),
+            *draw_training(directory, options.output.name, trained.histories),
+        ],
     )
 
 

@@ -107,9 +107,9 @@ def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
 class LossWeights:
     """λ of each term."""
 
-    supervised: float = 1.0
-    layer: float = 1.0
-    prediction: float = 0.0
+    supervised: float
+    layer: float
+    prediction: float
 
 
 class DistillationLoss:

@@ -119,6 +119,19 @@ def draw_usage(directory: Path, label: str, statistics: Statistics, chosen: Mapp
     return save(directory, "usage_histogram", figure, "Concentration of usage", about)
 
 
+def draw_training(
+    directory: Path, label: str, histories: Mapping[str, tuple[Sequence[Mapping[str, float]], Sequence[tuple[int, float]]]]
+) -> list[Picture]:
+    """The parts of a training by name: terms of the loss at each step, and (step, perplexity) of validation."""
+    pictures = []
+    for name, (history, validations) in histories.items():
+        terms = {term: [step[term] for step in history] for term in history[0] if term != "loss"}
+        figure = plots.training(f"{label}, {name}", terms, validations, "perplexity")
+        about = "Terms of the loss, and perplexity on text that was set aside to tell the best state by."
+        pictures.append(save(directory, f"training_{name}", figure, f"Training: {name}", about))
+    return pictures
+
+
 def save(directory: Path, name: str, figure: Any, title: str, about: str, model: str = "") -> Picture:
     """Write NAME.png into the directory."""
     path = directory / f"{name}.png"

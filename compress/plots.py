@@ -263,6 +263,43 @@ def usage_histogram(
     return figure
 
 
+def training(name: str, terms: Mapping[str, Sequence[float]], validations: Sequence[tuple[int, float]], measure: str) -> Any:
+    """Each term of the loss step by step, smoothed over the pale line of single steps; beside them what validation gave.
+
+    measure: what validation measures, lower is better.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    across, gap, left = 3.6, 0.8, 0.65
+    with style():
+        title = f"Training of {short(name)}"
+        panels = 2 if validations else 1
+        page = _Page(_width(left + panels * (across + gap), title, left), 1, 2.4, title=0.36, below=0.62)
+        figure = Figure(figsize=page.size)
+        axes = page.axes(figure, 0, left, across)
+        for place, (term, values) in enumerate(terms.items()):
+            window = max(1, len(values) // 25)
+            smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+            axes.plot(range(1, len(values) + 1), values, color=f"C{place}", alpha=0.25, linewidth=0.8)
+            axes.plot(np.arange(len(smooth)) + (window + 1) / 2, smooth, color=f"C{place}", label=term)
+        axes.set_title("loss")
+        axes.set_xlabel("step")
+        axes.set_ylim(bottom=0.0)
+        axes.legend(frameon=False, fontsize=8)
+        if validations:
+            axes = page.axes(figure, 0, left + across + gap, across)
+            steps, values = zip(*validations, strict=True)
+            best = min(range(len(values)), key=values.__getitem__)
+            axes.plot(steps, values, marker="o", markersize=3)
+            axes.plot(steps[best], values[best], marker="o", color=COLOURS[1], label=f"kept: {values[best]:.2f}")
+            axes.set_title(f"{measure} on text set aside")
+            axes.set_xlabel("step")
+            axes.legend(frameon=False, fontsize=8)
+        page.title(figure, title, left)
+    return figure
+
+
 def search_scores(name: str, scores: SearchScores) -> Any:
     """α of each expert, removed ones crossed out, and beside it β of each layer (DiEP's figure 4)."""
     import numpy as np

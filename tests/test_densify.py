@@ -169,7 +169,10 @@ def test_training_is_recorded_and_what_is_written_is_what_was_trained(place: Pat
     assert figures["perplexity_after"] < 0.7 * run(*DENSIFY[:-1], "plain")["perplexity_after"]
     scales = figures["scales_per_layer"]
     assert len(scales) == 3 and all(len(row) == 2 for row in scales)
-    assert "Kept is the state of step" in (place / "out" / "README.md").read_text()
+    card = (place / "out" / "README.md").read_text()
+    assert "Kept is the state of step" in card
+    if figures["plots"]:
+        assert "training_distill.png" in card and (place / "out" / "training_finetune.png").is_file()
     assert float((transformers_logits(place / "out") - logits(place / "out")).abs().max()) <= 1e-4
     assert not list(place.glob(".*")), "nothing temporary is left"
 

@@ -166,7 +166,7 @@ def test_the_loss_and_its_gradients_equal_those_in_float64(
 def test_without_a_teacher_it_is_cross_entropy(tmp_path: Path) -> None:
     checkpoint, plan = prepared("mixtral", tmp_path)
     student = dense_student(plan, checkpoint, torch.float32)
-    terms = DistillationLoss(student, None, TOKENS, LossWeights(1.0, 0.0))(batch(torch.arange(6), torch.arange(6)))
+    terms = DistillationLoss(student, None, TOKENS, LossWeights(1.0, 0.0, 0.0))(batch(torch.arange(6), torch.arange(6)))
     assert list(terms) == ["supervised"]
     assert decoder_perplexity(student, TOKENS, 4) == pytest.approx(terms["supervised"].exp().item(), rel=1e-5)
 
