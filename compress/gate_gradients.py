@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.losses import CHUNK_TOKENS, next_token_loss
+from compress.losses import chunk_tokens, next_token_loss
 from engine.errors import DataError
 from engine.linear import linear
 from engine.model import Decoder, routed_by
@@ -117,7 +117,7 @@ def _of_batch(decoder: Decoder, tokens_BL: Tensor, generator: torch.Generator | 
 def _sample_next(hidden_1LD: Tensor, head_VD: Tensor, tokens_1L: Tensor, generator: torch.Generator) -> Tensor:
     """The text with each next token replaced by one drawn from the model's prediction at its place."""
     drawn = [tokens_1L[0, :1]]
-    for hidden in hidden_1LD[0, :-1].split(CHUNK_TOKENS):
+    for hidden in hidden_1LD[0, :-1].split(chunk_tokens(len(head_VD))):
         probabilities = linear(hidden, head_VD).float().softmax(-1)
         drawn.append(probabilities.multinomial(1, generator=generator)[:, 0])
     return torch.cat(drawn)[None]

@@ -1,54 +1,106 @@
 """Losses, as pure functions.
 
+Logits are made for a chunk of tokens at a time, in float32 or better, and gradients in the same pass as the value:
+never are T·V logits held, and none are made twice.
+
 Shape suffixes: B sequences, L positions, D hidden, V vocabulary, T tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from engine.linear import linear
 
-CHUNK_TOKENS = 512
+MOST_CHUNK_TOKENS = 512
+MOST_CHUNK_LOGITS = 1 << 23
+"""Of one chunk: 32 MB in float32."""
+
+Measure = Callable[[Tensor, slice], Tensor]
+"""Logits [t, V] of some of the tokens, and which they are, to a sum over them."""
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens whose logits are held at a time."""
+    return min(MOST_CHUNK_TOKENS, max(16, MOST_CHUNK_LOGITS // vocabulary))
+
+
+def head_loss(hidden_TD: Tensor, head_VD: Tensor, measure: Measure) -> Tensor:
+    """Σ of what `measure` makes of the logits head · hidden; differentiable once, in both."""
+    loss: Tensor = _HeadLoss.apply(hidden_TD, head_VD, measure)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Value and gradients chunk by chunk, in the forward pass; the backward pass scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor, measure: Measure) -> Tensor:
+        total = hidden_TD.new_zeros((), dtype=_wide_dtype(hidden_TD))
+        of_hidden, of_head = ctx.needs_input_grad[:2]
+        grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
+        grad_VD = torch.zeros_like(head_VD, dtype=_wide_dtype(head_VD)) if of_head else None
+        step = chunk_tokens(head_VD.shape[0])
+        for start in range(0, len(hidden_TD), step):
+            part = slice(start, start + step)
+            logits_TV = _wide(linear(hidden_TD[part], head_VD))
+            if grad_TD is None and grad_VD is None:
+                total += measure(logits_TV, part)
+                continue
+            value, own_TV = _with_gradient(measure, logits_TV, part)
+            total += value
+            own_TV = own_TV.to(hidden_TD.dtype)
+            if grad_TD is not None:
+                grad_TD[part] = linear(own_TV, head_VD.T)
+            if grad_VD is not None:
+                grad_VD += linear(own_TV.T, hidden_TD[part].T)
+        ctx.save_for_backward(grad_TD, grad_VD)
+        ctx.dtype = head_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_TD, grad_VD = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            None if grad_TD is None else grad_TD * scale,
+            None if grad_VD is None else (grad_VD * scale).to(ctx.dtype),
+            None,
+        )
+
+
+@torch.enable_grad()
+def _with_gradient(measure: Measure, logits_TV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    value = measure(logits_TV.requires_grad_(), part)
+    (own_TV,) = torch.autograd.grad(value, logits_TV)
+    return value.detach(), own_TV
 
 
 def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor) -> Tensor:
-    """Cross-entropy of each next token in nats, summed over the B·(L−1) predictions.
-
-    Logits are made and, in the backward pass, made again for CHUNK_TOKENS at a time: never B·L·V of them at once.
-    """
+    """Cross-entropy of each next token in nats, summed over the B·(L−1) predictions."""
     hidden_TD = hidden_BLD[:, :-1].reshape(-1, hidden_BLD.shape[-1])
     targets_T = tokens_BL[:, 1:].reshape(-1)
-    total = hidden_TD.new_zeros((), dtype=torch.float32)
-    for hidden, targets in zip(hidden_TD.split(CHUNK_TOKENS), targets_T.split(CHUNK_TOKENS), strict=True):
-        total = total + checkpoint(_chunk_loss, hidden, head_VD, targets, use_reentrant=False)
-    return total
-
-
-def _chunk_loss(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor) -> Tensor:
-    logits_TV = _wide(linear(hidden_TD, head_VD))
-    return F.cross_entropy(logits_TV, targets_T, reduction="sum")
+    return head_loss(hidden_TD, head_VD, lambda logits, part: F.cross_entropy(logits, targets_T[part], reduction="sum"))
 
 
 def prediction_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor, full_head_VD: Tensor | None = None) -> Tensor:
-    """KL(p ‖ p') in nats, summed over T tokens: p = softmax(full head · full), p' = softmax(head · hidden), in float32.
+    """KL(p ‖ p') in nats, summed over T tokens: p = softmax(full head · full), p' = softmax(head · hidden).
 
-    `full_head_VD`: None for the same head. Like `next_token_loss` it never holds more than a chunk's logits.
+    `full_head_VD`: None for the same head. No gradient goes into p.
     """
-    heads = head_VD, head_VD if full_head_VD is None else full_head_VD
-    total = hidden_TD.new_zeros((), dtype=torch.float32)
-    for hidden, full in zip(hidden_TD.split(CHUNK_TOKENS), full_TD.split(CHUNK_TOKENS), strict=True):
-        total = total + checkpoint(_chunk_divergence, hidden, full, *heads, use_reentrant=False)
-    return total
+    target_head_VD = (head_VD if full_head_VD is None else full_head_VD).detach()
 
+    def measure(logits_TV: Tensor, part: slice) -> Tensor:
+        with torch.no_grad():
+            target_TV = _wide(linear(full_TD[part], target_head_VD)).log_softmax(-1)
+        return F.kl_div(logits_TV.log_softmax(-1), target_TV, reduction="sum", log_target=True)
 
-def _chunk_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor, full_head_VD: Tensor) -> Tensor:
-    own = _wide(linear(hidden_TD, head_VD)).log_softmax(-1)
-    target = _wide(linear(full_TD, full_head_VD)).log_softmax(-1)
-    return F.kl_div(own, target, reduction="sum", log_target=True)
+    return head_loss(hidden_TD, head_VD, measure)
 
 
 def layer_distance(teacher_TD: Tensor, student_TD: Tensor) -> Tensor:
@@ -62,7 +114,11 @@ def layer_distance(teacher_TD: Tensor, student_TD: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     """In float32 or better, whatever the model's dtype."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(_wide_dtype(x))
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def reconstruction_loss(hidden_BLD: Tensor, full_BLD: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def test_training_comes_closer_and_leaves_the_teacher_as_it_is(family: str, tmp_
     checkpoint, plan = prepared(family, tmp_path)
     before = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
     tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.shapes}
-    options = DenseTrainingOptions(30, 0, learning_rate=3e-3, batch_size=6, validate_every=10)
+    options = DenseTrainingOptions(30, 0, 1.0, learning_rate=3e-3, batch_size=6, validate_every=10)
     made = train_dense(plan, checkpoint, TOKENS, TOKENS[:2], options, dtype=torch.float32)
     part = made.parts["distill"]
     assert part["layers_last"] < 0.9 * part["layers_first"] and part["supervised_last"] < 0.9 * part["supervised_first"]
