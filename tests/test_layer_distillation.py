@@ -217,7 +217,7 @@ def test_interrupted_training_ends_in_the_same_bits(tmp_path: Path, dtype: torch
     "options",
     [
         DenseTrainingOptions(lambda_layer=-1.0),
-        DenseTrainingOptions(lambda_supervised=0.0, lambda_layer=0.0),
+        DenseTrainingOptions(lambda_supervised=0.0, lambda_layer=0.0, lambda_prediction=0.0),
         DenseTrainingOptions(lambda_layer=float("nan")),
         DenseTrainingOptions(learning_rate=0.0),
         DenseTrainingOptions(clip_norm=-1.0),
