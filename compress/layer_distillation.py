@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.losses import layer_distance, next_token_loss, prediction_divergence
+from compress.divergences import Predictions, forward_kl, weighted_divergence
+from compress.losses import layer_distance, next_token_loss
 from compress.training import Batch
 from engine.attention import Rotary, rms_norm
 from engine.checkpoint import Checkpoint
@@ -32,8 +33,8 @@ class Taught:
 
     blocks: dict[int, Tensor]
     """y_l^T, [T, D], by decoder layer."""
-    hidden_TD: Tensor | None
-    """After the last norm, where predictions are wanted."""
+    predictions: Predictions | None
+    """Where they are wanted."""
 
 
 class Teacher:
@@ -54,10 +55,9 @@ class Teacher:
         self.checkpoint, self.offload, self.predicts = checkpoint, offload, predicts
         config, self._source = checkpoint.config, checkpoint.source(dtype, device)
         self._embedding_VD = self._source("model.embed_tokens.weight")
-        self._norm_D, self.head_VD = None, None
         if predicts:
             self._norm_D = self._source("model.norm.weight")
-            self.head_VD = self._embedding_VD if config.tied_embeddings else self._source("lm_head.weight")
+            self._head_VD = self._embedding_VD if config.tied_embeddings else self._source("lm_head.weight")
         self._rotary = Rotary(config)
         # What comes behind the last MoE block is in the predictions only.
         self._count = len(config.layers) if predicts else 1 + max(config.moe_layers)
@@ -82,9 +82,10 @@ class Teacher:
             if self.offload:
                 del layer, watched
                 self.checkpoint.release()
-        if self._norm_D is None:
+        if not self.predicts:
             return Taught(outputs, None)
-        return Taught(outputs, rms_norm(x_BLD, self._norm_D, config.norm_epsilon).flatten(0, 1))
+        hidden_TD = rms_norm(x_BLD, self._norm_D, config.norm_epsilon).flatten(0, 1)
+        return Taught(outputs, Predictions(hidden_TD, self._head_VD))
 
 
 @contextmanager
@@ -134,9 +135,9 @@ class DistillationLoss:
         if targets:
             distances = torch.stack([layer_distance(targets[index], outputs[index]) for index in targets])
             terms["layers"] = self.weights.layer * distances.sum() * len(batch.group_G) / sequences
-        if taught.hidden_TD is not None and self.teacher is not None:
-            heads = self.student.head_VD, self.teacher.head_VD
-            divergence = prediction_divergence(hidden_BLD.flatten(0, 1), taught.hidden_TD, *heads)
+        if taught.predictions is not None:
+            own = Predictions(hidden_BLD.flatten(0, 1), self.student.head_VD)
+            divergence = weighted_divergence(forward_kl, taught.predictions, own)
             terms["predictions"] = self.weights.prediction * divergence / (sequences * length)
         return terms
 

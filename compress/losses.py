@@ -88,21 +88,6 @@ def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor) -> T
     return head_loss(hidden_TD, head_VD, lambda logits, part: F.cross_entropy(logits, targets_T[part], reduction="sum"))
 
 
-def prediction_divergence(hidden_TD: Tensor, full_TD: Tensor, head_VD: Tensor, full_head_VD: Tensor | None = None) -> Tensor:
-    """KL(p ‖ p') in nats, summed over T tokens: p = softmax(full head · full), p' = softmax(head · hidden).
-
-    `full_head_VD`: None for the same head. No gradient goes into p.
-    """
-    target_head_VD = (head_VD if full_head_VD is None else full_head_VD).detach()
-
-    def measure(logits_TV: Tensor, part: slice) -> Tensor:
-        with torch.no_grad():
-            target_TV = _wide(linear(full_TD[part], target_head_VD)).log_softmax(-1)
-        return F.kl_div(logits_TV.log_softmax(-1), target_TV, reduction="sum", log_target=True)
-
-    return head_loss(hidden_TD, head_VD, measure)
-
-
 def layer_distance(teacher_TD: Tensor, student_TD: Tensor) -> Tensor:
     """MSE(LN(y^T), LN(y^S)) of one layer (seed 003 eq. 2), the mean over tokens and dimensions, in float32.
 

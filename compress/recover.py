@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from compress.apply import planned_decoder
 from compress.diep import full_hidden_states
-from compress.losses import prediction_divergence
+from compress.divergences import Predictions, forward_kl, weighted_divergence
 from compress.plan import Plan
 from compress.training import Batch, Trainer, TrainingOptions
 from engine.architectures import router_tensor
@@ -100,7 +100,8 @@ class PredictionLoss:
         device = self.decoder.embedding_VD.device
         target = self.full.select(batch.group_G.tolist()).to(device)
         hidden = self.decoder.hidden_states(self.tokens_SL[batch.group_G].to(device))
-        divergence = prediction_divergence(hidden.flatten(0, 1), target.flatten(0, 1), self.decoder.head_VD)
+        full, own = (Predictions(states.flatten(0, 1), self.decoder.head_VD) for states in (target, hidden))
+        divergence = weighted_divergence(forward_kl, full, own)
         return {"divergence": divergence / (len(batch.rows_B) * self.tokens_SL.shape[1])}
 
 

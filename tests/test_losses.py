@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-import compress.losses
-from compress.losses import chunk_tokens, next_token_loss, prediction_divergence, reconstruction_loss
+from compress.losses import chunk_tokens, next_token_loss, reconstruction_loss
 
 
 def test_next_token_loss_and_its_gradients_equal_plain_cross_entropy() -> None:
@@ -24,23 +22,6 @@ def test_next_token_loss_and_its_gradients_equal_plain_cross_entropy() -> None:
     expected = torch.autograd.grad(plain, (hidden, head))
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-10)
-
-
-def test_prediction_divergence_and_its_gradients_equal_the_plain_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a head of its own for the full model, in chunks that the last one does not fill; scaled, as training does."""
-    monkeypatch.setattr(compress.losses, "MOST_CHUNK_TOKENS", 4)
-    generator = torch.Generator().manual_seed(0)
-    hidden, full = (torch.randn(11, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    head, full_head = (torch.randn(13, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    loss = 0.3 * prediction_divergence(hidden, full, head, full_head)
-    target, own = (full @ full_head.T).softmax(-1), (hidden @ head.T).softmax(-1)
-    plain = 0.3 * (target * (target.log() - own.log())).sum()
-    assert torch.isclose(loss, plain, rtol=1e-12)
-    got = torch.autograd.grad(loss, (hidden, head, full, full_head), allow_unused=True)
-    expected = torch.autograd.grad(plain, (hidden, head))
-    assert got[2] is None and got[3] is None, "the full model is a constant"
-    for ours, theirs in zip(got, expected, strict=False):
-        assert torch.allclose(ours, theirs, atol=1e-12)
 
 
 def test_a_chunk_of_a_large_vocabulary_stays_small() -> None:
