@@ -34,12 +34,17 @@ def with_moments(
 
 @torch.no_grad()
 def restore(
-    parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer, file: SafetensorsFile, change: Change = as_it_is
+    parameters: Mapping[str, Tensor],
+    optimiser: torch.optim.Optimizer,
+    file: SafetensorsFile,
+    change: Change = as_it_is,
+    prefix: str = "",
 ) -> None:
-    """The inverse, into the parameters as they are."""
+    """The inverse, into the parameters as they are. `prefix`: before all names in the file."""
     for name, parameter in parameters.items():
-        parameter.copy_(change(name, file.tensor(name)))
-        found = {key: file.tensor(f"{name}.{key}") for key in MOMENTS if f"{name}.{key}" in file.entries}
+        key_of = f"{prefix}{name}"
+        parameter.copy_(change(name, file.tensor(key_of)))
+        found = {key: file.tensor(f"{key_of}.{key}") for key in MOMENTS if f"{key_of}.{key}" in file.entries}
         moments = {
             # Adam keeps its count of steps on the CPU, whatever the device.
             key: moment.clone() if key == STEP else change(name, moment).clone().to(parameter.device)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,10 @@ from engine.errors import DataError, OptionError, TrainingError
 from engine.progress import note
 from engine.safetensors_file import SafetensorsFile, write_tensors
 
-BEST = "best."
-"""Before the names of the best state's tensors in a state file."""
+BEST, FIRST = "best.", "first."
+"""Before the names of tensors in a state file: those of the best state, and of the training that is taken first."""
+State = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors by name, and the rest as JSON."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class TrainingOptions:
     seed: int = 0
     earlier_steps: int = 0
     """Steps of an earlier training on the same sequences: this one goes on in their order."""
+    steps_per_batch: int = 1
+    """Steps on the same sequences, one after another; states are saved between them only."""
     save_every: int = 25
     validate_every: int = 0
     """0 never: training ends with its last state."""
@@ -61,6 +66,10 @@ class TrainingOptions:
         if self.steps < 0 or self.batch_size < 1 or not 0.0 < self.learning_rate < math.inf or not self.clip_norm > 0.0:
             raise OptionError(
                 "steps must be at least 0, batch-size at least 1, the learning rate and the gradient's length positive"
+            )
+        if self.steps_per_batch < 1 or self.save_every % self.steps_per_batch:
+            raise OptionError(
+                f"save-every is {self.save_every}; as {self.steps_per_batch} steps share a batch, make it a multiple"
             )
 
 
@@ -85,14 +94,21 @@ class Trainer:
     """One training of some parameters."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], loss: Loss, options: TrainingOptions, sequences: int, length: int
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        loss: Loss,
+        options: TrainingOptions,
+        sequences: int,
+        length: int,
+        first: Trainer | None = None,
     ) -> None:
         """parameters: of a decoder, by any names. sequences: how many there are to draw from; length: tokens of one.
 
-        Raises DataError where several processes have no full step to share.
+        first: another training, each step of which is taken before this one's on the same sequences; its states are in this
+        one's. Raises DataError where several processes have no full step to share.
         """
         self.parameters, self.loss, self.options = dict(parameters), loss, options
-        self.sequences, self.length = sequences, length
+        self.sequences, self.length, self.first = sequences, length, first
         self.step_size = options.batch_size * processes.count()
         if processes.count() > 1 and sequences < self.step_size:
             raise DataError(
@@ -138,9 +154,14 @@ class Trainer:
         for step in bar:
             if validate is not None and every and step % every == 0:
                 self._validate(validate, step)
+            saves = state_path is not None and step > first and step % self.options.save_every == 0
+            state = self.state(step) if saves else None
+            if self.first is not None:
+                self.first.history.append(self.first.gradients(step))
+                self.first.update(step)
             terms = self.gradients(step)
-            if state_path is not None and step > first and step % self.options.save_every == 0:
-                self.save(state_path, step)
+            if state_path is not None and state is not None:
+                self.save(state_path, state)
             self.update(step)
             self.history.append(terms)
             taken = (step + 1 - first) * self.step_size * self.length
@@ -150,7 +171,7 @@ class Trainer:
             self._validate(validate, steps)
         self.take(self.best)
         if state_path is not None and first < steps:
-            self.save(state_path, steps)
+            self.save(state_path, self.state(steps))
         return {name: self._whole(name, master.detach()).cpu() for name, master in self.masters.items()}
 
     def gradients(self, step: int) -> dict[str, float]:
@@ -158,7 +179,8 @@ class Trainer:
 
         Raises TrainingError unless both are finite.
         """
-        rows_B = batch_rows(self.sequences, self.step_size, step + self.options.earlier_steps, self.options.seed)
+        turn = (step + self.options.earlier_steps) // self.options.steps_per_batch
+        rows_B = batch_rows(self.sequences, self.step_size, turn, self.options.seed)
         own_B = rows_B.tensor_split(processes.count())[processes.rank()]
         groups = own_B.split(self.options.group_size)
         self.optimiser.zero_grad()
@@ -188,13 +210,20 @@ class Trainer:
         self.optimiser.step()
         self.take(self.masters)
 
-    def save(self, path: Path, step: int) -> None:
-        """Masters, moments, the best state and what was measured, as one safetensors file, replacing the last when whole."""
+    def state(self, step: int) -> State:
+        """What `load` takes, as it is now: masters, moments, the best state and what was measured."""
         tensors = with_moments(self.masters, self.optimiser, self._whole)
-        tensors |= {f"{BEST}{name}": self._whole(name, own) for name, own in self.best.items()}
-        header = {"step": step, "history": self.history, "validations": self.validations}
+        tensors |= {f"{BEST}{name}": self._whole(name, own).clone() for name, own in self.best.items()}
+        header: dict[str, Any] = {"step": step, "history": list(self.history), "validations": list(self.validations)}
+        if self.first is not None:
+            others, header["first"] = self.first.state(step)
+            tensors |= {f"{FIRST}{name}": tensor for name, tensor in others.items()}
+        return tensors, header
+
+    def save(self, path: Path, state: State) -> None:
+        """Write a state as one safetensors file, replacing the last when whole."""
         if processes.is_first():
-            write_tensors(path, tensors, {"training": json.dumps(header)}, "the state of the training")
+            write_tensors(path, state[0], {"training": json.dumps(state[1])}, "the state of the training")
         self._saved = path
 
     @torch.no_grad()
@@ -203,18 +232,23 @@ class Trainer:
         with SafetensorsFile(path) as file:
             if "training" not in file.metadata or not set(self.masters) <= set(file.entries):
                 raise DataError(f"{path}: is not the state of this training; leave out --resume")
-            restore(self.masters, self.optimiser, file, self._piece)
-            self.best = {
-                name: self._piece(name, file.tensor(f"{BEST}{name}")).cpu().clone()
-                for name in self.masters
-                if f"{BEST}{name}" in file.entries
-            }
             header = json.loads(file.metadata["training"])
+            self._restore(file, header, "")
+        self._saved = path
+        return int(header["step"])
+
+    def _restore(self, file: SafetensorsFile, header: Mapping[str, Any], prefix: str) -> None:
+        restore(self.masters, self.optimiser, file, self._piece, prefix)
+        self.best = {
+            name: self._piece(name, file.tensor(f"{prefix}{BEST}{name}")).cpu().clone()
+            for name in self.masters
+            if f"{prefix}{BEST}{name}" in file.entries
+        }
         self.take(self.masters)
         self.history = header["history"]
         self.validations = [(step, value) for step, value in header["validations"]]
-        self._saved = path
-        return int(header["step"])
+        if self.first is not None:
+            self.first._restore(file, header["first"], f"{prefix}{FIRST}")
 
     def _accumulate(self) -> None:
         """Add the parameters' gradients to the masters'."""

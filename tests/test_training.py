@@ -154,7 +154,7 @@ def test_a_gradient_or_a_measure_that_is_no_number_stops_too() -> None:
 def test_the_state_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     own = trainer(Regression())
-    own.save(path, 3)
+    own.save(path, own.state(3))
     other = Regression()
     with pytest.raises(DataError, match="not the state of this training"):
         Trainer({"another": other.w}, other, OPTIONS, len(DATA), 1).load(path)
@@ -193,3 +193,56 @@ def test_the_rate_rises_and_falls() -> None:
 def test_options_that_cannot_be_used(changes: dict[str, float]) -> None:
     with pytest.raises(OptionError):
         TrainingOptions(**(vars(OPTIONS) | changes)).check()
+
+
+class Follower:
+    """A loss whose target another training moves, and the other's: it follows this one's parameter."""
+
+    def __init__(self) -> None:
+        self.x, self.target = (torch.nn.Parameter(torch.tensor([value])) for value in (0.0, 1.0))
+        self.seen: list[list[int]] = []
+
+    def own(self, batch: Batch) -> dict[str, Tensor]:
+        self.seen.append(batch.rows_B.tolist())
+        return {"distance": (self.x - self.target.detach()).square().sum()}
+
+    def others(self, batch: Batch) -> dict[str, Tensor]:
+        assert batch.step >= 0
+        return {"distance": (self.target - 0.5 * self.x.detach()).square().sum()}
+
+
+def together(loss: Follower, **changes: object) -> Trainer:
+    options = TrainingOptions(**(vars(OPTIONS) | {"steps_per_batch": 2, "save_every": 4} | changes))
+    first = Trainer({"target": loss.target}, loss.others, options, len(DATA), 1)
+    return Trainer({"x": loss.x}, loss.own, options, len(DATA), 1, first)
+
+
+def test_a_training_with_another_before_each_of_its_steps(tmp_path: Path) -> None:
+    """Each of the two moves by what the other is at that moment; both are resumed, and steps share their sequences."""
+    loss = Follower()
+    trainer_ = together(loss)
+    trainer_.run()
+    by_hand = Follower()
+    own, others = (torch.optim.AdamW([p], lr=1.0, weight_decay=0.01) for p in (by_hand.x, by_hand.target))
+    for step in range(OPTIONS.steps):
+        rise = min(1.0, (step + 1) / OPTIONS.warm_up_steps)
+        rate = OPTIONS.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * step / OPTIONS.steps))
+        for optimiser, of, parameter in ((others, by_hand.others, by_hand.target), (own, by_hand.own, by_hand.x)):
+            optimiser.param_groups[0]["lr"] = rate
+            parameter.grad = None
+            of(Batch(step, torch.zeros(1), torch.zeros(1), torch.Generator()))["distance"].backward()
+            torch.nn.utils.clip_grad_norm_([parameter], OPTIONS.clip_norm)
+            optimiser.step()
+    assert loss.x.item() == pytest.approx(by_hand.x.item(), abs=1e-5)
+    assert loss.target.item() == pytest.approx(by_hand.target.item(), abs=1e-5)
+    assert loss.seen[0:4:2] == loss.seen[1:4:2] and loss.seen[0] != loss.seen[2]
+    again, path = Follower(), tmp_path / "state.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        together(again).run(state_path=path, progress=Stop(7))
+    resumed = together(another := Follower())
+    resumed.run(state_path=path, resume=True)
+    assert torch.equal(another.x, loss.x) and torch.equal(another.target, loss.target)
+    assert resumed.history == trainer_.history and resumed.first is not None and trainer_.first is not None
+    assert resumed.first.history == trainer_.first.history
+    with pytest.raises(OptionError, match="multiple"):
+        TrainingOptions(**(vars(OPTIONS) | {"steps_per_batch": 2, "save_every": 3})).check()
