@@ -124,6 +124,11 @@ def shard(decoder: Decoder, device: torch.device | str, keep_whole: Collection[n
     register_fsdp_forward_method(decoder, "hidden_states")
 
 
+def is_spread(decoder: Decoder) -> bool:
+    """Whether `shard` was called on it."""
+    return hasattr(decoder, "reshard")
+
+
 def let_go(decoder: Decoder) -> None:
     """After forward passes without a backward pass: what was gathered for them would not see the next update."""
     reshard: Any = getattr(decoder, "reshard", None)

@@ -5,6 +5,7 @@ Shape suffixes: B batch, G key-value heads, L positions, E head dimension.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -47,3 +48,10 @@ class KeyValueCache:
     def advance(self, positions: int) -> None:
         """Count `positions` as filled, once every layer has appended them."""
         self.length += positions
+
+    def of_rows(self, rows_R: Tensor) -> KeyValueCache:
+        """A cache of some of the sequences only, `rows_R` [R] int64; in memory of its own."""
+        made = copy(self)
+        made.__dict__.pop("bits", None)
+        made.keys, made.values = self.keys[:, rows_R], self.values[:, rows_R]
+        return made
