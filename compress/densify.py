@@ -217,11 +217,11 @@ def _card(own: Mapping[str, Any], plan: Plan) -> list[str]:
         *rows,
         "",
         *_gate_lines(own),
-        *_training_lines(own),
+        *training_lines(own),
     ]
 
 
-def _training_lines(own: Mapping[str, Any]) -> list[str]:
+def training_lines(own: Mapping[str, Any]) -> list[str]:
     """What each part of the training cost and gained; nothing where there was none."""
     lines = []
     for name, part in own["training"].items():
