@@ -591,10 +591,11 @@ def as_dense_encoder_decoder(config: dict[str, Any], width: int) -> dict[str, An
     meant = load_transformers_config(config).to_dict()
     _refuse_what_has_no_place(row, sibling, config, meant)
     known = CONFIG_MAPPING[sibling.model_type]().to_dict()
-    kept = {
-        key: config.get(key, meant[key]) for key in known if key in config or (key in meant and meant[key] != known[key])
-    }
+    kept = {key: value for key, value in config.items() if key in known or key == "torch_dtype"}
+    kept |= {key: meant[key] for key in known if key not in config and key in meant and meant[key] != known[key]}
     return kept | {
+        # No key of the sibling's own config, but its models look for it there.
+        "decoder_start_token_id": meant["decoder_start_token_id"],
         "model_type": sibling.model_type,
         "architectures": [sibling.model_class],
         row.width_key: width,

@@ -121,8 +121,8 @@ class EncoderDecoderCheckpoint:
     @property
     def active_parameters(self) -> int:
         """Parameters that one token of source and target uses: of each sparse layer one expert."""
-        expert = 2 * getattr(self.config, self.row.width_key) * self.config.hidden_size
-        return self.parameters - sum((count - 1) * expert for count in self.experts.values())
+        expert = 2 * int(getattr(self.config, self.row.width_key)) * int(self.config.hidden_size)
+        return self.parameters - expert * sum(count - 1 for count in self.experts.values())
 
     @property
     def bytes(self) -> int:
