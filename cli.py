@@ -423,6 +423,8 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     say(common, f"a layer's output was off by {min(errors):.0%} to {max(errors):.0%} before any training")
     if weights := figures.get("router_weight_error_per_layer"):
         say(common, f"of that, the mean router probability alone makes {min(weights):.1%} to {max(weights):.1%}")
+    if any(dropped := figures.get("dropped_share_per_layer", ())):
+        say(common, f"beyond the capacity of an expert were {min(dropped):.1%} to {max(dropped):.1%} of a layer's tokens")
     if gates := figures.get("shared_gate_error_per_layer"):
         say(common, f"of that, the mean gate of the shared expert alone makes {min(gates):.1%} to {max(gates):.1%}")
     for name, part in figures["training"].items():
@@ -440,7 +442,7 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
         ["perplexity", number(figures["perplexity_before"]), number(figures["perplexity_after"])],
     ]
     if "token_accuracy_after" in figures:
-        rows.append(["token accuracy", *(number(figures[f"token_accuracy_{when}"]) for when in ("before", "after"))])
+        rows.append(["token accuracy", *(number(figures[f"token_accuracy_{when}"], 3) for when in ("before", "after"))])
     say(common, table(rows))
     if figures["experts_per_layer"]:
         say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
