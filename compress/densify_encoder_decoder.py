@@ -83,7 +83,7 @@ def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_pro
     with until_whole(options, work):
         work.begin(options.deciding() | prepared.fingerprints(), options.resume)
         before = work.once("held_out_before", lambda: _measured(prepared.teacher, prepared))
-        figures = _write(options, prepared, before, work, progress, started)
+        figures = _write(options, prepared, _student(options, prepared, work, progress), before, started)
     return figures
 
 
@@ -142,59 +142,65 @@ def _measured(model: nn.Module, prepared: Prepared) -> dict[str, float | None]:
     return asdict(found)
 
 
-def _write(
-    options: DensifyOptions,
-    prepared: Prepared,
-    before: Mapping[str, float | None],
-    work: WorkDirectory,
-    progress: Progress,
-    started: float,
-) -> dict[str, Any]:
-    """Choose, train, fold, write, measure what was written, describe it, and give it its name."""
-    checkpoint, teacher = prepared.checkpoint, prepared.teacher
-    calibration = prepared.pairs["calibration"]
+@dataclass(frozen=True)
+class Student:
+    """The dense model that was made, ready to be folded."""
+
+    plan: Plan
+    parameters: Mapping[str, Tensor]
+    """By name, tied ones once; FFNs of sparse layers are still apart."""
+    figures: dict[str, Any]
+
+
+def _student(options: DensifyOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Student:
+    """Choose experts, say how far that is from the mixture, train."""
+    checkpoint, teacher, calibration = prepared.checkpoint, prepared.teacher, prepared.pairs["calibration"]
     seen = usage(teacher, checkpoint, calibration, lambda batches: progress(batches, "calibrating (batches)"))
     plan = plan_from_json(work.once("plan", lambda: plan_to_json(_plan(options, prepared, seen))))
-    dtype = options.dtype or checkpoint.model_dtype
-    student = dense_student(plan, teacher, checkpoint, dtype, options.device)
+    student = dense_student(plan, teacher, checkpoint, options.dtype or checkpoint.model_dtype, options.device)
     errors = layer_errors(student, teacher, checkpoint, seen, calibration.take(slice(ERROR_PAIRS)))
     parameters: Mapping[str, Tensor] = dict(student.named_parameters())
     parts: dict[str, Any] = {}
     if options.training.steps:
-        nothing = calibration.take(slice(0))
-        training, validation = prepared.pairs["training"], prepared.pairs.get("validation", nothing)
         trained = train(
             student,
             teacher,
             checkpoint,
-            training,
-            validation,
+            prepared.pairs["training"],
+            prepared.pairs.get("validation", calibration.take(slice(0))),
             options.training,
             directory=work.path,
             resume=options.resume,
             progress=progress,
         )
         parameters, parts = trained.tensors, trained.parts
+    own = {
+        "selected_experts": _selected(plan, checkpoint),
+        "block_error_per_layer": [error.whole for error in errors],
+        "router_weight_error_per_layer": [error.weight for error in errors],
+        "training": parts,
+        "scales_per_layer": learned_scales(parameters, checkpoint),
+    }
+    return Student(plan, parameters, own | _usage_figures(seen))
+
+
+def _write(
+    options: DensifyOptions, prepared: Prepared, made: Student, before: Mapping[str, float | None], started: float
+) -> dict[str, Any]:
+    """Fold, write, measure what was written, describe it, and give it its name."""
+    checkpoint = prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
-        write_dense(directory, saved_tensors(parameters, checkpoint), checkpoint, prepared.ffns)
+        write_dense(directory, saved_tensors(made.parameters, checkpoint), checkpoint, prepared.ffns)
         result = EncoderDecoderCheckpoint(directory)
-        after = _measured(result.load(dtype, options.device), prepared)
-        figures = _figures(options, prepared, result, before, after)
-        figures |= {
-            "selected_experts": _selected(plan, checkpoint),
-            "block_error_per_layer": [error.whole for error in errors],
-            "router_weight_error_per_layer": [error.weight for error in errors],
-            "training": parts,
-            "scales_per_layer": learned_scales(parameters, checkpoint),
-        }
-        figures |= _usage_figures(seen)
+        after = _measured(result.load(options.dtype or checkpoint.model_dtype, options.device), prepared)
+        figures = _figures(options, prepared, result, before, after) | made.figures
         figures |= {"seconds": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()}
         title = f"{options.model}, dense: {prepared.ffns} experts of each layer as one FFN"
         card = model_card(figures, options.model, (), False, (), title, _card(figures), loader="AutoModelForSeq2SeqLM")
         (directory / "README.md").write_text(card, encoding="utf-8")
-        write_provenance(directory, _provenance(options, checkpoint, plan, figures))
+        write_provenance(directory, _provenance(options, checkpoint, made.plan, figures))
     if options.plan_output is not None:
-        write_json(options.plan_output, plan_to_json(plan))
+        write_json(options.plan_output, plan_to_json(made.plan))
     return figures
 
 

@@ -26,6 +26,7 @@ import cli
 from calibrate.pairs import PADDING, SPLITS, STDLIB, Pairs, split_of, text_pairs, tokenised
 from compress.dense_plan import SELECTIONS, choose
 from compress.encoder_decoder import (
+    check_nothing_is_lost,
     dense_student,
     folded,
     layer_errors,
@@ -39,7 +40,7 @@ from compress.encoder_decoder_training import PairLoss, measure
 from compress.training import Batch
 from engine.checkpoint import load_tokenizer_of
 from engine.encoder_decoder import EncoderDecoderCheckpoint, is_encoder_decoder
-from engine.errors import DataError, OptionError
+from engine.errors import DataError, OptionError, UnsupportedError
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -483,6 +484,17 @@ def test_a_dense_one_is_refused_and_so_is_every_other_command(place: Path) -> No
         refused(place, command, "is an encoder-decoder, which this command does not take")
     refused(place, ["bench", "out"], "is an encoder-decoder")
     assert is_encoder_decoder(place / "out")
+
+
+def test_a_tensor_that_would_be_lost_or_is_lacking_is_named(place: Path) -> None:
+    checkpoint, teacher, _ = opened(place)
+    check_nothing_is_lost(teacher, checkpoint)
+    teacher.adapter = nn.Linear(2, 2, bias=False)
+    with pytest.raises(UnsupportedError, match=r"a t5 has no place for adapter\.weight"):
+        check_nothing_is_lost(teacher, checkpoint)
+    del teacher.adapter, teacher.decoder.final_layer_norm
+    with pytest.raises(UnsupportedError, match=r"a t5 needs decoder\.final_layer_norm\.weight"):
+        check_nothing_is_lost(teacher, checkpoint)
 
 
 def test_errors_of_counts_are_named() -> None:
