@@ -1,11 +1,12 @@
 """Dense encoder-decoders out of a mixture: token accuracy by number of FFNs and training, against scratch.
 
-    python benchmarks/encoder_decoder.py [--ffns 1,2] [--steps 400] [--teacher-steps 2000] [--threads 1]
+    python benchmarks/encoder_decoder.py [--ffns 1,2] [--steps 400] [--teacher-steps 2000] [--control] [--threads 1]
 
 The mixture is a toy that this script trains first, on the pairs that `--data stdlib` of `compress densify` names: restore
 case and punctuation of a line of code. A row is one dense model: untrained, after `--steps` of layer distillation, and
 after as many of fine-tuning behind that; `scratch` is the same dense architecture from random weights, trained for as many
-steps in all on the pairs alone. Each finished figure is a line of results/NAME.jsonl and is not made again; trainings that
+steps in all on the pairs alone. With `--control` the mixture itself gets that many steps more, for the densified models
+begin where its training ended. Each finished figure is a line of results/NAME.jsonl and is not made again; trainings that
 were interrupted go on where they were.
 """
 
@@ -63,6 +64,7 @@ BALANCE = 0.02
 """Weight of the load-balancing loss while the mixture is trained."""
 SCRATCH = "scratch"
 DENSIFIED = "densified"
+CONTROL = "control"
 STAGES = ("untrained", "distilled", "fine-tuned")
 COUNTS = {"training": 1 << 20, "validation": 128, "calibration": 512, "held-out": 1024}
 LENGTH = 48
@@ -119,13 +121,20 @@ def train_teacher(work: Path, steps: int, learning_rate: float) -> float:
         random_teacher(begun)
     checkpoint = EncoderDecoderCheckpoint(begun)
     model, pairs = checkpoint.load(torch.float32), all_pairs(begun)["training"]
-    options = TrainingOptions(steps, learning_rate, 32, 32, warm_up_steps=100, clip_norm=1.0, save_every=100)
-    loss = TeacherLoss(model, None, checkpoint, pairs, 1.0, 0.0)
-    trainer = Trainer(dict(model.named_parameters()), loss, options, len(pairs), pairs.tokens // len(pairs))
-    trainer.run(state_path=work / "teacher.safetensors", resume=True)
+    go_on(model, checkpoint, pairs, steps, learning_rate, work / "teacher.safetensors")
     model.save_pretrained(begun)  # type: ignore[operator]
     begun.rename(work / "teacher")
     return time.monotonic() - started
+
+
+def go_on(
+    model: nn.Module, checkpoint: EncoderDecoderCheckpoint, pairs: Pairs, steps: int, learning_rate: float, state: Path
+) -> None:
+    """Train the mixture, from `state` where there is one."""
+    options = TrainingOptions(steps, learning_rate, 32, 32, warm_up_steps=100, clip_norm=1.0, save_every=100)
+    loss = TeacherLoss(model, None, checkpoint, pairs, 1.0, 0.0)
+    trainer = Trainer(dict(model.named_parameters()), loss, options, len(pairs), pairs.tokens // len(pairs))
+    trainer.run(state_path=state, resume=True)
 
 
 def all_pairs(directory: Path) -> dict[str, Pairs]:
@@ -174,6 +183,11 @@ class Benchmark:
             self.stage(ffns, SCRATCH, STAGES[2])
             shutil.rmtree(self.work / f"{ffns}-{DENSIFIED}", ignore_errors=True)
             shutil.rmtree(self.work / f"{ffns}-{SCRATCH}", ignore_errors=True)
+        if self.arguments.control and not self.known(kind=CONTROL):
+            started, model = time.monotonic(), self.checkpoint.load(torch.float32)
+            state, rate = self.work / "control.safetensors", self.arguments.learning_rate
+            go_on(model, self.checkpoint, self.pairs["training"], 2 * self.arguments.steps, rate, state)
+            self.record(model, time.monotonic() - started, ffns=0, kind=CONTROL, stage=STAGES[2])
 
     def stage(self, ffns: int, kind: str, stage: str) -> None:
         """A dense model at one stage, from the state that the one before it left."""
@@ -235,10 +249,12 @@ def table(done: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
             name = f"{ffns} {'FFN' if ffns == 1 else 'FFNs'}, {kind}"
             rows.append([name, f"{parameters:,}", *map(cell, own)])
     steps = arguments.steps
+    further = next((line for line in done if line["kind"] == CONTROL), None)
+    control = f", and {cell(further)} after {2 * steps} more" if further else ""
     note = (
         f"Token accuracy under teacher forcing on {COUNTS['held-out']:,} held-out pairs, in brackets perplexity; the "
         f"mixture ({teacher['parameters']:,} parameters, {SIZES['num_experts']} experts) has {cell(teacher)} after "
-        f"{arguments.teacher_steps:,} steps. From scratch: {2 * steps} steps on the pairs alone. One seed.\n\n"
+        f"{arguments.teacher_steps:,} steps{control}. From scratch: {2 * steps} steps on the pairs alone. One seed.\n\n"
     )
     header = ["", "parameters", "untrained", f"{steps} distillation steps", f"+ {steps} fine-tuning steps"]
     return note + markdown(header, rows)
@@ -251,6 +267,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--teacher-steps", type=int, default=2000)
     parser.add_argument("--teacher-learning-rate", type=float, default=3e-3)
+    parser.add_argument("--control", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", default="encoder_decoder")
     arguments = parser.parse_args()

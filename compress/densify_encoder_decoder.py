@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ from engine.architectures import as_dense_encoder_decoder
 from engine.artifact import whole_or_nothing, write_provenance
 from engine.checkpoint import load_tokenizer_of, resolve
 from engine.encoder_decoder import EncoderDecoderCheckpoint
-from engine.errors import OptionError
+from engine.errors import CheckpointError, OptionError
 from engine.json_file import write_json
 from engine.progress import Progress, no_progress
 from engine.report import peak_memory_bytes
@@ -135,10 +136,12 @@ def _pair_counts(options: DensifyOptions) -> dict[str, int]:
 
 
 def _measured(model: nn.Module, prepared: Prepared) -> dict[str, float | None]:
-    """Figures on the held-out pairs, None where there are none."""
+    """Figures on the held-out pairs, None where there are none. Raises CheckpointError where they are no numbers."""
     if "held-out" not in prepared.pairs:
         return {"token_accuracy": None, "perplexity": None}
     found: Measured = measure(model, prepared.pairs["held-out"], prepared.checkpoint.config)
+    if not math.isfinite(found.perplexity):
+        raise CheckpointError(f"{prepared.checkpoint.directory}: its predictions are no numbers; try --dtype float32")
     return asdict(found)
 
 
