@@ -164,7 +164,9 @@ dense_training_options = together(
         show_default=True,
         help="Weight of MODEL's own predictions of the next tokens.",
     ),
-    click.option("--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1 over the hidden size]"),
+    click.option(
+        "--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1 over the hidden size, at most 1/160]"
+    ),
     click.option(
         "--batch-size",
         type=click.IntRange(min=1),
@@ -431,19 +433,23 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     """Make an ordinary dense model of MODEL: K experts of each layer become one FFN.
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). The result is of the dense family
-    that fits and loads wherever that does; without training it is far from MODEL.
+    that fits and loads wherever that does; without training it is far from MODEL. Of an encoder-decoder both stacks become
+    dense, and --data is a .jsonl of pairs: `source` and `target`, or `instruction`, `input` and `output`.
 
     Several processes share the training: torchrun --nproc-per-node N --no-python compress densify …
     """
     from compress import processes
     from compress.dense_training import DenseTrainingOptions
-    from compress.densify import DensifyOptions
-    from compress.densify import densify as run
+    from compress.densify import DensifyOptions, densify
+    from compress.densify_encoder_decoder import densify_encoder_decoder
+    from engine.checkpoint import resolve
+    from engine.encoder_decoder import is_encoder_decoder
 
     names = [field.name for field in fields(DenseTrainingOptions) if field.name != "seed"]
     training = DenseTrainingOptions(**{name: options[name] for name in names}, seed=common.seed)
     given = _job_options(common, options, "densify")
     given["device"] = processes.join(given["device"])
+    run = densify_encoder_decoder if is_encoder_decoder(resolve(options["model"])) else densify
     figures = run(DensifyOptions(ffns=options["ffns"], select=options["select"], training=training, **given), progress_bar)
     processes.leave()
     if not figures:
@@ -452,7 +458,11 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     errors = figures["block_error_per_layer"]
     say(common, f"{figures['ffns']} experts of each layer as one FFN: {figures['family_note']}")
     say(common, f"a layer's output was off by {min(errors):.0%} to {max(errors):.0%} before any training")
-    if gates := figures["shared_gate_error_per_layer"]:
+    if weights := figures.get("router_weight_error_per_layer"):
+        say(common, f"of that, the mean router probability alone makes {min(weights):.1%} to {max(weights):.1%}")
+    if any(dropped := figures.get("dropped_share_per_layer", ())):
+        say(common, f"beyond the capacity of an expert were {min(dropped):.1%} to {max(dropped):.1%} of a layer's tokens")
+    if gates := figures.get("shared_gate_error_per_layer"):
         say(common, f"of that, the mean gate of the shared expert alone makes {min(gates):.1%} to {max(gates):.1%}")
     for name, part in figures["training"].items():
         say(common, f"{name}: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}")
@@ -468,6 +478,8 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
         ["weights", size(figures["bytes_before"]), size(figures["bytes_after"])],
         ["perplexity", number(figures["perplexity_before"]), number(figures["perplexity_after"])],
     ]
+    if "token_accuracy_after" in figures:
+        rows.append(["token accuracy", *(number(figures[f"token_accuracy_{when}"], 3) for when in ("before", "after"))])
     say(common, table(rows))
     if figures["experts_per_layer"]:
         say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
@@ -480,7 +492,7 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
         common,
         f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
-    if not figures.get("plots"):
+    if figures.get("plots", True) == []:
         say(common, "no plots: matplotlib is not installed (pip install moe-compress[plots])")
     return figures
 

@@ -222,13 +222,13 @@ def _router(checkpoint: Checkpoint, layer: int, experts: tuple[PlannedExpert, ..
     return torch.stack([row for row in rows if isinstance(row, Tensor)])
 
 
-def carried_files(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Tokenizer and generation files of the source, which the result takes over unchanged."""
+def carried_files(source: Path) -> Iterator[Path]:
+    """Tokenizer and generation files in the source's directory, which the result takes over unchanged."""
     names = (
-        "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
+        "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model spiece.model special_tokens_map.json "
         "added_tokens.json vocab.json merges.txt chat_template.jinja"
     )
     for name in names.split():
-        path = checkpoint.directory / name
+        path = source / name
         if path.is_file():
             yield path

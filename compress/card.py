@@ -16,6 +16,7 @@ def model_card(
     pictures: Sequence[Picture] = (),
     title: str | None = None,
     own: Sequence[str] = (),
+    loader: str = "AutoModelForCausalLM",
 ) -> str:
     """README.md of an artifact. `layers`: decoder layer index of each MoE layer; `pictures` lie beside it.
 
@@ -29,6 +30,8 @@ def model_card(
         ("bytes of weights", f"{figures['bytes_before']:,}", f"{figures['bytes_after']:,}"),
         ("perplexity", _number(figures["perplexity_before"]), _number(figures["perplexity_after"])),
     ]
+    if "token_accuracy_before" in figures:
+        rows.append(("token accuracy", _number(figures["token_accuracy_before"]), _number(figures["token_accuracy_after"])))
     kept = [f"| {layer} | {count} |" for layer, count in zip(layers, figures["experts_per_layer"], strict=True)]
     heading = title or f"{source}, {figures['sparsity']:.0%} fewer experts"
     return "\n".join(
@@ -50,8 +53,8 @@ def model_card(
             f"It took {figures['seconds']:.0f} s and at most {figures['peak_memory_bytes'] / 1e9:.2f} GB of memory.",
             "",
             "```python",
-            "from transformers import AutoModelForCausalLM",
-            f'model = AutoModelForCausalLM.from_pretrained("this directory"{load})',
+            f"from transformers import {loader}",
+            f'model = {loader}.from_pretrained("this directory"{load})',
             "```",
             "",
             *(

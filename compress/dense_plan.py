@@ -40,8 +40,8 @@ class Chosen:
         return sorted(expert for members in self.members.values() for expert in members)
 
 
-def check_ffns(ffns: int, experts: Mapping[int, int]) -> None:
-    """Raise OptionError unless every layer has so many experts. `experts`: their number by decoder layer."""
+def check_ffns(ffns: int, experts: Mapping[int, int] | Mapping[str, int]) -> None:
+    """Raise OptionError unless every layer has so many experts. `experts`: their number by layer."""
     if ffns < 1:
         raise OptionError(f"ffns is {ffns}; a dense layer is made of at least one expert")
     for layer, count in experts.items():

@@ -25,7 +25,7 @@ from engine.parameters import parameters_on_disk
 class FfnSum(nn.Module):
     """F̂FN(x) = Σ_i a_i FFN_i(x), in place of a layer's MoE block."""
 
-    def __init__(self, ffns: Sequence[Expert], scales: Sequence[float], device: torch.device | str = "cpu") -> None:
+    def __init__(self, ffns: Sequence[nn.Module], scales: Sequence[float], device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.ffns = nn.ModuleList(ffns)
         # float32 whatever the model's dtype: a few numbers, and the fold multiplies in float32 too.

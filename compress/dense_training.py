@@ -22,6 +22,8 @@ from engine.progress import Progress, no_progress
 from engine.streaming import TOKENS_PER_BATCH
 
 WARM_UP_SHARE = 0.05
+HIGHEST_RATE = 1.0 / 160
+"""Good for the demo model, whose hidden size that is; twice as much was too much."""
 MOST_ACTIVATION_BYTES = 1 << 30
 """Above this, each layer is computed again in the backward pass instead of keeping what it made."""
 
@@ -38,7 +40,7 @@ class DenseTrainingOptions:
     lambda_prediction: float = 1.0
     """Of the distance to the teacher's next-token predictions, which the paper's loss does not have."""
     learning_rate: float | None = None
-    """Of AdamW, at its highest; None for 1 over the hidden size, by which good rates go (6e-3 for the demo model's 160)."""
+    """Of AdamW, at its highest; None for 1 over the hidden size, by which good rates go, and at most HIGHEST_RATE."""
     batch_size: int = 16
     """Sequences a step, of each process."""
     micro_batch_size: int | None = None
@@ -81,7 +83,7 @@ class DenseTrainingOptions:
         steps = self.distill_steps if name == "distill" else self.finetune_steps
         return TrainingOptions(
             steps,
-            1.0 / hidden_size if self.learning_rate is None else self.learning_rate,
+            min(HIGHEST_RATE, 1.0 / hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
             self.micro_batch_size or max(1, TOKENS_PER_BATCH // length),
             warm_up_steps=max(10, round(WARM_UP_SHARE * steps)),

@@ -63,8 +63,7 @@ def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[s
     """
     started = time.monotonic()
     work = WorkDirectory(options.output)
-    if processes.count() > 1 and not options.training.steps:
-        raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
+    check_processes(options)
     if not processes.is_first():
         return _take_part(options, work)
     if (figures := finished_before(options, work)) is not None:
@@ -74,6 +73,12 @@ def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[s
     prepared = prepare_dense(options)
     prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
     return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+
+
+def check_processes(options: DensifyOptions) -> None:
+    """Raise OptionError for several processes with nothing to share."""
+    if processes.count() > 1 and not options.training.steps:
+        raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
 
 
 def _take_part(options: DensifyOptions, work: WorkDirectory) -> dict[str, Any]:
@@ -239,11 +244,11 @@ def _card(own: Mapping[str, Any], plan: Plan) -> list[str]:
         *rows,
         "",
         *_gate_lines(own),
-        *_training_lines(own),
+        *training_lines(own),
     ]
 
 
-def _training_lines(own: Mapping[str, Any]) -> list[str]:
+def training_lines(own: Mapping[str, Any]) -> list[str]:
     """What each part of the training cost and gained; nothing where there was none."""
     lines = []
     for name, part in own["training"].items():

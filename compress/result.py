@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,19 @@ SKIP_TABLE_SEQUENCES = 16
 """Sequences on which the result's own skip tables are measured."""
 
 
-def finished_before(options: JobOptions, work: WorkDirectory) -> dict[str, Any] | None:
-    """For `--resume` of a run whose result was already in place: its figures. None if there is still work to do."""
+def finished_before(options: JobOptions, work: WorkDirectory, fingerprint: str | None = None) -> dict[str, Any] | None:
+    """For `--resume` of a run whose result was already in place: its figures. None if there is still work to do.
+
+    `fingerprint`: of the source, where it is not a decoder's checkpoint.
+    """
     if not options.resume or options.overwrite or not os.path.isdir(options.output):
         return None
     provenance = read_provenance(options.output)
     if provenance is None or provenance.get("options") != options.recorded():
         return None
     source = provenance.get("source")
-    if not isinstance(source, dict) or source.get("fingerprint") != Checkpoint(resolve(options.model)).fingerprint():
+    wanted = fingerprint or Checkpoint(resolve(options.model)).fingerprint()
+    if not isinstance(source, dict) or source.get("fingerprint") != wanted:
         return None
     check_checksums(options.output, provenance)
     if options.plan_output is not None:
@@ -79,7 +84,7 @@ def carry_out(
     `started`: when the run began, by time.monotonic(). After bad input nothing is left; after an interruption, what
     `--resume` goes on from.
     """
-    try:
+    with until_whole(options, work):
         work.begin(options.deciding() | fingerprints(prepared), options.resume)
         before = work.once(
             "held_out_before",
@@ -90,6 +95,14 @@ def carry_out(
         figures = write_artifact(options, prepared, made, before, started, progress, work)
         if options.plan_output is not None:
             write_json(options.plan_output, plan_to_json(made.plan))
+    return figures
+
+
+@contextmanager
+def until_whole(options: JobOptions, work: WorkDirectory) -> Iterator[None]:
+    """Around a run: what it leaves to go on with is removed at the end and after bad input, not after an interruption."""
+    try:
+        yield
     except TrainingError:
         raise  # and its last good state stays
     except CompressError:
@@ -99,7 +112,6 @@ def carry_out(
         work.abandon()
         raise OutputError(f"{options.output}: {error.strerror or error}; make space or give another --output") from error
     work.remove()
-    return figures
 
 
 def write_artifact(
@@ -115,7 +127,7 @@ def write_artifact(
     source = prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
         apply(made.plan, source, directory, replaced=made.trained, progress=lambda names: progress(names, "writing"))
-        for path in carried_files(source):
+        for path in carried_files(source.directory):
             shutil.copyfile(path, directory / path.name)
         result = Checkpoint(directory)
         own = None

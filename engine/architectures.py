@@ -112,6 +112,55 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 @dataclass(frozen=True)
+class EncoderDecoder:
+    """One family of encoder-decoders. transformers runs these; here is what their weights and configs are called."""
+
+    model_type: str
+    model_class: str
+    feed_forward: str
+    """Prefix of an FFN or MoE block; takes `stack` ("encoder" or "decoder"), `layer` and its `place` in the layer."""
+    activation_key: str
+    dense_sibling: str | None = None
+    """model_type of the family that the same weights form when each MoE block becomes one FFN; None for a dense family."""
+    experts_key: str = ""
+    width_key: str = "d_ff"
+    embedding: str = "shared.weight"
+    head: str = "lm_head.weight"
+    """Of its own only where embeddings are not tied."""
+
+    def block(self, stack: str, layer: int) -> str:
+        """Prefix of the FFN or MoE block; a decoder layer has attention to the encoder before it."""
+        return self.feed_forward.format(stack=stack, layer=layer, place=STACKS.index(stack) + 1)
+
+
+STACKS = ("encoder", "decoder")
+EXPERT_OF_BLOCK = "experts.expert_{expert}"
+ROUTER_OF_BLOCK = "router"
+FFN_PROJECTIONS = ("wi.weight", "wo.weight")
+"""[width, hidden] and [hidden, width] of an FFN or expert without a gate."""
+
+ENCODER_DECODERS: dict[str, EncoderDecoder] = {
+    row.model_type: row
+    for row in (
+        EncoderDecoder(
+            model_type="switch_transformers",
+            model_class="SwitchTransformersForConditionalGeneration",
+            feed_forward="{stack}.block.{layer}.layer.{place}.mlp",
+            activation_key="dense_act_fn",
+            dense_sibling="t5",
+            experts_key="num_experts",
+        ),
+        EncoderDecoder(
+            model_type="t5",
+            model_class="T5ForConditionalGeneration",
+            feed_forward="{stack}.block.{layer}.layer.{place}.DenseReluDense",
+            activation_key="feed_forward_proj",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
 class MoeConfig:
     """One MoE layer's sizes."""
 
@@ -223,7 +272,7 @@ def load_transformers_config(config: Mapping[str, Any]) -> Any:
     # Imported here: transformers takes seconds to import, and `--help` must not wait for it.
     from transformers import CONFIG_MAPPING
 
-    for key in ("num_hidden_layers", "num_labels"):
+    for key in ("num_hidden_layers", "num_layers", "num_decoder_layers", "num_labels"):
         if isinstance(config.get(key), int) and config[key] > MAX_LIST:
             raise CheckpointError(f"config.json: {key} is {shown(config[key])}; that is no real model")
     values = {key: value for key, value in config.items() if key not in _WITHHELD_KEYS}
@@ -239,6 +288,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no model_type; is this a Hugging Face checkpoint?")
+    if model_type in ENCODER_DECODERS:
+        raise UnsupportedError(
+            f"model family {model_type!r} is an encoder-decoder, which this command does not take; `compress densify` makes "
+            "mixtures of that kind dense, and transformers runs them"
+        )
     if model_type not in ARCHITECTURES:
         raise UnsupportedError(
             f"model family {model_type!r} is not supported; supported families: {', '.join(sorted(ARCHITECTURES))}"
@@ -522,3 +576,50 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
     kept |= {"model_type": sibling.model_type, "architectures": [sibling.causal_lm_class], "intermediate_size": width}
     kept.setdefault("sliding_window", None)
     return kept
+
+
+def as_dense_encoder_decoder(config: dict[str, Any], width: int) -> dict[str, Any]:
+    """config.json of the dense sibling of an encoder-decoder mixture, each FFN `width` wide.
+
+    Raises UnsupportedError naming what the sibling cannot express.
+    """
+    row = ENCODER_DECODERS[config["model_type"]]
+    assert row.dense_sibling is not None
+    sibling = ENCODER_DECODERS[row.dense_sibling]
+    from transformers import CONFIG_MAPPING
+
+    meant = load_transformers_config(config).to_dict()
+    _refuse_what_has_no_place(row, sibling, config, meant)
+    known = CONFIG_MAPPING[sibling.model_type]().to_dict()
+    kept = {key: value for key, value in config.items() if key in known or key == "torch_dtype"}
+    kept |= {key: meant[key] for key in known if key not in config and key in meant and meant[key] != known[key]}
+    return kept | {
+        # No key of the sibling's own config, but its models look for it there.
+        "decoder_start_token_id": meant["decoder_start_token_id"],
+        "model_type": sibling.model_type,
+        "architectures": [sibling.model_class],
+        row.width_key: width,
+        sibling.activation_key: meant[row.activation_key],
+    }
+
+
+def _refuse_what_has_no_place(
+    row: EncoderDecoder, sibling: EncoderDecoder, config: Mapping[str, Any], meant: Mapping[str, Any]
+) -> None:
+    from transformers.activations import ACT2FN
+
+    activation, lacking = meant[row.activation_key], []
+    for key in dict.fromkeys((row.activation_key, sibling.activation_key)):
+        # Old configs have the sibling's key too; both must say the same plain activation.
+        if config.get(key, activation) != activation or activation not in ACT2FN or "-" in activation:
+            lacking.append(f"{key}={shown(config.get(key, activation))}")
+    if config.get("is_gated_act"):
+        lacking.append("is_gated_act=true")
+    if not meant["tie_word_embeddings"]:
+        lacking.append(f"tie_word_embeddings=false (a {sibling.model_type} has no place for {row.head})")
+    lacking += [f"no {key}" for key in ("pad_token_id", "decoder_start_token_id") if not isinstance(meant.get(key), int)]
+    if lacking:
+        raise UnsupportedError(
+            f"config.json of this {row.model_type} asks for what a {sibling.model_type} made of it cannot have: "
+            f"{', '.join(lacking)}; this model cannot be made dense"
+        )

@@ -256,8 +256,12 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The checkpoint's transformers tokenizer; CheckpointError where it is missing or of another vocabulary."""
-    directory = checkpoint.directory
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size)
+
+
+def load_tokenizer_of(directory: Path, vocabulary: int) -> Any:
+    """The same for the model in a directory that knows so many tokens."""
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")):
         raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
     from transformers import AutoTokenizer
 
@@ -266,7 +270,6 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     except Exception as error:  # tokenizers raises plain Exception for damaged files
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
-    vocabulary = checkpoint.config.vocabulary_size
     # Models pad their vocabulary a little; a tokenizer that is larger, or much smaller, belongs to another model.
     if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
         raise CheckpointError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from engine.artifact import check_checksums, read_provenance
 from engine.checkpoint import Checkpoint, resolve
+from engine.encoder_decoder import EncoderDecoderCheckpoint, is_encoder_decoder
 from engine.errors import OptionError
 from engine.skip_tables import load_skip_tables
 
@@ -21,6 +23,8 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         check_checksums(directory, provenance)
     elif checksums:
         raise OptionError(f"{path}: has no checksums; only artifacts written by this tool carry them")
+    if is_encoder_decoder(directory):
+        return _encoder_decoder(directory, checksums, provenance, progress)
     checkpoint = Checkpoint(directory)
     checkpoint.check_finite(lambda names: progress(names, "reading weights"))
     tables = load_skip_tables(directory, checkpoint.config)
@@ -35,6 +39,30 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         "bytes": checkpoint.bytes,
         "dtype": str(checkpoint.model_dtype).removeprefix("torch."),
         "skip_tables": tables is not None,
+        "valid": True,
+        "checksums_compared": checksums,
+        "provenance": provenance,
+    }
+
+
+def _encoder_decoder(
+    directory: Path, checksums: bool, provenance: dict[str, Any] | None, progress: Progress
+) -> dict[str, Any]:
+    """The same of an encoder-decoder; that its tensors are all there is found by loading it through transformers."""
+    checkpoint = EncoderDecoderCheckpoint(directory)
+    checkpoint.check_finite(lambda names: progress(names, "reading weights"))
+    checkpoint.load(checkpoint.model_dtype)
+    return {
+        "kind": "checkpoint" if provenance is None else "artifact",
+        "architecture": checkpoint.row.model_type,
+        "layers": sum(checkpoint.layers.values()),
+        "experts_per_layer": list(checkpoint.experts.values()),
+        "experts_per_token": int(bool(checkpoint.experts)),
+        "parameters": checkpoint.parameters,
+        "active_parameters": checkpoint.active_parameters,
+        "bytes": checkpoint.bytes,
+        "dtype": str(checkpoint.model_dtype).removeprefix("torch."),
+        "skip_tables": False,
         "valid": True,
         "checksums_compared": checksums,
         "provenance": provenance,

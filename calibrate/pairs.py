@@ -1,0 +1,172 @@
+"""Pairs of texts into padded token ids: what encoder-decoders are calibrated, trained and measured on.
+
+A source is
+- a .jsonl: one pair a line, from `source` and `target`, or from `instruction`, `input` (left out where empty) and `output`;
+- `stdlib`: a task made from the Python standard library on this machine: restore case and punctuation of a line of code.
+
+A pair belongs to one split for good, by a hash of its source text: no pair is in two of them, nor are two pairs that ask
+the same. Pairs come in an order that depends on the source and the seed alone.
+
+Shape suffixes: P pairs, S tokens of the longest source, M tokens of the longest target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calibrate.text import load_documents
+from engine.errors import DataError, OptionError
+
+SPLITS = ("held-out", "validation", "calibration", "training")
+"""The first three get a tenth of the pairs each, training what is left."""
+STDLIB = "stdlib"
+PADDING = -1
+"""Behind the end of a sequence; no token has this number."""
+DEFAULT_LENGTH = 512
+
+STDLIB_BYTES = 8_000_000
+"""Of source code, which gives some 60,000 different lines."""
+_LINE = re.compile(r"[ -~]{12,40}")
+
+TextPair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Token ids, PADDING behind the end of each."""
+
+    source_PS: Tensor
+    target_PM: Tensor
+    cut: int = 0
+    """Sequences that were longer than they may be, and lost their ends."""
+
+    def __len__(self) -> int:
+        return len(self.source_PS)
+
+    def take(self, rows: Tensor | slice) -> Pairs:
+        """Some of them, no longer than their longest."""
+        return Pairs(_trimmed(self.source_PS[rows]), _trimmed(self.target_PM[rows]))
+
+    def split(self, size: int) -> Iterator[Pairs]:
+        """All of them, `size` at a time."""
+        return (self.take(slice(start, start + size)) for start in range(0, len(self), size))
+
+    @property
+    def tokens(self) -> int:
+        """Of sources and targets together, padding left out."""
+        return int((self.source_PS != PADDING).sum()) + int((self.target_PM != PADDING).sum())
+
+
+def _trimmed(ids: Tensor) -> Tensor:
+    lengths = (ids != PADDING).sum(1)
+    return ids[:, : int(lengths.max())] if len(ids) else ids
+
+
+def text_pairs(source: str, seed: int = 0) -> dict[str, list[TextPair]]:
+    """The pairs of a source by split. Raises DataError where it is none, or a line of it is no pair."""
+    made = _stdlib_pairs() if source == STDLIB else _file_pairs(Path(os.path.expanduser(source)))
+    distinct = list(dict.fromkeys(made))
+    if not distinct:
+        raise DataError(f"{source}: holds no pair; give a file with more of them")
+    random.Random(seed).shuffle(distinct)
+    splits: dict[str, list[TextPair]] = {name: [] for name in SPLITS}
+    for pair in distinct:
+        splits[split_of(pair)].append(pair)
+    return splits
+
+
+def split_of(pair: TextPair) -> str:
+    """The split of a pair, the same on every machine and in every run."""
+    tenth = int.from_bytes(hashlib.sha256(pair[0].encode()).digest()[:8], "big") % 10
+    return SPLITS[min(tenth, len(SPLITS) - 1)]
+
+
+def tokenised(
+    splits: dict[str, list[TextPair]], split: str, count: int, tokenizer: Any, length: int, end: int | None, name: str
+) -> Pairs:
+    """Up to `count` pairs of a split, each text of at most `length` tokens, the end token among them.
+
+    Raises DataError where the split has none, OptionError for a count or length that is none.
+    """
+    if count < 1 or length < 2:
+        raise OptionError(
+            f"{count} pairs of at most {length} tokens cannot be taken; ask for at least 1, of at least 2 tokens"
+        )
+    chosen = splits[split][:count]
+    if not chosen:
+        raise DataError(f"{name}: its {split} part has no pair; give more pairs (about a tenth of them is for each part)")
+    cut = 0
+    texts: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for pair in chosen:
+        for side, text in zip(texts, pair, strict=True):
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            room = length - (end is not None)
+            cut += len(ids) > room
+            side.append(ids[:room] + ([] if end is None else [end]))
+    return Pairs(_padded(texts[0]), _padded(texts[1]), cut)
+
+
+def _padded(sequences: list[list[int]]) -> Tensor:
+    longest = max(map(len, sequences))
+    return torch.tensor([ids + [PADDING] * (longest - len(ids)) for ids in sequences], dtype=torch.long)
+
+
+# Sources
+
+
+def _file_pairs(path: Path) -> Iterator[TextPair]:
+    if path.suffix != ".jsonl" or not path.is_file():
+        raise DataError(f"{path}: is no file of pairs; give a .jsonl with `source` and `target` on each line, or {STDLIB!r}")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield _pair(line, f"{path}, line {number}")
+
+
+def _pair(line: str, where: str) -> TextPair:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not a line of JSON ({error}); each line must be one JSON object") from error
+    if isinstance(row, dict) and "source" in row and "target" in row:
+        return _text(row, "source", where), _text(row, "target", where)
+    if isinstance(row, dict) and "instruction" in row and "output" in row:
+        asked = [_text(row, "instruction", where)]
+        if row.get("input"):
+            asked.append(_text(row, "input", where))
+        return "\n".join(asked), _text(row, "output", where)
+    raise DataError(f"{where}: a pair needs `source` and `target`, or `instruction` and `output`")
+
+
+def _text(row: dict[str, Any], key: str, where: str) -> str:
+    value = row[key]
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where}: `{key}` must be a string with some text in it")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise DataError(f"{where}: `{key}` has half of a surrogate pair, which is no character; write it as UTF-8")
+    return value
+
+
+def _stdlib_pairs() -> Iterator[TextPair]:
+    """Lines of 12 to 40 ASCII characters; the source is what is left of their lower-case letters and digits, in words."""
+    for text in load_documents("stdlib", limit_bytes=STDLIB_BYTES):
+        for line in map(str.strip, text.splitlines()):
+            words = re.findall(r"[a-z0-9]+", line.lower())
+            if _LINE.fullmatch(line) and len(words) > 1:
+                yield " ".join(words), line

@@ -1,0 +1,353 @@
+"""`compress densify` of an encoder-decoder mixture: an ordinary dense checkpoint of the sibling family (seed 003)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from calibrate.pairs import DEFAULT_LENGTH, Pairs, text_pairs, tokenised
+from calibrate.statistics import effective_experts, usage_shares
+from compress import processes
+from compress.apply import carried_files
+from compress.card import model_card
+from compress.dense_plan import SELECTIONS, check_ffns, choose
+from compress.dense_training import DenseTraining
+from compress.densify import DensifyOptions, check_processes, training_lines
+from compress.encoder_decoder import (
+    Usage,
+    check_nothing_is_lost,
+    dense_row,
+    dense_student,
+    layer_errors,
+    learned_scales,
+    planned,
+    saved_tensors,
+    usage,
+)
+from compress.encoder_decoder_training import Measured, measure, train
+from compress.plan import Plan, plan_from_json, plan_to_json
+from compress.result import check_outputs, finished_before, until_whole
+from compress.work_directory import WorkDirectory
+from engine.architectures import as_dense_encoder_decoder
+from engine.artifact import whole_or_nothing, write_provenance
+from engine.checkpoint import load_tokenizer_of, resolve
+from engine.encoder_decoder import EncoderDecoderCheckpoint
+from engine.errors import CheckpointError, OptionError
+from engine.json_file import write_json
+from engine.progress import Progress, no_progress
+from engine.report import peak_memory_bytes
+from engine.safetensors_file import ShardWriter
+
+ERROR_PAIRS = 64
+"""Of the calibration pairs, on which the error of each layer is measured."""
+
+
+@dataclass
+class Prepared:
+    """Inputs that were found to be good."""
+
+    checkpoint: EncoderDecoderCheckpoint
+    teacher: nn.Module
+    pairs: dict[str, Pairs]
+    """By split; "training" and "validation" only where something is trained, "held-out" where something is measured."""
+    ffns: int
+    length: int
+
+    def fingerprints(self) -> dict[str, str]:
+        """Which model and which pairs, as JSON."""
+        texts = {f"{name}_{side}": ids for name, own in self.pairs.items() for side, ids in _sides(own).items()}
+        digests = {name: hashlib.sha256(ids.numpy().tobytes()).hexdigest() for name, ids in texts.items()}
+        return {"fingerprint": self.checkpoint.fingerprint()} | digests
+
+
+def _sides(pairs: Pairs) -> dict[str, Tensor]:
+    return {"source": pairs.source_PS, "target": pairs.target_PM}
+
+
+def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """Run the job; the figures of the result, with the keys of `compress densify --json`.
+
+    One of several processes takes part in the training; the first does all else, and has the figures alone.
+    """
+    started = time.monotonic()
+    work = WorkDirectory(options.output)
+    check_processes(options)
+    checkpoint = EncoderDecoderCheckpoint(resolve(options.model))
+    if not processes.is_first():
+        prepared = prepare(options, checkpoint)
+        if (plan := processes.told()) is not None:
+            student = _untrained(options, prepared, plan_from_json(plan))
+            _trained(options, prepared, student, work, no_progress)
+        return {}
+    if (figures := finished_before(options, work, checkpoint.fingerprint())) is not None:
+        processes.told()
+        return figures
+    check_outputs(options)
+    prepared = prepare(options, checkpoint)
+    checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    with until_whole(options, work):
+        work.begin(options.deciding() | prepared.fingerprints(), options.resume)
+        before = work.once("held_out_before", lambda: _measured(prepared.teacher, prepared))
+        figures = _write(options, prepared, _student(options, prepared, work, progress), before, started)
+    return figures
+
+
+def prepare(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint) -> Prepared:
+    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    options.training.check()
+    ffns = 1 if options.ffns is None else options.ffns
+    _check_options(options, checkpoint, ffns)
+    as_dense_encoder_decoder(checkpoint.raw_config, ffns)
+    end = checkpoint.config.eos_token_id
+    calibration, counts = options.calibration, _pair_counts(options)
+    tokenizer = load_tokenizer_of(checkpoint.directory, checkpoint.config.vocab_size)
+    assert calibration.data is not None
+    texts = text_pairs(calibration.data, calibration.seed)
+    length = calibration.sequence_length or DEFAULT_LENGTH
+    end = end[0] if isinstance(end, list) else end
+    common = {"tokenizer": tokenizer, "length": length, "end": end, "name": calibration.data}
+    pairs = {split: tokenised(texts, split, count, **common) for split, count in counts.items()}
+    teacher = checkpoint.load(options.dtype or checkpoint.model_dtype, options.device)
+    check_nothing_is_lost(teacher, checkpoint)
+    return Prepared(checkpoint, teacher, pairs, ffns, length)
+
+
+def _check_options(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint, ffns: int) -> None:
+    if checkpoint.row.dense_sibling is None or not checkpoint.experts:
+        raise OptionError(f"{options.model}: is not a mixture of experts ({checkpoint.row.model_type}); it is dense already")
+    if options.select not in SELECTIONS:
+        raise OptionError(f"select is {options.select!r}; it must be one of {', '.join(SELECTIONS)}")
+    check_ffns(ffns, checkpoint.experts)
+    if options.statistics is not None:
+        raise OptionError("--statistics are of decoders' experts; leave it out for an encoder-decoder")
+    if options.training.shard:
+        raise OptionError("--shard spreads a decoder; leave it out for an encoder-decoder")
+    if options.training.offload_teacher:
+        raise OptionError("--offload-teacher reads a decoder's layers one by one; leave it out for an encoder-decoder")
+    if options.calibration.data is None:
+        raise OptionError(
+            "an encoder-decoder needs pairs of source and target; give --data FILE.jsonl, or stdlib for a made-up task"
+        )
+    if options.calibration.samples < 1 or options.calibration.evaluation_samples < 0:
+        raise OptionError("samples must be at least 1, and evaluation samples not negative")
+
+
+def _pair_counts(options: DensifyOptions) -> dict[str, int]:
+    """Pairs that are wanted of each split that something is made of."""
+    training = options.training
+    counts = {"calibration": options.calibration.samples, "held-out": options.calibration.evaluation_samples}
+    if training.steps:
+        counts |= {
+            "training": training.steps * training.batch_size * processes.count(),
+            "validation": training.validation_samples,
+        }
+    return {split: count for split, count in counts.items() if count}
+
+
+def _measured(model: nn.Module, prepared: Prepared) -> dict[str, float | None]:
+    """Figures on the held-out pairs, None where there are none. Raises CheckpointError where they are no numbers."""
+    if "held-out" not in prepared.pairs:
+        return {"token_accuracy": None, "perplexity": None}
+    found: Measured = measure(model, prepared.pairs["held-out"], prepared.checkpoint.config)
+    if not math.isfinite(found.perplexity):
+        raise CheckpointError(f"{prepared.checkpoint.directory}: its predictions are no numbers; try --dtype float32")
+    return asdict(found)
+
+
+@dataclass(frozen=True)
+class Student:
+    """The dense model that was made, ready to be folded."""
+
+    plan: Plan
+    parameters: Mapping[str, Tensor]
+    """By name, tied ones once; FFNs of sparse layers are still apart."""
+    figures: dict[str, Any]
+
+
+def _student(options: DensifyOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Student:
+    """Choose experts, say how far that is from the mixture, train."""
+    checkpoint, teacher, calibration = prepared.checkpoint, prepared.teacher, prepared.pairs["calibration"]
+    seen = usage(teacher, checkpoint, calibration, lambda batches: progress(batches, "calibrating (batches)"))
+    plan = plan_from_json(work.once("plan", lambda: plan_to_json(_plan(options, prepared, seen))))
+    processes.told(plan_to_json(plan))
+    student = _untrained(options, prepared, plan)
+    errors = layer_errors(student, teacher, checkpoint, seen, calibration.take(slice(ERROR_PAIRS)))
+    parameters: Mapping[str, Tensor] = dict(student.named_parameters())
+    parts: dict[str, Any] = {}
+    if options.training.steps:
+        trained = _trained(options, prepared, student, work, progress)
+        parameters, parts = trained.tensors, trained.parts
+    own = {
+        "selected_experts": _selected(plan, checkpoint),
+        "block_error_per_layer": [error.whole for error in errors],
+        "router_weight_error_per_layer": [error.weight for error in errors],
+        "training": parts,
+        "scales_per_layer": learned_scales(parameters, checkpoint),
+    }
+    return Student(plan, parameters, own | _usage_figures(seen))
+
+
+def _untrained(options: DensifyOptions, prepared: Prepared, plan: Plan) -> nn.Module:
+    checkpoint = prepared.checkpoint
+    return dense_student(plan, prepared.teacher, checkpoint, options.dtype or checkpoint.model_dtype, options.device)
+
+
+def _trained(
+    options: DensifyOptions, prepared: Prepared, student: nn.Module, work: WorkDirectory, progress: Progress
+) -> DenseTraining:
+    pairs = prepared.pairs
+    return train(
+        student,
+        prepared.teacher,
+        prepared.checkpoint,
+        pairs["training"],
+        pairs.get("validation", pairs["calibration"].take(slice(0))),
+        options.training,
+        directory=work.path,
+        resume=options.resume,
+        progress=progress,
+    )
+
+
+def _write(
+    options: DensifyOptions, prepared: Prepared, made: Student, before: Mapping[str, float | None], started: float
+) -> dict[str, Any]:
+    """Fold, write, measure what was written, describe it, and give it its name."""
+    checkpoint = prepared.checkpoint
+    with whole_or_nothing(options.output, options.overwrite) as directory:
+        write_dense(directory, saved_tensors(made.parameters, checkpoint), checkpoint, prepared.ffns)
+        result = EncoderDecoderCheckpoint(directory)
+        after = _measured(result.load(options.dtype or checkpoint.model_dtype, options.device), prepared)
+        figures = _figures(options, prepared, result, before, after) | made.figures
+        figures |= {"seconds": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()}
+        title = f"{options.model}, dense: {prepared.ffns} experts of each layer as one FFN"
+        card = model_card(figures, options.model, (), False, (), title, _card(figures), loader="AutoModelForSeq2SeqLM")
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        write_provenance(directory, _provenance(options, checkpoint, made.plan, figures))
+    if options.plan_output is not None:
+        write_json(options.plan_output, plan_to_json(made.plan))
+    return figures
+
+
+def _plan(options: DensifyOptions, prepared: Prepared, seen: Usage) -> Plan:
+    chosen = choose(options.select, seen.statistics, prepared.ffns, options.calibration.seed)
+    return planned(chosen, seen.statistics, prepared.teacher, prepared.checkpoint)
+
+
+def write_dense(directory: Path, tensors: Mapping[str, Tensor], checkpoint: EncoderDecoderCheckpoint, ffns: int) -> None:
+    """Weights, config and whatever of the mixture's other files the sibling takes over unchanged."""
+    width = ffns * int(getattr(checkpoint.config, checkpoint.row.width_key))
+    with ShardWriter(directory, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    write_json(directory / "config.json", as_dense_encoder_decoder(checkpoint.raw_config, width))
+    for path in carried_files(checkpoint.directory):
+        shutil.copyfile(path, directory / path.name)
+
+
+def _selected(plan: Plan, checkpoint: EncoderDecoderCheckpoint) -> dict[str, list[Any]]:
+    """By layer, every expert whose weights the result holds, ascending."""
+    return {
+        name: sorted(source.expert for part in plan.layers[index][0].parts for source in part.sources)
+        for index, name in enumerate(checkpoint.experts)
+    }
+
+
+def _figures(
+    options: DensifyOptions,
+    prepared: Prepared,
+    result: EncoderDecoderCheckpoint,
+    before: Mapping[str, float | None],
+    after: Mapping[str, float | None],
+) -> dict[str, Any]:
+    source, held_out = prepared.checkpoint, prepared.pairs.get("held-out")
+    family = dense_row(source.row).model_type
+    dense_layers = sum(source.layers.values()) - len(source.experts)
+    note = f"an ordinary {family}"
+    if prepared.ffns > 1 and dense_layers:
+        note += (
+            f"; it has one width for all FFNs, so those of the {dense_layers} layers that were dense before have zero units "
+            f"up to {prepared.ffns} times their width, which change nothing"
+        )
+    return {
+        "artifact": str(options.output),
+        "method": "densify",
+        "sparsity": 1.0,
+        "experts_before": sum(source.experts.values()),
+        "experts_after": 0,
+        "experts_per_layer": [],
+        "parameters_before": source.parameters,
+        "parameters_after": result.parameters,
+        "bytes_before": source.bytes,
+        "bytes_after": result.bytes,
+        "perplexity_before": before["perplexity"],
+        "perplexity_after": after["perplexity"],
+        "token_accuracy_before": before["token_accuracy"],
+        "token_accuracy_after": after["token_accuracy"],
+        "evaluation": f"the targets of {len(held_out) if held_out else 0} held-out pairs of {options.calibration.data}",
+        "sequences_cut": sum(pairs.cut for pairs in prepared.pairs.values()),
+        "sequence_length": prepared.length,
+        "ffns": prepared.ffns,
+        "select": options.select,
+        "family": family,
+        "family_note": note,
+        "layers": list(source.experts),
+    }
+
+
+def _usage_figures(seen: Usage) -> dict[str, Any]:
+    layers = seen.statistics.layers.values()
+    return {
+        "router_weight_per_layer": [float(own.weight_sum.sum() / own.tokens.clamp_min(1)) for own in layers],
+        "dropped_share_per_layer": seen.dropped_shares,
+        "top_expert_share_per_layer": [float(usage_shares(own).max()) for own in layers],
+        "effective_experts_per_layer": [effective_experts(own) for own in layers],
+    }
+
+
+def _provenance(
+    options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint, plan: Plan, figures: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "source": {"model": options.model, "fingerprint": checkpoint.fingerprint()},
+        "method": figures["method"],
+        "options": options.recorded(),
+        "seed": options.calibration.seed,
+        "plan": plan_to_json(plan),
+        "plan_layers": list(checkpoint.experts),
+        "experts_per_layer": figures["experts_per_layer"],
+        "skip_tables": None,
+        "figures": figures,
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "numpy")},
+    }
+
+
+def _card(figures: Mapping[str, Any]) -> Sequence[str]:
+    columns = ("block_error_per_layer", "router_weight_error_per_layer", "dropped_share_per_layer")
+    rows = [
+        f"| {layer} | {' '.join(map(str, figures['selected_experts'][layer]))} "
+        f"| {error:.0%} | {weight:.0%} | {dropped:.1%} |"
+        for layer, error, weight, dropped in zip(figures["layers"], *(figures[name] for name in columns), strict=True)
+    ]
+    return [
+        f"It is {figures['family_note']}.",
+        f"Experts were chosen by `{figures['select']}`; which, and how far the layer's output then was from the MoE block's",
+        "(mean over tokens of the length of the difference, relative to the output's), before any training. The router's",
+        "probability depends on the input; here it is its mean, which alone makes the error of the next column. The last is",
+        "the share of tokens that an expert's capacity left out; they are in none of these means.",
+        "",
+        "| layer | experts | error | of a mean probability alone | dropped |",
+        "| ---: | --- | ---: | ---: | ---: |",
+        *rows,
+        "",
+        *training_lines(figures),
+    ]

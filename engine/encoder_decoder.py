@@ -1,0 +1,200 @@
+"""An encoder-decoder on disk: validated when opened, described, and loaded through transformers, which runs it.
+
+Layers are named by stack and place, "encoder.1"; where numbers are wanted, sparse layers count from 0, the encoder's first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.architectures import (
+    ENCODER_DECODERS,
+    EXPERT_OF_BLOCK,
+    FFN_PROJECTIONS,
+    STACKS,
+    EncoderDecoder,
+    load_transformers_config,
+)
+from engine.artifact import check_sizes, read_provenance
+from engine.errors import CheckpointError, UnsupportedError
+from engine.json_file import load_json, shown
+from engine.safetensors_file import SafetensorsFile, TensorEntry, open_shards
+
+_SAME_MODEL = "config.json and the weights must be of the same model"
+
+
+def is_encoder_decoder(directory: Path) -> bool:
+    """Whether config.json there names such a family. Raises CheckpointError where it cannot be read."""
+    model_type = load_json(directory / "config.json", "model config").get("model_type")
+    return isinstance(model_type, str) and model_type in ENCODER_DECODERS
+
+
+class EncoderDecoderCheckpoint:
+    """One model on disk. Opening checks config, headers and experts; `load` compares all names and shapes."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for another family."""
+        self.directory = directory
+        self.provenance = read_provenance(directory)
+        if self.provenance is not None:
+            check_sizes(directory, self.provenance)
+        self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
+        model_type = self.raw_config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in ENCODER_DECODERS:
+            raise UnsupportedError(f"{directory}: model family {shown(model_type)} is no encoder-decoder that is known here")
+        if self.raw_config.get("auto_map"):
+            raise UnsupportedError(f"{directory}: config.json has auto_map, code of its own, which is never run; remove it")
+        self.row: EncoderDecoder = ENCODER_DECODERS[model_type]
+        try:
+            self.config: Any = load_transformers_config(self.raw_config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from error
+        self.by_name, self.files = open_shards(directory)
+        if self.row.embedding not in self.by_name:
+            raise CheckpointError(f"{directory}: tensor {self.row.embedding} is missing; {_SAME_MODEL}")
+        self._check_experts()
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """By stack, how many."""
+        return {"encoder": int(self.config.num_layers), "decoder": int(self.config.num_decoder_layers)}
+
+    @cached_property
+    def experts(self) -> dict[str, int]:
+        """Experts of each sparse layer by its name, the encoder's first."""
+        counts: dict[str, int] = {}
+        for stack in STACKS:
+            for layer in range(self.layers[stack]):
+                prefix = re.escape(f"{self.row.block(stack, layer)}.{EXPERT_OF_BLOCK.format(expert='')}")
+                pattern = re.compile(rf"{prefix}(\d+)\.")
+                numbers = {int(found[1]) for name in self.by_name if (found := pattern.match(name))}
+                if numbers:
+                    counts[f"{stack}.{layer}"] = len(numbers)
+        return counts
+
+    def block(self, name: str, row: EncoderDecoder | None = None) -> str:
+        """Prefix of the FFN or MoE block of the layer of that name; `row`: in a model of another family."""
+        stack, layer = name.split(".")
+        return (row or self.row).block(stack, int(layer))
+
+    def _check_experts(self) -> None:
+        if not self.row.experts_key:
+            return
+        wanted = getattr(self.config, self.row.experts_key)
+        width, hidden = getattr(self.config, self.row.width_key), self.config.hidden_size
+        for layer, count in self.experts.items():
+            if count != wanted:
+                raise CheckpointError(
+                    f"{self.directory}: layer {layer} has {count} experts and config.json says {shown(wanted)}; "
+                    f"{_SAME_MODEL}"
+                )
+            for expert in range(count):
+                for projection, shape in zip(FFN_PROJECTIONS, ((width, hidden), (hidden, width)), strict=True):
+                    name = f"{self.block(layer)}.{EXPERT_OF_BLOCK.format(expert=expert)}.{projection}"
+                    if name not in self.by_name:
+                        raise CheckpointError(f"{self.directory}: tensor {name} is missing; {_SAME_MODEL}")
+                    if (stored := self.by_name[name].entries[name].shape) != shape:
+                        raise CheckpointError(
+                            f"{self.directory}: tensor {name} has shape {list(stored)} and config.json says {list(shape)}"
+                        )
+
+    @cached_property
+    def model_dtype(self) -> torch.dtype:
+        """Of the embeddings, which `--dtype auto` computes in."""
+        return self._entry(self.row.embedding).dtype
+
+    @property
+    def parameters(self) -> int:
+        """Stored parameters."""
+        return sum(torch.Size(self._entry(name).shape).numel() for name in self.by_name)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token of source and target uses: of each sparse layer one expert."""
+        expert = 2 * int(getattr(self.config, self.row.width_key)) * int(self.config.hidden_size)
+        return self.parameters - expert * sum(count - 1 for count in self.experts.values())
+
+    @property
+    def bytes(self) -> int:
+        """Of the stored tensors."""
+        return sum(self._entry(name).nbytes for name in self.by_name)
+
+    def _entry(self, name: str) -> TensorEntry:
+        return self.by_name[name].entries[name]
+
+    def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
+        """Read every tensor once; CheckpointError naming the first that holds NaN or infinity, or is quantised."""
+        for name in progress(list(self.by_name)):
+            file: SafetensorsFile = self.by_name[name]
+            if not file.entries[name].dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{self.directory}: tensor {name} is {file.entries[name].dtype}; quantised weights are not read"
+                )
+            low, high = torch.aminmax(file.tensor(name))
+            if not bool(low.isfinite() & high.isfinite()):
+                raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
+            file.release()
+
+    def fingerprint(self) -> str:
+        """SHA-256 over config, headers, norms and routers: which model this is, reading next to none of the weights."""
+        digest = hashlib.sha256(repr(sorted(self.raw_config.items())).encode())
+        for name in sorted(self.by_name):
+            entry = self._entry(name)
+            digest.update(f"{name} {entry.dtype} {entry.shape} {entry.begin}\n".encode())
+            if len(entry.shape) == 1 or ".router." in name:
+                digest.update(self.by_name[name].tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
+        """The model, frozen and in eval mode. Raises CheckpointError for a tensor that is missing, extra or misshapen."""
+        from transformers import AutoModelForSeq2SeqLM
+
+        with quiet_transformers():
+            try:
+                model, report = AutoModelForSeq2SeqLM.from_pretrained(
+                    self.directory,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )
+            except Exception as error:  # whatever transformers makes of a config that it cannot build a model from
+                reason = " ".join(str(error).split())[:300]
+                raise CheckpointError(f"{self.directory}: transformers cannot load it ({reason}); {_SAME_MODEL}") from error
+        for what, names in (
+            ("is missing", report["missing_keys"]),
+            (f"is not part of this {self.row.model_type}", report["unexpected_keys"]),
+            ("has another shape than config.json says", [entry[0] for entry in report["mismatched_keys"]]),
+        ):
+            if names:
+                raise CheckpointError(f"{self.directory}: tensor {min(names)} {what}; {_SAME_MODEL}")
+        loaded: nn.Module = model.to(device).eval().requires_grad_(False)
+        return loaded
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no report of its own: what is wrong is said by our errors."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
