@@ -35,6 +35,8 @@ class ResponseBatch:
     tokens_BL: Tensor
     weights_BL: Tensor
     """Of the prediction made at each place: 1 / its response's tokens where the next token is of the response, else 0."""
+    real_BL: Tensor
+    """False at padding."""
 
 
 def batch_of(examples: Sequence[Example]) -> ResponseBatch:
@@ -42,11 +44,13 @@ def batch_of(examples: Sequence[Example]) -> ResponseBatch:
     longest = max(len(example.prompt) + len(example.response) for example in examples)
     tokens_BL = torch.zeros(len(examples), longest, dtype=torch.long)
     weights_BL = torch.zeros(len(examples), longest)
+    real_BL = torch.zeros(len(examples), longest, dtype=torch.bool)
     for row, example in enumerate(examples):
         begin, end = len(example.prompt), len(example.prompt) + len(example.response)
         tokens_BL[row, :end] = torch.tensor(example.prompt + example.response)
         weights_BL[row, begin - 1 : end - 1] = 1.0 / len(example.response)
-    return ResponseBatch(tokens_BL, weights_BL)
+        real_BL[row, :end] = True
+    return ResponseBatch(tokens_BL, weights_BL, real_BL)
 
 
 @torch.no_grad()

@@ -84,6 +84,8 @@ class Batch:
     """Those that the loss is to be of now."""
     generator: torch.Generator
     """For whatever the loss draws at random; it depends on seed, step and group alone."""
+    turn: int = 0
+    """Counts the batches: the same for steps that share one."""
 
 
 Loss = Callable[[Batch], Mapping[str, Tensor]]
@@ -186,7 +188,7 @@ class Trainer:
         self.optimiser.zero_grad()
         total: dict[str, float] = {}
         for place, group_G in enumerate(groups, len(groups) * processes.rank()):
-            terms = self.loss(Batch(step, rows_B, group_G, self._generator(step, place)))
+            terms = self.loss(Batch(step, rows_B, group_G, self._generator(step, place), turn))
             loss = torch.stack([term.float() for term in terms.values()]).sum()
             loss.backward()
             self._accumulate()

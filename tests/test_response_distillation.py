@@ -1,0 +1,208 @@
+"""Every recipe's loss against its formula in float64, its gradients too; the router's by finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import MOE_FAMILIES, save_reference
+from torch import Tensor
+
+from compress.divergences import DIVERGENCES
+from compress.recipes import RECIPES
+from compress.response_distillation import (
+    Clock,
+    KnowledgeAugmentation,
+    ResponseLoss,
+    Responses,
+    ResponseTeacher,
+    RouterLoss,
+    load_balance,
+    squared_variation,
+)
+from compress.responses import Example, batch_of
+from compress.training import Batch
+from engine.architectures import router_tensor
+from engine.checkpoint import Checkpoint
+from engine.model import Decoder, routed_by
+from engine.parameters import parameters_on_disk
+from engine.routing import AllExperts, TopK
+
+EXAMPLES = [
+    Example([5, 6], [7, 8, 9]),
+    Example([10], [11]),
+    Example([12, 13, 14], [15, 16, 17, 18, 2]),
+    Example([3], [4, 5]),
+]
+ROWS = torch.tensor([2, 0, 1])
+EVERY = pytest.mark.parametrize("family", MOE_FAMILIES)
+
+
+def models(path: Path, family: str = "mixtral", dtype: torch.dtype = torch.float64) -> tuple[Decoder, Decoder]:
+    """(teacher, student); the student is a dense model of the same vocabulary."""
+    save_reference(family, path / "teacher")
+    save_reference("llama", path / "student")
+    both = [Checkpoint(path / name) for name in ("teacher", "student")]
+    teacher, student = (Decoder(each.config, each.source(dtype)) for each in both)
+    for decoder in (teacher, student):
+        for parameter in decoder.parameters():
+            parameter.data = parameter.data.clone()
+    return teacher, student
+
+
+def batch(group: Tensor, rows: Tensor = ROWS, seed: int = 0, turn: int = 0) -> Batch:
+    return Batch(turn, rows, group, torch.Generator().manual_seed(seed), turn)
+
+
+def naive(student: Decoder, of_token: Callable[[int, int, Tensor], Tensor]) -> Tensor:
+    """Mean over the step's sequences of the mean over response tokens, each sequence alone and without padding."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in ROWS.tolist():
+        example = EXAMPLES[row]
+        logits = student(torch.tensor([example.prompt + example.response]))[0]
+        places = range(len(example.prompt) - 1, len(example.prompt) + len(example.response) - 1)
+        total = total + sum(of_token(row, place, logits[place]) for place in places) / len(example.response)
+    return total / len(ROWS)
+
+
+def teacher_predictions(teacher: Decoder, row: int, place: int) -> Tensor:
+    example = EXAMPLES[row]
+    return teacher(torch.tensor([example.prompt + example.response]))[0, place].log_softmax(-1)
+
+
+def compared(loss: ResponseLoss, student: Decoder, expected: Callable[[], Tensor]) -> None:
+    """Value and gradients in every parameter, over two groups that make up the step."""
+    parameters = list(student.parameters())
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    terms = [sum(loss(batch(group)).values()) for group in ROWS.split(2)]
+    value = expected()
+    assert float(sum(terms).detach()) == pytest.approx(float(value.detach()), rel=1e-6)
+    ours = torch.autograd.grad(sum(terms), parameters)
+    for own, plain in zip(ours, torch.autograd.grad(value, parameters), strict=True):
+        assert torch.allclose(own, plain, rtol=1e-5, atol=1e-8)
+
+
+def test_without_a_divergence_it_is_cross_entropy_of_the_response(tmp_path: Path) -> None:
+    _, student = models(tmp_path)
+    loss = ResponseLoss(student, None, Responses(EXAMPLES, Clock()), RECIPES["sft"].divergence)
+
+    def plain() -> Tensor:
+        def of_token(row: int, place: int, logits: Tensor) -> Tensor:
+            tokens = EXAMPLES[row].prompt + EXAMPLES[row].response
+            return F.cross_entropy(logits, torch.tensor(tokens[place + 1]))
+
+        return naive(student, of_token)
+
+    compared(loss, student, plain)
+
+
+@EVERY
+@pytest.mark.parametrize("recipe", ["kd", "gkd", "all"])
+def test_divergences_of_response_tokens(family: str, recipe: str, tmp_path: Path) -> None:
+    """With the teacher's own gate or all experts; on the data's responses, as if the student had written them."""
+    teacher, student = models(tmp_path, family)
+    row = RECIPES[recipe]
+    gated = ResponseTeacher(teacher, row, KnowledgeAugmentation(), Clock())
+    loss = ResponseLoss(student, gated, Responses(EXAMPLES, Clock()), row.divergence)
+    gates = [AllExperts() if row.gate == "all" else block.routing for block in teacher.moe_blocks]
+
+    def plain() -> Tensor:
+        def of_token(row_: int, place: int, logits: Tensor) -> Tensor:
+            with torch.no_grad(), routed_by(teacher, gates):
+                target = teacher_predictions(teacher, row_, place)
+            own = logits.log_softmax(-1)
+            one, other = (target, own) if recipe == "kd" else (own, target)
+            return (one.exp() * (one - other)).sum()
+
+        return naive(student, of_token)
+
+    compared(loss, student, plain)
+
+
+def test_sampled_gates_are_drawn_anew_for_each_forward_and_from_its_generator(tmp_path: Path) -> None:
+    teacher, student = models(tmp_path)
+    gated = ResponseTeacher(teacher, RECIPES["ka"], KnowledgeAugmentation(probability=1.0), Clock())
+    loss = ResponseLoss(student, gated, Responses(EXAMPLES, Clock()), "reverse-kl")
+    values = [float(loss(batch(ROWS, seed=seed))["divergence"]) for seed in (0, 1, 0)]
+    assert values[0] == values[2] != values[1]
+    largest = ResponseTeacher(teacher, RECIPES["ka"], KnowledgeAugmentation(probability=0.0), Clock())
+    without_draws = ResponseLoss(student, largest, Responses(EXAMPLES, Clock()), "reverse-kl")
+    five = [TopK(5, normalise=True) for _ in teacher.moe_blocks]  # of six: the N−1 largest, softmax over those
+    with routed_by(teacher, five):
+        own = ResponseTeacher(teacher, RECIPES["gkd"], KnowledgeAugmentation(), Clock())
+        expected = float(ResponseLoss(student, own, Responses(EXAMPLES, Clock()), "reverse-kl")(batch(ROWS))["divergence"])
+    assert float(without_draws(batch(ROWS))["divergence"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_responses_of_the_student_are_written_once_a_turn(tmp_path: Path) -> None:
+    _, student = models(tmp_path, dtype=torch.float32)
+    responses = Responses(EXAMPLES, Clock(), student, max_length=9)
+    first = responses(batch(ROWS, seed=0, turn=0))
+    again, next_turn = responses(batch(ROWS, seed=5, turn=0)), responses(batch(ROWS, seed=5, turn=1))
+    assert torch.equal(first.tokens_BL, again.tokens_BL) and not torch.equal(first.tokens_BL, next_turn.tokens_BL)
+    for row, place in enumerate(ROWS.tolist()):
+        prompt = EXAMPLES[place].prompt
+        assert first.tokens_BL[row, : len(prompt)].tolist() == prompt
+    assert responses.clock.seconds["generation"] > 0
+
+
+@EVERY
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_the_routers_loss_and_gradient(family: str, recompute: bool, tmp_path: Path) -> None:
+    """Through the teacher's experts to its routers: the formula, and finite differences along random directions."""
+    teacher, student = models(tmp_path, family)
+    teacher.checkpoint_activations = recompute
+    row = teacher.config.architecture
+    routers = [parameters_on_disk(teacher)[router_tensor(row, layer)] for layer in teacher.config.moe_layers]
+    for router in routers:
+        router.requires_grad_(True)
+    loss = RouterLoss(teacher, student, Responses(EXAMPLES, Clock()), Clock(), balance=0.5)
+
+    def value() -> Tensor:
+        return sum(loss(batch(ROWS)).values(), torch.zeros((), dtype=torch.float64))
+
+    gates = [AllExperts() for _ in teacher.moe_blocks]
+
+    def of_token(index: int, place: int, logits: Tensor) -> Tensor:
+        with torch.no_grad(), routed_by(teacher, gates):
+            p = teacher_predictions(teacher, index, place)
+        return (p.exp() * (p - logits.log_softmax(-1))).sum().detach()
+
+    terms = loss(batch(ROWS))
+    assert float(terms["divergence"].detach()) == pytest.approx(float(naive(student, of_token).detach()), rel=1e-6)
+    sum(terms.values()).backward()
+    assert all(parameter.grad is None for parameter in student.parameters())
+    assert {id(p) for p in teacher.parameters() if p.grad is not None} == {id(router) for router in routers}
+    generator = torch.Generator().manual_seed(0)
+    for router in routers:
+        direction = torch.randn(router.shape, generator=generator, dtype=torch.float64)
+        step, kept = 1e-6 * direction, router.data.clone()
+        with torch.no_grad():
+            router.data = kept + step
+            above = float(value())
+            router.data = kept - step
+            below = float(value())
+            router.data = kept
+        assert float((router.grad * direction).sum()) == pytest.approx((above - below) / 2e-6, rel=1e-4, abs=1e-7)
+
+
+def test_load_balance_by_hand() -> None:
+    """Three tokens, one of them padding; two experts, of which the router takes the better."""
+    assert float(squared_variation(torch.tensor([1.0, 3.0]))) == pytest.approx(0.25)
+    assert float(squared_variation(torch.tensor([2.0, 2.0]))) == 0.0
+    logits = torch.tensor([[0.0, 1.0], [0.0, 3.0], [9.0, 0.0]])
+    found = load_balance([TopK(1, normalise=True)], {0: logits}, torch.tensor([True, True, False]))
+    first = [1 / (1 + 2.718281828459045**x) for x in (1.0, 3.0)]
+    p = [sum(first), 2 - sum(first)]
+    expected = 1.0 + ((p[0] - 1) ** 2 + (p[1] - 1) ** 2) / 2  # m = (0, 2): CV² = 1; the mean of P is 1
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_recipe_names_a_divergence_that_exists() -> None:
+    assert {row.divergence for row in RECIPES.values()} - {None} <= set(DIVERGENCES)
+    assert [name for name, row in RECIPES.items() if row.needs_experts] == ["all", "ka", "sar"]
+    assert batch_of(EXAMPLES).real_BL.sum(1).tolist() == [5, 2, 8, 3]
