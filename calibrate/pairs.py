@@ -17,7 +17,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,13 @@ def _trimmed(ids: Tensor) -> Tensor:
     return ids[:, : int(lengths.max())] if len(ids) else ids
 
 
-def text_pairs(source: str, seed: int = 0) -> dict[str, list[TextPair]]:
+Layout = Callable[[dict[str, Any], str], TextPair]
+"""A row of a .jsonl, and where it stands for messages, to the two texts that a model sees."""
+
+
+def text_pairs(source: str, seed: int = 0, layout: Layout | None = None) -> dict[str, list[TextPair]]:
     """The pairs of a source by split. Raises DataError where it is none, or a line of it is no pair."""
-    made = _stdlib_pairs() if source == STDLIB else _file_pairs(Path(os.path.expanduser(source)))
+    made = _stdlib_pairs() if source == STDLIB else _file_pairs(Path(os.path.expanduser(source)), layout or _plain)
     distinct = list(dict.fromkeys(made))
     if not distinct:
         raise DataError(f"{source}: holds no pair; give a file with more of them")
@@ -125,7 +129,7 @@ def _padded(sequences: list[list[int]]) -> Tensor:
 # Sources
 
 
-def _file_pairs(path: Path) -> Iterator[TextPair]:
+def _file_pairs(path: Path, layout: Layout) -> Iterator[TextPair]:
     if path.suffix != ".jsonl" or not path.is_file():
         raise DataError(f"{path}: is no file of pairs; give a .jsonl with `source` and `target` on each line, or {STDLIB!r}")
     try:
@@ -136,17 +140,25 @@ def _file_pairs(path: Path) -> Iterator[TextPair]:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield _pair(line, f"{path}, line {number}")
+            where = f"{path}, line {number}"
+            yield layout(_row(line, where), where)
 
 
-def _pair(line: str, where: str) -> TextPair:
+def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not a line of JSON ({error}); each line must be one JSON object") from error
-    if isinstance(row, dict) and "source" in row and "target" in row:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be a JSON object, and this is a {type(row).__name__}")
+    return row
+
+
+def _plain(row: dict[str, Any], where: str) -> TextPair:
+    """As they are, for encoder-decoders."""
+    if "source" in row and "target" in row:
         return _text(row, "source", where), _text(row, "target", where)
-    if isinstance(row, dict) and "instruction" in row and "output" in row:
+    if "instruction" in row and "output" in row:
         asked = [_text(row, "instruction", where)]
         if row.get("input"):
             asked.append(_text(row, "input", where))

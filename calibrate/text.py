@@ -290,14 +290,19 @@ def _row_text(row: object, where: str) -> str:
         raise DataError(f"{where}: a row must be a JSON object, and this is a {type(row).__name__}")
     if "text" in row:
         return _string(row, "text", where)
+    return "\n\n".join(f"### {title}:\n{content}" for title, content in row_sections(row, where))
+
+
+def row_sections(row: dict[str, Any], where: str) -> list[tuple[str, str]]:
+    """(title, content) of each part of a row of `messages`, of `instruction` and `output`, or of `source` and `target`."""
     if "messages" in row:
-        return _sections(_messages(row["messages"], where))
-    if "instruction" in row and "output" in row:
-        parts = [("Instruction", _string(row, "instruction", where))]
-        if row.get("input"):
-            parts.append(("Input", _string(row, "input", where)))
-        parts.append(("Response", _string(row, "output", where)))
-        return _sections(parts)
+        return _messages(row["messages"], where)
+    for first, last in (("instruction", "output"), ("source", "target")):
+        if first in row and last in row:
+            parts = [("Instruction", _string(row, first, where))]
+            if row.get("input"):
+                parts.append(("Input", _string(row, "input", where)))
+            return [*parts, ("Response", _string(row, last, where))]
     raise DataError(
         f"{where}: a row needs `text`, `messages`, or `instruction` and `output`; this one has "
         f"{', '.join(f'`{key}`' for key in list(row)[:8]) or 'nothing'}"
@@ -317,10 +322,6 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         raise DataError(f"{where}: `{key}` has half of a surrogate pair, which is no character; write it as UTF-8")
     return value
-
-
-def _sections(parts: list[tuple[str, str]]) -> str:
-    return "\n\n".join(f"### {title}:\n{content}" for title, content in parts)
 
 
 # The hub

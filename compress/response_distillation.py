@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from calibrate.instructions import Example
 from compress import processes
 from compress.divergences import DIVERGENCES, Predictions, forward_kl, weighted_divergence
 from compress.losses import head_loss
 from compress.recipes import Recipe
-from compress.responses import Example, ResponseBatch, batch_of, write_responses
+from compress.responses import ResponseBatch, batch_of, write_responses
 from compress.training import Batch
 from engine.model import Decoder, routed_by
 from engine.routing import NO_EXPERT, AllExperts, Routing, SampledExperts, Selection, softmax

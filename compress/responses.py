@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from calibrate.instructions import Example
 from compress import processes
 from engine.kv_cache import KeyValueCache
 from engine.model import Decoder
@@ -18,14 +19,6 @@ from engine.sampling import SamplingOptions, sample
 
 SHRINK_AT = 0.5
 """The batch that generates is cut down to the sequences still going when no more than this share of it is left."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One prompt and its response, as token ids; either has at least one."""
-
-    prompt: list[int]
-    response: list[int]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conftest import MOE_FAMILIES, save_reference
 from torch import Tensor
 
+from calibrate.instructions import Example
 from compress.divergences import DIVERGENCES
 from compress.recipes import RECIPES
 from compress.response_distillation import (
@@ -23,7 +24,7 @@ from compress.response_distillation import (
     load_balance,
     squared_variation,
 )
-from compress.responses import Example, batch_of
+from compress.responses import batch_of
 from compress.training import Batch
 from engine.architectures import router_tensor
 from engine.checkpoint import Checkpoint

@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import MOE_FAMILIES, save_reference
 
-from compress.responses import Example, batch_of, write_responses
+from calibrate.instructions import Example
+from compress.responses import batch_of, write_responses
 from engine.checkpoint import Checkpoint
 from engine.model import Decoder
 from engine.sampling import SamplingOptions

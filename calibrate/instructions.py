@@ -1,0 +1,134 @@
+"""Prompts with responses for decoders: what distillation trains and is measured on.
+
+A source is a .jsonl of `instruction`, `input` and `output`, of `messages` (the last of them is the response), or of `source`
+and `target`. Prompts are laid out in sections as text.py lays out whole rows, unless a template is given; the response
+follows, closed by the end token. Each example belongs to one split for good (pairs.py).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from calibrate.pairs import Layout, TextPair, text_pairs
+from calibrate.text import row_sections
+from engine.errors import DataError, OptionError
+
+PLACEHOLDER = "{prompt}"
+SPLITS = ("training", "validation", "held-out")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and its response, as token ids; either has at least one."""
+
+    prompt: list[int]
+    response: list[int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Lengths in tokens."""
+
+    length: int = 512
+    """Of prompt and response together; responses are cut to it."""
+    prompt: int = 256
+    """Of a prompt; examples with a longer one are left out."""
+
+    def check(self, max_positions: int) -> None:
+        """Raise OptionError for what the model cannot take."""
+        if not 2 <= self.length <= max_positions or not 1 <= self.prompt < self.length:
+            raise OptionError(
+                f"max-length is {self.length} and max-prompt-length {self.prompt}; the model takes up to {max_positions} "
+                "tokens, and a prompt must leave room for a response"
+            )
+
+
+@dataclass
+class Instructions:
+    """The examples of one split."""
+
+    examples: list[Example] = field(default_factory=list)
+    prompts_left_out: int = 0
+    """Prompts longer than the limit."""
+    responses_cut: int = 0
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+def is_instructions(source: str) -> bool:
+    """Whether a source holds prompts with responses, by its first row; otherwise it is text."""
+    path = Path(source).expanduser()
+    if path.suffix != ".jsonl" or not path.is_file():
+        return False
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
+    try:
+        row = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and "text" not in row
+
+
+def instructions(
+    source: str, tokenizer: Any, limits: Limits, *, template: str | None = None, seed: int = 0
+) -> dict[str, Instructions]:
+    """The examples by split. Raises DataError for rows that are none, and where a part has no example left.
+
+    template: what the prompt becomes, with `{prompt}` in it.
+    """
+    if template is not None and PLACEHOLDER not in template:
+        raise OptionError(f"the prompt template has no {PLACEHOLDER}; put it where the prompt belongs")
+    layout = _sections if template is None else _in_template(template)
+    made = {split: Instructions() for split in SPLITS}
+    for split, pairs in text_pairs(source, seed, layout).items():
+        own = made.get(split, made["training"])  # nothing is calibrated: that share is for training too
+        for prompt, response in pairs:
+            _add(own, _ids(tokenizer, prompt), _ids(tokenizer, response), tokenizer.eos_token_id, limits)
+    for split, own in made.items():
+        if not own.examples:
+            longer = (
+                f"; {own.prompts_left_out} have prompts longer than {limits.prompt} tokens" if own.prompts_left_out else ""
+            )
+            raise DataError(f"{source}: its {split} part has no example{longer}; give more, or raise --max-prompt-length")
+    return made
+
+
+def _add(own: Instructions, prompt: list[int], response: list[int], end: int | None, limits: Limits) -> None:
+    if len(prompt) > limits.prompt:
+        own.prompts_left_out += 1
+        return
+    whole = response + ([] if end is None else [end])
+    room = limits.length - len(prompt)
+    own.responses_cut += len(whole) > room
+    own.examples.append(Example(prompt, whole[:room]))
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _sections(row: dict[str, Any], where: str) -> TextPair:
+    """All sections but the last, with the last one's title; and that one's content."""
+    asked, title, response = _asked(row, where)
+    before = "\n\n".join(f"### {name}:\n{content}" for name, content in asked)
+    return f"{before}\n\n### {title}:\n", response
+
+
+def _in_template(template: str) -> Layout:
+    def layout(row: dict[str, Any], where: str) -> TextPair:
+        asked, _, response = _asked(row, where)
+        return template.replace(PLACEHOLDER, "\n".join(content for _, content in asked)), response
+
+    return layout
+
+
+def _asked(row: dict[str, Any], where: str) -> tuple[list[tuple[str, str]], str, str]:
+    """Sections of the prompt, title and text of the response."""
+    *asked, (title, response) = row_sections(row, where)
+    if not asked or not response.strip():
+        raise DataError(f"{where}: has no {'response' if asked else 'prompt'}; give rows with both")
+    return asked, title, response
