@@ -14,7 +14,6 @@ from typing import Any
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import shown
 
-
 GATE_WIDTH_KEY = "gate_network_width"
 """Config key of our own: hidden units of a gate network that are not as many as experts."""
 
@@ -544,7 +543,7 @@ def expert_tensor(row: Architecture, layer: int, expert: int, projection: int) -
 
 
 def router_tensor(row: Architecture, layer: int) -> str:
-    """Name on disk of a layer's router weight [experts, hidden]; of a gate network's second layer [experts, hidden units]."""
+    """Name on disk of a layer's router weight [experts, hidden], of a gate network [experts, hidden units]."""
     return f"{row.block.format(layer=layer)}.{row.router}"
 
 

@@ -84,7 +84,7 @@ def random_tensors(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes_of(config).items():
-        spread = 1.5 if "network.2" in name else 0.5 if "gate.gate_network" in name or "weight_noise" in name else 0.15
+        spread = 1.0 if "network.2" in name else 0.5 if "gate.gate_network" in name or "weight_noise" in name else 0.15
         drawn = torch.randn(shape, generator=generator)
         tensors[name] = drawn * spread if len(shape) > 1 else 1.0 + 0.1 * drawn
     return tensors
@@ -111,6 +111,9 @@ class NaiveLlamaMoe:
     """Experts by layer, where others' router logits are −∞."""
     routed: list[tuple[int, Tensor, list[int], list[float], list[Tensor]]] = field(default_factory=list)
     """Of each token in each layer: layer, router logits, experts, weights, outputs of the experts before weighting."""
+
+    def __post_init__(self) -> None:
+        self.wide = {name: tensor.double() for name, tensor in self.tensors.items()}
 
     @classmethod
     def random(cls, seed: int = 0, **settings: Any) -> NaiveLlamaMoe:
@@ -154,7 +157,7 @@ class NaiveLlamaMoe:
         return [[] for _ in range(self.config.values["num_hidden_layers"])]
 
     def weight(self, name: str) -> Tensor:
-        return self.tensors[name].double()
+        return self.wide[name]
 
     def step(self, token: int, position: int, real: bool, past: list[list[Any]]) -> Tensor:
         """Logits [V] after one more token, which is added to `past`."""
@@ -185,12 +188,12 @@ class NaiveLlamaMoe:
     def rotated(self, x: Tensor, position: int) -> Tensor:
         scaling = self.config.values["rope_scaling"]
         at, half = position / (scaling["factor"] if scaling else 1.0), len(x) // 2
-        result = x.clone()
+        values, result = x.tolist(), [0.0] * len(x)
         for i in range(half):
             angle = at * THETA ** (-2.0 * i / len(x))
-            result[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-            result[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
-        return result
+            result[i] = values[i] * math.cos(angle) - values[i + half] * math.sin(angle)
+            result[i + half] = values[i + half] * math.cos(angle) + values[i] * math.sin(angle)
+        return torch.tensor(result, dtype=x.dtype)
 
     def experts(self, layer: int, x: Tensor) -> Tensor:
         config, at = self.config.values, f"model.layers.{layer}.mlp"
