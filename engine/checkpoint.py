@@ -99,8 +99,8 @@ class Checkpoint:
             shape = by_name[name].entries[name].shape
             if shape != (experts, inputs):
                 raise CheckpointError(
-                    f"{self.directory}: tensor {name} has shape {list(shape)} and config.json, with {shown(experts)} "
-                    f"experts and hidden size {self.config.hidden_size}, asks for [{shown(experts)}, {inputs}]; {_SAME_MODEL}"
+                    f"{self.directory}: tensor {name} has shape {list(shape)}; config.json has {shown(experts)} experts and "
+                    f"hidden size {self.config.hidden_size}, which asks for [{shown(experts)}, {inputs}]; {_SAME_MODEL}"
                 )
 
     def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
