@@ -492,6 +492,8 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
         common,
         f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
+    if figures.get("loading_note"):
+        say(common, f"note: {figures['loading_note']}")
     if figures.get("plots", True) == []:
         say(common, "no plots: matplotlib is not installed (pip install moe-compress[plots])")
     return figures

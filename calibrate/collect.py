@@ -68,7 +68,7 @@ class LayerCollector:
 
     def __init__(self, block: MoeBlock, sample_T: Tensor) -> None:
         """sample_T: sorted indices into the flat sequence of all tokens, whose inputs are kept to run every expert on."""
-        experts, hidden = block.router_ND.shape
+        experts, hidden = len(block.experts), block.hidden_size
         self.block, self.sample_T, self.seen = block, sample_T, 0
 
         def zeros(*shape: int) -> Tensor:

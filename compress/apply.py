@@ -19,8 +19,8 @@ from engine.architectures import (
     decoder_config,
     dense_tensor,
     expected_tensors,
+    expert_rows,
     expert_tensor,
-    router_tensor,
     shared_tensor,
     with_experts,
 )
@@ -88,7 +88,8 @@ def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
         return as_dense(raw, _dense_width(plan, checkpoint))
     counts = [len(plan.layers[index]) if index in plan.layers else 0 for index in range(len(checkpoint.config.layers))]
     changed = with_experts(raw, counts) | {"architectures": [checkpoint.config.architecture.causal_lm_class]}
-    return changed if plan.is_uniform else changed | {"auto_map": remote_code.auto_map()}
+    needs_code = not plan.is_uniform and checkpoint.config.architecture.in_transformers
+    return changed | {"auto_map": remote_code.auto_map()} if needs_code else changed
 
 
 def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
@@ -163,10 +164,11 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
             for projection in range(3):
                 name = ffn_tensor(plan, checkpoint, layer, index, projection)
                 made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
-        if plan.kind == "moe":
-            made[router_tensor(row, layer)] = _deferred(_router, checkpoint, layer, experts)
-        elif row.dense_sibling is None:  # the softmax of one logit is 1, whatever the logit
-            made[router_tensor(row, layer)] = _deferred(torch.zeros, 1, checkpoint.config.hidden_size)
+        for name, (_, inputs) in expert_rows(checkpoint.config, layer).items():
+            if plan.kind == "moe":
+                made[name] = _deferred(_rows, checkpoint, name, experts)
+            elif row.dense_sibling is None:  # the softmax of one logit is 1, whatever the logit
+                made[name] = _deferred(torch.zeros, 1, inputs)
     return made
 
 
@@ -213,9 +215,9 @@ def _source_tensor(checkpoint: Checkpoint, layer: int, source: Source, projectio
     return checkpoint.tensor(expert_tensor(row, layer, int(source.expert), projection))
 
 
-def _router(checkpoint: Checkpoint, layer: int, experts: tuple[PlannedExpert, ...]) -> Tensor:
-    """The result's router, [M, D]: a weighted sum of source rows for each expert, one-hot in pruning."""
-    weight = checkpoint.tensor(router_tensor(checkpoint.config.architecture, layer))
+def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...]) -> Tensor:
+    """The result's router, [M, D], or another tensor like it: a weighted sum of source rows, one-hot in pruning."""
+    weight = checkpoint.tensor(name)
     if all(expert.is_copy for expert in experts):
         return weight[[int(expert.router[0].expert) for expert in experts]]
     rows = [sum(s.coefficient * weight[int(s.expert)].float() for s in expert.router) for expert in experts]

@@ -22,8 +22,6 @@ def model_card(
 
     `title` stands for how many fewer experts there are; `own` are lines of what is particular to how it was made.
     """
-    uniform = len(set(figures["experts_per_layer"])) <= 1
-    load = "" if uniform else ", trust_remote_code=True"
     rows = [
         ("experts", figures["experts_before"], figures["experts_after"]),
         ("parameters", f"{figures['parameters_before']:,}", f"{figures['parameters_after']:,}"),
@@ -37,7 +35,7 @@ def model_card(
     return "\n".join(
         [
             "---",
-            "library_name: transformers",
+            *([] if figures.get("loading_note") else ["library_name: transformers"]),
             f"tags: [mixture-of-experts, {'dense' if title else 'pruned'}, moe-compress]",
             "---",
             f"# {heading}",
@@ -52,10 +50,7 @@ def model_card(
             f"Perplexity is on {figures['evaluation']}.",
             f"It took {figures['seconds']:.0f} s and at most {figures['peak_memory_bytes'] / 1e9:.2f} GB of memory.",
             "",
-            "```python",
-            f"from transformers import {loader}",
-            f'model = {loader}.from_pretrained("this directory"{load})',
-            "```",
+            *_loading(figures, loader),
             "",
             *(
                 [
@@ -71,6 +66,16 @@ def model_card(
             *(line for picture in pictures for line in (f"![{picture.name}]({picture.path.name})", "", picture.about, "")),
         ]
     )
+
+
+def _loading(figures: Mapping[str, Any], loader: str) -> list[str]:
+    """How it is loaded, and by whom where that is not transformers."""
+    if note := figures.get("loading_note"):
+        code = ["from engine.generate import Engine", 'engine = Engine.open("this directory")']
+        return [f"{note[0].upper()}{note[1:]}.", "", "```python", *code, "```"]
+    load = "" if len(set(figures["experts_per_layer"])) <= 1 else ", trust_remote_code=True"
+    code = [f"from transformers import {loader}", f'model = {loader}.from_pretrained("this directory"{load})']
+    return ["```python", *code, "```"]
 
 
 def _number(value: float | None) -> str:

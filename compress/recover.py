@@ -24,7 +24,7 @@ from compress.diep import full_hidden_states
 from compress.divergences import Predictions, forward_kl, weighted_divergence
 from compress.plan import Plan
 from compress.training import Batch, Trainer, TrainingOptions
-from engine.architectures import router_tensor
+from engine.architectures import router_tensors
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
 from engine.model import Decoder
@@ -81,9 +81,9 @@ def recover(
 
 def trained_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
     """Routers and norms, by their names on disk."""
-    row, layers = decoder.config.architecture, range(len(decoder.layers))
+    layers = range(len(decoder.layers))
     norms = [f"model.layers.{index}.{norm}.weight" for index in layers for norm in LAYER_NORMS]
-    routers = [router_tensor(row, index) for index in decoder.config.moe_layers]
+    routers = [name for index in decoder.config.moe_layers for name in router_tensors(decoder.config, index)]
     every = parameters_on_disk(decoder)
     return {name: every[name] for name in ("model.norm.weight", *norms, *routers)}
 

@@ -22,6 +22,7 @@ from compress.job import HeldOut, JobOptions, Made, Prepared, fingerprints, held
 from compress.pictures import Pictured, draw, kept_experts
 from compress.plan import plan_to_json
 from compress.work_directory import WorkDirectory
+from engine.architectures import loading_note
 from engine.artifact import (
     check_checksums,
     check_file_output,
@@ -203,6 +204,7 @@ def _figures(
         f"{calibration.data}",
         "seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(),
+        "loading_note": loading_note(result.raw_config),
     } | made.figures
 
 

@@ -14,6 +14,27 @@ from typing import Any
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import shown
 
+GATE_WIDTH_KEY = "gate_network_width"
+"""Config key of our own: hidden units of a gate network that are not as many as experts."""
+
+
+@dataclass(frozen=True)
+class GateNetwork:
+    """A router of two layers, logits = W2·tanh(W1·x), with noisy top-k in training: names within the block, config keys.
+
+    The row's own `router` is W2 [experts, hidden units]. There are as many hidden units as experts, unless config.json has
+    GATE_WIDTH_KEY: removing an expert takes its row out of W2 and leaves the hidden units, on which all others depend.
+    """
+
+    hidden: str
+    """W1 [hidden units, D]."""
+    noise: str
+    """W_noise [experts, D] of noisy top-k (engine/routing.py)."""
+    noise_key: str
+    """Config key that says whether there is a W_noise."""
+    epsilon_key: str
+    """Config key of the least deviation of the noise."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -22,14 +43,30 @@ class Architecture:
     model_type: str
     causal_lm_class: str
     """The transformers class, for the modelling file of non-uniform artifacts and for `architectures` in config.json."""
+    read_as: str | None = None
+    """model_type whose transformers config reads this family's config.json, where transformers has none for the family."""
+    own_settings: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict, hash=False)
+    """Config keys that the transformers config does not know or does not check, each with the values that the decoder
+    honours; None where any will do: those keys are read elsewhere, or matter only in training."""
     dense_sibling: str | None = None
     """model_type of the family that the same weights form when each MoE layer becomes one FFN; None where there is none."""
     experts_keys: tuple[str, ...] = ()
     """Config keys that hold the expert count, best first; all are written."""
+    experts_per_token_key: str = "num_experts_per_tok"
     expert_width_key: str = "intermediate_size"
+    expert_sizes_key: str | None = None
+    """Config key of a list of expert widths for each layer: `expert_width_key` is then what a layer's experts have
+    together, shared out evenly where there is no list."""
+    weight_scale_key: str | None = None
+    """Config key of the factor that routed weights are multiplied by: one number, or one for each layer."""
     block: str = "model.layers.{layer}.mlp"
     """Prefix of the MoE block; a dense FFN is always at `model.layers.{layer}.mlp`."""
+    expert: str = "experts.{expert}.{projection}.weight"
+    """Within the block; takes one of `expert_projections`."""
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate.weight"
+    """Within the block: the matrix that has one row for each expert."""
+    gate_network: GateNetwork | None = None
     always_normalises_top_k: bool = False
     sparse_step: bool = False
     """Some layers are dense FFNs, by `decoder_sparse_step` and `mlp_only_layers`."""
@@ -43,6 +80,11 @@ class Architecture:
     windows: str = "none"
     """Sliding window: "none", "all" layers (by `sliding_window`), or by "layer_types"."""
     clip_qkv: bool = False
+
+    @property
+    def in_transformers(self) -> bool:
+        """Whether transformers has a class of the family."""
+        return self.read_as is None
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -90,6 +132,45 @@ ARCHITECTURES: dict[str, Architecture] = {
             qkv_bias="attention_bias",
             output_bias="attention_bias",
             clip_qkv=True,
+        ),
+        Architecture(
+            # LLaMA-MoE v1 (arXiv 2406.16554; github.com/pjlab-sys4nlp/llama-moe, which has the classes).
+            model_type="llama_moe",
+            causal_lm_class="LlamaMoEForCausalLM",
+            read_as="llama",
+            own_settings={
+                "gate_type": ("TopKBalancedNoisyGate",),
+                "gate_network": ("mlp",),
+                "gate_use_softmax": (True,),
+                "calculator_type": ("UniversalCalculator",),
+                "multiply_gate_scores": (True,),
+                "add_weight_norm": (False,),
+                # The family's class ignores these.
+                "rope_theta": (10000,),
+                "rope_parameters": (None,),
+                "attention_bias": (False,),
+                "head_dim": (None,),
+                **dict.fromkeys(("num_selects", "size_experts", "score_scale_factor", GATE_WIDTH_KEY)),
+                "gate_add_noise": (True, False),
+                **dict.fromkeys(("gate_noise_epsilon", "gate_use_balance", "gate_balance_loss_weight")),
+                # Of another calculator.
+                **dict.fromkeys(("drop_tokens", "dropped_padding", "capacity_factor")),
+            },
+            dense_sibling="llama",
+            experts_keys=("num_experts",),
+            experts_per_token_key="num_selects",
+            expert_sizes_key="size_experts",
+            weight_scale_key="score_scale_factor",
+            expert="calculator.experts.{projection}.{expert}",
+            expert_projections=("weight_gate", "weight_up", "weight_down"),
+            router="gate.gate_network.2.weight",
+            gate_network=GateNetwork(
+                hidden="gate.gate_network.0.weight",
+                noise="gate.weight_noise.weight",
+                noise_key="gate_add_noise",
+                epsilon_key="gate_noise_epsilon",
+            ),
+            always_normalises_top_k=True,
         ),
         Architecture(model_type="mistral", causal_lm_class="MistralForCausalLM", windows="all"),
         Architecture(
@@ -170,6 +251,12 @@ class MoeConfig:
     normalise_top_k: bool
     shared_width: int = 0
     """Width of the shared expert, 0 for none."""
+    weight_scale: float = 1.0
+    """Factor of the routed weights."""
+    gate_network_width: int = 0
+    """Hidden units of the router; 0 where the router is one matrix."""
+    noise_epsilon: float | None = None
+    """Least deviation of noisy top-k; None where the router has no noise."""
 
 
 @dataclass(frozen=True)
@@ -276,8 +363,9 @@ def load_transformers_config(config: Mapping[str, Any]) -> Any:
         if isinstance(config.get(key), int) and config[key] > MAX_LIST:
             raise CheckpointError(f"config.json: {key} is {shown(config[key])}; that is no real model")
     values = {key: value for key, value in config.items() if key not in _WITHHELD_KEYS}
+    row = ARCHITECTURES.get(config["model_type"])
     try:
-        return CONFIG_MAPPING[config["model_type"]](**values)
+        return CONFIG_MAPPING[(row and row.read_as) or config["model_type"]](**values)
     except Exception as error:  # transformers and huggingface_hub validate with classes of their own
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"config.json cannot be read as a {config['model_type']} config: {reason}") from error
@@ -373,7 +461,10 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
         lacking.append(f"partial_rotary_factor={rope['partial_rotary_factor']}")
     if any("chunked" in kind or "linear" in kind for kind in getattr(family, "layer_types", None) or ()):
         lacking.append(f"layer_types={sorted(set(family.layer_types))}")
-    known = set(type(family)().to_dict()) | _HARMLESS_KEYS
+    for key, honoured in row.own_settings.items():
+        if honoured is not None and key in config and config[key] not in honoured:
+            lacking.append(f"{key}={config[key]!r}")
+    known = set(type(family)().to_dict()) | _HARMLESS_KEYS | set(row.own_settings)
     lacking += [f"{key}={config[key]!r}" for key in config if key not in known and config[key] not in (None, False)]
     if lacking:
         raise UnsupportedError(
@@ -393,9 +484,11 @@ def _experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any
     declared = [config[key] for key in row.experts_keys if isinstance(config.get(key), int)]
     if len(set(declared)) > 1:
         raise CheckpointError(f"config.json: {' and '.join(row.experts_keys)} disagree: {declared}")
-    experts, per_token = _positive(family, row.experts_keys[0]), _positive(family, "num_experts_per_tok")
+    experts, per_token = _positive(family, row.experts_keys[0]), _positive(family, row.experts_per_token_key)
     if per_token > experts:
-        raise CheckpointError(f"config.json: a token cannot use {per_token} of {experts} experts (num_experts_per_tok)")
+        raise CheckpointError(
+            f"config.json: a token cannot use {per_token} of {experts} experts ({row.experts_per_token_key})"
+        )
     only_dense = set(getattr(family, "mlp_only_layers", None) or ()) if row.sparse_step else set()
     step = _positive(family, "decoder_sparse_step") if row.sparse_step else 1
     counts = [0 if index in only_dense or (index + 1) % step else experts for index in range(layers)]
@@ -429,12 +522,65 @@ def _layer_config(row: Architecture, family: Any, index: int, experts: int) -> L
         moe = MoeConfig(
             experts=experts,
             # Where pruning left fewer than k, the layer's own top-k shrinks to what is left (methods.md §2.5).
-            experts_per_token=min(_positive(family, "num_experts_per_tok"), experts),
-            expert_width=_positive(family, row.expert_width_key),
+            experts_per_token=min(_positive(family, row.experts_per_token_key), experts),
+            expert_width=_expert_width(row, family, index, experts),
             normalise_top_k=row.always_normalises_top_k or bool(family.norm_topk_prob),
             shared_width=_positive(family, "shared_expert_intermediate_size") if row.shared_expert else 0,
+            weight_scale=_weight_scale(row, family, index),
+            gate_network_width=_gate_network_width(row, family),
+            noise_epsilon=_noise_epsilon(row, family),
         )
     return LayerConfig(_window(row, family, index), moe, _positive(family, "intermediate_size"))
+
+
+def _expert_width(row: Architecture, family: Any, index: int, experts: int) -> int:
+    """Hidden units of each of a layer's experts. Raises UnsupportedError where they differ in width."""
+    width = _positive(family, row.expert_width_key)
+    if row.expert_sizes_key is None:
+        return width
+    count = _positive(family, row.experts_keys[0])
+    if width % count:
+        raise CheckpointError(f"config.json: {count} experts cannot share {row.expert_width_key} {width} evenly")
+    width //= count
+    sizes = getattr(family, row.expert_sizes_key, None)
+    if sizes is None:
+        return width
+    if not isinstance(sizes, list) or len(sizes) != _positive(family, "num_hidden_layers"):
+        raise CheckpointError(f"config.json: {row.expert_sizes_key} must be a list for each layer, or null")
+    if sizes[index] != [width] * experts:
+        raise UnsupportedError(
+            f"config.json: {row.expert_sizes_key}[{index}] is {shown(sizes[index])}; the engine has experts of one width, "
+            f"here {experts} of {width}"
+        )
+    return width
+
+
+def _weight_scale(row: Architecture, family: Any, index: int) -> float:
+    if row.weight_scale_key is None:
+        return 1.0
+    value = getattr(family, row.weight_scale_key, 1.0)
+    if isinstance(value, list) and len(value) == _positive(family, "num_hidden_layers"):
+        value = value[index]
+    return _number(row.weight_scale_key, value)
+
+
+def _gate_network_width(row: Architecture, family: Any) -> int:
+    if row.gate_network is None:
+        return 0
+    recorded = getattr(family, GATE_WIDTH_KEY, None) is not None
+    return _positive(family, GATE_WIDTH_KEY if recorded else row.experts_keys[0])
+
+
+def _noise_epsilon(row: Architecture, family: Any) -> float | None:
+    if row.gate_network is None or not getattr(family, row.gate_network.noise_key, True):
+        return None
+    return _number(row.gate_network.epsilon_key, getattr(family, row.gate_network.epsilon_key, 1e-2))
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e38:
+        raise CheckpointError(f"config.json: {key} is {shown(value)}; it must be a number from 0, or one for each layer")
+    return float(value)
 
 
 def _window(row: Architecture, family: Any, index: int) -> int | None:
@@ -447,12 +593,46 @@ def _window(row: Architecture, family: Any, index: int) -> int | None:
 
 def expert_tensor(row: Architecture, layer: int, expert: int, projection: int) -> str:
     """Name on disk of an expert's gate (0), up (1) or down (2) projection."""
-    return f"{row.block.format(layer=layer)}.experts.{expert}.{row.expert_projections[projection]}.weight"
+    name = row.expert.format(expert=expert, projection=row.expert_projections[projection])
+    return f"{row.block.format(layer=layer)}.{name}"
 
 
 def router_tensor(row: Architecture, layer: int) -> str:
-    """Name on disk of a layer's router weight [experts, hidden]."""
-    return f"{row.block.format(layer=layer)}.gate.weight"
+    """Name on disk of a layer's router weight [experts, hidden], of a gate network [experts, hidden units]."""
+    return f"{row.block.format(layer=layer)}.{row.router}"
+
+
+def gate_hidden_tensor(row: Architecture, layer: int) -> str:
+    """Name on disk of a gate network's first layer [hidden units, hidden]."""
+    assert row.gate_network is not None
+    return f"{row.block.format(layer=layer)}.{row.gate_network.hidden}"
+
+
+def router_noise_tensor(row: Architecture, layer: int) -> str:
+    """Name on disk of what noisy top-k is made of in training [experts, hidden]."""
+    assert row.gate_network is not None
+    return f"{row.block.format(layer=layer)}.{row.gate_network.noise}"
+
+
+def router_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """What a layer's router logits are made of, with shapes."""
+    row, moe = config.architecture, config.layers[layer].moe
+    assert moe is not None
+    if not moe.gate_network_width:
+        return {router_tensor(row, layer): (moe.experts, config.hidden_size)}
+    return {
+        gate_hidden_tensor(row, layer): (moe.gate_network_width, config.hidden_size),
+        router_tensor(row, layer): (moe.experts, moe.gate_network_width),
+    }
+
+
+def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """The tensors of a layer that have one row for each expert, with shapes."""
+    row, moe = config.architecture, config.layers[layer].moe
+    assert moe is not None
+    router = router_tensor(row, layer)
+    noise = {} if moe.noise_epsilon is None else {router_noise_tensor(row, layer): (moe.experts, config.hidden_size)}
+    return {router: router_tensors(config, layer)[router]} | noise
 
 
 def dense_tensor(layer: int, projection: int) -> str:
@@ -497,7 +677,7 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...
     if layer.moe is None:
         shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
         return shapes
-    shapes[router_tensor(row, index)] = (layer.moe.experts, hidden)
+    shapes.update(router_tensors(config, index) | expert_rows(config, index))
     for expert in range(layer.moe.experts):
         shapes.update(_ffn(lambda p, e=expert: expert_tensor(row, index, e, p), layer.moe.expert_width, hidden))
     if layer.moe.shared_width:
@@ -540,17 +720,46 @@ def with_experts(config: dict[str, Any], experts_per_decoder_layer: list[int]) -
     """
     row = architecture_of(config)
     counts = sorted({count for count in experts_per_decoder_layer if count})
-    changed = {key: value for key, value in config.items() if key not in ("block_configs", "auto_map")}
+    changed = {key: value for key, value in config.items() if key not in ("block_configs", "auto_map", GATE_WIDTH_KEY)}
     largest = counts[-1]
     for key in row.experts_keys:
         changed[key] = largest
     # A config may leave its family's default out.
-    changed["num_experts_per_tok"] = min(load_transformers_config(config).num_experts_per_tok, largest)
+    per_token = getattr(load_transformers_config(config), row.experts_per_token_key)
+    changed[row.experts_per_token_key] = min(per_token, largest)
+    changed |= _changed_widths(row, config, experts_per_decoder_layer)
     if len(counts) > 1:
         changed["block_configs"] = [
             {"ffn": {"moe": {"num_local_experts": count} if count else None}} for count in experts_per_decoder_layer
         ]
     return changed
+
+
+def _changed_widths(row: Architecture, config: dict[str, Any], counts: list[int]) -> dict[str, Any]:
+    """What else depends on the number of experts: their sizes, and the router's hidden units, which stay as they are."""
+    changed: dict[str, Any] = {}
+    if row.expert_sizes_key is None and row.gate_network is None:
+        return changed
+    moe = next(layer.moe for layer in decoder_config(config).layers if layer.moe is not None)
+    if row.expert_sizes_key is not None:
+        changed[row.expert_width_key] = max(counts) * moe.expert_width
+        changed[row.expert_sizes_key] = [[moe.expert_width] * count for count in counts]
+    if moe.gate_network_width not in (0, max(counts)):
+        changed[GATE_WIDTH_KEY] = moe.gate_network_width
+    return changed
+
+
+def loading_note(config: Mapping[str, Any]) -> str | None:
+    """Who loads a checkpoint with this config.json, in a clause; None where transformers does."""
+    row = architecture_of(config)
+    if row.in_transformers:
+        return None
+    if "block_configs" in config or GATE_WIDTH_KEY in config:
+        return (
+            f"only moe-compress loads it: transformers has no {row.model_type}, and the class that its authors publish "
+            "needs as many experts in every layer and as many hidden units in every gate network"
+        )
+    return f"transformers has no {row.model_type}: moe-compress loads it, and the class that its authors publish"
 
 
 def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from engine.architectures import (
     fused_router_tensor,
     fused_tensors,
     router_tensor,
+    router_tensors,
 )
 from engine.artifact import check_sizes, read_provenance
 from engine.attention import Rotary
@@ -89,15 +90,17 @@ class Checkpoint:
     def _check_routers(self, by_name: Mapping[str, SafetensorsFile]) -> None:
         """Compare the expert counts first: lists as long as an absurd config.json says are never made."""
         for layer, experts in self.config.experts_by_layer.items():
-            names = [router_tensor(self.config.architecture, layer), fused_router_tensor(layer)]
+            own = router_tensor(self.config.architecture, layer)
+            inputs = router_tensors(self.config, layer)[own][1]
+            names = [own, fused_router_tensor(layer)]
             name = next((name for name in names if name in by_name), None)
             if name is None:
                 raise CheckpointError(f"{self.directory}: tensor {names[0]} is missing; {_SAME_MODEL}")
             shape = by_name[name].entries[name].shape
-            if shape != (experts, self.config.hidden_size):
+            if shape != (experts, inputs):
                 raise CheckpointError(
-                    f"{self.directory}: tensor {name} has shape {list(shape)} and config.json says {shown(experts)} experts "
-                    f"and hidden size {self.config.hidden_size}; {_SAME_MODEL}"
+                    f"{self.directory}: tensor {name} has shape {list(shape)}; config.json has {shown(experts)} experts and "
+                    f"hidden size {self.config.hidden_size}, which asks for [{shown(experts)}, {inputs}]; {_SAME_MODEL}"
                 )
 
     def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
@@ -256,17 +259,19 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The checkpoint's transformers tokenizer; CheckpointError where it is missing or of another vocabulary."""
-    return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size)
+    # transformers would look at a config.json that it has no class for.
+    config = None if checkpoint.config.architecture.in_transformers else checkpoint.config.transformers_config
+    return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size, config)
 
 
-def load_tokenizer_of(directory: Path, vocabulary: int) -> Any:
-    """The same for the model in a directory that knows so many tokens."""
+def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> Any:
+    """The same for the model in a directory that knows so many tokens; `config`: None for what config.json says."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")):
         raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for damaged files
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error

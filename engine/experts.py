@@ -3,7 +3,8 @@
 `grouped` sorts the slots by expert and runs one product per expert: prefill, calibration and everything that needs
 gradients. `sparse` walks the few experts of a few tokens as views, copying nothing: decode. A test holds them equal.
 
-Shape suffixes: T tokens, D hidden, F expert width, S slots, N experts, R real (not skipped) slots.
+Shape suffixes: T tokens, D hidden, F expert width, S slots, N experts, R real (not skipped) slots, H hidden units of a
+gate network.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.linear import as_bfloat16, compiled_kernels, linear, linears, multiplies_bfloat16
-from engine.routing import NO_EXPERT, Routing, Selection
+from engine.routing import NO_EXPERT, Routing, Selection, select
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
 
@@ -72,7 +73,8 @@ class MoeBlock(nn.Module):
     """Router, routed experts and, where the family has one, the shared expert scaled by its gate.
 
     `routing` is the layer's rule and may be replaced at any time by another Routing. `observer`, when set, is called
-    with (x_TD, logits_TN, selection) on each forward: this is how calibration and reports watch the layer.
+    with (x_TD, logits_TN, selection) on each forward: this is how calibration and reports watch the layer. `noise_ND` is
+    what noisy top-k is trained with (routing.Noisy); nothing here reads it.
     """
 
     def __init__(
@@ -82,26 +84,47 @@ class MoeBlock(nn.Module):
         routing: Routing,
         shared: Expert | None = None,
         shared_gate_1D: Tensor | None = None,
+        gate_hidden_HD: Tensor | None = None,
+        noise_ND: Tensor | None = None,
     ) -> None:
+        """router_ND: one row for each expert; [N, H] where `gate_hidden_HD` is the first layer of a gate network."""
         super().__init__()
         self.router_ND = nn.Parameter(router_ND, requires_grad=False)
         self.experts = nn.ModuleList(experts)
         self.routing = routing
         self.shared = shared
-        self.shared_gate_1D = None if shared_gate_1D is None else nn.Parameter(shared_gate_1D, requires_grad=False)
+        self.shared_gate_1D = _frozen(shared_gate_1D)
+        self.gate_hidden_HD = _frozen(gate_hidden_HD)
+        self.noise_ND = _frozen(noise_ND)
         self.observer: Callable[[Tensor, Tensor, Selection], None] | None = None
         self.expert_observer: ExpertObserver | None = None
 
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return (self.router_ND if self.gate_hidden_HD is None else self.gate_hidden_HD).shape[1]
+
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
-        logits_TN = linear(x_TD, self.router_ND)
-        selection = self.routing(logits_TN)
+        logits_TN = router_logits(x_TD, self.router_ND, self.gate_hidden_HD)
+        selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
         y_TD = route_through(x_TD, selection, self.experts, self.expert_observer)
         if self.shared is not None and self.shared_gate_1D is not None:
             y_TD = y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * self.shared(x_TD)
         return y_TD
+
+
+def router_logits(x_TD: Tensor, router_ND: Tensor, gate_hidden_HD: Tensor | None = None) -> Tensor:
+    """[T, N] W·x; of a gate network W2·tanh(W1·x), where W2 [N, H] is the router and W1 the hidden layer."""
+    if gate_hidden_HD is None:
+        return linear(x_TD, router_ND)
+    return linear(torch.tanh(linear(x_TD, gate_hidden_HD)), router_ND)
+
+
+def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
+    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
 
 
 def route_through(

@@ -21,6 +21,8 @@ from engine.architectures import (
     MoeConfig,
     dense_tensor,
     expert_tensor,
+    gate_hidden_tensor,
+    router_noise_tensor,
     router_tensor,
     shared_gate_tensor,
     shared_tensor,
@@ -127,7 +129,7 @@ def positions_for(
 
 def own_routing(moe: MoeConfig) -> Routing:
     """The model's own rule."""
-    return TopK(moe.experts_per_token, moe.normalise_top_k)
+    return TopK(moe.experts_per_token, moe.normalise_top_k, moe.weight_scale)
 
 
 @contextmanager
@@ -149,11 +151,16 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
     if moe is None:
         return Expert(*(tensor(dense_tensor(layer, projection)) for projection in range(3)))
     experts = [Expert(*(tensor(expert_tensor(row, layer, i, p)) for p in range(3))) for i in range(moe.experts)]
-    router = tensor(router_tensor(row, layer))
-    if not moe.shared_width:
-        return MoeBlock(router, experts, own_routing(moe))
-    shared = Expert(*(tensor(shared_tensor(row, layer, projection)) for projection in range(3)))
-    return MoeBlock(router, experts, own_routing(moe), shared, tensor(shared_gate_tensor(row, layer)))
+    shared = [tensor(shared_tensor(row, layer, projection)) for projection in range(3)] if moe.shared_width else []
+    return MoeBlock(
+        tensor(router_tensor(row, layer)),
+        experts,
+        own_routing(moe),
+        Expert(*shared) if shared else None,
+        tensor(shared_gate_tensor(row, layer)) if shared else None,
+        tensor(gate_hidden_tensor(row, layer)) if moe.gate_network_width else None,
+        tensor(router_noise_tensor(row, layer)) if moe.noise_epsilon is not None else None,
+    )
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

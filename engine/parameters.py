@@ -9,6 +9,8 @@ from torch import nn
 from engine.architectures import (
     dense_tensor,
     expert_tensor,
+    gate_hidden_tensor,
+    router_noise_tensor,
     router_tensor,
     shared_gate_tensor,
     shared_tensor,
@@ -56,6 +58,10 @@ def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator
         yield from ((dense_tensor(index, p), parameter) for p, parameter in enumerate(block.projections))
     elif isinstance(block, MoeBlock):
         yield router_tensor(row, index), block.router_ND
+        if block.gate_hidden_HD is not None:
+            yield gate_hidden_tensor(row, index), block.gate_hidden_HD
+        if block.noise_ND is not None:
+            yield router_noise_tensor(row, index), block.noise_ND
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
             yield from ((expert_tensor(row, index, number, p), each) for p, each in enumerate(expert.projections))

@@ -81,7 +81,13 @@ def is_ours(directory: Path) -> bool:
 
 
 def is_needed(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Whether transformers loads the checkpoint only by code of its own. Raises OptionError unless that is all ours."""
+    """Whether transformers loads the checkpoint only by code of its own. Raises OptionError unless that is all ours.
+
+    Also for a family that transformers has no class of.
+    """
+    row = ARCHITECTURES.get(str(config.get("model_type")))
+    if row is not None and not row.in_transformers:
+        raise OptionError(f"{directory}: transformers has no {row.model_type}; use our own engine")
     if not config.get("auto_map"):
         return False
     tokenizer = directory / "tokenizer_config.json"

@@ -6,7 +6,7 @@ it needs of that layer (scores, skip tables) is its own state. Weights may carry
 through the logits, and to whatever the Routing itself holds. Indices never do.
 
 Shape suffixes: T tokens, N routed experts of the layer, S slots (experts a token may use), K the model's top-k,
-G groups of experts, M experts of one group, B sequences.
+G groups of experts, M experts of one group, B sequences, D hidden.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from engine.linear import linear
 
 NO_EXPERT = -1
 """Index of an empty slot: nothing is loaded or computed for it, whatever its weight."""
@@ -40,18 +42,54 @@ class Routing(Protocol):
 class TopK:
     """The model's own rule (methods.md §2, eq. 1-2 of seed 002): softmax over all experts, the k largest.
 
-    `normalise` rescales the k weights to sum to one. Where the layer has fewer than k experts, all of them are used.
+    `normalise` rescales the k weights to sum to one; `scale` multiplies them all. Where the layer has fewer than k experts,
+    all of them are used.
     """
 
     experts_per_token: int
     normalise: bool
+    scale: float = 1.0
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         probabilities_TN = softmax(logits_TN)
         weights_TK, experts_TK = probabilities_TN.topk(min(self.experts_per_token, logits_TN.shape[-1]), dim=-1)
         if self.normalise:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return Selection(experts_TK, weights_TK)
+        return Selection(experts_TK, weights_TK if self.scale == 1.0 else weights_TK * self.scale)
+
+
+@dataclass(frozen=True)
+class Noisy:
+    """Noisy top-k gating (arXiv 1701.06538 §2.1, eq. 4), for training: H(x) = logits + N(0, 1) · (softplus(W_noise·x) + ε).
+
+    ε is of the models that train so. The noise depends on the tokens themselves, so the MoE block draws it, through
+    `selected`; where only logits are at hand there is none, and the base decides. It is the outermost Routing of a layer.
+    The generator moves on with each call, so activations cannot be recomputed in the backward pass.
+    """
+
+    base: Routing
+    noise_ND: Tensor
+    """[N, D] W_noise."""
+    epsilon: float
+    generator: torch.Generator
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        return self.base(logits_TN)
+
+    def selected(self, x_TD: Tensor, logits_TN: Tensor) -> Selection:
+        """The base's choice among noisy logits; gradients reach W_noise through them."""
+        return self.base(self.noisy(x_TD, logits_TN))
+
+    def noisy(self, x_TD: Tensor, logits_TN: Tensor) -> Tensor:
+        """H(x), [T, N], in float32 or better."""
+        wide = torch.promote_types(logits_TN.dtype, torch.float32)
+        deviations_TN = torch.nn.functional.softplus(linear(x_TD, self.noise_ND).to(wide)) + self.epsilon
+        normal_TN = torch.randn(logits_TN.shape, generator=self.generator, dtype=wide, device=self.generator.device)
+        return logits_TN + normal_TN.to(logits_TN.device) * deviations_TN
+
+    def probabilities(self, logits_TN: Tensor) -> Tensor:
+        """The base's, without noise."""
+        return probabilities(self.base, logits_TN)
 
 
 @dataclass(frozen=True)
@@ -214,7 +252,7 @@ class Skipping:
     """[N, N] CKA(e_0,e_j) over the layer's mean CKA; ones for NAEE's rule."""
     threshold: float
     normalise: bool
-    """Renormalise what is left after a skip: iff the model renormalises its top-k."""
+    """Rescale what is left after a skip to what the token's weights added up to: iff the model renormalises its top-k."""
     keep: int = 1
 
     def __call__(self, logits_TN: Tensor) -> Selection:
@@ -228,9 +266,14 @@ class Skipping:
         skipped_TS = torch.nn.functional.pad(skipped_TJ, (1, 0), value=False)
         left_TS = weights_TS.masked_fill(skipped_TS, 0.0)
         if self.normalise:  # only tokens that lost something, so that the others keep their weights to the bit
-            renormalised_TS = left_TS / left_TS.sum(dim=-1, keepdim=True)
+            renormalised_TS = left_TS * (weights_TS.sum(dim=-1, keepdim=True) / left_TS.sum(dim=-1, keepdim=True))
             left_TS = torch.where(skipped_TS.any(dim=-1, keepdim=True), renormalised_TS, left_TS)
         return Selection(experts_TS.masked_fill(skipped_TS, NO_EXPERT), left_TS)
+
+
+def select(routing: Routing, x_TD: Tensor, logits_TN: Tensor) -> Selection:
+    """What a Routing chooses for these tokens; only noise looks at more than the logits."""
+    return routing.selected(x_TD, logits_TN) if isinstance(routing, Noisy) else routing(logits_TN)
 
 
 def probabilities(routing: Routing, logits_TN: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, made by transformers, and what the tests share."""
+"""Tiny random checkpoints of every family, made by transformers where it has the family, and what the tests share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from naive_llama_moe import NaiveLlamaMoe
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -30,14 +31,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": MOE_SIZES,
     "mistral": {},
     "llama": {},
+    "llama_moe": {"score_scale_factor": [3.0, 2.0, 1.5]},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
 }
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+EVERY_MOE_FAMILY = (*MOE_FAMILIES, "llama_moe")
+"""With those that transformers has no class of."""
 
 
 def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A tiny random transformers model; weights large enough that differences would show in the logits."""
+    """A tiny random transformers model; weights large enough that differences would show in the logits.
+
+    Of a family that transformers lacks it is our naive one.
+    """
+    if family not in MOE_FAMILIES and family in EVERY_MOE_FAMILY:
+        return NaiveLlamaMoe.random(seed, **SIZES | FAMILIES[family] | changes)
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MOE_FAMILIES, save_reference
+from conftest import EVERY_MOE_FAMILY, save_reference
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def test_what_is_in_order_needs_no_permutation() -> None:
     assert found is None or sorted(found) == list(range(6)), "equal units may come in any order"
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", EVERY_MOE_FAMILY)
 def test_an_expert_merged_with_its_own_shuffle_is_the_expert(family: str, tmp_path: Path) -> None:
     config = save_reference(family, tmp_path / "source").config
     source = Checkpoint(tmp_path / "source")

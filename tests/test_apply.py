@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import MOE_FAMILIES, save_reference
+from conftest import EVERY_MOE_FAMILY, MOE_FAMILIES, save_reference
 from torch import Tensor
 
 from compress.apply import apply
@@ -35,6 +35,7 @@ TOKENS = torch.randint(3, 96, (2, 17), generator=torch.Generator().manual_seed(1
 UNIFORM = {0: [1, 4, 5], 1: [0, 2, 3], 2: [0, 1, 5]}
 NON_UNIFORM = {0: [4], 1: [0, 1, 2, 3, 4, 5], 2: [0, 2, 3]}
 FAMILIES = pytest.mark.parametrize("family", MOE_FAMILIES)
+EVERY_FAMILY = pytest.mark.parametrize("family", EVERY_MOE_FAMILY)
 
 
 def model(family: str, path: Path, **changes: Any) -> Checkpoint:
@@ -115,7 +116,7 @@ def test_a_non_uniform_result_brings_its_counts_and_its_modelling_file(tmp_path:
     assert config["auto_map"] == remote_code.auto_map() and remote_code.is_ours(tmp_path / "pruned")
 
 
-@FAMILIES
+@EVERY_FAMILY
 def test_pruning_again_what_is_pruned_and_non_uniform(family: str, tmp_path: Path) -> None:
     full = model(family, tmp_path / "full")
     apply(pruning_plan(NON_UNIFORM), full, tmp_path / "once")
@@ -170,7 +171,7 @@ def shuffled(seed: int, width: int) -> tuple[int, ...]:
     return tuple(torch.randperm(width, generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-@FAMILIES
+@EVERY_FAMILY
 def test_merging_equals_the_weighted_sum_of_permuted_experts(family: str, tmp_path: Path) -> None:
     full = model(family, tmp_path / "full")
     row, width = full.config.architecture, full.config.layers[0].moe.expert_width

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MOE_FAMILIES, save_reference
+from conftest import EVERY_MOE_FAMILY, save_reference
 from scipy.optimize import linear_sum_assignment
 from test_apply import TOKENS, logits, transformers_logits, worst
 from test_saliency import LAYER
@@ -261,7 +261,7 @@ def naive_expert(full: Checkpoint, layer: int, group: Group) -> Expert:
 @pytest.fixture(scope="module", name="models")
 def models_fixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpoint, Statistics]]:
     models = {}
-    for family in MOE_FAMILIES:
+    for family in EVERY_MOE_FAMILY:
         path = tmp_path_factory.mktemp(family)
         save_reference(family, path)
         models[family] = (Checkpoint(path), collect(Checkpoint(path), TOKENS, dtype=torch.float32))
@@ -269,7 +269,7 @@ def models_fixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
 
 
 @METHODS
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", EVERY_MOE_FAMILY)
 @pytest.mark.parametrize("experts", [1, 4])
 def test_the_artifact_is_the_naive_merged_model(
     models: dict[str, tuple[Checkpoint, Statistics]], method: str, family: str, experts: int, tmp_path: Path

@@ -15,6 +15,7 @@ from engine.routing import (
     Gated,
     Masked,
     MixedExperts,
+    Noisy,
     Routing,
     SampledExperts,
     ShiftedLogits,
@@ -22,6 +23,7 @@ from engine.routing import (
     Skipping,
     TopK,
     probabilities,
+    select,
     softmax,
 )
 
@@ -43,6 +45,8 @@ def test_top_k_with_and_without_renormalisation() -> None:
     assert torch.allclose(dense(TopK(2, False)), torch.tensor([[0.0, 0.4, 0.0, 0.3]]))
     assert torch.allclose(dense(TopK(2, True)), torch.tensor([[0.0, 4 / 7, 0.0, 3 / 7]]))
     assert torch.allclose(dense(TopK(9, True)), LOGITS.exp()), "k shrinks to the experts there are"
+    assert torch.allclose(dense(TopK(2, True, 3.5)), torch.tensor([[0.0, 2.0, 0.0, 1.5]]))
+    assert torch.allclose(dense(TopK(2, False, 0.5)), torch.tensor([[0.0, 0.2, 0.0, 0.15]]))
 
 
 def test_masked_is_top_k_over_the_kept_experts() -> None:
@@ -52,6 +56,55 @@ def test_masked_is_top_k_over_the_kept_experts() -> None:
     one = torch.tensor([False, False, True, False])
     experts, _ = Masked(TopK(2, True), one)(LOGITS)
     assert experts.tolist() == [[2, NO_EXPERT]], "where fewer than k are left the others are empty slots"
+
+
+# Noisy top-k
+
+
+NOISE = torch.tensor([[1.0, -2.0], [0.0, 3.0], [0.5, 0.5]])
+"""W_noise of three experts on two inputs."""
+
+
+def test_noise_is_what_the_formula_says() -> None:
+    x, logits = torch.tensor([[2.0, 1.0], [0.0, -1.0]]), torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
+    rule = Noisy(TopK(2, True), NOISE, 0.25, torch.Generator().manual_seed(3))
+    drawn = torch.randn(2, 3, generator=torch.Generator().manual_seed(3))
+    by_hand = torch.tensor([[0.0, 3.0, 1.5], [2.0, -3.0, -0.5]])  # W_noise · x
+    expected = logits + drawn * ((1.0 + by_hand.exp()).log() + 0.25)
+    assert torch.allclose(rule.noisy(x, logits), expected, atol=1e-6)
+    again = Noisy(TopK(2, True), NOISE, 0.25, torch.Generator().manual_seed(3))
+    experts, weights = select(again, x, logits)
+    chosen = TopK(2, True)(expected)
+    assert torch.equal(experts, chosen.experts) and torch.allclose(weights, chosen.weights)
+
+
+def test_the_spread_of_noise_and_how_often_it_changes_the_choice() -> None:
+    """With deviation σ each, an expert whose logit is d below the best one's comes first with probability Φ(−d / (σ√2))."""
+    draws, sigma = 40_000, math.log(2.0) + 0.1  # softplus(0) + ε
+    x, logits = torch.zeros(draws, 2), torch.tensor([0.5, -0.5, -50.0]).expand(draws, 3)
+    rule = Noisy(TopK(1, True), NOISE, 0.1, torch.Generator().manual_seed(0))
+    noisy = rule.noisy(x, logits)
+    assert torch.allclose(noisy.mean(0), logits[0], atol=0.02)
+    assert torch.allclose(noisy.std(0), torch.full((3,), sigma), rtol=0.02)
+    second = float((select(rule, x, logits).experts == 1).float().mean())
+    assert second == pytest.approx(0.5 * math.erfc(1.0 / (2.0 * sigma)), abs=0.01)
+
+
+def test_without_the_tokens_at_hand_there_is_no_noise() -> None:
+    base = TopK(2, True, 2.0)
+    rule = Noisy(base, torch.randn(4, 3), 1.0, torch.Generator())
+    assert torch.equal(dense(rule), dense(base)) and torch.equal(probabilities(rule, LOGITS), probabilities(base, LOGITS))
+    removed = Masked(base, torch.tensor([False, True, True, True]))
+    noisy = select(Noisy(removed, torch.zeros(4, 3), 9.0, torch.Generator().manual_seed(0)), torch.ones(50, 3), LOGITS)
+    assert not bool((noisy.experts == 0).any()), "what is masked stays so whatever the noise"
+
+
+def test_gradients_reach_the_noise_and_the_router() -> None:
+    torch.manual_seed(0)
+    noise, logits = torch.randn(4, 3, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    rule = Noisy(TopK(2, True), noise, 0.01, torch.Generator().manual_seed(0))
+    (select(rule, torch.randn(6, 3), logits).weights[:, 0]).sum().backward()
+    assert float(noise.grad.abs().sum()) > 0 and float(logits.grad.abs().sum()) > 0
 
 
 # Sigmoid routers
@@ -243,6 +296,8 @@ def test_skipping_by_hand() -> None:
     assert skipped(LOGITS).experts.tolist() == [[1, NO_EXPERT]]
     assert torch.allclose(dense(skipped), torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
     assert torch.equal(dense(kept), dense(TopK(2, True)))
+    scaled = Skipping(TopK(2, True, 4.0), torch.tensor([0.8]), gamma2, threshold=0.94, normalise=True)
+    assert torch.allclose(dense(scaled), torch.tensor([[0.0, 4.0, 0.0, 0.0]])), "what is left adds up to what all did"
     gamma2[1, 3] = 2.0
     assert Skipping(TopK(2, True), torch.tensor([0.8]), gamma2, 0.5, True)(LOGITS).experts.tolist() == [[1, NO_EXPERT]]
 
