@@ -19,6 +19,7 @@ from engine.errors import CompressError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar")
 SELECTIONS = ("usage", "reap", "average", "random")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
 DIEP_OPTIONS = (
@@ -142,31 +143,7 @@ recover_options = together(
     ),
     click.option("--recover-learning-rate", type=float, default=5e-3, show_default=True, help="Recovery: of AdamW."),
 )
-dense_training_options = together(
-    click.option(
-        "--distill-steps",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="Train the result on text, each layer's output towards that of MODEL's.",
-    ),
-    click.option(
-        "--finetune-steps", type=click.IntRange(min=0), default=0, show_default=True, help="Then train it on text alone."
-    ),
-    click.option(
-        "--lambda-supervised", type=float, default=0.0, show_default=True, help="Weight of the text's own next tokens."
-    ),
-    click.option("--lambda-layer", type=float, default=1.0, show_default=True, help="Weight of the layers' outputs."),
-    click.option(
-        "--lambda-prediction",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Weight of MODEL's own predictions of the next tokens.",
-    ),
-    click.option(
-        "--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1 over the hidden size, at most 1/160]"
-    ),
+step_options = together(
     click.option(
         "--batch-size",
         type=click.IntRange(min=1),
@@ -193,10 +170,38 @@ dense_training_options = together(
     click.option(
         "--save-every", type=click.IntRange(min=1), default=50, show_default=True, help="Steps between saved states."
     ),
+    click.option("--shard", is_flag=True, help="Spread the result over the processes while it is trained (FSDP2)."),
+)
+"""Of every training that makes a new model."""
+dense_training_options = together(
+    click.option(
+        "--distill-steps",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Train the result on text, each layer's output towards that of MODEL's.",
+    ),
+    click.option(
+        "--finetune-steps", type=click.IntRange(min=0), default=0, show_default=True, help="Then train it on text alone."
+    ),
+    click.option(
+        "--lambda-supervised", type=float, default=0.0, show_default=True, help="Weight of the text's own next tokens."
+    ),
+    click.option("--lambda-layer", type=float, default=1.0, show_default=True, help="Weight of the layers' outputs."),
+    click.option(
+        "--lambda-prediction",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Weight of MODEL's own predictions of the next tokens.",
+    ),
+    click.option(
+        "--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1 over the hidden size, at most 1/160]"
+    ),
+    step_options,
     click.option(
         "--offload-teacher", is_flag=True, help="Read MODEL's layers one at a time for each batch: less memory, slower."
     ),
-    click.option("--shard", is_flag=True, help="Spread the result over the processes while it is trained (FSDP2)."),
 )
 result_options = together(
     click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
@@ -219,10 +224,8 @@ def prepare_process(common: Common, command: str) -> None:
     from compress import processes
     from engine.errors import OptionError
 
-    if processes.started_together() and command != "densify":
-        raise OptionError(
-            f"compress {command} runs in one process; of torchrun's several only the training of densify has use"
-        )
+    if processes.started_together() and command not in ("densify", "distill"):
+        raise OptionError(f"compress {command} runs in one process; of torchrun's several only trainings have use")
     if common.threads is not None:
         torch.set_num_threads(common.threads)
     if not common.verbose:
@@ -469,6 +472,91 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     return figures
 
 
+@main.command()
+@click.option("--teacher", help="Checkpoint directory, hub id or 'demo'; left out for --recipe sft.")
+@click.option("--student", required=True, help="The model to train: a dense one, or a mixture such as a pruned one.")
+@click.option(
+    "--recipe",
+    type=click.Choice(RECIPES),
+    default="kd",
+    show_default=True,
+    help="On the data's responses: sft without a teacher, kd towards it. On the student's: gkd; with all experts of the "
+    "teacher: all; with sampled ones: ka; with its router trained for the student: sar.",
+)
+@click.option("--data", help="Prompts with responses (.jsonl), or text: file, folder, .jsonl, 'stdlib' or a dataset id.")
+@click.option("--prompt-template", help="What a prompt becomes, with {prompt} in it.  [default: ### Instruction: …]")
+@click.option("--max-length", type=int, default=512, show_default=True, help="Tokens of prompt and response.")
+@click.option("--max-prompt-length", type=int, default=256, show_default=True, help="Longer prompts are left out.")
+@click.option("--sequence-length", type=int, help="Tokens a sequence of text.  [default: 2048 or the maximum; demo 256]")
+@click.option("--steps", type=click.IntRange(min=1), help="Of training.  [default: what --epochs says; on text 600]")
+@click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True, help="Over prompts with responses.")
+@click.option(
+    "--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1 over the hidden size, at most 1/160]"
+)
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="Of both predictions when compared.")
+@click.option("--ka-samples", type=int, default=2, show_default=True, help="ka: teacher forwards, and steps, a response.")
+@click.option("--ka-probability", type=float, default=0.05, show_default=True, help="ka: how often experts are sampled.")
+@click.option(
+    "--ka-draw",
+    type=click.Choice(["layer", "token"]),
+    default="layer",
+    show_default=True,
+    help="ka: one draw for a layer and forward, or one for each token.",
+)
+@click.option("--router-learning-rate", type=float, default=1e-5, show_default=True, help="sar: of the teacher's router.")
+@click.option("--load-balance-weight", type=float, default=0.01, show_default=True, help="sar: of the router's balance.")
+@step_options
+@click.option("--samples", type=int, default=128, show_default=True, help="Sequences for skip tables of a mixture.")
+@click.option("--evaluation-samples", type=int, default=64, show_default=True, help="Held-out sequences or examples.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: STUDENT-RECIPE]")
+@overwrite_option
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+@common_options
+def distill(common: Common, **options: Any) -> dict[str, Any]:
+    """Train a student towards a teacher: on text, or on responses to prompts.
+
+    Teacher and student need the same tokenizer. Kept is the best state on data set aside, in the student's shape.
+
+    Several processes share the training: torchrun --nproc-per-node N --no-python compress distill …
+    """
+    from calibrate.instructions import Limits
+    from compress import processes
+    from compress.distill import DistillOptions
+    from compress.distill import distill as run
+    from compress.response_distillation import KnowledgeAugmentation
+
+    given = _job_options(common, options | {"model": options["student"]}, options["recipe"])
+    given["device"] = processes.join(given["device"])
+    own = ("teacher", "recipe", "steps", "epochs", "learning_rate", "router_learning_rate", "load_balance_weight")
+    steps = ("temperature", "batch_size", "micro_batch_size", "clip_norm", "validation_samples", "validate_every")
+    figures = run(
+        DistillOptions(
+            augmentation=KnowledgeAugmentation(
+                options["ka_samples"], options["ka_probability"], options["ka_draw"] == "token"
+            ),
+            limits=Limits(options["max_length"], options["max_prompt_length"]),
+            template=options["prompt_template"],
+            **{name: options[name] for name in (*own, *steps, "save_every", "shard")},
+            **given,
+        ),
+        progress_bar,
+    )
+    processes.leave()
+    if not figures:
+        return figures  # of a process that was not the first
+    _shown_figures(common, figures)
+    say(
+        common,
+        f"{figures['recipe']}: {figures['steps']} steps, loss {figures['loss_first']:.3f} to {figures['loss_last']:.3f}",
+    )
+    before, after = figures["metric_before"], figures["metric_after"]
+    say(common, f"{figures['metric_name']} of responses: {before:.3f} to {after:.3f}")
+    say(common, "time: " + ", ".join(f"{name} {share:.0%}" for name, share in figures["time_share"].items()))
+    if left := figures["prompts_left_out"]:
+        say(common, f"{left} prompts are longer than --max-prompt-length and were left out")
+    return figures
+
+
 def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
     """Print what a smaller model cost and gained."""
     rows = [
@@ -560,8 +648,8 @@ def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, 
             evaluation_samples=given["evaluation_samples"],
             seed=common.seed,
         ),
-        "statistics": given["statistics"],
-        "plan_output": given["plan_output"],
+        "statistics": given.get("statistics"),
+        "plan_output": given.get("plan_output"),
         "dtype": common.torch_dtype(),
         "device": chosen_device(common),
         "overwrite": given["overwrite"],

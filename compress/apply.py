@@ -84,6 +84,8 @@ def _width(source: Source, layer: int, checkpoint: Checkpoint) -> int:
 def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
     """config.json of the result."""
     raw = checkpoint.raw_config
+    if not checkpoint.config.moe_layers:
+        return raw  # dense already: nothing is planned
     if plan.kind == "dense":
         return as_dense(raw, _dense_width(plan, checkpoint))
     counts = [len(plan.layers[index]) if index in plan.layers else 0 for index in range(len(checkpoint.config.layers))]

@@ -70,6 +70,11 @@ class Prepared:
         """All that the result is made from, by name."""
         return {"tokens": self.tokens_SL}
 
+    @property
+    def models(self) -> dict[str, str]:
+        """Fingerprints of all models that the result is made from, by name."""
+        return {"fingerprint": self.checkpoint.fingerprint()}
+
 
 class HeldOut(TypedDict):
     """What a model did on the held-out text, as JSON; None where there was no such text."""
@@ -128,7 +133,7 @@ def prepare(options: JobOptions, checkpoint: Checkpoint) -> Prepared:
 def fingerprints(prepared: Prepared) -> dict[str, str]:
     """Which model and which text, as JSON."""
     digests = {name: hashlib.sha256(text_SL.numpy().tobytes()).hexdigest() for name, text_SL in prepared.texts.items()}
-    return {"fingerprint": prepared.checkpoint.fingerprint()} | digests
+    return prepared.models | digests
 
 
 def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Statistics:

@@ -190,7 +190,7 @@ def _figures(
     return {
         "artifact": str(options.output),
         "method": made.method,
-        "sparsity": 1.0 - experts_after / experts_before,
+        "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
         "experts_before": experts_before,
         "experts_after": experts_after,
         "experts_per_layer": list(result.config.experts_per_layer),

@@ -281,3 +281,19 @@ def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> A
             f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; it is of another model"
         )
     return tokenizer
+
+
+def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
+    """Tokens that end a sequence, from the first place that names any. Raises CheckpointError where they are none."""
+    directory = checkpoint.directory
+    found = None
+    if (directory / "generation_config.json").is_file():
+        found = load_json(directory / "generation_config.json", "generation config").get("eos_token_id")
+    if found is None:
+        found = getattr(checkpoint.config.transformers_config, "eos_token_id", None)
+    if found is None:
+        found = load_tokenizer(checkpoint).eos_token_id
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(token) is int for token in ids):
+        raise CheckpointError(f"{directory}: eos_token_id is {found!r:.80}; it must be a token id or a list of ids")
+    return frozenset(ids)

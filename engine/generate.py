@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint import Checkpoint, load_tokenizer, resolve
-from engine.errors import CheckpointError, OptionError
-from engine.json_file import load_json
+from engine.checkpoint import Checkpoint, end_tokens, load_tokenizer, resolve
+from engine.errors import OptionError
 from engine.kv_cache import KeyValueCache
 from engine.linear import decoding, prepare_decoding
 from engine.model import Decoder
@@ -98,19 +97,8 @@ class Engine:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a sequence, from the first place that names any."""
-        directory = self.checkpoint.directory
-        found = None
-        if (directory / "generation_config.json").is_file():
-            found = load_json(directory / "generation_config.json", "generation config").get("eos_token_id")
-        if found is None:
-            found = getattr(self.checkpoint.config.transformers_config, "eos_token_id", None)
-        if found is None:
-            found = self.tokenizer.eos_token_id
-        ids = [] if found is None else found if isinstance(found, list) else [found]
-        if not all(type(token) is int for token in ids):
-            raise CheckpointError(f"{directory}: eos_token_id is {found!r:.80}; it must be a token id or a list of ids")
-        return frozenset(ids)
+        """Tokens that end a sequence."""
+        return end_tokens(self.checkpoint)
 
     @cached_property
     def weights_bytes(self) -> int:

@@ -1,0 +1,398 @@
+"""Distillation into a student: a teacher's predictions on text or on responses, by one of several recipes (seed 000)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from calibrate.instructions import Example, Instructions, Limits, instructions, is_instructions
+from calibrate.options import CalibrationOptions, training_text
+from compress import processes
+from compress.dense_training import HIGHEST_RATE, MOST_ACTIVATION_BYTES, activation_bytes, figures
+from compress.job import JobOptions, Made, Prepared, prepare
+from compress.losses import head_loss
+from compress.pictures import draw_training
+from compress.plan import Plan, pruning_plan
+from compress.recipes import RECIPES, Recipe
+from compress.response_distillation import (
+    Clock,
+    KnowledgeAugmentation,
+    ResponseLoss,
+    Responses,
+    ResponseTeacher,
+    RouterLoss,
+)
+from compress.responses import batch_of
+from compress.result import carry_out, check_outputs, finished_before
+from compress.training import Trainer, TrainingOptions
+from compress.work_directory import WorkDirectory
+from engine.architectures import router_tensors
+from engine.checkpoint import Checkpoint, end_tokens, load_tokenizer, resolve
+from engine.errors import OptionError
+from engine.model import Decoder
+from engine.parameters import parameters_on_disk
+from engine.progress import Progress, no_progress
+from engine.streaming import TOKENS_PER_BATCH
+
+TEXT_STEPS = 600
+"""Steps on plain text unless given."""
+WARM_UP_SHARE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions(JobOptions):
+    """One run of `compress distill`; `model` is the student."""
+
+    method: str = "distill"
+    teacher: str | None = None
+    """None only where the recipe has none."""
+    recipe: str = "kd"
+    steps: int | None = None
+    """None for `epochs` of prompts and responses, TEXT_STEPS on text."""
+    epochs: int = 10
+    learning_rate: float | None = None
+    """Of AdamW, at its highest; None for 1 over the student's hidden size, at most HIGHEST_RATE."""
+    router_learning_rate: float = 1e-5
+    """Of the teacher's routers, where the recipe trains them."""
+    load_balance_weight: float = 0.01
+    """β of L_b."""
+    temperature: float = 1.0
+    """Divides the logits of both before they are compared."""
+    augmentation: KnowledgeAugmentation = field(default_factory=KnowledgeAugmentation)
+    limits: Limits = field(default_factory=Limits)
+    template: str | None = None
+    batch_size: int = 16
+    micro_batch_size: int | None = None
+    clip_norm: float = 1.0
+    validation_samples: int = 64
+    validate_every: int = 50
+    save_every: int = 50
+    shard: bool = False
+
+    def check(self) -> None:
+        """Raise OptionError for what no training can use."""
+        if self.recipe not in RECIPES:
+            raise OptionError(f"recipe is {self.recipe!r}; it must be one of {', '.join(RECIPES)}")
+        if self.teacher is None and self.row.divergence is not None:
+            raise OptionError(f"recipe {self.recipe} has a teacher; give --teacher, or --recipe sft for none")
+        if not 0.0 < self.temperature < math.inf or not 0.0 <= self.load_balance_weight < math.inf:
+            raise OptionError("temperature must be above 0, and load-balance-weight at least 0")
+        own = self.augmentation
+        if own.samples < 1 or not 0.0 <= own.probability <= 1.0:
+            raise OptionError("ka-samples must be at least 1, and ka-probability from 0 to 1")
+        if self.validation_samples < 1 or self.validate_every < 1:
+            raise OptionError("validation-samples and validate-every must be at least 1: the best state is what is kept")
+        self.training(1, 1, 1).check()
+        if self.row.trains_router:
+            self.router_training(1, 1, 1).check()
+
+    @property
+    def row(self) -> Recipe:
+        """Of the table."""
+        return RECIPES[self.recipe]
+
+    def training(self, steps: int, length: int, hidden_size: int) -> TrainingOptions:
+        """Of the student, on sequences of about `length` tokens."""
+        turn = self.augmentation.samples if self.row.gate == "sampled" else 1
+        return TrainingOptions(
+            steps,
+            min(HIGHEST_RATE, 1.0 / hidden_size) if self.learning_rate is None else self.learning_rate,
+            self.batch_size,
+            self.micro_batch_size or max(1, TOKENS_PER_BATCH // length),
+            warm_up_steps=max(10, round(WARM_UP_SHARE * steps)),
+            clip_norm=self.clip_norm,
+            seed=self.calibration.seed,
+            save_every=turn * max(1, self.save_every // turn),
+            validate_every=self.validate_every,
+            steps_per_batch=turn,
+        )
+
+    def router_training(self, steps: int, length: int, hidden_size: int) -> TrainingOptions:
+        """Of the teacher's routers, a step before each of the student's."""
+        return replace(self.training(steps, length, hidden_size), learning_rate=self.router_learning_rate, validate_every=0)
+
+
+@dataclass
+class Distillable(Prepared):
+    """Inputs that were found to be good."""
+
+    teacher: Checkpoint | None
+    training: Sequence[Example]
+    validation: Sequence[Example]
+    measured: Sequence[Example]
+    """Held-out, of prompts and responses; empty on text, where `held_out_SL` is."""
+    steps: int
+    limit: int
+    """Tokens of prompt and response together."""
+    prompts_left_out: int = 0
+    responses_cut: int = 0
+
+    @property
+    def texts(self) -> dict[str, Tensor]:
+        """With the training's."""
+        own = {"training": self.training, "validation": self.validation, "measured": self.measured}
+        return super().texts | {name: _flat(examples) for name, examples in own.items()}
+
+    @property
+    def models(self) -> dict[str, str]:
+        """With the teacher's."""
+        return super().models | ({"teacher": self.teacher.fingerprint()} if self.teacher is not None else {})
+
+    @property
+    def length(self) -> int:
+        """Tokens of a training sequence, about."""
+        some = self.training[:: max(1, len(self.training) // 64)]
+        return max(1, sum(len(each.prompt) + len(each.response) for each in some) // len(some))
+
+
+class TextExamples(Sequence[Example]):
+    """Text as prompts and responses: each sequence's first tokens, and what follows them."""
+
+    def __init__(self, tokens_SL: Tensor, prompt: int) -> None:
+        self.tokens_SL, self.prompt = tokens_SL, prompt
+
+    def __len__(self) -> int:
+        return len(self.tokens_SL)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> TextExamples: ...
+    def __getitem__(self, index: int | slice) -> Example | TextExamples:
+        if isinstance(index, slice):
+            return TextExamples(self.tokens_SL[index], self.prompt)
+        tokens = self.tokens_SL[index].tolist()
+        return Example(tokens[: self.prompt], tokens[self.prompt :])
+
+
+def _flat(examples: Sequence[Example]) -> Tensor:
+    """For a digest."""
+    if isinstance(examples, TextExamples):
+        return examples.tokens_SL
+    return torch.tensor([token for each in examples for token in (*each.prompt, -1, *each.response, -2)])
+
+
+def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """Run the job; the figures of the result, with the keys of `compress distill --json`.
+
+    One of several processes (processes.py) takes part in the training; the first does all else, and has the figures alone.
+    """
+    started = time.monotonic()
+    options.check()
+    work = WorkDirectory(options.output)
+    if not processes.is_first():
+        prepared = prepare_distillation(options)
+        if processes.told() is not None:
+            _train(options, prepared, work, no_progress)
+        return {}
+    if (done := finished_before(options, work)) is not None:
+        processes.told()
+        return done
+    check_outputs(options)
+    prepared = prepare_distillation(options)
+    for checkpoint in (prepared.checkpoint, prepared.teacher):
+        if checkpoint is not None:
+            checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+
+
+def prepare_distillation(options: DistillOptions) -> Distillable:
+    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    student = Checkpoint(resolve(options.model))
+    teacher = None if options.teacher is None or options.row.divergence is None else Checkpoint(resolve(options.teacher))
+    if teacher is not None:
+        check_pair(teacher, student, options.row, options.recipe)
+    source = options.calibration.data
+    if source is not None and is_instructions(source):
+        return _of_instructions(options, student, teacher, source)
+    prepared = prepare(options, student)
+    steps = TEXT_STEPS if options.steps is None else options.steps
+    wanted = steps * options.batch_size * processes.count()
+    tokenizer = load_tokenizer(student)
+    texts = training_text(prepared.calibration, tokenizer, wanted, options.validation_samples)
+    length = texts[0].shape[1]
+    prompt = max(1, min(options.limits.prompt, length // 2)) if options.row.student_writes else 1
+    training, validation = TextExamples(texts[0], prompt), TextExamples(texts[1], 1)
+    return Distillable(
+        **vars(prepared), teacher=teacher, training=training, validation=validation, measured=(), steps=steps, limit=length
+    )
+
+
+def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: str) -> None:
+    """Raise OptionError unless the one can teach the other by this recipe."""
+    if recipe.needs_experts and not teacher.config.moe_layers:
+        raise OptionError(f"{teacher.directory}: has no experts, and recipe {name} is about them; take kd or gkd")
+    sizes = teacher.config.vocabulary_size, student.config.vocabulary_size
+    vocabularies = [load_tokenizer(checkpoint).get_vocab() for checkpoint in (teacher, student)]
+    if sizes[0] != sizes[1] or vocabularies[0] != vocabularies[1]:
+        raise OptionError(
+            f"{teacher.directory} and {student.directory} have different tokenizers ({sizes[0]} and {sizes[1]} tokens), so "
+            "their predictions cannot be compared; take a student with the teacher's tokenizer"
+        )
+
+
+def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None, source: str) -> Distillable:
+    seed, limits, tokenizer = options.calibration.seed, options.limits, load_tokenizer(student)
+    limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
+    found: dict[str, Instructions] = instructions(source, tokenizer, limits, template=options.template, seed=seed)
+    training = found["training"].examples
+    turns = math.ceil(options.epochs * len(training) / (options.batch_size * processes.count()))
+    steps = turns * options.training(1, 1, 1).steps_per_batch if options.steps is None else options.steps
+    sample = [token for each in training for token in (*each.prompt, *each.response)][: 16 * limits.length]
+    length = min(limits.length, len(sample))
+    calibration = CalibrationOptions(source, len(sample) // length, length, options.calibration.evaluation_samples, seed)
+    return Distillable(
+        student,
+        calibration,
+        torch.tensor(sample[: len(sample) // length * length]).view(-1, length),
+        None,
+        None,
+        options.dtype or student.model_dtype,
+        teacher,
+        training,
+        found["validation"].examples[: options.validation_samples],
+        found["held-out"].examples[: options.calibration.evaluation_samples],
+        steps,
+        limits.length,
+        sum(own.prompts_left_out for own in found.values()),
+        sum(own.responses_cut for own in found.values()),
+    )
+
+
+@dataclass
+class Distilled:
+    """What training gave."""
+
+    tensors: dict[str, Tensor]
+    trainer: Trainer
+    clock: Clock
+    metric_before: float
+    metric_after: float
+
+
+def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Distilled:
+    clock, config = Clock(), prepared.checkpoint.config
+    student = Decoder(config, prepared.checkpoint.source(prepared.dtype, "cpu" if options.shard else options.device))
+    if options.shard:
+        processes.shard(student, options.device)
+    part = options.training(prepared.steps, prepared.length, config.hidden_size)
+    tokens = part.group_size * prepared.length
+    student.checkpoint_activations = activation_bytes(student, tokens) > MOST_ACTIVATION_BYTES
+    ends = end_tokens(prepared.checkpoint)
+    writer = student if options.row.student_writes else None
+    responses = Responses(prepared.training, clock, writer, prepared.limit, ends)
+    teacher, first = None, None
+    if prepared.teacher is not None:
+        decoder = Decoder(prepared.teacher.config, prepared.teacher.source(prepared.dtype, options.device))
+        if options.row.trains_router:
+            first = _router_trainer(options, prepared, decoder, student, responses, clock)
+        teacher = ResponseTeacher(decoder, options.row, options.augmentation, clock)
+    loss = ResponseLoss(student, teacher, responses, options.row.divergence, options.temperature)
+    trainer = Trainer(parameters_on_disk(student), loss, part, len(prepared.training), prepared.length, first)
+
+    def measure(examples: Sequence[Example]) -> float:
+        value = response_perplexity(student, examples, part.group_size)
+        processes.let_go(student)
+        return value
+
+    measured = prepared.measured or prepared.validation
+    before = measure(measured)
+    with clock.of("all"):
+        tensors = trainer.run(
+            state_path=work.path / "distill.safetensors",
+            resume=options.resume,
+            validate=lambda: measure(prepared.validation),
+            progress=lambda items: progress(items, f"{options.recipe} (steps)"),
+        )
+    return Distilled(tensors, trainer, clock, before, measure(measured))
+
+
+def _router_trainer(
+    options: DistillOptions,
+    prepared: Distillable,
+    teacher: Decoder,
+    student: Decoder,
+    responses: Responses,
+    clock: Clock,
+) -> Trainer:
+    """Of the teacher's router weights; nothing else of it is trained."""
+    teacher.checkpoint_activations = True
+    own = parameters_on_disk(teacher)
+    routers = {name: own[name] for layer in teacher.config.moe_layers for name in router_tensors(teacher.config, layer)}
+    loss = RouterLoss(teacher, student, responses, clock, options.load_balance_weight)
+    part = options.router_training(prepared.steps, prepared.length, teacher.config.hidden_size)
+    return Trainer(routers, loss, part, len(prepared.training), prepared.length)
+
+
+@torch.no_grad()
+def response_perplexity(decoder: Decoder, examples: Sequence[Example], group_size: int) -> float:
+    """exp of the mean negative log-likelihood of all response tokens; NaN where the model gives no number."""
+    total, count, device = 0.0, 0, decoder.embedding_VD.device
+    for start in range(0, len(examples), group_size):
+        side = batch_of([examples[place] for place in range(start, min(start + group_size, len(examples)))])
+        asked_BL = side.weights_BL > 0
+        targets_T = side.tokens_BL.roll(-1, 1)[asked_BL].to(device)
+        hidden_TD = decoder.hidden_states(side.tokens_BL.to(device))[asked_BL.to(device)]
+
+        def measure(logits_TV: Tensor, part: slice, targets_T: Tensor = targets_T) -> Tensor:
+            return F.cross_entropy(logits_TV, targets_T[part], reduction="sum")
+
+        total += float(head_loss(hidden_TD, decoder.head_VD, measure))
+        count += len(targets_T)
+    return math.exp(min(total / count, 700.0)) if math.isfinite(total) else math.nan
+
+
+def same_plan(checkpoint: Checkpoint) -> Plan:
+    """Every expert stays."""
+    return pruning_plan({layer: range(experts) for layer, experts in checkpoint.config.experts_by_layer.items()})
+
+
+def _make(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Made:
+    processes.told(True)
+    done = _train(options, prepared, work, progress)
+    own = _figures(options, prepared, done)
+    history = {options.recipe: (done.trainer.history, done.trainer.validations)}
+    return Made(
+        same_plan(prepared.checkpoint),
+        f"distill-{options.recipe}",
+        done.tensors,
+        own,
+        f"{options.model}, distilled",
+        tuple(_card(options, own)),
+        draw=lambda directory: draw_training(directory, options.output.name, history),
+    )
+
+
+def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) -> dict[str, Any]:
+    seconds = dict(done.clock.seconds)
+    whole = seconds.pop("all")
+    seconds["update"] = max(0.0, whole - sum(seconds.values()))
+    return {
+        "teacher": options.teacher,
+        "recipe": options.recipe,
+        **figures(done.trainer),
+        "metric_name": "perplexity",
+        "metric_before": done.metric_before,
+        "metric_after": done.metric_after,
+        "time_share": {name: own / whole for name, own in seconds.items()},
+        "prompts_left_out": prepared.prompts_left_out,
+        "responses_cut": prepared.responses_cut,
+    }
+
+
+def _card(options: DistillOptions, own: dict[str, Any]) -> list[str]:
+    whom = "on the text alone" if options.row.divergence is None else f"from `{options.teacher}`"
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in own["time_share"].items())
+    return [
+        f"Distilled {whom} by recipe `{options.recipe}`: {own['steps']} steps, loss {own['loss_first']:.3f} to",
+        f"{own['loss_last']:.3f}; perplexity of responses {own['metric_before']:.3f} to {own['metric_after']:.3f}.",
+        f"Time: {shares}.",
+        "",
+    ]
