@@ -1,0 +1,61 @@
+"""Speed and memory of a mixture of 1.5 B random parameters and of the dense models made of it, by us and by transformers.
+
+python benchmarks/dense_speed.py [--directory DIR] [--repetitions 5]
+
+All rows come from one run of interleaved rounds; ratios are of medians, to the mixture in our engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from engine_speed import one_row, table
+from random_model import shape, write_random_model
+from results import save
+
+from compress.apply import apply
+from compress.plan import concatenation_plan
+from engine.bench import BenchSpec, bench, cases_for
+from engine.checkpoint import Checkpoint
+
+FFNS = (2, 1)
+
+
+def prepare(directory: Path) -> None:
+    """Make the mixture and its dense models, where they are not there yet."""
+    if not (directory / "mixture").is_dir():
+        write_random_model(directory / "mixture", shape())
+    for ffns in FFNS:
+        made = directory / f"dense {ffns}"
+        if not made.is_dir():
+            checkpoint = Checkpoint(directory / "mixture")
+            made.mkdir()
+            parts = [(expert, 1.0 / ffns) for expert in range(ffns)]
+            apply(concatenation_plan(dict.fromkeys(checkpoint.config.moe_layers, parts)), checkpoint, made)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, help="where the models are made, and found again")
+    parser.add_argument("--repetitions", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = arguments.directory or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        prepare(directory)
+        titled = {"8 experts top-2, ours": BenchSpec(str(directory / "mixture"))}
+        titled["8 experts top-2, transformers"] = BenchSpec(str(directory / "mixture"), "transformers")
+        for ffns in FFNS:
+            name = f"8 experts top-2, dense with {ffns} {'FFN' if ffns == 1 else 'FFNs'}"
+            titled[f"{name}, ours"] = BenchSpec(str(directory / f"dense {ffns}"))
+            titled[f"{name}, transformers"] = BenchSpec(str(directory / f"dense {ffns}"), "transformers")
+        measured = bench(list(titled.values()), cases_for(512, 64), arguments.repetitions)
+        pairs = zip(titled, measured[::2], measured[1::2], strict=True)
+        rows = [one_row(title, prefill, decode) for title, prefill, decode in pairs]
+    save("dense_speed", rows, table(rows))
+
+
+if __name__ == "__main__":
+    main()
