@@ -142,6 +142,14 @@ recover_options = together(
         help="Afterwards train the router rows and norms that are left for so many steps towards MODEL's predictions.",
     ),
     click.option("--recover-learning-rate", type=float, default=5e-3, show_default=True, help="Recovery: of AdamW."),
+    click.option(
+        "--distill",
+        is_flag=True,
+        help="Afterwards train all weights that are left towards MODEL's predictions, as `compress distill` does.",
+    ),
+    click.option(
+        "--distill-steps", type=click.IntRange(min=1), default=600, show_default=True, help="With --distill: steps."
+    ),
 )
 step_options = together(
     click.option(
@@ -629,9 +637,11 @@ def _prune_options(common: Common, **given: Any) -> Any:
 def _artifact_options(common: Common, **given: Any) -> dict[str, Any]:
     """What `artifact_options` and MODEL say, as fields of PruneOptions."""
     from compress.recover import RecoverOptions
+    from compress.whole_recovery import WholeRecoveryOptions
 
     recover = RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed)
-    return _job_options(common, given, given["method"]) | {"recover": recover}
+    distill = WholeRecoveryOptions(given["distill_steps"] if given["distill"] else 0, seed=common.seed)
+    return _job_options(common, given, given["method"]) | {"recover": recover, "distill": distill}
 
 
 def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, Any]:

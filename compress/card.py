@@ -68,6 +68,17 @@ def model_card(
     )
 
 
+def training_lines(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What each part of the training cost and gained; nothing where there was none."""
+    lines = []
+    for name, part in parts.items():
+        lines.append(f"`{name}`: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}.")
+        if part["best_step"] is not None:
+            best = dict(part["validation_perplexity"])[part["best_step"]]
+            lines.append(f"Kept is the state of step {part['best_step']}, perplexity {best:.3f} on text set aside for that.")
+    return [*lines, ""] if lines else []
+
+
 def _loading(figures: Mapping[str, Any], loader: str) -> list[str]:
     """How it is loaded, and by whom where that is not transformers."""
     if note := figures.get("loading_note"):

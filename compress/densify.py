@@ -15,6 +15,7 @@ from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress import processes
 from compress.apply import check_fits, check_nothing_is_lost
 from compress.block_error import BlockError, block_errors, shared_gates
+from compress.card import training_lines
 from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
 from compress.dense_student import learned_scales, saved_tensors
 from compress.dense_training import DenseTraining, DenseTrainingOptions, train_dense
@@ -244,19 +245,8 @@ def _card(own: Mapping[str, Any], plan: Plan) -> list[str]:
         *rows,
         "",
         *_gate_lines(own),
-        *training_lines(own),
+        *training_lines(own["training"]),
     ]
-
-
-def training_lines(own: Mapping[str, Any]) -> list[str]:
-    """What each part of the training cost and gained; nothing where there was none."""
-    lines = []
-    for name, part in own["training"].items():
-        lines.append(f"`{name}`: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}.")
-        if part["best_step"] is not None:
-            best = dict(part["validation_perplexity"])[part["best_step"]]
-            lines.append(f"Kept is the state of step {part['best_step']}, perplexity {best:.3f} on text set aside for that.")
-    return [*lines, ""] if lines else []
 
 
 def _gate_lines(own: Mapping[str, Any]) -> list[str]:

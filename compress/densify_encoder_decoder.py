@@ -18,10 +18,10 @@ from calibrate.pairs import DEFAULT_LENGTH, Pairs, text_pairs, tokenised
 from calibrate.statistics import effective_experts, usage_shares
 from compress import processes
 from compress.apply import carried_files
-from compress.card import model_card
+from compress.card import model_card, training_lines
 from compress.dense_plan import SELECTIONS, check_ffns, choose
 from compress.dense_training import DenseTraining
-from compress.densify import DensifyOptions, check_processes, training_lines
+from compress.densify import DensifyOptions, check_processes
 from compress.encoder_decoder import (
     Usage,
     check_nothing_is_lost,
@@ -349,5 +349,5 @@ def _card(figures: Mapping[str, Any]) -> Sequence[str]:
         "| ---: | --- | ---: | ---: | ---: |",
         *rows,
         "",
-        *training_lines(figures),
+        *training_lines(figures["training"]),
     ]

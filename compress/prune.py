@@ -11,20 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calibrate.options import training_text
 from compress.apply import check_fits
+from compress.card import training_lines
+from compress.dense_training import DenseTraining
 from compress.diep import DiepOptions, search
 from compress.diep_scores import save_scores, scores_of_state
 from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.job import JobOptions, Made, Prepared, open_mixture, prepare, statistics_of
 from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.naee import SUBSET_LIMIT, naee, search_used
+from compress.pictures import draw_training
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.recover import RecoverOptions, recover
 from compress.result import carry_out, check_outputs, finished_before
 from compress.saliency import SCORES, scores
 from compress.selection import Budget
+from compress.whole_recovery import WholeRecoveryOptions, recover_all
 from compress.work_directory import WorkDirectory
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import OptionError
 from engine.json_file import load_json
 from engine.model import Decoder
@@ -51,6 +56,7 @@ class PruneOptions(JobOptions):
     naee_limit: int = SUBSET_LIMIT
     diep: DiepOptions = field(default_factory=DiepOptions)
     recover: RecoverOptions = field(default_factory=RecoverOptions)
+    distill: WholeRecoveryOptions = field(default_factory=WholeRecoveryOptions)
     plan: Path | None = None
 
     def recorded(self) -> dict[str, Any]:
@@ -64,6 +70,14 @@ class Prunable(Prepared):
 
     plan: Plan | None
     budget: Budget | None
+    training_SL: Tensor
+    """With `validation_VL`: text to train all weights on, none where that was not asked for."""
+    validation_VL: Tensor
+
+    @property
+    def texts(self) -> dict[str, Tensor]:
+        """With the training's."""
+        return super().texts | {"training_text": self.training_SL, "validation_text": self.validation_VL}
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,16 @@ def _make(options: PruneOptions, prepared: Prunable, work: WorkDirectory, progre
         counts = prepared.checkpoint.config.experts_by_layer
         own["naee"] = search_used(counts, prepared.budget.kept_per_layer(counts), options.naee_limit)
     trained = recovered(options, prepared, plan, work, progress)
-    return Made(plan, "plan" if prepared.plan is not None else options.method, trained, own, add_files=add_scores)
+    distilled = _distilled(options, prepared, plan, trained, work, progress)
+    return Made(
+        plan,
+        "plan" if prepared.plan is not None else options.method,
+        trained | distilled.tensors,
+        own | {"training": distilled.parts},
+        card=tuple(training_lines(distilled.parts)),
+        add_files=add_scores,
+        draw=lambda directory: draw_training(directory, options.output.name, distilled.histories),
+    )
 
 
 def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | None:
@@ -123,13 +146,19 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
     options.diep.check()
     options.recover.check()
+    options.distill.check()
     checkpoint = open_mixture(options.model)
     budget = checked_budget(options, checkpoint)
     plan = None
     if options.plan is not None:
         plan = plan_from_json(load_json(options.plan, "plan"))
         check_fits(plan, checkpoint)
-    return Prunable(**vars(prepare(options, checkpoint)), plan=plan, budget=budget)
+    prepared = prepare(options, checkpoint)
+    texts = (prepared.tokens_SL[:0], prepared.tokens_SL[:0])
+    if steps := options.distill.steps:
+        wanted, validation = steps * options.distill.batch_size, options.distill.validation_samples
+        texts = training_text(prepared.calibration, load_tokenizer(checkpoint), wanted, validation)
+    return Prunable(**vars(prepared), plan=plan, budget=budget, training_SL=texts[0], validation_VL=texts[1])
 
 
 def make_plan(options: PruneOptions, prepared: Prunable, work: WorkDirectory, progress: Progress) -> Plan:
@@ -252,4 +281,30 @@ def recovered(
         state_path=work.path / "recovery.safetensors",
         resume=options.resume,
         progress=lambda steps: progress(steps, "recovering (steps)"),
+    )
+
+
+def _distilled(
+    options: PruneOptions,
+    prepared: Prunable,
+    plan: Plan,
+    trained: Mapping[str, Tensor],
+    work: WorkDirectory,
+    progress: Progress,
+) -> DenseTraining:
+    """What distillation from the full model makes of all weights; nothing where it was not asked for."""
+    if not options.distill.steps:
+        return DenseTraining()
+    return recover_all(
+        plan,
+        prepared.checkpoint,
+        trained,
+        prepared.training_SL,
+        prepared.validation_VL,
+        options.distill,
+        dtype=prepared.dtype,
+        device=options.device,
+        state_path=work.path / "distill.safetensors",
+        resume=options.resume,
+        progress=lambda steps: progress(steps, "distilling (steps)"),
     )

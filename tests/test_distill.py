@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from artifacts_for_tests import listing, make_workplace
 from click.testing import CliRunner
 from conftest import save_reference
@@ -169,3 +170,20 @@ def test_prompts_that_are_too_long_are_counted(place: Path) -> None:
     limits = ["--max-length", "100", "--max-prompt-length", "60"]
     figures = run("--student", "student", "--recipe", "sft", *PAIRS, *SMALL, *limits, "--steps", "2")
     assert figures["prompts_left_out"] == 40
+
+
+def test_pruning_with_distillation_trains_all_weights_and_keeps_the_plan(place: Path) -> None:
+    """It equals pruning, and then distilling the result from the full model with the same options."""
+    prune = ["prune", "model", "--plan", "plan.json", *TEXT, "--evaluation-samples", "4", "--json"]
+    invoked = CliRunner().invoke(cli.main, [*prune, "--distill", "--distill-steps", "12", "-o", "both"])
+    assert invoked.exit_code == 0, invoked.output
+    figures = json.loads(invoked.stdout)
+    part = figures["training"]["distill"]
+    assert part["steps"] == 12 and part["divergence_last"] < part["divergence_first"]
+    assert figures["experts_per_layer"] == [3, 5, 2] and figures["method"] == "plan"
+    assert "`distill`: 12 steps" in (place / "both" / "README.md").read_text()
+    assert CliRunner().invoke(cli.main, [*prune, "-o", "pruned"]).exit_code == 0
+    after = ["--batch-size", "16", "--validation-samples", "64", "--steps", "12", "--evaluation-samples", "4"]
+    run("--teacher", "model", "--student", "pruned", *TEXT, *after, "-o", "apart")
+    together, apart = (load_file(place / name / "model.safetensors") for name in ("both", "apart"))
+    assert all(torch.allclose(together[name], tensor, atol=1e-6) for name, tensor in apart.items())

@@ -1,0 +1,80 @@
+"""Recovery of all weights after pruning: the smaller mixture is distilled from the full one, on text (recipe kd, seed 000).
+
+Unlike recover.py, which trains routers and norms, this trains experts too, and needs memory for the gradients and moments of
+every weight that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.apply import planned_decoder
+from compress.dense_training import DenseTraining, DenseTrainingOptions, figures
+from compress.distill import TextExamples, response_perplexity
+from compress.plan import Plan
+from compress.recipes import RECIPES
+from compress.response_distillation import Clock, KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
+from compress.training import Trainer
+from engine.checkpoint import Checkpoint
+from engine.model import Decoder
+from engine.parameters import parameters_on_disk
+
+NAME, RECIPE = "distill", RECIPES["kd"]
+
+
+@dataclass(frozen=True)
+class WholeRecoveryOptions:
+    """How long and how fast."""
+
+    steps: int = 0
+    """0 trains nothing."""
+    learning_rate: float | None = None
+    """None as in `compress distill`."""
+    batch_size: int = 16
+    validation_samples: int = 64
+    seed: int = 0
+
+    def training(self) -> DenseTrainingOptions:
+        """As options of a training from scratch to end."""
+        return DenseTrainingOptions(self.steps, learning_rate=self.learning_rate, batch_size=self.batch_size, seed=self.seed)
+
+    def check(self) -> None:
+        """Raise OptionError for what no training can use."""
+        self.training().check()
+
+
+def recover_all(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    recovered: Mapping[str, Tensor],
+    training_SL: Tensor,
+    validation_VL: Tensor,
+    options: WholeRecoveryOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    state_path: Path | None = None,
+    resume: bool = False,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> DenseTraining:
+    """Train what is left by `plan`, which begins with the tensors in `recovered` where there are such; resumable."""
+    student, clock = planned_decoder(plan, checkpoint, dtype, device), Clock()
+    part = options.training().part(NAME, training_SL.shape[1], checkpoint.config.hidden_size)
+    examples, held = TextExamples(training_SL, 1), TextExamples(validation_VL, 1)
+    teacher = Decoder(checkpoint.config, checkpoint.source(dtype, device))
+    taught = ResponseTeacher(teacher, RECIPE, KnowledgeAugmentation(), clock)
+    loss = ResponseLoss(student, taught, Responses(examples, clock), RECIPE.divergence)
+    trainer = Trainer(parameters_on_disk(student), loss, part, *training_SL.shape)
+    trainer.take_whole(recovered)
+    tensors = trainer.run(
+        state_path=state_path,
+        resume=resume,
+        validate=lambda: response_perplexity(student, held, part.group_size),
+        progress=progress,
+    )
+    return DenseTraining(tensors, {NAME: figures(trainer)}, {NAME: (trainer.history, trainer.validations)})
