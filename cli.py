@@ -19,6 +19,7 @@ from engine.errors import CompressError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+METRICS = ("perplexity", "rouge-l")
 RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar")
 SELECTIONS = ("usage", "reap", "average", "random")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
@@ -111,6 +112,12 @@ def text_options(samples: int) -> Decorator:
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing result.")
 
 
+instruction_options = together(
+    click.option("--prompt-template", help="What a prompt becomes, with {prompt} in it.  [default: ### Instruction: …]"),
+    click.option("--max-length", type=int, default=512, show_default=True, help="Tokens of prompt and response."),
+    click.option("--max-prompt-length", type=int, default=256, show_default=True, help="Longer prompts are left out."),
+)
+"""How prompts with responses are read."""
 speed_options = together(
     click.option("-p", "--prompt-tokens", type=int, default=512, show_default=True, help="Prefill test; 0 for none."),
     click.option("-n", "--generated-tokens", type=int, default=128, show_default=True, help="Decode test; 0 for none."),
@@ -492,9 +499,7 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     "teacher: all; with sampled ones: ka; with its router trained for the student: sar.",
 )
 @click.option("--data", help="Prompts with responses (.jsonl), or text: file, folder, .jsonl, 'stdlib' or a dataset id.")
-@click.option("--prompt-template", help="What a prompt becomes, with {prompt} in it.  [default: ### Instruction: …]")
-@click.option("--max-length", type=int, default=512, show_default=True, help="Tokens of prompt and response.")
-@click.option("--max-prompt-length", type=int, default=256, show_default=True, help="Longer prompts are left out.")
+@instruction_options
 @click.option("--sequence-length", type=int, help="Tokens a sequence of text.  [default: 2048 or the maximum; demo 256]")
 @click.option("--steps", type=click.IntRange(min=1), help="Of training.  [default: what --epochs says; on text 600]")
 @click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True, help="Over prompts with responses.")
@@ -513,6 +518,13 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 )
 @click.option("--router-learning-rate", type=float, default=1e-5, show_default=True, help="sar: of the teacher's router.")
 @click.option("--load-balance-weight", type=float, default=0.01, show_default=True, help="sar: of the router's balance.")
+@click.option(
+    "--select-by",
+    type=click.Choice(METRICS),
+    default="perplexity",
+    show_default=True,
+    help="What tells the best state, of responses on data set aside.",
+)
 @step_options
 @click.option("--samples", type=int, default=128, show_default=True, help="Sequences for skip tables of a mixture.")
 @click.option("--evaluation-samples", type=int, default=64, show_default=True, help="Held-out sequences or examples.")
@@ -535,8 +547,7 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
 
     given = _job_options(common, options | {"model": options["student"]}, options["recipe"])
     given["device"] = processes.join(given["device"])
-    own = ("teacher", "recipe", "steps", "epochs", "learning_rate", "router_learning_rate", "load_balance_weight")
-    steps = ("temperature", "batch_size", "micro_batch_size", "clip_norm", "validation_samples", "validate_every")
+    own = {field.name for field in fields(DistillOptions)} & options.keys() - given.keys()
     figures = run(
         DistillOptions(
             augmentation=KnowledgeAugmentation(
@@ -544,7 +555,7 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
             ),
             limits=Limits(options["max_length"], options["max_prompt_length"]),
             template=options["prompt_template"],
-            **{name: options[name] for name in (*own, *steps, "save_every", "shard")},
+            **{name: options[name] for name in own},
             **given,
         ),
         progress_bar,
@@ -725,7 +736,12 @@ def _shown(key: str, value: Any) -> str:
 @main.command()
 @click.argument("model", default="demo")
 @text_options(32)
-@click.option("--metric", type=click.Choice(("perplexity",)), default="perplexity", show_default=True, help="Figure.")
+@click.option("--metric", type=click.Choice(METRICS), default="perplexity", show_default=True, help="Figure.")
+@instruction_options
+@click.option(
+    "--seeds", type=click.IntRange(min=1), default=5, show_default=True, help="rouge-l: times to sample responses."
+)
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="rouge-l: of the sampling; 0 is greedy.")
 @click.option(
     "--tasks", help="Tasks of lm-evaluation-harness, names or YAML files, separated by commas, instead of a metric."
 )
@@ -751,6 +767,8 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
         result = evaluate_tasks(options["model"], options["tasks"].split(","), limit=options["limit"], device=device)
         say(common, table([["task", "value"], *([name, str(value)] for name, value in result["value"].items())]))
         return result
+    if options["metric"] == "rouge-l":
+        return _evaluate_rouge(common, device, options)
     result = evaluate_model(
         options["model"],
         CalibrationOptions(options["data"], options["samples"], options["sequence_length"], 0, common.seed),
@@ -760,6 +778,29 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
         progress=progress_bar,
     )
     say(common, f"{result['metric']} {result['value']:.4f} on {result['tokens']:,} tokens in {result['seconds']:.1f} s")
+    return result
+
+
+def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dict[str, Any]:
+    from calibrate.instructions import Limits
+    from compress.rouge import evaluate_rouge
+    from engine.sampling import SamplingOptions
+
+    result = evaluate_rouge(
+        options["model"],
+        options["data"],
+        Limits(options["max_length"], options["max_prompt_length"]),
+        samples=options["samples"],
+        seeds=options["seeds"],
+        sampling=SamplingOptions(options["temperature"]),
+        template=options["prompt_template"],
+        seed=common.seed,
+        dtype=common.torch_dtype(),
+        device=device,
+        progress=progress_bar,
+    )
+    spread = "" if result["standard_deviation"] is None else f" ± {result['standard_deviation']:.4f}"
+    say(common, f"rouge-l {result['value']:.4f}{spread} on {result['examples']} examples in {result['seconds']:.1f} s")
     return result
 
 

@@ -18,7 +18,7 @@ from compress import processes
 from compress.dense_training import HIGHEST_RATE, MOST_ACTIVATION_BYTES, activation_bytes, figures
 from compress.job import JobOptions, Made, Prepared, prepare
 from compress.losses import head_loss
-from compress.pictures import draw_training
+from compress.pictures import draw_routers, draw_training
 from compress.plan import Plan, pruning_plan
 from compress.recipes import RECIPES, Recipe
 from compress.response_distillation import (
@@ -31,6 +31,8 @@ from compress.response_distillation import (
 )
 from compress.responses import batch_of
 from compress.result import carry_out, check_outputs, finished_before
+from compress.rouge import rouge_l, scorer
+from compress.router_report import RouterReport, old_routers, router_report
 from compress.training import Trainer, TrainingOptions
 from compress.work_directory import WorkDirectory
 from engine.architectures import router_tensors
@@ -39,11 +41,13 @@ from engine.errors import OptionError
 from engine.model import Decoder
 from engine.parameters import parameters_on_disk
 from engine.progress import Progress, no_progress
+from engine.sampling import SamplingOptions
 from engine.streaming import TOKENS_PER_BATCH
 
 TEXT_STEPS = 600
 """Steps on plain text unless given."""
 WARM_UP_SHARE = 0.05
+METRICS = ("perplexity", "rouge-l")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,8 @@ class DistillOptions(JobOptions):
     batch_size: int = 16
     micro_batch_size: int | None = None
     clip_norm: float = 1.0
+    select_by: str = "perplexity"
+    """Of the responses, on data set aside: "perplexity", or "rouge-l" of those that the student writes."""
     validation_samples: int = 64
     validate_every: int = 50
     save_every: int = 50
@@ -87,6 +93,8 @@ class DistillOptions(JobOptions):
         own = self.augmentation
         if own.samples < 1 or not 0.0 <= own.probability <= 1.0:
             raise OptionError("ka-samples must be at least 1, and ka-probability from 0 to 1")
+        if self.select_by not in METRICS:
+            raise OptionError(f"select-by is {self.select_by!r}; it must be one of {', '.join(METRICS)}")
         if self.validation_samples < 1 or self.validate_every < 1:
             raise OptionError("validation-samples and validate-every must be at least 1: the best state is what is kept")
         self.training(1, 1, 1).check()
@@ -212,6 +220,8 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
     source = options.calibration.data
     if source is not None and is_instructions(source):
         return _of_instructions(options, student, teacher, source)
+    if options.select_by == "rouge-l":
+        raise OptionError("rouge-l is of responses to prompts; give --data FILE.jsonl with both, or --select-by perplexity")
     prepared = prepare(options, student)
     steps = TEXT_STEPS if options.steps is None else options.steps
     wanted = steps * options.batch_size * processes.count()
@@ -241,6 +251,8 @@ def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: s
 def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None, source: str) -> Distillable:
     seed, limits, tokenizer = options.calibration.seed, options.limits, load_tokenizer(student)
     limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
+    if options.select_by == "rouge-l":
+        scorer()
     found: dict[str, Instructions] = instructions(source, tokenizer, limits, template=options.template, seed=seed)
     training = found["training"].examples
     turns = math.ceil(options.epochs * len(training) / (options.batch_size * processes.count()))
@@ -275,6 +287,8 @@ class Distilled:
     clock: Clock
     metric_before: float
     metric_after: float
+    routers: RouterReport | None = None
+    """Of a teacher with experts."""
 
 
 def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Distilled:
@@ -288,9 +302,10 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
     ends = end_tokens(prepared.checkpoint)
     writer = student if options.row.student_writes else None
     responses = Responses(prepared.training, clock, writer, prepared.limit, ends)
-    teacher, first = None, None
+    teacher, first, old = None, None, {}
     if prepared.teacher is not None:
         decoder = Decoder(prepared.teacher.config, prepared.teacher.source(prepared.dtype, options.device))
+        old = old_routers(decoder)
         if options.row.trains_router:
             first = _router_trainer(options, prepared, decoder, student, responses, clock)
         teacher = ResponseTeacher(decoder, options.row, options.augmentation, clock)
@@ -298,7 +313,12 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
     trainer = Trainer(parameters_on_disk(student), loss, part, len(prepared.training), prepared.length, first)
 
     def measure(examples: Sequence[Example]) -> float:
-        value = response_perplexity(student, examples, part.group_size)
+        """Lower is better."""
+        if options.select_by == "rouge-l":
+            tokenizer, greedy = load_tokenizer(prepared.checkpoint), SamplingOptions()
+            value = 1.0 - rouge_l(student, tokenizer, examples, prepared.limit, ends, sampling=greedy)
+        else:
+            value = response_perplexity(student, examples, part.group_size)
         processes.let_go(student)
         return value
 
@@ -311,7 +331,10 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
             validate=lambda: measure(prepared.validation),
             progress=lambda items: progress(items, f"{options.recipe} (steps)"),
         )
-    return Distilled(tensors, trainer, clock, before, measure(measured))
+    report = None
+    if teacher is not None and teacher.decoder.moe_blocks:
+        report = router_report(teacher.decoder, old, measured, part.group_size)
+    return Distilled(tensors, trainer, clock, before, measure(measured), report)
 
 
 def _router_trainer(
@@ -366,7 +389,10 @@ def _make(options: DistillOptions, prepared: Distillable, work: WorkDirectory, p
         own,
         f"{options.model}, distilled",
         tuple(_card(options, own)),
-        draw=lambda directory: draw_training(directory, options.output.name, history),
+        draw=lambda directory: [
+            *draw_training(directory, options.output.name, history, options.select_by),
+            *draw_routers(directory, str(options.teacher), done.routers, done.trainer.first is not None),
+        ],
     )
 
 
@@ -374,14 +400,22 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
     seconds = dict(done.clock.seconds)
     whole = seconds.pop("all")
     seconds["update"] = max(0.0, whole - sum(seconds.values()))
+    own, first = figures(done.trainer), done.trainer.first
+    if first is not None:
+        own["router"] = {"loss_first": first.history[0]["loss"], "loss_last": first.history[-1]["loss"]}
+    by_rouge = options.select_by == "rouge-l"
+    if by_rouge:
+        own["validation_rouge_l"] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
     return {
         "teacher": options.teacher,
         "recipe": options.recipe,
-        **figures(done.trainer),
-        "metric_name": "perplexity",
-        "metric_before": done.metric_before,
-        "metric_after": done.metric_after,
+        **own,
+        "metric_name": options.select_by,
+        "metric_before": 1.0 - done.metric_before if by_rouge else done.metric_before,
+        "metric_after": 1.0 - done.metric_after if by_rouge else done.metric_after,
         "time_share": {name: own / whole for name, own in seconds.items()},
+        "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
+        "router_divergence_per_layer": list(done.routers.moved.values()) if first is not None and done.routers else None,
         "prompts_left_out": prepared.prompts_left_out,
         "responses_cut": prepared.responses_cut,
     }
@@ -392,7 +426,8 @@ def _card(options: DistillOptions, own: dict[str, Any]) -> list[str]:
     shares = ", ".join(f"{name} {share:.0%}" for name, share in own["time_share"].items())
     return [
         f"Distilled {whom} by recipe `{options.recipe}`: {own['steps']} steps, loss {own['loss_first']:.3f} to",
-        f"{own['loss_last']:.3f}; perplexity of responses {own['metric_before']:.3f} to {own['metric_after']:.3f}.",
+        f"{own['loss_last']:.3f}; {own['metric_name']} of responses from {own['metric_before']:.3f} to",
+        f"{own['metric_after']:.3f}.",
         f"Time: {shares}.",
         "",
     ]

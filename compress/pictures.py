@@ -15,6 +15,7 @@ from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress import plots
 from compress.diep_scores import DiepScores
 from compress.plan import Plan
+from compress.router_report import RouterReport
 from engine.architectures import DecoderConfig
 from engine.json_file import writing
 
@@ -120,16 +121,33 @@ def draw_usage(directory: Path, label: str, statistics: Statistics, chosen: Mapp
 
 
 def draw_training(
-    directory: Path, label: str, histories: Mapping[str, tuple[Sequence[Mapping[str, float]], Sequence[tuple[int, float]]]]
+    directory: Path,
+    label: str,
+    histories: Mapping[str, tuple[Sequence[Mapping[str, float]], Sequence[tuple[int, float]]]],
+    measure: str = "perplexity",
 ) -> list[Picture]:
-    """The parts of a training by name: terms of the loss at each step, and (step, perplexity) of validation."""
+    """The parts of a training by name: terms of the loss at each step, and (step, measure) of validation."""
     pictures = []
     for name, (history, validations) in histories.items():
         terms = {term: [step[term] for step in history] for term in history[0] if term != "loss"}
-        figure = plots.training(f"{label}, {name}", terms, validations, "perplexity")
-        about = "Terms of the loss, and perplexity on text that was set aside to tell the best state by."
+        name_of_measure = measure if measure == "perplexity" else f"1 − {measure}"
+        figure = plots.training(f"{label}, {name}", terms, validations, name_of_measure)
+        about = f"Terms of the loss, and {name_of_measure} on data that was set aside to tell the best state by."
         pictures.append(save(directory, f"training_{name}", figure, f"Training: {name}", about))
     return pictures
+
+
+def draw_routers(directory: Path, label: str, report: RouterReport | None, moved: bool) -> list[Picture]:
+    """What a teacher's routers know beside what they choose and, where they were trained, how far that moved them."""
+    if report is None:
+        return []
+    panels = {"probability on experts not chosen": report.unselected}
+    about = "Share of the gate's probability on experts that are not chosen, the mean over tokens, by layer."
+    if moved:
+        panels["KL(old ‖ new router), nats"] = report.moved
+        about += " Beside it, how far the student's answers have moved each layer's router."
+    figure = plots.by_layer(f"Routers of {plots.short(label)}", panels)
+    return [save(directory, "routers", figure, "Routers of the teacher", about)]
 
 
 def save(directory: Path, name: str, figure: Any, title: str, about: str, model: str = "") -> Picture:

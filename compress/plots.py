@@ -263,6 +263,25 @@ def usage_histogram(
     return figure
 
 
+def by_layer(title: str, panels: Mapping[str, Mapping[int, float]]) -> Any:
+    """A bar for each layer, a panel for each quantity."""
+    from matplotlib.figure import Figure
+
+    layers = max(len(own) for own in panels.values())
+    across, gap, left = _between(0.3 * layers, 2.4, 6.0), 0.8, 0.75
+    with style():
+        page = _Page(_width(left + len(panels) * (across + gap), title, left), 1, 2.2, title=0.36, below=0.62)
+        figure = Figure(figsize=page.size)
+        for place, (name, own) in enumerate(panels.items()):
+            axes = page.axes(figure, 0, left + place * (across + gap), across)
+            axes.bar(list(own), list(own.values()), color=COLOURS[place % len(COLOURS)], width=0.8)
+            axes.set_title(name)
+            axes.set_xlabel("layer")
+            _whole_ticks(axes.set_xticks, list(own), across)
+        page.title(figure, title, left)
+    return figure
+
+
 def training(name: str, terms: Mapping[str, Sequence[float]], validations: Sequence[tuple[int, float]], measure: str) -> Any:
     """Each term of the loss step by step, smoothed over the pale line of single steps; beside them what validation gave.
 

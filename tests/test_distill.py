@@ -19,6 +19,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 import cli
 import compress.training
 from compress.recipes import RECIPES
+from compress.rouge import scorer
 
 TEXT = ["--data", "text.txt", "--sequence-length", "16", "--samples", "4"]
 PAIRS = ["--data", "pairs.jsonl", "--prompt-template", "{prompt}: ", "--max-length", "32", "--max-prompt-length", "20"]
@@ -65,7 +66,9 @@ def test_the_command_knows_every_recipe() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
     teacher = [] if recipe == "sft" else ["--teacher", "model"]
-    figures = run(*teacher, "--student", "student", "--recipe", recipe, *data, *SMALL, "--steps", "8")
+    figures = run(
+        *teacher, "--student", "student", "--recipe", recipe, *data, *SMALL, "--steps", "8", "--router-learning-rate", "0.01"
+    )
     assert set(KEYS.split()) <= set(figures)
     assert (figures["recipe"], figures["steps"], figures["metric_name"]) == (recipe, 8, "perplexity")
     if recipe == "sft":
@@ -73,6 +76,11 @@ def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
     assert ("generation" in figures["time_share"]) == RECIPES[recipe].student_writes
     assert sum(figures["time_share"].values()) == pytest.approx(1.0, abs=0.01)
     assert (figures["perplexity_after"] is None) == (data is PAIRS)
+    moved, unselected = (figures[f"{name}_per_layer"] for name in ("router_divergence", "teacher_unselected_share"))
+    assert (moved is not None and min(moved) > 0) == RECIPES[recipe].trains_router
+    assert (unselected is None) == (recipe == "sft") and (recipe == "sft" or 0 < min(unselected) < max(unselected) < 1)
+    if figures["plots"]:
+        assert (place / "out" / "routers.png").exists() == (recipe != "sft")
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(place / "out").config.model_type == "llama"
@@ -110,7 +118,8 @@ def test_interrupted_and_resumed_it_ends_in_the_same_weights(
         update(self, step)
 
     monkeypatch.setattr(compress.training.Trainer, "update", interrupted)
-    assert CliRunner().invoke(cli.main, ["distill", *command]).exit_code == 130
+    stopped = CliRunner().invoke(cli.main, ["distill", *command])
+    assert stopped.exit_code == 130, stopped.output
     assert (place / ".out.work" / "distill.safetensors").exists()
     monkeypatch.setattr(compress.training.Trainer, "update", lambda self, step: (steps.append(step), update(self, step)))
     run(*command, "--resume")
@@ -187,3 +196,25 @@ def test_pruning_with_distillation_trains_all_weights_and_keeps_the_plan(place: 
     run("--teacher", "model", "--student", "pruned", *TEXT, *after, "-o", "apart")
     together, apart = (load_file(place / name / "model.safetensors") for name in ("both", "apart"))
     assert all(torch.allclose(together[name], tensor, atol=1e-6) for name, tensor in apart.items())
+
+
+def test_rouge_l_of_what_a_model_writes(place: Path) -> None:
+    """The package's figure of the texts, for each seed; a model that learnt the responses by heart is near 1."""
+    rows = [{"source": f"{word}{number}", "target": word} for word in WORDS for number in range(12)]
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["evaluate", "student", "--metric", "rouge-l", *PAIRS, "--seeds", "2", "--json"]
+    before = json.loads(CliRunner().invoke(cli.main, command, catch_exceptions=False).stdout)
+    assert len(before["values"]) == 2 and before["value"] == pytest.approx(sum(before["values"]) / 2)
+    learnt = [*SMALL, "--steps", "60", "--batch-size", "16", "--select-by", "rouge-l", "--validate-every", "30"]
+    figures = run("--student", "student", "--recipe", "sft", *PAIRS, *learnt)
+    assert figures["metric_name"] == "rouge-l" and figures["metric_after"] > max(0.5, figures["metric_before"])
+    after = CliRunner().invoke(cli.main, [*command[:1], "out", *command[2:], "--temperature", "0"], catch_exceptions=False)
+    assert json.loads(after.stdout)["value"] > max(0.5, before["value"])
+    assert "give --data FILE.jsonl with both" in refused(
+        "--student", "student", "--recipe", "sft", *TEXT, *learnt, "-o", "other"
+    )
+
+
+def test_rouge_l_by_hand() -> None:
+    """The longest common subsequence of "the cat sat" and "the cat on the mat" is "the cat": P = 2/5, R = 2/3, F = 1/2."""
+    assert scorer().score("the cat sat", "the cat on the mat")["rougeL"].fmeasure == pytest.approx(0.5)

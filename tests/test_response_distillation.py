@@ -25,6 +25,7 @@ from compress.response_distillation import (
     squared_variation,
 )
 from compress.responses import batch_of
+from compress.router_report import old_routers, router_report
 from compress.training import Batch
 from engine.architectures import router_tensor
 from engine.checkpoint import Checkpoint
@@ -207,3 +208,27 @@ def test_every_recipe_names_a_divergence_that_exists() -> None:
     assert {row.divergence for row in RECIPES.values()} - {None} <= set(DIVERGENCES)
     assert [name for name, row in RECIPES.items() if row.needs_experts] == ["all", "ka", "sar"]
     assert batch_of(EXAMPLES).real_BL.sum(1).tolist() == [5, 2, 8, 3]
+
+
+@EVERY
+def test_what_routers_did_not_choose_and_how_far_they_moved(family: str, tmp_path: Path) -> None:
+    """Token by token, without padding, from each block's input."""
+    teacher, _ = models(tmp_path, family)
+    old = old_routers(teacher)
+    still = router_report(teacher, old, EXAMPLES, 3)
+    assert max(still.moved.values()) == pytest.approx(0.0, abs=1e-9)
+    for block in teacher.moe_blocks:
+        block.router_ND.data += 0.1 * torch.randn(block.router_ND.shape, dtype=torch.float64)
+    found = router_report(teacher, old, EXAMPLES, 3)
+    inputs: dict[int, list[Tensor]] = {index: [] for index in teacher.config.moe_layers}
+    for index, block in zip(teacher.config.moe_layers, teacher.moe_blocks, strict=True):
+        block.register_forward_pre_hook(lambda module, given, index=index: inputs[index].append(given[0]))
+    for example in EXAMPLES:
+        teacher(torch.tensor([example.prompt + example.response]))
+    for index, block in zip(teacher.config.moe_layers, teacher.moe_blocks, strict=True):
+        x_TD = torch.cat(inputs[index])
+        p, q = ((x_TD @ router.T).softmax(-1) for router in (old[index][0], block.router_ND))
+        per_token = teacher.config.experts_per_token
+        assert found.moved[index] == pytest.approx(float((p * (p / q).log()).sum(1).mean()), rel=1e-4)
+        left = 1 - p.sort(descending=True).values[:, :per_token].sum(1)
+        assert found.unselected[index] == pytest.approx(float(left.mean()), rel=1e-4)
