@@ -41,7 +41,7 @@ print(json.dumps(peak() - before))
 
 
 def test_a_step_at_a_vocabulary_of_128256_stays_small() -> None:
-    """512 tokens: the logits of both models and their gradients would be over 1 GB alone. Gradients and moments count too."""
+    """512 tokens: the logits of both models and their gradients would be over 1 GB. Gradients and moments count too."""
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

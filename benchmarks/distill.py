@@ -1,0 +1,212 @@
+"""Recipes of distillation, from a mixture into a dense student: ROUGE-L, perplexity, time split, peak memory; several seeds.
+
+    python benchmarks/distill.py [--recipes sft,kd,…] [--steps 200] [--seeds 3]
+    python benchmarks/distill.py --name distill_ka --recipes ka --ka-samples 1,2,4 --ka-probability 0.0,0.05,0.2
+    python benchmarks/distill.py --name distill_k --recipes kd --experts-per-token 1,2,4,8
+
+The teacher is the demo model, the student the dense model of its most used experts (1 FFN a layer), distilled from it on
+text. Both are first fine-tuned on prompts with responses that the script makes of the standard library: a function's name and
+the first sentence of its docstring, and its signature. Then every recipe has as many updates of the student. ROUGE-L is of
+sampled responses to held-out prompts, perplexity that of the data's responses to them. `--experts-per-token` gives the teacher
+other numbers of experts (the paper's figure 2). Each finished run is a line of results/NAME.jsonl and is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
+
+from calibrate.text import load_documents
+
+RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar")
+LIMITS = ["--max-length", "160", "--max-prompt-length", "96"]
+KEPT = ("metric_before", "metric_after", "time_share", "peak_memory_bytes", "seconds")
+INSTRUCTION = "Write the signature of this function."
+
+
+def examples() -> Iterator[dict[str, str]]:
+    """Public functions of the standard library that have a docstring."""
+    for text in load_documents("stdlib"):
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                sentence = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                signature = f"def {node.name}({ast.unparse(node.args)}):"
+                if sentence and len(sentence) <= 200 and len(signature) <= 120:
+                    yield {"instruction": INSTRUCTION, "input": f"{node.name}: {sentence}", "output": signature}
+
+
+def run(*command: str) -> dict[str, Any]:
+    """A `compress` command of its own process."""
+    done = subprocess.run([sys.executable, "-m", "cli", *command, "--json"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return values
+
+
+class Benchmark:
+    """One set of options, and the file of what is done."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.lines = RESULTS / f"{arguments.name}.jsonl"
+        self.done = remembered(self.lines)
+        self.work = ROOT / "build" / "distill"
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.data = self.work / "signatures.jsonl"
+        if not self.data.exists():
+            self.data.write_text("".join(json.dumps(row) + "\n" for row in examples()))
+        self.common = ["--data", str(self.data), *LIMITS, "--threads", str(arguments.threads)]
+
+    def pair(self) -> tuple[Path, Path]:
+        """(teacher, student), both fine-tuned on the data."""
+        first = self.work / "student-of-text"
+        if not first.exists():
+            steps = ["--distill-steps", str(self.arguments.text_steps), "--threads", str(self.arguments.threads)]
+            run("densify", "demo", "--ffns", "1", *steps, "-o", str(first))
+        made = []
+        for name, model in (("teacher", "demo"), ("student", str(first))):
+            made.append(self.work / name)
+            if not made[-1].exists():
+                rate = ["--learning-rate", "0.002", "--steps", str(self.arguments.first_steps)]
+                run("distill", "--student", model, "--recipe", "sft", *rate, *self.common, "-o", str(made[-1]))
+        return made[0], made[1]
+
+    def teacher_of(self, teacher: Path, experts: int | None) -> Path:
+        """The teacher with another number of experts for each token."""
+        if experts is None:
+            return teacher
+        made = self.work / f"teacher-{experts}"
+        if not made.exists():
+            shutil.copytree(teacher, made, ignore=shutil.ignore_patterns("compression.json", "*.png", "README.md"))
+            config = json.loads((made / "config.json").read_text()) | {"num_experts_per_tok": experts}
+            (made / "config.json").write_text(json.dumps(config))
+        return made
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """What distinguishes each run, seeds inside."""
+        options = self.arguments
+        for recipe in options.recipes:
+            for samples in options.ka_samples if recipe == "ka" else [None]:
+                for probability in options.ka_probability if recipe == "ka" else [None]:
+                    for experts in options.experts_per_token:
+                        yield {"recipe": recipe, "samples": samples, "probability": probability, "experts": experts}
+
+    def run(self) -> None:
+        """Every figure that is missing."""
+        teacher, student = self.pair()
+        for name, model in (("teacher", teacher), ("student", student)):
+            if not self.known({"recipe": name}, 0):
+                self.record({"recipe": name}, 0, model, {})
+        for seed in range(self.arguments.seeds):
+            for row in self.rows():
+                if self.known(row, seed):
+                    continue
+                output = self.work / "result"
+                recipe = ["--recipe", row["recipe"], "--student", str(student), "--seed", str(seed)]
+                if row["recipe"] != "sft":
+                    recipe += ["--teacher", str(self.teacher_of(teacher, row["experts"]))]
+                if row["recipe"] == "ka":
+                    recipe += ["--ka-samples", str(row["samples"]), "--ka-probability", str(row["probability"])]
+                steps = ["--steps", str(self.arguments.steps), "--learning-rate", str(self.arguments.learning_rate)]
+                figures = run("distill", *recipe, *steps, *self.common, "-o", str(output), "--overwrite")
+                self.record(row, seed, output, figures)
+                shutil.rmtree(output)
+
+    def known(self, row: dict[str, Any], seed: int) -> bool:
+        """Whether a run was made before."""
+        return any(line["seed"] == seed and all(line.get(name) == own for name, own in row.items()) for line in self.done)
+
+    def record(self, row: dict[str, Any], seed: int, model: Path, figures: dict[str, Any]) -> None:
+        """Measure what was made: one more line of the file."""
+        rouge = run("evaluate", str(model), "--metric", "rouge-l", "--samples", "128", *self.common)
+        kept = {
+            name: figures.get(name)
+            for name in ("metric_before", "metric_after", "time_share", "peak_memory_bytes", "seconds")
+        }
+        line = row | {"seed": seed, "rouge_l": rouge["value"], "rouge_l_values": rouge["values"]} | kept
+        self.done.append(line)
+        remember(self.lines, line)
+        print(line, flush=True)
+
+
+def label(line: dict[str, Any]) -> str:
+    """Of a row of the table."""
+    parts = [line["recipe"]]
+    if line["recipe"] == "ka":
+        parts.append(f"M = {line['samples']}, λ = {line['probability']}")
+    if line.get("experts"):
+        parts.append(f"k = {line['experts']}")
+    return ", ".join(parts)
+
+
+def table(done: list[dict[str, Any]], steps: int) -> str:
+    """ROUGE-L in percent and perplexity, mean ± standard deviation over seeds; where the time went."""
+    rows = []
+    for name in dict.fromkeys(map(label, done)):
+        own = [line for line in done if label(line) == name]
+        after = [line["metric_after"] for line in own if line["metric_after"] is not None]
+        shares = [line["time_share"] for line in own if line["time_share"]]
+        split = (
+            ", ".join(f"{part} {statistics.mean(s.get(part, 0.0) for s in shares):.0%}" for part in shares[0])
+            if shares
+            else "–"
+        )
+        seconds = [line["seconds"] for line in own if line["seconds"]]
+        peak = [line["peak_memory_bytes"] / 1e9 for line in own if line["peak_memory_bytes"]]
+        rows.append(
+            [
+                name,
+                mean_and_spread([100 * line["rouge_l"] for line in own]),
+                mean_and_spread(after),
+                f"{statistics.mean(seconds):.0f}" if seconds else "–",
+                split,
+                f"{max(peak):.2f}" if peak else "–",
+            ]
+        )
+    header = ["recipe", "ROUGE-L", "perplexity of responses", "seconds", "of that", "peak GB"]
+    seeds = len({line["seed"] for line in done})
+    note = (
+        f"Signatures of functions from name and docstring; {steps} updates of 16 prompts, {seeds} seed(s), one thread.\n\n"
+    )
+    return note + markdown(header, rows)
+
+
+def numbers(kind: type) -> Any:
+    """A parser of several, with commas."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipes", type=numbers(str), default=list(RECIPES))
+    parser.add_argument("--ka-samples", type=numbers(int), default=[2])
+    parser.add_argument("--ka-probability", type=numbers(float), default=[0.05])
+    parser.add_argument("--experts-per-token", type=numbers(int), default=[None])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--learning-rate", type=float, default=0.001)
+    parser.add_argument("--first-steps", type=int, default=300)
+    parser.add_argument("--text-steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", default="distill")
+    arguments = parser.parse_args()
+    benchmark = Benchmark(arguments)
+    benchmark.run()
+    save(arguments.name, benchmark.done, table(benchmark.done, arguments.steps))
+
+
+if __name__ == "__main__":
+    main()
