@@ -504,7 +504,7 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("--steps", type=click.IntRange(min=1), help="Of training.  [default: what --epochs says; on text 600]")
 @click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True, help="Over prompts with responses.")
 @click.option(
-    "--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1 over the hidden size, at most 1/160]"
+    "--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1/4 over the hidden size, at most 1/640]"
 )
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="Of both predictions when compared.")
 @click.option("--ka-samples", type=int, default=2, show_default=True, help="ka: teacher forwards, and steps, a response.")

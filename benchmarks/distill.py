@@ -5,10 +5,10 @@
     python benchmarks/distill.py --name distill_k --recipes kd --experts-per-token 1,2,4,8
 
 The teacher is the demo model, the student the dense model of its most used experts (1 FFN a layer), distilled from it on
-text. Both are first fine-tuned on prompts with responses that the script makes of the standard library: a function's name and
-the first sentence of its docstring, and its signature. Then every recipe has as many updates of the student. ROUGE-L is of
-sampled responses to held-out prompts, perplexity that of the data's responses to them. `--experts-per-token` gives the teacher
-other numbers of experts (the paper's figure 2). Each finished run is a line of results/NAME.jsonl and is not made again.
+text. Both are first fine-tuned on prompts with responses that the script makes of the standard library: a function's name
+and the first sentence of its docstring; its signature. Then every recipe has as many updates of the student. ROUGE-L is of
+sampled responses to held-out prompts, perplexity that of the data's responses. `--experts-per-token` gives the teacher other
+numbers of experts (the paper's figure 2). Each finished run is a line of results/NAME.jsonl and is not made again.
 """
 
 from __future__ import annotations

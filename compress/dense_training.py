@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from compress import processes
 from compress.dense_student import dense_student, student_parameters, sums
 from compress.layer_distillation import DistillationLoss, LossWeights, Teacher, decoder_perplexity
 from compress.plan import Plan
-from compress.training import Trainer, TrainingOptions
+from compress.training import Trained, Trainer, TrainingOptions, figures
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
 from engine.model import Decoder
@@ -95,18 +94,6 @@ class DenseTrainingOptions:
         )
 
 
-@dataclass
-class DenseTraining:
-    """What training gave."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By the names of `student_parameters`, float32."""
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Figures of "distill" and "finetune"."""
-    histories: dict[str, tuple[list[dict[str, float]], list[tuple[int, float]]]] = field(default_factory=dict)
-    """Of the same: the terms of the loss at each step; (step, perplexity) of validation."""
-
-
 def train_dense(
     plan: Plan,
     checkpoint: Checkpoint,
@@ -120,7 +107,7 @@ def train_dense(
     resume: bool = False,
     student: Decoder | None = None,
     progress: Progress = no_progress,
-) -> DenseTraining:
+) -> Trained:
     """Distil from the mixture, then fine-tune. `directory`: where states are kept, which `resume` goes on from.
 
     `student`: what to train, where it is not to begin as the plan has it (dense_student.py).
@@ -131,7 +118,7 @@ def train_dense(
     sizes = tokens_SL.shape[1], student.config.hidden_size
     group = options.part("distill", *sizes).group_size
     student.checkpoint_activations = activation_bytes(student, group * tokens_SL.shape[1]) > MOST_ACTIVATION_BYTES
-    made = DenseTraining()
+    made = Trained()
     for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
         if not steps:
             continue
@@ -157,18 +144,6 @@ def _perplexity(student: Decoder, tokens_SL: Tensor, group_size: int) -> float:
     value = decoder_perplexity(student, tokens_SL, group_size)
     processes.let_go(student)
     return value
-
-
-def figures(trainer: Trainer) -> dict[str, Any]:
-    """What a training cost and gained, as JSON."""
-    first, last = trainer.history[0], trainer.history[-1]
-    values: dict[str, Any] = {"steps": len(trainer.history), "learning_rate": trainer.options.learning_rate}
-    for name in first:
-        values |= {f"{name}_first": first[name], f"{name}_last": last[name]}
-    values["tokens_per_second"] = trainer.tokens_per_second or None
-    values["validation_perplexity"] = [list(pair) for pair in trainer.validations]
-    values["best_step"] = min(trainer.validations, key=lambda pair: pair[1])[0] if trainer.validations else None
-    return values
 
 
 def activation_bytes(student: Decoder, tokens: int) -> int:

@@ -18,11 +18,12 @@ from compress.block_error import BlockError, block_errors, shared_gates
 from compress.card import training_lines
 from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
 from compress.dense_student import learned_scales, saved_tensors
-from compress.dense_training import DenseTraining, DenseTrainingOptions, train_dense
+from compress.dense_training import DenseTrainingOptions, train_dense
 from compress.job import JobOptions, Made, Prepared, open_mixture, prepare, statistics_of
 from compress.pictures import draw_training, draw_usage
 from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.result import carry_out, check_outputs, finished_before
+from compress.training import Trained
 from compress.work_directory import WorkDirectory
 from engine.architectures import Architecture
 from engine.checkpoint import Checkpoint, load_tokenizer
@@ -179,12 +180,10 @@ def _planned(
     )
 
 
-def _trained(
-    options: DensifyOptions, prepared: Trainable, plan: Plan, work: WorkDirectory, progress: Progress
-) -> DenseTraining:
+def _trained(options: DensifyOptions, prepared: Trainable, plan: Plan, work: WorkDirectory, progress: Progress) -> Trained:
     """What training makes of the plan; nothing where it was not asked for."""
     if not options.training.steps:
-        return DenseTraining()
+        return Trained()
     return train_dense(
         plan,
         prepared.checkpoint,

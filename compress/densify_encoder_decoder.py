@@ -20,7 +20,6 @@ from compress import processes
 from compress.apply import carried_files
 from compress.card import model_card, training_lines
 from compress.dense_plan import SELECTIONS, check_ffns, choose
-from compress.dense_training import DenseTraining
 from compress.densify import DensifyOptions, check_processes
 from compress.encoder_decoder import (
     Usage,
@@ -36,6 +35,7 @@ from compress.encoder_decoder import (
 from compress.encoder_decoder_training import Measured, measure, train
 from compress.plan import Plan, plan_from_json, plan_to_json
 from compress.result import check_outputs, finished_before, until_whole
+from compress.training import Trained
 from compress.work_directory import WorkDirectory
 from engine.architectures import as_dense_encoder_decoder
 from engine.artifact import whole_or_nothing, write_provenance
@@ -203,7 +203,7 @@ def _untrained(options: DensifyOptions, prepared: Prepared, plan: Plan) -> nn.Mo
 
 def _trained(
     options: DensifyOptions, prepared: Prepared, student: nn.Module, work: WorkDirectory, progress: Progress
-) -> DenseTraining:
+) -> Trained:
     pairs = prepared.pairs
     return train(
         student,

@@ -15,7 +15,7 @@ from torch import Tensor
 from calibrate.instructions import Example, Instructions, Limits, instructions, is_instructions
 from calibrate.options import CalibrationOptions, training_text
 from compress import processes
-from compress.dense_training import HIGHEST_RATE, MOST_ACTIVATION_BYTES, activation_bytes, figures
+from compress.dense_training import HIGHEST_RATE, MOST_ACTIVATION_BYTES, activation_bytes
 from compress.job import JobOptions, Made, Prepared, prepare
 from compress.losses import head_loss
 from compress.pictures import draw_routers, draw_training
@@ -33,7 +33,7 @@ from compress.responses import batch_of
 from compress.result import carry_out, check_outputs, finished_before
 from compress.rouge import rouge_l, scorer
 from compress.router_report import RouterReport, old_routers, router_report
-from compress.training import Trainer, TrainingOptions
+from compress.training import Trainer, TrainingOptions, figures
 from compress.work_directory import WorkDirectory
 from engine.architectures import router_tensors
 from engine.checkpoint import Checkpoint, end_tokens, load_tokenizer, resolve
@@ -48,6 +48,13 @@ TEXT_STEPS = 600
 """Steps on plain text unless given."""
 WARM_UP_SHARE = 0.05
 METRICS = ("perplexity", "rouge-l")
+CARE = 0.25
+"""How much lower than densify's a learning rate must be where the student is near its teacher already (docs/LOG.md)."""
+
+
+def careful_rate(hidden_size: int) -> float:
+    """A quarter over the hidden size."""
+    return CARE * min(HIGHEST_RATE, 1.0 / hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,7 @@ class DistillOptions(JobOptions):
     """None for `epochs` of prompts and responses, TEXT_STEPS on text."""
     epochs: int = 10
     learning_rate: float | None = None
-    """Of AdamW, at its highest; None for 1 over the student's hidden size, at most HIGHEST_RATE."""
+    """Of AdamW, at its highest; None for `careful_rate`."""
     router_learning_rate: float = 1e-5
     """Of the teacher's routers, where the recipe trains them."""
     load_balance_weight: float = 0.01
@@ -111,7 +118,7 @@ class DistillOptions(JobOptions):
         turn = self.augmentation.samples if self.row.gate == "sampled" else 1
         return TrainingOptions(
             steps,
-            min(HIGHEST_RATE, 1.0 / hidden_size) if self.learning_rate is None else self.learning_rate,
+            careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
             self.micro_batch_size or max(1, TOKENS_PER_BATCH // length),
             warm_up_steps=max(10, round(WARM_UP_SHARE * steps)),

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from calibrate.pairs import PADDING, Pairs
-from compress.dense_training import DenseTraining, DenseTrainingOptions, figures
+from compress.dense_training import DenseTrainingOptions
 from compress.divergences import forward_kl
 from compress.encoder_decoder import GROUP, dense_row, logits, without_padding
 from compress.layer_distillation import LossWeights, outputs_of
 from compress.losses import layer_distance
-from compress.training import Batch, Trainer
+from compress.training import Batch, Trained, Trainer, figures
 from engine.encoder_decoder import EncoderDecoderCheckpoint
 from engine.progress import Progress, no_progress
 
@@ -121,10 +121,10 @@ def train(
     directory: Path | None = None,
     resume: bool = False,
     progress: Progress = no_progress,
-) -> DenseTraining:
+) -> Trained:
     """Distil from the mixture, then fine-tune. `directory`: where states are kept, which `resume` goes on from."""
     length = max(1, training.tokens // len(training))
-    made = DenseTraining()
+    made = Trained()
     for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
         if not steps:
             continue

@@ -14,7 +14,6 @@ from torch import Tensor
 from calibrate.options import training_text
 from compress.apply import check_fits
 from compress.card import training_lines
-from compress.dense_training import DenseTraining
 from compress.diep import DiepOptions, search
 from compress.diep_scores import save_scores, scores_of_state
 from compress.gate_gradients import fisher_scores, taylor_scores
@@ -27,6 +26,7 @@ from compress.recover import RecoverOptions, recover
 from compress.result import carry_out, check_outputs, finished_before
 from compress.saliency import SCORES, scores
 from compress.selection import Budget
+from compress.training import Trained
 from compress.whole_recovery import WholeRecoveryOptions, recover_all
 from compress.work_directory import WorkDirectory
 from engine.checkpoint import Checkpoint, load_tokenizer
@@ -291,10 +291,10 @@ def _distilled(
     trained: Mapping[str, Tensor],
     work: WorkDirectory,
     progress: Progress,
-) -> DenseTraining:
+) -> Trained:
     """What distillation from the full model makes of all weights; nothing where it was not asked for."""
     if not options.distill.steps:
-        return DenseTraining()
+        return Trained()
     return recover_all(
         plan,
         prepared.checkpoint,

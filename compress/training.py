@@ -19,7 +19,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +330,30 @@ class Trainer:
         return TrainingError(
             f"training stopped at step {step}: {what}; {kept}; try a lower learning rate, or --dtype float32"
         )
+
+
+@dataclass
+class Trained:
+    """What training gave."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By name, float32."""
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Figures of each part, such as "distill" and "finetune"."""
+    histories: dict[str, tuple[list[dict[str, float]], list[tuple[int, float]]]] = field(default_factory=dict)
+    """Of the same: the terms of the loss at each step; (step, perplexity) of validation."""
+
+
+def figures(trainer: Trainer) -> dict[str, Any]:
+    """What a training cost and gained, as JSON."""
+    first, last = trainer.history[0], trainer.history[-1]
+    values: dict[str, Any] = {"steps": len(trainer.history), "learning_rate": trainer.options.learning_rate}
+    for name in first:
+        values |= {f"{name}_first": first[name], f"{name}_last": last[name]}
+    values["tokens_per_second"] = trainer.tokens_per_second or None
+    values["validation_perplexity"] = [list(pair) for pair in trainer.validations]
+    values["best_step"] = min(trainer.validations, key=lambda pair: pair[1])[0] if trainer.validations else None
+    return values
 
 
 def rate_at(step: int, steps: int, warm_up_steps: int = 10) -> float:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from compress.apply import planned_decoder
-from compress.dense_training import DenseTraining, DenseTrainingOptions, figures
+from compress.dense_training import DenseTrainingOptions
 from compress.distill import TextExamples, response_perplexity
 from compress.plan import Plan
 from compress.recipes import RECIPES
 from compress.response_distillation import Clock, KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
-from compress.training import Trainer
+from compress.training import Trained, Trainer, figures
 from engine.checkpoint import Checkpoint
 from engine.model import Decoder
 from engine.parameters import parameters_on_disk
@@ -39,13 +39,14 @@ class WholeRecoveryOptions:
     validation_samples: int = 64
     seed: int = 0
 
-    def training(self) -> DenseTrainingOptions:
-        """As options of a training from scratch to end."""
-        return DenseTrainingOptions(self.steps, learning_rate=self.learning_rate, batch_size=self.batch_size, seed=self.seed)
+    def training(self, hidden_size: int) -> DenseTrainingOptions:
+        """As options of a training from start to end."""
+        rate = careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate
+        return DenseTrainingOptions(self.steps, learning_rate=rate, batch_size=self.batch_size, seed=self.seed)
 
     def check(self) -> None:
         """Raise OptionError for what no training can use."""
-        self.training().check()
+        self.training(1).check()
 
 
 def recover_all(
@@ -61,10 +62,11 @@ def recover_all(
     state_path: Path | None = None,
     resume: bool = False,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-) -> DenseTraining:
+) -> Trained:
     """Train what is left by `plan`, which begins with the tensors in `recovered` where there are such; resumable."""
     student, clock = planned_decoder(plan, checkpoint, dtype, device), Clock()
-    part = options.training().part(NAME, training_SL.shape[1], checkpoint.config.hidden_size)
+    hidden_size = checkpoint.config.hidden_size
+    part = options.training(hidden_size).part(NAME, training_SL.shape[1], hidden_size)
     examples, held = TextExamples(training_SL, 1), TextExamples(validation_VL, 1)
     teacher = Decoder(checkpoint.config, checkpoint.source(dtype, device))
     taught = ResponseTeacher(teacher, RECIPE, KnowledgeAugmentation(), clock)
@@ -77,4 +79,4 @@ def recover_all(
         validate=lambda: response_perplexity(student, held, part.group_size),
         progress=progress,
     )
-    return DenseTraining(tensors, {NAME: figures(trainer)}, {NAME: (trainer.history, trainer.validations)})
+    return Trained(tensors, {NAME: figures(trainer)}, {NAME: (trainer.history, trainer.validations)})

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from compress import processes
-from compress.dense_training import DenseTraining, DenseTrainingOptions, train_dense
+from compress.dense_training import DenseTrainingOptions, train_dense
 from compress.plan import plan_from_json
+from compress.training import Trained
 from engine.checkpoint import Checkpoint
 
 TOKENS = torch.randint(3, 96, (12, 12), generator=torch.Generator().manual_seed(1))
@@ -27,9 +28,7 @@ class Interrupted(Exception):
     """In place of a signal, at a step that is known."""
 
 
-def train(
-    place: Path, directory: str, options: DenseTrainingOptions, *, steps: int = 100, resume: bool = False
-) -> DenseTraining:
+def train(place: Path, directory: str, options: DenseTrainingOptions, *, steps: int = 100, resume: bool = False) -> Trained:
     """One training of the plan in `place`, of float32 weights; no more than so many steps of its first part."""
 
     def until(items: Iterable[int], description: str) -> Iterator[int]:
