@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.apply import planned_decoder
 from compress.dense_training import DenseTrainingOptions
-from compress.distill import TextExamples, response_perplexity
+from compress.distill import TextExamples, careful_rate, response_perplexity
 from compress.plan import Plan
 from compress.recipes import RECIPES
 from compress.response_distillation import Clock, KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
