@@ -1,4 +1,4 @@
-"""Calibration: one streaming pass over text, every statistic of every MoE layer (methods.md §1).
+"""Calibration: one streaming pass over text, every statistic of every MoE layer.
 
 Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, D hidden, R tokens routed to one expert,
 M experts of the MoE layer before.

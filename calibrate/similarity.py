@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def linear_cka(x_NTD: Tensor) -> Tensor:
-    """Pairwise linear CKA, [N, N]: ‖YᵀX‖_F² / (‖XᵀX‖_F · ‖YᵀY‖_F) with centred X, Y (methods.md §1).
+    """Pairwise linear CKA, [N, N]: ‖YᵀX‖_F² / (‖XᵀX‖_F · ‖YᵀY‖_F) with centred X, Y.
 
     Computed from Gram matrices over samples, tr(XXᵀ·YYᵀ), which is the same number and costs T² instead of D².
     """

@@ -1,4 +1,4 @@
-"""γ tables for adaptive skipping, from statistics (seed 002 §4.3, methods.md §2.8)."""
+"""γ tables for adaptive skipping, from statistics (DiEP §4.3)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SCHEMA_VERSION = 3
 
 @dataclass
 class LayerStatistics:
-    """One MoE layer (methods.md §1). Sums run over calibration tokens; "routed" means the router selected the expert."""
+    """One MoE layer. Sums run over calibration tokens; "routed" means the router selected the expert."""
 
     tokens: Tensor
     """[] tokens seen."""
@@ -51,7 +51,7 @@ class LayerStatistics:
     router_gram: Tensor
     """[N, N] Σ z_i·z_j over all tokens, z the router's logits as they are (not centred)."""
     weight_ratio_median: Tensor
-    """[K-1] median over tokens of w_{e_j} / w_{e_0}, j = 1..K-1 (γ1 of methods.md §2.8)."""
+    """[K-1] median over tokens of w_{e_j} / w_{e_0}, j = 1..K-1 (γ1)."""
     linear_cka: Tensor
     """[N, N] of expert outputs, every expert run on that sample."""
     rbf_cka: Tensor
@@ -59,7 +59,7 @@ class LayerStatistics:
     rbf_cka_before: Tensor
     """[N, M] of outputs on that sample with those of the M experts of the MoE layer before; [N, 0] in the first."""
     unselected_probability_share: Tensor
-    """[] share of router probability that goes to experts not selected (figure 1 of seed 000)."""
+    """[] share of router probability that goes to experts not selected (figure 1 of Every Expert Matters)."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Statistics:
 
 
 def usage_shares(layer: LayerStatistics) -> Tensor:
-    """[N] each expert's share of the tokens routed in its layer (seed 003 figure 4); even where there were none."""
+    """[N] each expert's share of the tokens routed in its layer (Cruz Salinas et al., fig. 4); even where none were."""
     routed_N = layer.tokens_routed.double()
     return routed_N / routed_N.sum() if bool(routed_N.any()) else torch.full_like(routed_N, 1.0 / len(routed_N))
 

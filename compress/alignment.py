@@ -1,8 +1,8 @@
 """Which hidden unit of one expert is which of another: permutation alignment before experts are averaged.
 
 Permuting the hidden units of an expert (rows of gate and up, columns of down) changes no output, so two experts that do the
-same may be far apart in their weights, and their plain average does nothing. M-SMoE (Li et al. 2024, arXiv 2310.01334;
-methods.md §3.2) permutes each expert towards the centre of its group first, by linear assignment on the weights.
+same may be far apart in their weights, and their plain average does nothing. M-SMoE (Li et al. 2024, arXiv 2310.01334)
+permutes each expert towards the centre of its group first, by linear assignment on the weights.
 
 Shape suffixes: F hidden units of an expert, D hidden size, B a block of D.
 """

@@ -1,7 +1,7 @@
-"""MoE→dense (seed 003): which experts of a layer become its one FFN, with which weights a_i, as a Plan of kind "dense".
+"""MoE→dense (Cruz Salinas et al.): which experts of a layer become its one FFN, with which a_i: a Plan.
 
 F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (eq. 5). The paper takes the experts that most tokens were routed to and says nothing of the
-first a_i. Here (methods.md §4.3) a_i is expert i's share of the router probability that the K chosen experts get, times the
+first a_i. Here a_i is expert i's share of the router probability that the K chosen experts get, times the
 mean over tokens of the sum of a token's routed weights: 1 where the model normalises its top-k. So experts that are all
 alike give the layer that they came from.
 

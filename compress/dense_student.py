@@ -1,7 +1,7 @@
 """The dense model while it is measured and trained: K FFNs side by side with their weights a_i, folded into one when saved.
 
-F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (seed 003 eq. 5). K SwiGLU FFNs whose gate and up rows are put on top of each other and whose
-down columns, times a_i, stand side by side compute the same sum: the fold is exact.
+F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (Cruz Salinas et al., eq. 5). K SwiGLU FFNs whose gate and up rows are put on top of each other
+and whose down columns, times a_i, stand side by side compute the same sum: the fold is exact.
 
 Shape suffixes: T tokens, D hidden, F width of one FFN, K FFNs.
 """

@@ -1,4 +1,4 @@
-"""Training of a dense model that was made from a mixture's experts: layer distillation, then fine-tuning (seed 003 §3)."""
+"""Training of a dense model made from a mixture's experts: distillation, then fine-tuning (Cruz Salinas et al. §3)."""
 
 from __future__ import annotations
 

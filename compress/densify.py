@@ -1,4 +1,4 @@
-"""MoE→dense: an ordinary dense checkpoint of the sibling family out of a mixture of experts (seed 003)."""
+"""MoE→dense: an ordinary dense checkpoint of the sibling family out of a mixture of experts (Cruz Salinas et al.)."""
 
 from __future__ import annotations
 

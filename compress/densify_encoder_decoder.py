@@ -1,4 +1,4 @@
-"""`compress densify` of an encoder-decoder mixture: an ordinary dense checkpoint of the sibling family (seed 003)."""
+"""`compress densify` of an encoder-decoder mixture: a dense checkpoint of the sibling family (Cruz Salinas et al.)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""DiEP: differentiable expert pruning (Bai et al., seed 002; methods.md §2).
+"""DiEP: differentiable expert pruning (Bai et al.).
 
 The model's weights are frozen. Per MoE layer there are intra-layer scores α ∈ R^N and one inter-layer score β; they are
 trained on L = CE(next token) + λ·‖F'(x; α, β) − F(x)‖_F through a relaxed layer, three α-steps to one β-step, and all
 experts of all layers are then ranked by α·β.
 
-Deviations from the paper, each an option: two more relaxations (methods.md §2.2); α may start from gate Fisher instead of
+Deviations from the paper, each an option: two more relaxations; α may start from gate Fisher instead of
 zero; the score may be the normalised N·ᾱ·β, since α is defined only up to a constant per layer under the softmax.
 
 Shape suffixes: S sequences, B batch, L positions, D hidden, N experts of a layer.
@@ -31,7 +31,7 @@ from engine.safetensors_file import SafetensorsFile, write_tensors
 from engine.streaming import TOKENS_PER_BATCH, Activations, batches
 
 ALPHA_STEPS = 3
-"""α-steps to each β-step (seed 002, setting)."""
+"""α-steps to each β-step (DiEP, setting)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Relaxation:
     score: str
     """"raw" α·β or "normalised" N·ᾱ·β."""
     is_shift_invariant: bool = True
-    """A constant added to all α of a layer changes nothing, so their mean is kept at zero (methods.md §2.5)."""
+    """A constant added to all α of a layer changes nothing, so their mean is kept at zero."""
     pressure: float = 0.0
     """μ: weight of the mean gate in the loss, which asks every expert to justify itself."""
 
@@ -151,7 +151,7 @@ def search(
 
 
 def discrete_scores(decoder: Decoder, state: DiepState, options: DiepOptions) -> dict[int, Tensor]:
-    """s = α·β (seed 002 §4.2), or N·ᾱ·β."""
+    """s = α·β (DiEP §4.2), or N·ᾱ·β."""
     result = {}
     for layer, alpha, beta in zip(decoder.config.moe_layers, state.alphas, state.betas, strict=True):
         alpha, beta = alpha.detach(), beta.detach()
@@ -183,7 +183,7 @@ def starting_alphas(
 
 
 def new_state(decoder: Decoder, alphas: list[Tensor], options: DiepOptions) -> DiepState:
-    """β = 1 and fresh Adam optimisers; adaptive rates matter, the scores are few and badly scaled (methods.md §2.4)."""
+    """β = 1 and fresh Adam optimisers; adaptive rates matter, the scores are few and badly scaled."""
     alphas = [alpha.clone().requires_grad_(True) for alpha in alphas]
     betas = [torch.ones((), device=alpha.device, requires_grad=True) for alpha in alphas]
     assert options.learning_rate is not None

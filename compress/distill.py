@@ -1,4 +1,4 @@
-"""Distillation into a student: a teacher's predictions on text or on responses, by one of several recipes (seed 000)."""
+"""Distillation into a student: a teacher's predictions on text or on responses, by recipes (Every Expert Matters)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How far one next-token distribution is from another, per token, in float32 or better.
 
 p is the teacher's distribution, q the student's. Each divergence takes both as log-probabilities, so either may be the one
-that learns: gradients go wherever the tensors want them. Sources: forward and reverse KL (seed 000 §3), skewed KL (DistiLLM,
-Ko et al. 2024, eq. 4 and 6), generalised Jensen–Shannon (GKD, Agarwal et al. 2024, eq. 1).
+that learns: gradients go wherever the tensors want them. Sources: forward and reverse KL (Every Expert Matters §3), skewed
+KL (DistiLLM, Ko et al. 2024, eq. 4 and 6), generalised Jensen–Shannon (GKD, Agarwal et al. 2024, eq. 1).
 
 Shape suffixes: T tokens, D hidden, V vocabulary.
 """

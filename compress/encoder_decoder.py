@@ -1,4 +1,4 @@
-"""A dense encoder-decoder out of a mixture of that kind (seed 003): what routers did, the student, the fold.
+"""A dense encoder-decoder out of a mixture of that kind (Cruz Salinas et al.): what routers did, the student, the fold.
 
 Both models are transformers' own. The mixture's router takes one expert for a token and multiplies its output by the
 router's probability p. F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (eq. 5) knows no p, so its calibration mean is in the a_i

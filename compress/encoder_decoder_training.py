@@ -1,4 +1,4 @@
-"""Training and measuring of an encoder-decoder on pairs: layer distillation, then fine-tuning (seed 003 §3).
+"""Training and measuring of an encoder-decoder on pairs: layer distillation, then fine-tuning (Cruz Salinas et al. §3).
 
 L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S) over the sparse layers l of both stacks; the last
 term is not the paper's (layer_distillation.py). Padding is in none of it. The model is in eval mode all the time: no

@@ -1,4 +1,4 @@
-"""Gate gradients (methods.md §3.7): a factor g_i = 1 on each expert's contribution, differentiated and never trained.
+"""Gate gradients: a factor g_i = 1 on each expert's contribution, differentiated and never trained.
 
 Fisher: Σ over sequences of (∂L/∂g_i)², L the negative log-likelihood of the model's own samples. Taylor: |Σ ∂L/∂g_i|,
 L that of the text itself. One forward and one backward pass, gradients of the gates alone: sequences go through together

@@ -1,4 +1,4 @@
-"""Layer distillation (seed 003 §3.1): L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S).
+"""Layer distillation (Cruz Salinas et al. §3.1): L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S).
 
 y_l^T is the output of the teacher's MoE block l on the teacher's own hidden states, y_l^S that of the student's FFN on the
 student's; both come from a forward of the same tokens. The teacher is only run.

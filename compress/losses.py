@@ -89,7 +89,7 @@ def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor) -> T
 
 
 def layer_distance(teacher_TD: Tensor, student_TD: Tensor) -> Tensor:
-    """MSE(LN(y^T), LN(y^S)) of one layer (seed 003 eq. 2), the mean over tokens and dimensions, in float32.
+    """MSE(LN(y^T), LN(y^S)) of one layer (Cruz Salinas et al. eq. 2), the mean over tokens and dimensions, in float32.
 
     LN is a layer norm without parameters, so that layers of large outputs do not outweigh the others.
     """
@@ -107,7 +107,7 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def reconstruction_loss(hidden_BLD: Tensor, full_BLD: Tensor) -> Tensor:
-    """Φ = ‖F'(x) − F(x)‖_F per sequence (seed 002 §4.2), summed over the batch."""
+    """Φ = ‖F'(x) − F(x)‖_F per sequence (DiEP §4.2), summed over the batch."""
     difference = _wide(hidden_BLD) - _wide(full_BLD)
     norms_B: Tensor = torch.linalg.vector_norm(difference, dim=(1, 2))
     return norms_B.sum()

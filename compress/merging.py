@@ -52,7 +52,7 @@ class Group:
 
 
 def cka_groups(layer: LayerStatistics, kept: Sequence[int]) -> list[Group]:
-    """DiEP's merging (seed 002 §A.5, methods.md §2.9): each pruned expert joins its most similar kept expert c.
+    """DiEP's merging (DiEP §A.5): each pruned expert joins its most similar kept expert c.
 
     Similarity ρ is the RBF CKA of outputs, the kernel of the paper's figures. Weights in a group are softmax(ρ(c, ·)) with
     ρ(c, c) = 1. "Normalised CKA" is read as CKA itself, which is HSIC normalised. Rows of pruned experts leave the router.
@@ -69,7 +69,7 @@ def cka_groups(layer: LayerStatistics, kept: Sequence[int]) -> list[Group]:
 
 
 def m_smoe(layer: LayerStatistics, experts: int) -> list[Group]:
-    """M-SMoE (Li et al. 2024, arXiv 2310.01334; methods.md §3.2).
+    """M-SMoE (Li et al. 2024, arXiv 2310.01334).
 
     The most used experts are dominant; every other joins the dominant one whose router logits over all tokens are closest in
     cosine. Weights: W = Σ_i f_i·W_i / Σ_i f_i, f the activation frequency, after alignment to the dominant expert. A group
@@ -85,7 +85,7 @@ def dominated(layer: LayerStatistics, experts: int) -> dict[int, list[int]]:
 
 
 def s_smoe(layer: LayerStatistics, experts: int) -> list[Group]:
-    """S-SMoE (Zhang et al. 2025, arXiv 2407.09590; methods.md §3.4): one merged expert for each cluster of similar experts.
+    """S-SMoE (Zhang et al. 2025, arXiv 2407.09590): one merged expert for each cluster of similar experts.
 
     Clusters: average linkage on 1 − linear CKA of outputs. Weights are even. How to cluster, the weights and the centre (the
     most used member) are our choices.

@@ -1,5 +1,4 @@
-"""NAEE: the best subset of each layer's experts, by enumeration (Lu et al., "Not All Experts are Equal", ACL 2024,
-§3.2; methods.md §3.3).
+"""NAEE: the best subset of each layer's experts, by enumeration (Lu et al., "Not All Experts are Equal", ACL 2024, §3.2).
 
 In each MoE layer the n experts are kept with which the layer's output changes least: argmin ‖y_full − y_subset‖_F over the
 inputs that the layer has in the full model. A subset's output is that of the layer's own routing with the other experts

@@ -85,7 +85,7 @@ def pruning_plan(kept: Mapping[int, Iterable[int]]) -> Plan:
 
 
 def concatenation_plan(selected: Mapping[int, Sequence[tuple[int | str, float]]]) -> Plan:
-    """MoE→dense (methods.md §4.3): each layer becomes one FFN, the concatenation of (expert, scale a_i) pairs."""
+    """MoE→dense: each layer becomes one FFN, the concatenation of (expert, scale a_i) pairs."""
     return Plan(
         {
             layer: (PlannedExpert(tuple(Part((Source(expert),), scale) for expert, scale in experts)),)

@@ -230,7 +230,7 @@ def _similarities(title: str, panels: Sequence[_Similarity]) -> Any:
 def usage_histogram(
     name: str, shares: Mapping[int, Sequence[float]], alike: Mapping[int, float], chosen: Mapping[int, Sequence[int]]
 ) -> Any:
-    """Share of routed tokens of each expert, a panel for each layer (seed 003 figure 4); chosen experts in another colour.
+    """Share of routed tokens of each expert, by layer (Cruz Salinas et al., fig. 4); chosen experts in another colour.
 
     alike: how many experts, all used alike, would be as spread out. A dashed line shows where all would stand.
     """

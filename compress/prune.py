@@ -135,7 +135,7 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         return None
     if options.method == "naee" and budget.scope == "global":
         raise OptionError("naee compares subsets within a layer and cannot rank across layers; leave out --scope global")
-    if budget.min_experts == 0:  # the default: at least max(1, k) in each layer (methods.md §2.5)
+    if budget.min_experts == 0:  # the default: at least max(1, k) in each layer
         least = per_token if budget.experts is None else min(per_token, budget.experts)
         budget = replace(budget, min_experts=max(1, least))
     budget.check(checkpoint.config.experts_by_layer)

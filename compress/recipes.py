@@ -1,4 +1,4 @@
-"""Recipes of distillation: who writes the responses, what the teacher's gate is, which divergence (seed 000 §3).
+"""Recipes of distillation: who writes the responses, what the teacher's gate is, which divergence (Every Expert Matters §3).
 
 They differ in nothing else: one loss and one loop serve all of them (response_distillation.py).
 """

@@ -1,6 +1,6 @@
 """Distillation on responses: the student's step, and in student-aware routing the step of the teacher's router before it.
 
-Per response token and mean over them, then over the batch (seed 000 §3):
+Per response token and mean over them, then over the batch (Every Expert Matters §3):
 
     student          D(p ‖ q) of the recipe's divergence; cross-entropy on the response where the recipe has no teacher
     router (SAR)     KL(p ‖ q) + β · L_b, gradient through p, L_b = Σ_layers CV(m)² + CV(P)²
@@ -36,7 +36,7 @@ from engine.sampling import SamplingOptions
 
 @dataclass(frozen=True)
 class KnowledgeAugmentation:
-    """How the teacher's gate is sampled (seed 000, KA)."""
+    """How the teacher's gate is sampled (Every Expert Matters, KA)."""
 
     samples: int = 2
     """M: forwards of the teacher for the same responses, with a step of the student after each."""
@@ -153,7 +153,7 @@ class ResponseLoss:
 
 
 class RouterLoss:
-    """KL(p ‖ q) + β · L_b of the teacher's router on the student's responses, the student held fixed (seed 000, SAR)."""
+    """KL(p ‖ q) + β · L_b of the teacher's router on the student's responses (Every Expert Matters, SAR); q is constant."""
 
     def __init__(self, teacher: Decoder, student: Decoder, responses: Responses, clock: Clock, balance: float) -> None:
         """balance: β. All experts are the teacher's gate from now on: its backward pass may compute layers again."""

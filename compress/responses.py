@@ -33,7 +33,7 @@ class ResponseBatch:
 
 
 def batch_of(examples: Sequence[Example]) -> ResponseBatch:
-    """Pad them. A mean over response tokens and then over sequences is Σ weights · values / B (seed 000 §3)."""
+    """Pad them. A mean over response tokens and then over sequences is Σ weights · values / B (Every Expert Matters §3)."""
     longest = max(len(example.prompt) + len(example.response) for example in examples)
     tokens_BL = torch.zeros(len(examples), longest, dtype=torch.long)
     weights_BL = torch.zeros(len(examples), longest)

@@ -14,17 +14,17 @@ from calibrate.statistics import LayerStatistics, Statistics
 
 
 def frequency(layer: LayerStatistics) -> Tensor:
-    """Expert trimming (methods.md §3.1): tokens routed to the expert, as a share so that layers compare."""
+    """Expert trimming: tokens routed to the expert, as a share so that layers compare."""
     return layer.tokens_routed.double() / layer.tokens.clamp_min(1)
 
 
 def probability(layer: LayerStatistics) -> Tensor:
-    """Expert trimming (methods.md §3.1) by the router's probability: its mean over all tokens, routed or not."""
+    """Expert trimming by the router's probability: its mean over all tokens, routed or not."""
     return layer.probability_sum / layer.tokens.clamp_min(1)
 
 
 def reap(layer: LayerStatistics) -> Tensor:
-    """REAP (methods.md §3.6): mean over routed tokens of weight · ‖FFN_i(x)‖₂; 0 for an expert never routed to."""
+    """REAP: mean over routed tokens of weight · ‖FFN_i(x)‖₂; 0 for an expert never routed to."""
     return layer.weighted_norm_sum / layer.tokens_routed.clamp_min(1)
 
 
@@ -34,7 +34,7 @@ def mean_output_norm(layer: LayerStatistics) -> Tensor:
 
 
 def significance(layer: LayerStatistics) -> Tensor:
-    """MC-MoE's pruning part (methods.md §3.5): access frequency × mean routing weight."""
+    """MC-MoE's pruning part: access frequency × mean routing weight."""
     return frequency(layer) * layer.weight_sum / layer.tokens_routed.clamp_min(1)
 
 
@@ -48,7 +48,7 @@ SCORES: dict[str, Callable[[LayerStatistics], Tensor]] = {
 
 
 def scores(method: str, statistics: Statistics, seed: int = 0) -> dict[int, Tensor]:
-    """Scores of every MoE layer by decoder layer index; `random` is the floor (methods.md §3.8)."""
+    """Scores of every MoE layer by decoder layer index; `random` is the floor."""
     if method == "random":
         generator = torch.Generator().manual_seed(seed)
         return {

@@ -1,4 +1,4 @@
-"""From scores to the experts that stay: DiEP's global ranking (seed 002 §4.2, methods.md §2.5) and its plainer forms."""
+"""From scores to the experts that stay: DiEP's global ranking (DiEP §4.2) and its plainer forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recovery of all weights after pruning: the smaller mixture is distilled from the full one, on text (recipe kd, seed 000).
+"""Recovery of all weights after pruning: the smaller mixture is distilled from the full one, on text (recipe kd).
 
 Unlike recover.py, which trains routers and norms, this trains experts too, and needs memory for the gradients and moments of
 every weight that is left.

@@ -521,7 +521,7 @@ def _layer_config(row: Architecture, family: Any, index: int, experts: int) -> L
     if experts:
         moe = MoeConfig(
             experts=experts,
-            # Where pruning left fewer than k, the layer's own top-k shrinks to what is left (methods.md §2.5).
+            # Where pruning left fewer than k, the layer's own top-k shrinks to what is left.
             experts_per_token=min(_positive(family, row.experts_per_token_key), experts),
             expert_width=_expert_width(row, family, index, experts),
             normalise_top_k=row.always_normalises_top_k or bool(family.norm_topk_prob),

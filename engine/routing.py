@@ -40,7 +40,7 @@ class Routing(Protocol):
 
 @dataclass(frozen=True)
 class TopK:
-    """The model's own rule (methods.md §2, eq. 1-2 of seed 002): softmax over all experts, the k largest.
+    """The model's own rule (eq. 1-2 of DiEP): softmax over all experts, the k largest.
 
     `normalise` rescales the k weights to sum to one; `scale` multiplies them all. Where the layer has fewer than k experts,
     all of them are used.
@@ -160,7 +160,7 @@ class Masked:
 
 @dataclass(frozen=True)
 class AllExperts:
-    """Every expert on every token, weighted by the softmax over all of them (seed 000, "ALL")."""
+    """Every expert on every token, weighted by the softmax over all of them (Every Expert Matters, "ALL")."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         return _every_expert(logits_TN, softmax(logits_TN))
@@ -168,7 +168,7 @@ class AllExperts:
 
 @dataclass(frozen=True)
 class SampledExperts:
-    """Knowledge augmentation (seed 000, methods.md §5.3): N−1 experts, gate = softmax over those.
+    """Knowledge augmentation (Every Expert Matters): N−1 experts, gate = softmax over those.
 
     With `probability` they are sampled without replacement from the gate distribution, otherwise they are the N−1
     largest. One draw for the whole call (`per_token=False`: the distribution is the mean over tokens) or one per token.
@@ -191,7 +191,7 @@ class SampledExperts:
 
 @dataclass(frozen=True)
 class MixedExperts:
-    """DiEP's relaxed layer as the paper has it (seed 002 eq. 6, relaxation `paper`): y = β Σ_i ᾱ_i FFN_i(x).
+    """DiEP's relaxed layer as the paper has it (DiEP eq. 6, relaxation `paper`): y = β Σ_i ᾱ_i FFN_i(x).
 
     ᾱ = softmax(α); every expert on every token, no router weight.
     """
@@ -206,7 +206,7 @@ class MixedExperts:
 
 @dataclass(frozen=True)
 class ShiftedLogits:
-    """DiEP relaxation `routed` (methods.md §2.2): the model's own rule on logits ζ + α, times β."""
+    """DiEP relaxation `routed`: the model's own rule on logits ζ + α, times β."""
 
     base: Routing
     alpha_N: Tensor
@@ -219,9 +219,9 @@ class ShiftedLogits:
 
 @dataclass(frozen=True)
 class Gated:
-    """DiEP relaxation `gated` (methods.md §2.2): y = β Σ_{i∈top-k} w_i · gate_i · FFN_i(x).
+    """DiEP relaxation `gated`: y = β Σ_{i∈top-k} w_i · gate_i · FFN_i(x).
 
-    `gates` are σ(α + 2) for DiEP and ones for gate gradients (methods.md §3.7).
+    `gates` are σ(α + 2) for DiEP and ones for gate gradients.
     """
 
     base: Routing
@@ -239,7 +239,7 @@ class Gated:
 
 @dataclass(frozen=True)
 class Skipping:
-    """Adaptive skipping (seed 002 §4.3, methods.md §2.8): e_j (j ≥ 1) is skipped when w_ej < S·γ_j(e_0,e_j)·w_e0.
+    """Adaptive skipping (DiEP §4.3): e_j (j ≥ 1) is skipped when w_ej < S·γ_j(e_0,e_j)·w_e0.
 
     γ_j(e_0,e_j) = γ1_j · γ2(e_0,e_j). Threshold S scales γ; 0 skips nothing and leaves the base Selection untouched.
     The first `keep` experts of a token are never skipped. The base must give slots sorted by weight, largest first.

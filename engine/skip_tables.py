@@ -1,4 +1,4 @@
-"""The tables of adaptive skipping (methods.md §2.8), as they travel with a checkpoint, and the Routings they make.
+"""The tables of adaptive skipping, as they travel with a checkpoint, and the Routings they make.
 
 For each MoE layer, `gamma1_J` holds the calibration medians of w_ej / w_e0 for the ranks j = 1..K-1, and `gamma2_NN`
 the similarity of the outputs of two experts over the layer's mean similarity.

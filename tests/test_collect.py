@@ -42,7 +42,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @torch.no_grad()
 def naive_statistics(checkpoint: Checkpoint, tokens: Tensor, sample: list[int]) -> dict[int, dict[str, Any]]:
-    """Token by token, expert by expert, straight from the definitions of methods.md §1."""
+    """Token by token, expert by expert, straight from the definitions."""
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float64))
     inputs: dict[int, Tensor] = {}
     for index in checkpoint.config.moe_layers:

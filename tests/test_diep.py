@@ -67,7 +67,7 @@ def some_state(decoder: Decoder, options: DiepOptions) -> DiepState:
 
 @torch.no_grad()
 def naive_loss(decoder: Decoder, options: DiepOptions, alphas: list[Tensor], betas: list[Tensor]) -> float:
-    """CE + λ·Φ + μ·mean gate, straight from methods.md §2.2-2.3."""
+    """CE + λ·Φ + μ·mean gate, straight from the definitions."""
     full = decoder.hidden_states(TOKENS)
     moes = [layer.moe for layer in decoder.config.layers if layer.moe is not None]
     make = NAIVE_LAYER[options.relaxation]
