@@ -128,10 +128,10 @@ def test_interrupted_and_resumed_it_ends_in_the_same_weights(
 
 
 def test_two_processes_are_one_with_twice_the_batch(place: Path) -> None:
-    """On the data's responses; those that a student writes are drawn by each process for its own prompts."""
+    """The student in pieces, too; on the data's responses, for those of a student are drawn by each process on its own."""
     command = ["distill", "--teacher", "model", "--student", "student", *PAIRS, *SMALL, "--steps", "6"]
     command += ["--dtype", "float32", "--micro-batch-size", "2"]
-    done = torchrun("-m", "cli", *command, "--batch-size", "2", "--json", cwd=place)
+    done = torchrun("-m", "cli", *command, "--batch-size", "2", "--shard", "--json", cwd=place)
     assert done.returncode == 0, done.stderr
     (place / "out").rename(place / "together")
     alone, together = run(*command[1:]), json.loads(done.stdout)
