@@ -79,7 +79,8 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
         except CompressError as error:
             if debug:
                 raise
-            click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+            if is_first_process():
+                click.echo(f"Error: {' '.join(str(error).split())}", err=True)
             sys.exit(1)
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
@@ -155,7 +156,7 @@ recover_options = together(
         help="Afterwards train all weights that are left towards MODEL's predictions, as `compress distill` does.",
     ),
     click.option(
-        "--distill-steps", type=click.IntRange(min=1), default=600, show_default=True, help="With --distill: steps."
+        "--distill-steps", type=click.IntRange(min=1), help="Steps of --distill, which they imply.  [default: 600]"
     ),
 )
 step_options = together(
@@ -647,11 +648,13 @@ def _prune_options(common: Common, **given: Any) -> Any:
 
 def _artifact_options(common: Common, **given: Any) -> dict[str, Any]:
     """What `artifact_options` and MODEL say, as fields of PruneOptions."""
+    from compress.dense_training import TEXT_STEPS
     from compress.recover import RecoverOptions
     from compress.whole_recovery import WholeRecoveryOptions
 
     recover = RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed)
-    distill = WholeRecoveryOptions(given["distill_steps"] if given["distill"] else 0, seed=common.seed)
+    steps = given["distill_steps"] or (TEXT_STEPS if given["distill"] else 0)
+    distill = WholeRecoveryOptions(steps, seed=common.seed)
     return _job_options(common, given, given["method"]) | {"recover": recover, "distill": distill}
 
 

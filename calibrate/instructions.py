@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from calibrate.pairs import Layout, TextPair, text_pairs
+from calibrate.pairs import TextPair, text_pairs
 from calibrate.text import row_sections
 from engine.errors import DataError, OptionError
 
@@ -64,12 +64,11 @@ def is_instructions(source: str) -> bool:
     path = Path(source).expanduser()
     if path.suffix != ".jsonl" or not path.is_file():
         return False
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        first = next((line for line in file if line.strip()), "")
     try:
-        row = json.loads(first)
-    except (ValueError, RecursionError):
-        return False
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            row = json.loads(next((line for line in file if line.strip()), ""))
+    except (OSError, ValueError, RecursionError):
+        return False  # whoever reads it as text says what is wrong
     return isinstance(row, dict) and "text" not in row
 
 
@@ -82,22 +81,25 @@ def instructions(
     """
     if template is not None and PLACEHOLDER not in template:
         raise OptionError(f"the prompt template has no {PLACEHOLDER}; put it where the prompt belongs")
-    layout = _sections if template is None else _in_template(template)
     made = {split: Instructions() for split in SPLITS}
-    for split, pairs in text_pairs(source, seed, layout).items():
+    for split, pairs in text_pairs(source, seed, _asked).items():
         own = made.get(split, made["training"])  # nothing is calibrated: that share is for training too
-        for prompt, response in pairs:
+        for asked, response in pairs:
+            prompt = _prompt(json.loads(asked), template)
             _add(own, _ids(tokenizer, prompt), _ids(tokenizer, response), tokenizer.eos_token_id, limits)
     for split, own in made.items():
         if not own.examples:
-            longer = (
-                f"; {own.prompts_left_out} have prompts longer than {limits.prompt} tokens" if own.prompts_left_out else ""
+            longer = f"; {own.prompts_left_out} have prompts longer than {limits.prompt} tokens"
+            raise DataError(
+                f"{source}: its {split} part has no example{longer if own.prompts_left_out else ''}; give more, or raise "
+                "--max-prompt-length"
             )
-            raise DataError(f"{source}: its {split} part has no example{longer}; give more, or raise --max-prompt-length")
     return made
 
 
 def _add(own: Instructions, prompt: list[int], response: list[int], end: int | None, limits: Limits) -> None:
+    if not prompt:
+        raise DataError("a prompt has no tokens: its text is of nothing that the tokenizer keeps; leave that row out")
     if len(prompt) > limits.prompt:
         own.prompts_left_out += 1
         return
@@ -111,24 +113,20 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _sections(row: dict[str, Any], where: str) -> TextPair:
-    """All sections but the last, with the last one's title; and that one's content."""
-    asked, title, response = _asked(row, where)
-    before = "\n\n".join(f"### {name}:\n{content}" for name, content in asked)
-    return f"{before}\n\n### {title}:\n", response
+def _asked(row: dict[str, Any], where: str) -> TextPair:
+    """What is asked and what is answered: all sections of a row but the last, with the last one's title, as JSON; its text.
 
-
-def _in_template(template: str) -> Layout:
-    def layout(row: dict[str, Any], where: str) -> TextPair:
-        asked, _, response = _asked(row, where)
-        return template.replace(PLACEHOLDER, "\n".join(content for _, content in asked)), response
-
-    return layout
-
-
-def _asked(row: dict[str, Any], where: str) -> tuple[list[tuple[str, str]], str, str]:
-    """Sections of the prompt, title and text of the response."""
+    Whatever a prompt is laid out as later, an example stays in its split.
+    """
     *asked, (title, response) = row_sections(row, where)
-    if not asked or not response.strip():
-        raise DataError(f"{where}: has no {'response' if asked else 'prompt'}; give rows with both")
-    return asked, title, response
+    prompted = any(content.strip() for _, content in asked)
+    if not prompted or not response.strip():
+        raise DataError(f"{where}: has no {'response' if prompted else 'prompt'}; give rows with both")
+    return json.dumps([*asked, [title, ""]]), response
+
+
+def _prompt(sections: list[list[str]], template: str | None) -> str:
+    """As text.py lays out rows, up to the response; or in a template."""
+    if template is not None:
+        return template.replace(PLACEHOLDER, "\n".join(content for _, content in sections[:-1]))
+    return "\n\n".join(f"### {name}:\n{content}" for name, content in sections)

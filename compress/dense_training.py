@@ -23,6 +23,8 @@ from engine.streaming import TOKENS_PER_BATCH
 WARM_UP_SHARE = 0.05
 HIGHEST_RATE = 1.0 / 160
 """Good for the demo model, whose hidden size that is; twice as much was too much."""
+TEXT_STEPS = 600
+"""Steps of distillation on plain text unless given."""
 MOST_ACTIVATION_BYTES = 1 << 30
 """Above this, each layer is computed again in the backward pass instead of keeping what it made."""
 
@@ -149,5 +151,11 @@ def _perplexity(student: Decoder, tokens_SL: Tensor, group_size: int) -> float:
 def activation_bytes(student: Decoder, tokens: int) -> int:
     """About what a forward pass of so many tokens keeps for its backward pass."""
     config = student.config
-    width = max((layer.dense_width if layer.moe is None else layer.moe.expert_width for layer in config.layers), default=0)
-    return tokens * len(config.layers) * (16 * config.hidden_size + 4 * width) * student.embedding_VD.element_size()
+    widths = [
+        layer.dense_width
+        if layer.moe is None
+        else layer.moe.experts_per_token * layer.moe.expert_width + layer.moe.shared_width
+        for layer in config.layers
+    ]
+    per_token = sum(16 * config.hidden_size + 4 * width for width in widths)
+    return tokens * per_token * student.embedding_VD.element_size()

@@ -79,6 +79,8 @@ def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[s
 
 def check_processes(options: DensifyOptions) -> None:
     """Raise OptionError for several processes with nothing to share."""
+    if options.training.shard:
+        processes.check_several()
     if processes.count() > 1 and not options.training.steps:
         raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from calibrate.instructions import Example, Instructions, Limits, instructions, is_instructions
 from calibrate.options import CalibrationOptions, training_text
 from compress import processes
-from compress.dense_training import HIGHEST_RATE, MOST_ACTIVATION_BYTES, activation_bytes
+from compress.dense_training import HIGHEST_RATE, MOST_ACTIVATION_BYTES, TEXT_STEPS, activation_bytes
 from compress.job import JobOptions, Made, Prepared, prepare
 from compress.losses import head_loss
 from compress.pictures import draw_routers, draw_training
@@ -44,8 +44,6 @@ from engine.progress import Progress, no_progress
 from engine.sampling import SamplingOptions
 from engine.streaming import TOKENS_PER_BATCH
 
-TEXT_STEPS = 600
-"""Steps on plain text unless given."""
 WARM_UP_SHARE = 0.05
 METRICS = ("perplexity", "rouge-l")
 CARE = 0.25
@@ -91,6 +89,8 @@ class DistillOptions(JobOptions):
 
     def check(self) -> None:
         """Raise OptionError for what no training can use."""
+        if self.shard:
+            processes.check_several()
         if self.recipe not in RECIPES:
             raise OptionError(f"recipe is {self.recipe!r}; it must be one of {', '.join(RECIPES)}")
         if self.teacher is None and self.row.divergence is not None:
@@ -142,7 +142,7 @@ class Distillable(Prepared):
     training: Sequence[Example]
     validation: Sequence[Example]
     measured: Sequence[Example]
-    """Held-out, of prompts and responses; empty on text, where `held_out_SL` is."""
+    """Held-out; of the figures before and after."""
     steps: int
     limit: int
     """Tokens of prompt and response together."""
@@ -162,9 +162,10 @@ class Distillable(Prepared):
 
     @property
     def length(self) -> int:
-        """Tokens of a training sequence, about."""
-        some = self.training[:: max(1, len(self.training) // 64)]
-        return max(1, sum(len(each.prompt) + len(each.response) for each in some) // len(some))
+        """Tokens of the longest training sequence."""
+        if isinstance(self.training, TextExamples) or not self.training:
+            return self.limit
+        return max(len(each.prompt) + len(each.response) for each in self.training)
 
 
 class TextExamples(Sequence[Example]):
@@ -227,6 +228,8 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
     source = options.calibration.data
     if source is not None and is_instructions(source):
         return _of_instructions(options, student, teacher, source)
+    if options.template is not None:
+        raise OptionError("--prompt-template is for prompts with responses; give --data FILE.jsonl with both")
     if options.select_by == "rouge-l":
         raise OptionError("rouge-l is of responses to prompts; give --data FILE.jsonl with both, or --select-by perplexity")
     prepared = prepare(options, student)
@@ -235,10 +238,18 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
     tokenizer = load_tokenizer(student)
     texts = training_text(prepared.calibration, tokenizer, wanted, options.validation_samples)
     length = texts[0].shape[1]
+    if teacher is not None and length > teacher.config.max_positions:
+        raise OptionError(f"sequence length is {length}; the teacher takes up to {teacher.config.max_positions}")
     prompt = max(1, min(options.limits.prompt, length // 2)) if options.row.student_writes else 1
     training, validation = TextExamples(texts[0], prompt), TextExamples(texts[1], 1)
     return Distillable(
-        **vars(prepared), teacher=teacher, training=training, validation=validation, measured=(), steps=steps, limit=length
+        **vars(prepared),
+        teacher=teacher,
+        training=training,
+        validation=validation,
+        measured=() if prepared.held_out_SL is None else TextExamples(prepared.held_out_SL, 1),
+        steps=steps,
+        limit=length,
     )
 
 
@@ -248,7 +259,12 @@ def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: s
         raise OptionError(f"{teacher.directory}: has no experts, and recipe {name} is about them; take kd or gkd")
     sizes = teacher.config.vocabulary_size, student.config.vocabulary_size
     vocabularies = [load_tokenizer(checkpoint).get_vocab() for checkpoint in (teacher, student)]
-    if sizes[0] != sizes[1] or vocabularies[0] != vocabularies[1]:
+    if sizes[0] != sizes[1] and vocabularies[0] == vocabularies[1]:
+        raise OptionError(
+            f"{teacher.directory} and {student.directory} have one tokenizer, and {sizes[0]} and {sizes[1]} rows of "
+            "embeddings; cut or pad those of one to the other's"
+        )
+    if vocabularies[0] != vocabularies[1]:
         raise OptionError(
             f"{teacher.directory} and {student.directory} have different tokenizers ({sizes[0]} and {sizes[1]} tokens), so "
             "their predictions cannot be compared; take a student with the teacher's tokenizer"
@@ -256,13 +272,18 @@ def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: s
 
 
 def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None, source: str) -> Distillable:
+    if options.calibration.evaluation_samples < 0 or options.calibration.sequence_length is not None:
+        raise OptionError(
+            "evaluation-samples must not be negative, and --sequence-length is for text: --max-length is that of responses"
+        )
     seed, limits, tokenizer = options.calibration.seed, options.limits, load_tokenizer(student)
     limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
     if options.select_by == "rouge-l":
         scorer()
     found: dict[str, Instructions] = instructions(source, tokenizer, limits, template=options.template, seed=seed)
     training = found["training"].examples
-    turns = math.ceil(options.epochs * len(training) / (options.batch_size * processes.count()))
+    per_turn = min(options.batch_size * processes.count(), len(training))
+    turns = math.ceil(options.epochs * len(training) / per_turn)
     steps = turns * options.training(1, 1, 1).steps_per_batch if options.steps is None else options.steps
     sample = [token for each in training for token in (*each.prompt, *each.response)][: 16 * limits.length]
     length = min(limits.length, len(sample))
@@ -303,8 +324,9 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
     student = Decoder(config, prepared.checkpoint.source(prepared.dtype, "cpu" if options.shard else options.device))
     if options.shard:
         processes.shard(student, options.device)
-    part = options.training(prepared.steps, prepared.length, config.hidden_size)
-    tokens = part.group_size * prepared.length
+    longest = prepared.limit if options.row.student_writes else prepared.length
+    part = options.training(prepared.steps, longest, config.hidden_size)
+    tokens = part.group_size * longest
     student.checkpoint_activations = activation_bytes(student, tokens) > MOST_ACTIVATION_BYTES
     ends = end_tokens(prepared.checkpoint)
     writer = student if options.row.student_writes else None
@@ -356,8 +378,8 @@ def _router_trainer(
     teacher.checkpoint_activations = True
     own = parameters_on_disk(teacher)
     routers = {name: own[name] for layer in teacher.config.moe_layers for name in router_tensors(teacher.config, layer)}
-    loss = RouterLoss(teacher, student, responses, clock, options.load_balance_weight)
-    part = options.router_training(prepared.steps, prepared.length, teacher.config.hidden_size)
+    loss = RouterLoss(teacher, student, responses, clock, options.load_balance_weight, options.temperature)
+    part = options.router_training(prepared.steps, prepared.limit, teacher.config.hidden_size)
     return Trainer(routers, loss, part, len(prepared.training), prepared.length)
 
 
@@ -414,7 +436,7 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
     if by_rouge:
         own["validation_rouge_l"] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
     return {
-        "teacher": options.teacher,
+        "teacher": None if prepared.teacher is None else options.teacher,
         "recipe": options.recipe,
         **own,
         "metric_name": options.select_by,

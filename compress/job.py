@@ -18,6 +18,7 @@ from torch import Tensor
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts
 from calibrate.statistics import Statistics, load_statistics
+from compress import processes
 from compress.evaluate import perplexity, routed_counts
 from compress.pictures import Picture
 from compress.plan import Plan
@@ -133,7 +134,7 @@ def prepare(options: JobOptions, checkpoint: Checkpoint) -> Prepared:
 def fingerprints(prepared: Prepared) -> dict[str, str]:
     """Which model and which text, as JSON."""
     digests = {name: hashlib.sha256(text_SL.numpy().tobytes()).hexdigest() for name, text_SL in prepared.texts.items()}
-    return prepared.models | digests
+    return prepared.models | digests | {"processes": str(processes.count())}
 
 
 def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Statistics:

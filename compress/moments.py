@@ -15,20 +15,20 @@ Change = Callable[[str, Tensor], Tensor]
 """By a parameter's name, what becomes of it and of its moments on their way to the file or from it."""
 
 
-def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """No change."""
-    return tensor
+def copied(name: str, tensor: Tensor) -> Tensor:
+    """The same, in memory of its own."""
+    return tensor.clone()
 
 
 def with_moments(
-    parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer, change: Change = as_it_is
+    parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer, change: Change = copied
 ) -> dict[str, Tensor]:
     """Each parameter by its name and, once there was a step, its moments as NAME.exp_avg and so on."""
     tensors = {}
     for name, parameter in parameters.items():
-        tensors[name] = change(name, parameter.detach()).clone()
+        tensors[name] = change(name, parameter.detach())
         for key, moment in optimiser.state.get(parameter, {}).items():
-            tensors[f"{name}.{key}"] = (moment if key == STEP else change(name, moment.detach())).clone()
+            tensors[f"{name}.{key}"] = moment.clone() if key == STEP else change(name, moment.detach())
     return tensors
 
 
@@ -37,7 +37,7 @@ def restore(
     parameters: Mapping[str, Tensor],
     optimiser: torch.optim.Optimizer,
     file: SafetensorsFile,
-    change: Change = as_it_is,
+    change: Change = copied,
     prefix: str = "",
 ) -> None:
     """The inverse, into the parameters as they are. `prefix`: before all names in the file."""
@@ -47,7 +47,7 @@ def restore(
         found = {key: file.tensor(f"{key_of}.{key}") for key in MOMENTS if f"{key_of}.{key}" in file.entries}
         moments = {
             # Adam keeps its count of steps on the CPU, whatever the device.
-            key: moment.clone() if key == STEP else change(name, moment).clone().to(parameter.device)
+            key: moment.clone() if key == STEP else change(name, moment).to(parameter.device, copy=True)
             for key, moment in found.items()
         }
         if moments:

@@ -101,13 +101,27 @@ def added_up(values: Iterable[float], device: torch.device | str = "cpu") -> lis
     return [float(value) for value in sums.tolist()]
 
 
+def check_several() -> None:
+    """Raise OptionError for a process alone."""
+    if count() == 1:
+        raise OptionError("--shard spreads the model over several processes; start them with torchrun --nproc-per-node N")
+
+
+def largest(value: float) -> float:
+    """The largest of the processes' numbers."""
+    if count() == 1:
+        return value
+    highest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return float(highest)
+
+
 def shard(decoder: Decoder, device: torch.device | str, keep_whole: Collection[nn.Parameter] = ()) -> None:
     """Leave this process its pieces of a decoder that has its weights on the CPU; layers are gathered as they are needed.
 
     keep_whole: parameters that every process keeps. Raises OptionError for a process alone.
     """
-    if count() == 1:
-        raise OptionError("--shard spreads the model over several processes; start them with torchrun --nproc-per-node N")
+    check_several()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -122,6 +136,9 @@ def shard(decoder: Decoder, device: torch.device | str, keep_whole: Collection[n
     # The embedding and the head stay gathered from the forward pass on: the loss uses them after it.
     fully_shard(decoder, reshard_after_forward=False, **common)
     register_fsdp_forward_method(decoder, "hidden_states")
+    # An expert that no token of this process uses takes part with a gradient of zero: the others may have used it.
+    fully_sharded: Any = decoder
+    fully_sharded.set_reduce_scatter_unused_params(True)
 
 
 def is_spread(decoder: Decoder) -> bool:

@@ -111,18 +111,24 @@ class ResponseTeacher:
     @torch.no_grad()
     def predictions(self, side: ResponseBatch, generator: torch.Generator) -> Predictions:
         """At the places whose next token is of a response."""
-        with self.clock.of("teacher"), routed_by(self.decoder, self.gates(generator)):
+        real_T = side.real_BL.flatten().to(self.decoder.embedding_VD.device)
+        with self.clock.of("teacher"), routed_by(self.decoder, self.gates(generator, real_T)):
             return _predictions(self.decoder, side)
 
-    def gates(self, generator: torch.Generator) -> list[Routing]:
-        """One for each MoE layer. Sampled ones draw from the generator."""
-        blocks = self.decoder.moe_blocks
+    def gates(self, generator: torch.Generator, real_T: Tensor | None = None) -> list[Routing]:
+        """One for each MoE layer. Sampled ones draw from the generator; of `real_T`'s tokens is what they share."""
+        blocks, scales = self.decoder.moe_blocks, weight_scales(self.decoder)
         if self.recipe.gate == "all":
-            return [AllExperts() for _ in blocks]
+            return [AllExperts(scale) for scale in scales]
         if self.recipe.gate == "sampled":
             own = self.augmentation
-            return [SampledExperts(own.probability, generator, own.per_token) for _ in blocks]
+            return [SampledExperts(own.probability, generator, own.per_token, scale, real_T) for scale in scales]
         return [block.routing for block in blocks]
+
+
+def weight_scales(decoder: Decoder) -> list[float]:
+    """The factor on routed weights of each MoE layer."""
+    return [layer.moe.weight_scale for layer in decoder.config.layers if layer.moe is not None]
 
 
 class ResponseLoss:
@@ -155,13 +161,22 @@ class ResponseLoss:
 class RouterLoss:
     """KL(p ‖ q) + β · L_b of the teacher's router on the student's responses (Every Expert Matters, SAR); q is constant."""
 
-    def __init__(self, teacher: Decoder, student: Decoder, responses: Responses, clock: Clock, balance: float) -> None:
+    def __init__(
+        self,
+        teacher: Decoder,
+        student: Decoder,
+        responses: Responses,
+        clock: Clock,
+        balance: float,
+        temperature: float = 1.0,
+    ) -> None:
         """balance: β. All experts are the teacher's gate from now on: its backward pass may compute layers again."""
         self.teacher, self.student, self.responses, self.clock, self.balance = teacher, student, responses, clock, balance
+        self.temperature = temperature
         self._rules = [block.routing for block in teacher.moe_blocks]
         self._seen: dict[int, Tensor] = {}
-        for place, block in enumerate(teacher.moe_blocks):
-            block.routing = Watched(AllExperts(), self._seen, place)
+        for place, (block, scale) in enumerate(zip(teacher.moe_blocks, weight_scales(teacher), strict=True)):
+            block.routing = Watched(AllExperts(scale), self._seen, place)
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """The group's part of the mean over the step's sequences; of L_b the mean over groups."""
@@ -172,7 +187,9 @@ class RouterLoss:
         with self.clock.of("router"):
             self._seen.clear()
             taught = _predictions(self.teacher, side)
-            divergence = weighted_divergence(forward_kl, taught, own, weights_T, teacher_learns=True)
+            divergence = weighted_divergence(
+                forward_kl, taught, own, weights_T, temperature=self.temperature, teacher_learns=True
+            )
             balance = load_balance(self._rules, self._seen, side.real_BL.flatten())
         return {"divergence": divergence, "balance": self.balance * balance * len(batch.group_G) / sequences}
 

@@ -63,10 +63,13 @@ def write_responses(
     device = decoder.embedding_VD.device
     drawn = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
     limits = [max(1, max_length - len(prompt)) for prompt in prompts]
-    tokens_BL, real_BP = _left_padded(prompts, max(limits), device)
+    spread = processes.is_spread(decoder)
+    # A model that is spread over processes is gathered by all of them or by none: they take equally many steps.
+    steps = int(processes.largest(max(limits))) if spread else max(limits)
+    tokens_BL, real_BP = _left_padded(prompts, steps, device)
     cache = KeyValueCache(decoder.config, len(prompts), real_BP.shape[1], decoder.embedding_VD.dtype, device)
     responses: list[list[int]] = [[] for _ in prompts]
-    rows, spread = list(range(len(prompts))), processes.is_spread(decoder)
+    rows = list(range(len(prompts)))
     while True:
         logits_BV = decoder.last_logits(tokens_BL, _if_padded(real_BP[:, : cache.length + tokens_BL.shape[1]]), cache)
         next_B = sample(logits_BV, sampling, drawn)
@@ -78,7 +81,6 @@ def write_responses(
             response.append(token)
             if not _has_ended(response, limits[row], end_tokens):
                 going.append(place)
-        # A model that is spread over processes is gathered by all of them or by none.
         if not (processes.added_up([len(going)])[0] if spread else going):
             return [Example(list(prompt), response) for prompt, response in zip(prompts, responses, strict=True)]
         if going and len(going) <= SHRINK_AT * len(rows):

@@ -71,6 +71,8 @@ def evaluate_rouge(
     started = time.monotonic()
     if data is None:
         raise OptionError("ROUGE-L needs prompts with responses; give --data FILE.jsonl")
+    if samples < 1:
+        raise OptionError(f"samples is {samples}; ROUGE-L needs at least one example")
     scorer()
     checkpoint = Checkpoint(resolve(model))
     limits.check(checkpoint.config.max_positions)

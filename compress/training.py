@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from compress import processes
 from compress.moments import restore, with_moments
-from engine.errors import DataError, OptionError, TrainingError
+from engine.errors import CheckpointError, DataError, OptionError, TrainingError
 from engine.progress import note
 from engine.safetensors_file import SafetensorsFile, write_tensors
 
@@ -188,7 +188,7 @@ class Trainer:
         self.optimiser.zero_grad()
         total: dict[str, float] = {}
         for place, group_G in enumerate(groups, len(groups) * processes.rank()):
-            terms = self.loss(Batch(step, rows_B, group_G, self._generator(step, place), turn))
+            terms = self._terms(Batch(step, rows_B, group_G, self._generator(step, place), turn))
             loss = torch.stack([term.float() for term in terms.values()]).sum()
             loss.backward()
             self._accumulate()
@@ -205,6 +205,12 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(self.masters.values(), self.options.clip_norm, length)
         return total
 
+    def _terms(self, batch: Batch) -> Mapping[str, Tensor]:
+        try:
+            return self.loss(batch)
+        except CheckpointError as error:  # a model in training that gives no numbers is no damaged file
+            raise self._broken(batch.step, str(error)) from error
+
     def update(self, step: int) -> None:
         """Move the parameters along the gradients."""
         for group in self.optimiser.param_groups:
@@ -213,9 +219,9 @@ class Trainer:
         self.take(self.masters)
 
     def state(self, step: int) -> State:
-        """What `load` takes, as it is now: masters, moments, the best state and what was measured."""
-        tensors = with_moments(self.masters, self.optimiser, self._whole)
-        tensors |= {f"{BEST}{name}": self._whole(name, own).clone() for name, own in self.best.items()}
+        """What `load` takes, as it is now: masters, moments, the best state and what was measured; on the CPU."""
+        tensors = with_moments(self.masters, self.optimiser, self._copy)
+        tensors |= {f"{BEST}{name}": self._copy(name, own) for name, own in self.best.items()}
         header: dict[str, Any] = {"step": step, "history": list(self.history), "validations": list(self.validations)}
         if self.first is not None:
             others, header["first"] = self.first.state(step)
@@ -226,7 +232,12 @@ class Trainer:
         """Write a state as one safetensors file, replacing the last when whole."""
         if processes.is_first():
             write_tensors(path, state[0], {"training": json.dumps(state[1])}, "the state of the training")
+        self._was_saved(path)
+
+    def _was_saved(self, path: Path) -> None:
         self._saved = path
+        if self.first is not None:
+            self.first._was_saved(path)
 
     @torch.no_grad()
     def load(self, path: Path) -> int:
@@ -236,7 +247,7 @@ class Trainer:
                 raise DataError(f"{path}: is not the state of this training; leave out --resume")
             header = json.loads(file.metadata["training"])
             self._restore(file, header, "")
-        self._saved = path
+        self._was_saved(path)
         return int(header["step"])
 
     def _restore(self, file: SafetensorsFile, header: Mapping[str, Any], prefix: str) -> None:
@@ -265,15 +276,11 @@ class Trainer:
 
     @torch.no_grad()
     def _add_up_processes(self) -> None:
-        """Make the gradients of whole tensors those of all processes together."""
-        if processes.count() == 1:
-            return
-        own = [self.masters[name] for name, parameter in self.parameters.items() if not processes.is_sharded(parameter)]
-        used = processes.added_up(float(master.grad is not None) for master in own)
-        having = [master for master, uses in zip(own, used, strict=True) if uses]
-        for master in having:
+        """Make the gradients of whole tensors those of all processes together; zero where no token had a use."""
+        for master in self.masters.values():
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-        processes.add_up([master.grad for master in having if master.grad is not None])
+        whole = [name for name, parameter in self.parameters.items() if not processes.is_sharded(parameter)]
+        processes.add_up([grad for name in whole if (grad := self.masters[name].grad) is not None])
 
     @torch.no_grad()
     def _gradient_length(self) -> Tensor:
@@ -293,6 +300,13 @@ class Trainer:
     def _whole(self, name: str, own: Tensor) -> Tensor:
         """A parameter's master or moment, of which `own` is this process's piece."""
         return processes.whole(own, self.parameters[name])
+
+    def _copy(self, name: str, own: Tensor) -> Tensor:
+        """The same for a file, on the CPU; nothing in a process that writes none."""
+        full = self._whole(name, own)
+        if not processes.is_first():
+            return full.new_empty(0, device="cpu")
+        return full.to("cpu", copy=True)
 
     def _piece(self, name: str, full: Tensor) -> Tensor:
         """This process's piece of it."""
@@ -314,7 +328,11 @@ class Trainer:
     def _validate(self, measure: Callable[[], float], step: int) -> None:
         if self.validations and self.validations[-1][0] == step:
             return  # before the interruption
-        (value,) = (value / processes.count() for value in processes.added_up([measure()]))
+        try:
+            own = measure()
+        except CheckpointError as error:
+            raise self._broken(step, str(error)) from error
+        value = processes.added_up([own])[0] / processes.count()
         if not math.isfinite(value):
             raise self._broken(step, f"the measure of validation is {value}")
         if value < min((old for _, old in self.validations), default=math.inf):

@@ -162,8 +162,11 @@ class Masked:
 class AllExperts:
     """Every expert on every token, weighted by the softmax over all of them (Every Expert Matters, "ALL")."""
 
+    scale: float = 1.0
+    """The model's own factor on routed weights (TopK.scale): its blocks were trained with it."""
+
     def __call__(self, logits_TN: Tensor) -> Selection:
-        return _every_expert(logits_TN, softmax(logits_TN))
+        return _every_expert(logits_TN, self.scale * softmax(logits_TN))
 
 
 @dataclass(frozen=True)
@@ -177,16 +180,24 @@ class SampledExperts:
     probability: float
     generator: torch.Generator
     per_token: bool = False
+    scale: float = 1.0
+    """As in AllExperts."""
+    real_T: Tensor | None = None
+    """[T] bool: whose mean the shared draw is from; None for all tokens."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         tokens, experts = logits_TN.shape
         count = max(1, experts - 1)
-        drawn = torch.rand(tokens if self.per_token else 1, 1, generator=self.generator) < self.probability
         probabilities_TN = softmax(logits_TN.detach())
-        sampled_from = probabilities_TN if self.per_token else probabilities_TN.mean(dim=0, keepdim=True)
-        sampled_TS = sampled_from.multinomial(count, generator=self.generator).expand(tokens, count)
-        experts_TS = torch.where(drawn.to(logits_TN.device), sampled_TS, probabilities_TN.topk(count, dim=-1).indices)
-        return Selection(experts_TS, softmax(logits_TN.gather(-1, experts_TS)))
+        # Drawn where the generator is, so that every device draws the same.
+        place = self.generator.device
+        drawn = torch.rand(tokens if self.per_token else 1, 1, generator=self.generator, device=place) < self.probability
+        real_TN = probabilities_TN if self.real_T is None else probabilities_TN[self.real_T]
+        sampled_from = probabilities_TN if self.per_token else real_TN.mean(dim=0, keepdim=True)
+        sampled_TS = sampled_from.to(place).multinomial(count, generator=self.generator).expand(tokens, count)
+        largest_TS = probabilities_TN.topk(count, dim=-1).indices
+        experts_TS = torch.where(drawn.to(logits_TN.device), sampled_TS.to(logits_TN.device), largest_TS)
+        return Selection(experts_TS, self.scale * softmax(logits_TN.gather(-1, experts_TS)))
 
 
 @dataclass(frozen=True)

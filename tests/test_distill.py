@@ -128,8 +128,11 @@ def test_interrupted_and_resumed_it_ends_in_the_same_weights(
 
 
 def test_two_processes_are_one_with_twice_the_batch(place: Path) -> None:
-    """The student in pieces, too; on the data's responses, for those of a student are drawn by each process on its own."""
-    command = ["distill", "--teacher", "model", "--student", "student", *PAIRS, *SMALL, "--steps", "6"]
+    """A mixture as student, in pieces: each process leaves other experts idle. On the data's responses, for those of a
+    student are drawn by each process on its own."""
+    save_reference("mixtral", place / "mixture", seed=2, vocab_size=VOCABULARY)
+    add_tokenizer(place / "mixture")
+    command = ["distill", "--teacher", "model", "--student", "mixture", *PAIRS, *SMALL, "--steps", "6"]
     command += ["--dtype", "float32", "--micro-batch-size", "2"]
     done = torchrun("-m", "cli", *command, "--batch-size", "2", "--shard", "--json", cwd=place)
     assert done.returncode == 0, done.stderr
@@ -137,6 +140,8 @@ def test_two_processes_are_one_with_twice_the_batch(place: Path) -> None:
     alone, together = run(*command[1:]), json.loads(done.stdout)
     for name in ("loss_first", "loss_last", "metric_after"):
         assert together[name] == pytest.approx(alone[name], rel=1e-5)
+    one, other = (load_file(place / name / "model.safetensors") for name in ("together", "out"))
+    assert all(torch.allclose(one[name], tensor, atol=1e-4) for name, tensor in other.items())
     assert done.stdout.count("artifact") == 1
 
 
@@ -152,6 +157,11 @@ def test_bad_input_is_refused_before_any_work(place: Path) -> None:
     assert "line 1: has no response" in refused(*both, *PAIRS, *SMALL, "--data", "empty.jsonl")
     long = refused(*both, *PAIRS[:-1], "2", *SMALL)
     assert "have prompts longer than 2 tokens" in long
+    (place / "empty.jsonl").write_text(json.dumps({"instruction": "", "output": "look"}))
+    assert "line 1: has no prompt" in refused(*both, *PAIRS, *SMALL, "--data", "empty.jsonl")
+    assert "start them with torchrun" in refused(*both, *PAIRS, *SMALL, "--shard")
+    assert "evaluation-samples" in refused(*both, *PAIRS, *SMALL, "--evaluation-samples", "-1")
+    assert "--prompt-template" in refused(*both, *TEXT, *SMALL, "--prompt-template", "{prompt}")
     assert "no {prompt}" in refused(*both, *PAIRS, *SMALL, "--prompt-template", "say it")
     assert "max-prompt-length" in refused(*both, *PAIRS, *SMALL, "--max-length", "4096")
     assert "ka-probability" in refused(*both, *PAIRS, *SMALL, "--recipe", "ka", "--ka-probability", "2")

@@ -98,6 +98,9 @@ def test_what_needs_one_process_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(cli.main, ["prune", "--sparsity", "0.5", "-o", str(tmp_path / "out")])
+    assert result.exit_code == 1 and not result.output, "the first process says it for all"
+    monkeypatch.setenv("RANK", "0")
+    result = CliRunner().invoke(cli.main, ["prune", "--sparsity", "0.5", "-o", str(tmp_path / "out")])
     assert result.exit_code == 1 and "compress prune runs in one process" in result.output
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(OptionError, match="lower --nproc-per-node"):
