@@ -133,6 +133,7 @@ def training_options(arguments: argparse.Namespace, stage: str, select: str, see
     if select == PAPER:
         common = replace(common, lambda_supervised=1.0, lambda_layer=1.0, lambda_prediction=0.0)
     if select == SCRATCH:
+        common = replace(common, learning_rate=arguments.scratch_learning_rate)
         return replace(common, finetune_steps=2 * steps)
     return replace(common, distill_steps=steps * (stage != STAGES[0]), finetune_steps=steps * (stage == STAGES[2]))
 
@@ -181,10 +182,11 @@ def picture(done: list[dict[str, Any]], path: Path) -> None:
                 axes.plot(*zip(*points, strict=True), marker="o", label=select, color=f"C{place}")
             axes.axhline(teacher, color="#606060", linestyle="--", linewidth=0.8, label="the mixture")
             axes.set_yscale("log")
+            axes.tick_params(axis="x", labelsize=8)
             axes.set_title("1 FFN" if ffns == 1 else f"{ffns} FFNs")
         panels[0].set_ylabel("perplexity on held-out text")
-        panels[0].yaxis.set_major_formatter("{x:g}")
-        panels[0].yaxis.set_minor_formatter("{x:g}")
+        panels[0].set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
+        panels[0].yaxis.set_minor_formatter("")
         panels[-1].legend(frameon=False, fontsize=8)
         plots.save(figure, path)
 
@@ -206,6 +208,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--scratch-learning-rate", type=float, default=2e-3)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--name", default="densify")
     arguments = parser.parse_args()
