@@ -26,7 +26,7 @@ from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts, training_text
 from compress import plots
 from compress.block_error import shared_gates
-from compress.dense_plan import choose, dense_plan
+from compress.dense_plan import SELECTIONS, choose, dense_plan
 from compress.dense_student import dense_student, student_parameters
 from compress.dense_training import DenseTrainingOptions, train_dense
 from compress.evaluate import perplexity
@@ -35,6 +35,7 @@ from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.model import Decoder
 
 SCRATCH, PAPER = "scratch", "paper"
+SELECTS = [*SELECTIONS, PAPER, SCRATCH]
 STAGES = ("untrained", "distilled", "fine-tuned")
 HELD_OUT = 64
 
@@ -153,7 +154,8 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
     """Perplexity by row and stage: mean ± standard deviation over seeds, and its ratio to the teacher's."""
     teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
     rows = []
-    for ffns, select in dict.fromkeys((line["ffns"], line["select"]) for line in done if line["select"] != "teacher"):
+    made = {(line["ffns"], SELECTS.index(line["select"])) for line in done if line["select"] != "teacher"}
+    for ffns, select in ((ffns, SELECTS[place]) for ffns, place in sorted(made)):
         cells = []
         for stage in STAGES:
             own = [d["perplexity"] for d in done if (d["ffns"], d["select"], d["stage"]) == (ffns, select, stage)]
@@ -201,9 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--ffns", type=lambda text: [int(part) for part in text.split(",")], default=[2, 1, 4])
-    parser.add_argument(
-        "--selects", type=lambda text: text.split(","), default=["usage", "reap", "average", "random", PAPER, SCRATCH]
-    )
+    parser.add_argument("--selects", type=lambda text: text.split(","), default=SELECTS)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=8)
