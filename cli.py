@@ -542,8 +542,8 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
     """
     from calibrate.instructions import Limits
     from compress import processes
-    from compress.distill import DistillOptions
     from compress.distill import distill as run
+    from compress.distill_inputs import DistillOptions
     from compress.response_distillation import KnowledgeAugmentation
 
     given = _job_options(common, options | {"model": options["student"]}, options["recipe"])

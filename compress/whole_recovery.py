@@ -15,7 +15,8 @@ from torch import Tensor
 
 from compress.apply import planned_decoder
 from compress.dense_training import MOST_ACTIVATION_BYTES, DenseTrainingOptions, activation_bytes
-from compress.distill import TextExamples, careful_rate, response_perplexity
+from compress.distill import response_perplexity
+from compress.distill_inputs import TextExamples, careful_rate
 from compress.plan import Plan
 from compress.recipes import RECIPES
 from compress.response_distillation import Clock, KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
