@@ -8,7 +8,7 @@ Shape suffixes: T tokens, D hidden, F width of one FFN, K FFNs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +85,10 @@ def sums(student: Decoder) -> dict[int, FfnSum]:
     return {index: block for index, block in blocks.items() if isinstance(block, FfnSum)}
 
 
-def folded(ffns: Sequence[Sequence[Tensor]], a_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """K FFNs (gate_FD, up_FD, down_DF) as one of width K·F: rows on top of each other, columns times a_i side by side."""
-    gates, ups, downs = zip(*ffns, strict=True)
-    scaled = [a * down_DF for a, down_DF in zip(a_K, downs, strict=True)]
-    return torch.cat(gates), torch.cat(ups), torch.cat(scaled, dim=1)
+def folded(ffns: Iterable[Sequence[Tensor]], a_K: Tensor) -> tuple[Tensor, ...]:
+    """K FFNs (…_FD, out_DF) as one of width K·F: rows on top of each other, columns of the last times a_i side by side."""
+    *ins, outs = zip(*ffns, strict=True)
+    return *map(torch.cat, ins), torch.cat([a * out_DF for a, out_DF in zip(a_K, outs, strict=True)], dim=1)
 
 
 def saved_tensors(trained: Mapping[str, Tensor], plan: Plan, checkpoint: Checkpoint) -> dict[str, Tensor]:

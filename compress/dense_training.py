@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress import processes
 from compress.dense_student import dense_student, student_parameters, sums
 from compress.layer_distillation import DistillationLoss, LossWeights, Teacher, decoder_perplexity
 from compress.plan import Plan
-from compress.training import Trained, Trainer, TrainingOptions, figures
+from compress.training import Loss, Trained, Trainer, TrainingOptions, figures
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
 from engine.model import Decoder
@@ -119,22 +120,55 @@ def train_dense(
         processes.shard(student, device, keep_whole=[block.a_K for block in sums(student).values()])
     sizes = tokens_SL.shape[1], student.config.hidden_size
     group = options.part("distill", *sizes).group_size
-    student.checkpoint_activations = activation_bytes(student, group * tokens_SL.shape[1]) > MOST_ACTIVATION_BYTES
+    recompute_if_large(student, group * tokens_SL.shape[1])
+
+    def loss_of(weights: LossWeights) -> DistillationLoss:
+        teacher = None
+        if weights.needs_teacher:
+            teacher = Teacher(checkpoint, dtype, device, options.offload_teacher, predicts=weights.prediction > 0.0)
+        return DistillationLoss(student, teacher, tokens_SL, weights)
+
+    return train_parts(
+        student_parameters(student),
+        loss_of,
+        options,
+        len(tokens_SL),
+        *sizes,
+        validate=lambda: _perplexity(student, validation_VL, group),
+        directory=directory,
+        resume=resume,
+        progress=progress,
+    )
+
+
+def train_parts(
+    parameters: Mapping[str, nn.Parameter],
+    loss_of: Callable[[LossWeights], Loss],
+    options: DenseTrainingOptions,
+    sequences: int,
+    length: int,
+    hidden_size: int,
+    *,
+    validate: Callable[[], float],
+    directory: Path | None,
+    resume: bool,
+    progress: Progress,
+) -> Trained:
+    """Distillation, then fine-tuning, of whichever there is; each keeps its states in the directory.
+
+    sequences: how many there are to train on, of about `length` tokens.
+    """
     made = Trained()
     for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
         if not steps:
             continue
-        weights = options.weights(name)
-        teacher = None
-        if weights.layer or weights.prediction:
-            teacher = Teacher(checkpoint, dtype, device, options.offload_teacher, predicts=weights.prediction > 0.0)
-        loss = DistillationLoss(student, teacher, tokens_SL, weights)
-        trainer = Trainer(student_parameters(student), loss, options.part(name, *sizes), *tokens_SL.shape)
+        part = options.part(name, length, hidden_size)
+        trainer = Trainer(parameters, loss_of(options.weights(name)), part, sequences, length)
         trainer.take_whole(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
         made.tensors = trainer.run(
             state_path=None if directory is None else directory / f"{name}.safetensors",
             resume=resume,
-            validate=lambda: _perplexity(student, validation_VL, group),
+            validate=validate,
             progress=lambda items, name=name: progress(items, f"{name} (steps)"),  # type: ignore[misc]
         )
         made.parts[name] = figures(trainer)
@@ -146,6 +180,11 @@ def _perplexity(student: Decoder, tokens_SL: Tensor, group_size: int) -> float:
     value = decoder_perplexity(student, tokens_SL, group_size)
     processes.let_go(student)
     return value
+
+
+def recompute_if_large(student: Decoder, tokens: int) -> None:
+    """Let layers be computed again in the backward pass where keeping what so many tokens make would be too much."""
+    student.checkpoint_activations = activation_bytes(student, tokens) > MOST_ACTIVATION_BYTES
 
 
 def activation_bytes(student: Decoder, tokens: int) -> int:

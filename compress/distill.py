@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress import processes
-from compress.dense_training import MOST_ACTIVATION_BYTES, activation_bytes
+from compress.dense_training import recompute_if_large
 from compress.distill_inputs import Distillable, DistillOptions, prepare_distillation
 from compress.job import Made
 from compress.losses import head_loss
@@ -85,8 +85,7 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
         processes.shard(student, options.device)
     longest = prepared.limit if options.row.student_writes else prepared.length
     part = options.training(prepared.steps, longest, config.hidden_size)
-    tokens = part.group_size * longest
-    student.checkpoint_activations = activation_bytes(student, tokens) > MOST_ACTIVATION_BYTES
+    recompute_if_large(student, part.group_size * longest)
     ends = end_tokens(prepared.checkpoint)
     writer = student if options.row.student_writes else None
     responses = Responses(prepared.training, clock, writer, prepared.limit, ends)
@@ -100,11 +99,12 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
     loss = ResponseLoss(student, teacher, responses, options.row.divergence, options.temperature)
     trainer = Trainer(parameters_on_disk(student), loss, part, len(prepared.training), prepared.length, first)
 
+    tokenizer = load_tokenizer(prepared.checkpoint) if options.select_by == "rouge-l" else None
+
     def measure(examples: Sequence[Example]) -> float:
         """Lower is better."""
-        if options.select_by == "rouge-l":
-            tokenizer, greedy = load_tokenizer(prepared.checkpoint), SamplingOptions()
-            value = 1.0 - rouge_l(student, tokenizer, examples, prepared.limit, ends, sampling=greedy)
+        if tokenizer is not None:
+            value = 1.0 - rouge_l(student, tokenizer, examples, prepared.limit, ends, sampling=SamplingOptions())
         else:
             value = response_perplexity(student, examples, part.group_size)
         processes.let_go(student)
@@ -148,9 +148,8 @@ def response_perplexity(decoder: Decoder, examples: Sequence[Example], group_siz
     total, count, device = 0.0, 0, decoder.embedding_VD.device
     for start in range(0, len(examples), group_size):
         side = batch_of([examples[place] for place in range(start, min(start + group_size, len(examples)))])
-        asked_BL = side.weights_BL > 0
-        targets_T = side.tokens_BL.roll(-1, 1)[asked_BL].to(device)
-        hidden_TD = decoder.hidden_states(side.tokens_BL.to(device))[asked_BL.to(device)]
+        targets_T = side.targets_T.to(device)
+        hidden_TD = decoder.hidden_states(side.tokens_BL.to(device))[side.asked_BL.to(device)]
 
         def measure(logits_TV: Tensor, part: slice, targets_T: Tensor = targets_T) -> Tensor:
             return F.cross_entropy(logits_TV, targets_T[part], reduction="sum")

@@ -26,7 +26,7 @@ from calibrate.pairs import PADDING, Pairs
 from calibrate.statistics import LayerStatistics, Statistics
 from compress.alignment import alignment
 from compress.dense_plan import Chosen, first_scales
-from compress.dense_student import FfnSum
+from compress.dense_student import FfnSum, folded
 from compress.plan import Part, Plan, PlannedExpert, Source
 from engine.architectures import (
     ENCODER_DECODERS,
@@ -331,12 +331,6 @@ def dense_student(
 
 
 # The fold
-
-
-def folded(ffns: Iterable[Projections], a_K: Tensor) -> Projections:
-    """K FFNs as one of width K·F: in_FD on top of each other, out_DF times a_i side by side."""
-    ins, outs = zip(*ffns, strict=True)
-    return torch.cat(ins), torch.cat([a * out_DF for a, out_DF in zip(a_K, outs, strict=True)], dim=1)
 
 
 def widened(in_FD: Tensor, out_DF: Tensor, width: int) -> Projections:

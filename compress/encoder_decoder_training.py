@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from calibrate.pairs import PADDING, Pairs
-from compress.dense_training import DenseTrainingOptions
+from compress.dense_training import DenseTrainingOptions, train_parts
 from compress.divergences import forward_kl
 from compress.encoder_decoder import GROUP, dense_row, logits, without_padding
 from compress.layer_distillation import LossWeights, outputs_of
 from compress.losses import layer_distance
-from compress.training import Batch, Trained, Trainer, figures
+from compress.training import Batch, Trained
 from engine.encoder_decoder import EncoderDecoderCheckpoint
 from engine.progress import Progress, no_progress
 
@@ -123,21 +123,19 @@ def train(
     progress: Progress = no_progress,
 ) -> Trained:
     """Distil from the mixture, then fine-tune. `directory`: where states are kept, which `resume` goes on from."""
-    length = max(1, training.tokens // len(training))
-    made = Trained()
-    for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
-        if not steps:
-            continue
-        weights = options.weights(name)
-        loss = PairLoss(student, teacher if weights.layer or weights.prediction else None, checkpoint, training, weights)
-        steps_of = options.part(name, length, checkpoint.config.d_model)
-        trainer = Trainer(dict(student.named_parameters()), loss, steps_of, len(training), length)
-        trainer.take(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
-        made.tensors = trainer.run(
-            state_path=None if directory is None else directory / f"{name}.safetensors",
-            resume=resume,
-            validate=lambda: measure(student, validation, checkpoint.config).perplexity,
-            progress=lambda items, name=name: progress(items, f"{name} (steps)"),  # type: ignore[misc]
-        )
-        made.parts[name] = figures(trainer)
-    return made
+
+    def loss_of(weights: LossWeights) -> PairLoss:
+        return PairLoss(student, teacher if weights.needs_teacher else None, checkpoint, training, weights)
+
+    return train_parts(
+        dict(student.named_parameters()),
+        loss_of,
+        options,
+        len(training),
+        max(1, training.tokens // len(training)),
+        checkpoint.config.d_model,
+        validate=lambda: measure(student, validation, checkpoint.config).perplexity,
+        directory=directory,
+        resume=resume,
+        progress=progress,
+    )

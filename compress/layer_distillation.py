@@ -112,6 +112,11 @@ class LossWeights:
     layer: float
     prediction: float
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a term has one."""
+        return bool(self.layer or self.prediction)
+
 
 class DistillationLoss:
     """The loss of a student, by its terms; without a teacher that of plain fine-tuning."""

@@ -94,9 +94,9 @@ def add_up(tensors: Sequence[Tensor]) -> None:
             tensor.copy_(piece.view_as(tensor))
 
 
-def added_up(values: Iterable[float], device: torch.device | str = "cpu") -> list[float]:
+def added_up(values: Iterable[float]) -> list[float]:
     """Each number summed over the processes."""
-    sums = torch.tensor(list(values), dtype=torch.float64, device=device)
+    sums = torch.tensor(list(values), dtype=torch.float64)
     add_up([sums])
     return [float(value) for value in sums.tolist()]
 

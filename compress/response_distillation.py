@@ -33,6 +33,9 @@ from engine.model import Decoder, routed_by
 from engine.routing import NO_EXPERT, AllExperts, Routing, SampledExperts, Selection, softmax
 from engine.sampling import SamplingOptions
 
+SAMPLING = SamplingOptions(temperature=1.0)
+"""Of the responses that a student writes (Every Expert Matters, setting)."""
+
 
 @dataclass(frozen=True)
 class KnowledgeAugmentation:
@@ -72,15 +75,10 @@ class Responses:
         student: Decoder | None = None,
         max_length: int = 0,
         end_tokens: frozenset[int] = frozenset(),
-        sampling: SamplingOptions | None = None,
     ) -> None:
         """student: who writes, until an end token or `max_length` tokens with the prompt; None for the data's responses."""
         self.examples, self.clock, self.student = examples, clock, student
-        self.max_length, self.end_tokens, self.sampling = (
-            max_length,
-            end_tokens,
-            sampling or SamplingOptions(temperature=1.0),
-        )
+        self.max_length, self.end_tokens = max_length, end_tokens
         self._turn: tuple[int, dict[tuple[int, ...], ResponseBatch]] = (-1, {})
 
     def __call__(self, batch: Batch) -> ResponseBatch:
@@ -94,9 +92,7 @@ class Responses:
         if rows not in known:
             prompts = [self.examples[row].prompt for row in rows]
             with self.clock.of("generation"):
-                written = write_responses(
-                    self.student, prompts, self.max_length, self.end_tokens, self.sampling, batch.generator
-                )
+                written = write_responses(self.student, prompts, self.max_length, self.end_tokens, SAMPLING, batch.generator)
                 processes.let_go(self.student)
             known[rows] = batch_of(written)
         return known[rows]
@@ -150,7 +146,7 @@ class ResponseLoss:
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """The group's part of the mean over the step's sequences."""
         side, sequences = self.responses(batch), len(batch.rows_B)
-        weights_T = side.weights_BL[side.weights_BL > 0].to(self.student.embedding_VD.device) / sequences
+        weights_T = side.weights_BL[side.asked_BL].to(self.student.embedding_VD.device) / sequences
         if self.divergence is None or self.teacher is None:
             return {"supervised": _cross_entropy(_predictions(self.student, side), side, weights_T)}
         taught = self.teacher.predictions(side, batch.generator)
@@ -181,7 +177,7 @@ class RouterLoss:
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """The group's part of the mean over the step's sequences; of L_b the mean over groups."""
         side, sequences = self.responses(batch), len(batch.rows_B)
-        weights_T = side.weights_BL[side.weights_BL > 0].to(self.teacher.embedding_VD.device) / sequences
+        weights_T = side.weights_BL[side.asked_BL].to(self.teacher.embedding_VD.device) / sequences
         with torch.no_grad():
             own = _predictions(self.student, side)
         with self.clock.of("router"):
@@ -229,12 +225,11 @@ def squared_variation(values_N: Tensor) -> Tensor:
 def _predictions(decoder: Decoder, side: ResponseBatch) -> Predictions:
     device = decoder.embedding_VD.device
     hidden_BLD = decoder.hidden_states(side.tokens_BL.to(device))
-    return Predictions(hidden_BLD[(side.weights_BL > 0).to(device)], decoder.head_VD)
+    return Predictions(hidden_BLD[side.asked_BL.to(device)], decoder.head_VD)
 
 
 def _cross_entropy(own: Predictions, side: ResponseBatch, weights_T: Tensor) -> Tensor:
-    next_BL = F.pad(side.tokens_BL[:, 1:], (0, 1))
-    targets_T = next_BL[side.weights_BL > 0].to(weights_T.device)
+    targets_T = side.targets_T.to(weights_T.device)
 
     def measure(logits_TV: Tensor, part: slice) -> Tensor:
         return (weights_T[part] * F.cross_entropy(logits_TV, targets_T[part], reduction="none")).sum()

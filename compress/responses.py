@@ -31,6 +31,16 @@ class ResponseBatch:
     real_BL: Tensor
     """False at padding."""
 
+    @property
+    def asked_BL(self) -> Tensor:
+        """Where the next token is of a response."""
+        return self.weights_BL > 0
+
+    @property
+    def targets_T(self) -> Tensor:
+        """Those next tokens."""
+        return self.tokens_BL.roll(-1, 1)[self.asked_BL]
+
 
 def batch_of(examples: Sequence[Example]) -> ResponseBatch:
     """Pad them. A mean over response tokens and then over sequences is Σ weights · values / B (Every Expert Matters §3)."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.apply import planned_decoder
-from compress.dense_training import MOST_ACTIVATION_BYTES, DenseTrainingOptions, activation_bytes
+from compress.dense_training import DenseTrainingOptions, recompute_if_large
 from compress.distill import response_perplexity
 from compress.distill_inputs import TextExamples, careful_rate
 from compress.plan import Plan
@@ -68,8 +68,7 @@ def recover_all(
     student, clock = planned_decoder(plan, checkpoint, dtype, device), Clock()
     hidden_size = checkpoint.config.hidden_size
     part = options.training(hidden_size).part(NAME, training_SL.shape[1], hidden_size)
-    activations = activation_bytes(student, part.group_size * training_SL.shape[1])
-    student.checkpoint_activations = activations > MOST_ACTIVATION_BYTES
+    recompute_if_large(student, part.group_size * training_SL.shape[1])
     examples, held = TextExamples(training_SL, 1), TextExamples(validation_VL, 1)
     teacher = Decoder(checkpoint.config, checkpoint.source(dtype, device))
     taught = ResponseTeacher(teacher, RECIPE, KnowledgeAugmentation(), clock)
