@@ -30,6 +30,21 @@ MOST_ACTIVATION_BYTES = 1 << 30
 """Above this, each layer is computed again in the backward pass instead of keeping what it made."""
 
 
+def good_rate(hidden_size: int) -> float:
+    """1 over the hidden size, at most HIGHEST_RATE."""
+    return min(HIGHEST_RATE, 1.0 / hidden_size)
+
+
+def group_size(length: int) -> int:
+    """Sequences in memory at a time unless given: those of TOKENS_PER_BATCH tokens."""
+    return max(1, TOKENS_PER_BATCH // length)
+
+
+def warm_up_steps(steps: int) -> int:
+    """Of a training of so many."""
+    return max(10, round(WARM_UP_SHARE * steps))
+
+
 @dataclass(frozen=True)
 class DenseTrainingOptions:
     """Steps of both parts, and what they have in common."""
@@ -85,10 +100,10 @@ class DenseTrainingOptions:
         steps = self.distill_steps if name == "distill" else self.finetune_steps
         return TrainingOptions(
             steps,
-            min(HIGHEST_RATE, 1.0 / hidden_size) if self.learning_rate is None else self.learning_rate,
+            good_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
-            self.micro_batch_size or max(1, TOKENS_PER_BATCH // length),
-            warm_up_steps=max(10, round(WARM_UP_SHARE * steps)),
+            self.micro_batch_size or group_size(length),
+            warm_up_steps=warm_up_steps(steps),
             clip_norm=self.clip_norm,
             seed=self.seed,
             earlier_steps=0 if name == "distill" else self.distill_steps,

@@ -13,19 +13,15 @@ from torch import Tensor
 from calibrate.instructions import Example, Instructions, Limits, instructions, is_instructions
 from calibrate.options import CalibrationOptions, training_text
 from compress import processes
-from compress.dense_training import HIGHEST_RATE, TEXT_STEPS
+from compress.dense_training import TEXT_STEPS, good_rate, group_size, warm_up_steps
 from compress.job import JobOptions, Prepared, prepare
 from compress.recipes import RECIPES, Recipe
-from compress.response_distillation import (
-    KnowledgeAugmentation,
-)
+from compress.response_distillation import KnowledgeAugmentation
 from compress.rouge import scorer
 from compress.training import TrainingOptions
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import OptionError
-from engine.streaming import TOKENS_PER_BATCH
 
-WARM_UP_SHARE = 0.05
 METRICS = ("perplexity", "rouge-l")
 CARE = 0.25
 """How much lower than densify's a learning rate must be where the student is near its teacher already (docs/LOG.md)."""
@@ -33,7 +29,7 @@ CARE = 0.25
 
 def careful_rate(hidden_size: int) -> float:
     """A quarter over the hidden size."""
-    return CARE * min(HIGHEST_RATE, 1.0 / hidden_size)
+    return CARE * good_rate(hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +97,8 @@ class DistillOptions(JobOptions):
             steps,
             careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
-            self.micro_batch_size or max(1, TOKENS_PER_BATCH // length),
-            warm_up_steps=max(10, round(WARM_UP_SHARE * steps)),
+            self.micro_batch_size or group_size(length),
+            warm_up_steps=warm_up_steps(steps),
             clip_norm=self.clip_norm,
             seed=self.calibration.seed,
             save_every=turn * max(1, self.save_every // turn),

@@ -1,6 +1,6 @@
 """What a teacher's routers know beside the experts that they choose, and how far student-aware routing has moved them.
 
-Seed 000: its figure 1 is the share of the gate's probability on experts that are not chosen, figure 5 the KL divergence
+Every Expert Matters: its figure 1 is the share of the gate's probability on experts that are not chosen, figure 5 the KL divergence
 between the old and the new router, both by layer.
 
 Shape suffixes: T tokens, N experts.

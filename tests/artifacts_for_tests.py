@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from conftest import save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
+ROOT = Path(__file__).resolve().parent.parent
 KEPT = {"0": [0, 1, 2], "1": [0, 1, 2, 3, 5], "2": [4, 5]}
 """A plan whose layers differ, for the models of conftest with 3 layers of 6 experts."""
 CALIBRATION = ["--data", "text.txt", "--samples", "4", "--sequence-length", "16"]
@@ -37,3 +43,24 @@ def listing(path: Path) -> dict[str, tuple[int, str]]:
         )
         for entry in path.rglob("*")
     }
+
+
+def kill_while_it_trains(place: Path, command: list[str]) -> None:
+    """Run a command that trains into `out`, in a process of its own, and SIGKILL it once it has saved a state."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", *command],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    state = place / ".out.work" / "distill.safetensors"
+    try:
+        deadline = time.monotonic() + 120
+        while not state.exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    assert not (place / "out").exists(), "it was killed while it trained"

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from artifacts_for_tests import CALIBRATION, listing, make_workplace
+from artifacts_for_tests import CALIBRATION, kill_while_it_trains, listing, make_workplace
 from click.testing import CliRunner
 from conftest import EVERY_MOE_FAMILY
 from safetensors.torch import load_file, save_file
@@ -189,23 +184,7 @@ def test_killed_and_resumed_it_ends_in_the_same_weights(place: Path, dtype: str)
     run(*command)
     expected = result(place)
     (place / "out").rename(place / "whole")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli", *command],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    state = place / ".out.work" / "distill.safetensors"
-    try:
-        deadline = time.monotonic() + 120
-        while not state.exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
-    assert not (place / "out").exists(), "it was killed while it trained"
+    kill_while_it_trains(place, command)
     resumed = run(*command, "--resume")
     assert result(place) == expected
     assert resumed["training"]["distill"]["steps"] == 40

@@ -18,6 +18,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 import compress.training
+from compress.distill_inputs import METRICS
 from compress.recipes import RECIPES
 from compress.rouge import scorer
 
@@ -59,7 +60,7 @@ def refused(*arguments: str) -> str:
 
 
 def test_the_command_knows_every_recipe() -> None:
-    assert tuple(RECIPES) == cli.RECIPES
+    assert tuple(RECIPES) == cli.RECIPES and METRICS == cli.METRICS
 
 
 @pytest.mark.parametrize("data", [TEXT, PAIRS], ids=["text", "pairs"])

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from artifacts_for_tests import listing
+from artifacts_for_tests import kill_while_it_trains, listing
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
@@ -334,23 +329,7 @@ def test_killed_and_resumed_it_ends_in_the_same_weights(place: Path) -> None:
     run(*command)
     expected = result(place)
     (place / "out").rename(place / "whole")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli", *command],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    state = place / ".out.work" / "distill.safetensors"
-    try:
-        deadline = time.monotonic() + 120
-        while not state.exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
-    assert not (place / "out").exists(), "it was killed while it trained"
+    kill_while_it_trains(place, command)
     resumed = run(*command, "--resume")
     assert result(place) == expected
     assert resumed["training"]["distill"]["steps"] == 24
