@@ -20,7 +20,8 @@ from engine.errors import CompressError
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METRICS = ("perplexity", "rouge-l")
-RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar")
+RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar", "layer-mse")
+DIVERGENCES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
 SELECTIONS = ("usage", "reap", "average", "random")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
 DIEP_OPTIONS = (
@@ -497,8 +498,9 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     default="kd",
     show_default=True,
     help="On the data's responses: sft without a teacher, kd towards it. On the student's: gkd; with all experts of the "
-    "teacher: all; with sampled ones: ka; with its router trained for the student: sar.",
+    "teacher: all; with sampled ones: ka; with its router trained for the student: sar. layer-mse: each block's output.",
 )
+@click.option("--divergence", type=click.Choice(DIVERGENCES), help="Of the predictions.  [default: the recipe's own]")
 @click.option("--data", help="Prompts with responses (.jsonl), or text: file, folder, .jsonl, 'stdlib' or a dataset id.")
 @instruction_options
 @click.option("--sequence-length", type=int, help="Tokens a sequence of text.  [default: 2048 or the maximum; demo 256]")

@@ -14,26 +14,21 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress import processes
+from compress.clock import Clock
 from compress.dense_training import recompute_if_large
 from compress.distill_inputs import Distillable, DistillOptions, prepare_distillation
 from compress.job import Made
 from compress.losses import head_loss
 from compress.pictures import draw_routers, draw_training
 from compress.plan import Plan, pruning_plan
-from compress.response_distillation import (
-    Clock,
-    ResponseLoss,
-    Responses,
-    ResponseTeacher,
-    RouterLoss,
-)
+from compress.response_distillation import ResponseLoss, Responses, ResponseTeacher
 from compress.responses import batch_of
 from compress.result import carry_out, check_outputs, finished_before
 from compress.rouge import rouge_l
 from compress.router_report import RouterReport, old_routers, router_report
+from compress.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
 from compress.training import Trainer, figures
 from compress.work_directory import WorkDirectory
-from engine.architectures import router_tensors
 from engine.checkpoint import Checkpoint, end_tokens, load_tokenizer
 from engine.model import Decoder
 from engine.parameters import parameters_on_disk
@@ -94,9 +89,9 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
         decoder = Decoder(prepared.teacher.config, prepared.teacher.source(prepared.dtype, options.device))
         old = old_routers(decoder)
         if options.row.trains_router:
-            first = _router_trainer(options, prepared, decoder, student, responses, clock)
+            first = _router_trainer(options, prepared, decoder, student, responses)
         teacher = ResponseTeacher(decoder, options.row, options.augmentation, clock)
-    loss = ResponseLoss(student, teacher, responses, options.row.divergence, options.temperature)
+    loss = ResponseLoss(student, teacher, responses, options.row, options.temperature)
     trainer = Trainer(parameters_on_disk(student), loss, part, len(prepared.training), prepared.length, first)
 
     tokenizer = load_tokenizer(prepared.checkpoint) if options.select_by == "rouge-l" else None
@@ -112,11 +107,16 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
 
     measured = prepared.measured or prepared.validation
     before = measure(measured)
-    with clock.of("all"):
+
+    def validate() -> float:
+        with clock.of("validation"):
+            return measure(prepared.validation)
+
+    with clock.of("update"):
         tensors = trainer.run(
             state_path=work.path / "distill.safetensors",
             resume=options.resume,
-            validate=lambda: measure(prepared.validation),
+            validate=validate,
             progress=lambda items: progress(items, f"{options.recipe} (steps)"),
         )
     report = None
@@ -126,20 +126,13 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
 
 
 def _router_trainer(
-    options: DistillOptions,
-    prepared: Distillable,
-    teacher: Decoder,
-    student: Decoder,
-    responses: Responses,
-    clock: Clock,
+    options: DistillOptions, prepared: Distillable, teacher: Decoder, student: Decoder, responses: Responses
 ) -> Trainer:
     """Of the teacher's router weights; nothing else of it is trained."""
     teacher.checkpoint_activations = True
-    own = parameters_on_disk(teacher)
-    routers = {name: own[name] for layer in teacher.config.moe_layers for name in router_tensors(teacher.config, layer)}
-    loss = RouterLoss(teacher, student, responses, clock, options.load_balance_weight, options.temperature)
+    loss = RouterLoss(teacher, student, responses, options.load_balance_weight, options.temperature)
     part = options.router_training(prepared.steps, prepared.limit, teacher.config.hidden_size)
-    return Trainer(routers, loss, part, len(prepared.training), prepared.length)
+    return RouterTrainer(router_parameters(teacher), loss, part, len(prepared.training), prepared.length)
 
 
 @torch.no_grad()
@@ -184,9 +177,6 @@ def _make(options: DistillOptions, prepared: Distillable, work: WorkDirectory, p
 
 
 def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) -> dict[str, Any]:
-    seconds = dict(done.clock.seconds)
-    whole = seconds.pop("all")
-    seconds["update"] = max(0.0, whole - sum(seconds.values()))
     own, first = figures(done.trainer), done.trainer.first
     if first is not None:
         own["router"] = {"loss_first": first.history[0]["loss"], "loss_last": first.history[-1]["loss"]}
@@ -196,11 +186,12 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
     return {
         "teacher": None if prepared.teacher is None else options.teacher,
         "recipe": options.recipe,
+        "divergence": options.row.divergence,
         **own,
         "metric_name": options.select_by,
         "metric_before": 1.0 - done.metric_before if by_rouge else done.metric_before,
         "metric_after": 1.0 - done.metric_after if by_rouge else done.metric_after,
-        "time_share": {name: own / whole for name, own in seconds.items()},
+        "time_share": done.clock.shares,
         "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
         "router_divergence_per_layer": list(done.routers.moved.values()) if first is not None and done.routers else None,
         "prompts_left_out": prepared.prompts_left_out,
@@ -209,7 +200,7 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
 
 
 def _card(options: DistillOptions, own: dict[str, Any]) -> list[str]:
-    whom = "on the text alone" if options.row.divergence is None else f"from `{options.teacher}`"
+    whom = "on the text alone" if not options.row.needs_teacher else f"from `{options.teacher}`"
     shares = ", ".join(f"{name} {share:.0%}" for name, share in own["time_share"].items())
     return [
         f"Distilled {whom} by recipe `{options.recipe}`: {own['steps']} steps, loss {own['loss_first']:.3f} to",

@@ -14,6 +14,7 @@ from calibrate.instructions import Example, Instructions, Limits, instructions, 
 from calibrate.options import CalibrationOptions, training_text
 from compress import processes
 from compress.dense_training import TEXT_STEPS, good_rate, group_size, warm_up_steps
+from compress.divergences import DIVERGENCES
 from compress.job import JobOptions, Prepared, prepare
 from compress.recipes import RECIPES, Recipe
 from compress.response_distillation import KnowledgeAugmentation
@@ -40,6 +41,8 @@ class DistillOptions(JobOptions):
     teacher: str | None = None
     """None only where the recipe has none."""
     recipe: str = "kd"
+    divergence: str | None = None
+    """A key of DIVERGENCES; None for the recipe's own."""
     steps: int | None = None
     """None for `epochs` of prompts and responses, TEXT_STEPS on text."""
     epochs: int = 10
@@ -70,7 +73,11 @@ class DistillOptions(JobOptions):
             processes.check_several()
         if self.recipe not in RECIPES:
             raise OptionError(f"recipe is {self.recipe!r}; it must be one of {', '.join(RECIPES)}")
-        if self.teacher is None and self.row.divergence is not None:
+        if self.divergence is not None and RECIPES[self.recipe].divergence is None:
+            raise OptionError(f"recipe {self.recipe} compares no predictions; leave out --divergence")
+        if self.divergence is not None and self.divergence not in DIVERGENCES:
+            raise OptionError(f"divergence is {self.divergence!r}; it must be one of {', '.join(DIVERGENCES)}")
+        if self.teacher is None and self.row.needs_teacher:
             raise OptionError(f"recipe {self.recipe} has a teacher; give --teacher, or --recipe sft for none")
         if not 0.0 < self.temperature < math.inf or not 0.0 <= self.load_balance_weight < math.inf:
             raise OptionError("temperature must be above 0, and load-balance-weight at least 0")
@@ -87,8 +94,9 @@ class DistillOptions(JobOptions):
 
     @property
     def row(self) -> Recipe:
-        """Of the table."""
-        return RECIPES[self.recipe]
+        """Of the table, with the divergence that was asked for."""
+        row = RECIPES[self.recipe]
+        return row if self.divergence is None else replace(row, divergence=self.divergence)
 
     def training(self, steps: int, length: int, hidden_size: int) -> TrainingOptions:
         """Of the student, on sequences of about `length` tokens."""
@@ -175,7 +183,7 @@ def _flat(examples: Sequence[Example]) -> Tensor:
 def prepare_distillation(options: DistillOptions) -> Distillable:
     """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
     student = Checkpoint(resolve(options.model))
-    teacher = None if options.teacher is None or options.row.divergence is None else Checkpoint(resolve(options.teacher))
+    teacher = None if options.teacher is None or not options.row.needs_teacher else Checkpoint(resolve(options.teacher))
     if teacher is not None:
         check_pair(teacher, student, options.row, options.recipe)
     source = options.calibration.data
@@ -210,6 +218,12 @@ def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: s
     """Raise OptionError unless the one can teach the other by this recipe."""
     if recipe.needs_experts and not teacher.config.moe_layers:
         raise OptionError(f"{teacher.directory}: has no experts, and recipe {name} is about them; take kd or gkd")
+    shapes = [(len(each.config.layers), each.config.hidden_size) for each in (teacher, student)]
+    if recipe.matches_layers and shapes[0] != shapes[1]:
+        raise OptionError(
+            f"{teacher.directory} has {shapes[0][0]} layers of width {shapes[0][1]}, {student.directory} {shapes[1][0]} of "
+            f"{shapes[1][1]}; recipe {name} compares them one by one, so take kd or a student of the teacher's shape"
+        )
     sizes = teacher.config.vocabulary_size, student.config.vocabulary_size
     vocabularies = [load_tokenizer(checkpoint).get_vocab() for checkpoint in (teacher, student)]
     if sizes[0] != sizes[1] and vocabularies[0] == vocabularies[1]:

@@ -88,6 +88,11 @@ class Teacher:
         return Taught(outputs, Predictions(hidden_TD, self._head_VD))
 
 
+def feed_forwards(decoder: Decoder) -> dict[int, nn.Module]:
+    """The feed-forward block of each layer: a mixture or a dense FFN."""
+    return dict(enumerate(block for layer in decoder.layers if isinstance(block := layer.feed_forward, nn.Module)))
+
+
 @contextmanager
 def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
     """What each module gives in the forward passes inside the `with`; not when they are recomputed for gradients later."""
@@ -131,7 +136,8 @@ class DistillationLoss:
         sequences, (_, length) = len(batch.rows_B), tokens_BL.shape
         taught = self.teacher.teach(tokens_BL) if self.teacher is not None else Taught({}, None)
         targets = taught.blocks if self.weights.layer else {}
-        with outputs_of({index: self._block(index) for index in targets}) as outputs:
+        own = feed_forwards(self.student)
+        with outputs_of({index: own[index] for index in targets}) as outputs:
             hidden_BLD = self.student.hidden_states(tokens_BL)
         terms = {}
         if self.weights.supervised:
@@ -141,15 +147,10 @@ class DistillationLoss:
             distances = torch.stack([layer_distance(targets[index], outputs[index]) for index in targets])
             terms["layers"] = self.weights.layer * distances.sum() * len(batch.group_G) / sequences
         if taught.predictions is not None:
-            own = Predictions(hidden_BLD.flatten(0, 1), self.student.head_VD)
-            divergence = weighted_divergence(forward_kl, taught.predictions, own)
+            made = Predictions(hidden_BLD.flatten(0, 1), self.student.head_VD)
+            divergence = weighted_divergence(forward_kl, taught.predictions, made)
             terms["predictions"] = self.weights.prediction * divergence / (sequences * length)
         return terms
-
-    def _block(self, index: int) -> nn.Module:
-        block = self.student.layers[index].feed_forward
-        assert isinstance(block, nn.Module)
-        return block
 
 
 @torch.no_grad()

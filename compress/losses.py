@@ -88,13 +88,17 @@ def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor) -> T
     return head_loss(hidden_TD, head_VD, lambda logits, part: F.cross_entropy(logits, targets_T[part], reduction="sum"))
 
 
-def layer_distance(teacher_TD: Tensor, student_TD: Tensor) -> Tensor:
+def layer_distance(teacher_TD: Tensor, student_TD: Tensor, weights_T: Tensor | None = None) -> Tensor:
     """MSE(LN(y^T), LN(y^S)) of one layer (Cruz Salinas et al. eq. 2), the mean over tokens and dimensions, in float32.
+
+    With weights Σ_t w_t · the mean over dimensions.
 
     LN is a layer norm without parameters, so that layers of large outputs do not outweigh the others.
     """
     teacher, student = (F.layer_norm(_wide(y_TD), y_TD.shape[-1:]) for y_TD in (teacher_TD, student_TD))
-    return F.mse_loss(student, teacher)
+    if weights_T is None:
+        return F.mse_loss(student, teacher)
+    return (weights_T * (student - teacher).square().mean(-1)).sum()
 
 
 def _wide(x: Tensor) -> Tensor:

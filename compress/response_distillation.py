@@ -1,22 +1,17 @@
-"""Distillation on responses: the student's step, and in student-aware routing the step of the teacher's router before it.
+"""Distillation on responses: the loss of a student.
 
-Per response token and mean over them, then over the batch (Every Expert Matters §3):
+D(p ‖ q) of the recipe's divergence, p the teacher's prediction and q the student's; cross-entropy where the recipe has none.
+Per response token, the mean over them and then over the batch (Every Expert Matters §3). Where layers are matched,
+Σ_l MSE(LN(y_l^T), LN(y_l^S)) comes on top, the mean over all tokens of a sequence (layer_distillation.py).
 
-    student          D(p ‖ q) of the recipe's divergence; cross-entropy on the response where the recipe has no teacher
-    router (SAR)     KL(p ‖ q) + β · L_b, gradient through p, L_b = Σ_layers CV(m)² + CV(P)²
-
-p is the teacher's prediction, q the student's. m counts the tokens that the teacher's own rule gives each expert, P sums its
-gate probabilities; padding is in neither.
-
-Shape suffixes: B sequences, L positions, T response tokens, D hidden, N experts.
+Shape suffixes: B sequences, L positions, T response tokens, D hidden.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +19,15 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress import processes
-from compress.divergences import DIVERGENCES, Predictions, forward_kl, weighted_divergence
-from compress.losses import head_loss
+from compress.clock import Clock
+from compress.divergences import DIVERGENCES, Predictions, weighted_divergence
+from compress.layer_distillation import Taught, feed_forwards, outputs_of
+from compress.losses import head_loss, layer_distance
 from compress.recipes import Recipe
 from compress.responses import ResponseBatch, batch_of, write_responses
 from compress.training import Batch
 from engine.model import Decoder, routed_by
-from engine.routing import NO_EXPERT, AllExperts, Routing, SampledExperts, Selection, softmax
+from engine.routing import AllExperts, Routing, SampledExperts
 from engine.sampling import SamplingOptions
 
 SAMPLING = SamplingOptions(temperature=1.0)
@@ -47,22 +44,6 @@ class KnowledgeAugmentation:
     """λ: how often N−1 experts are sampled from the gate and not the N−1 largest."""
     per_token: bool = False
     """A draw for each token; otherwise one for each layer and forward."""
-
-
-@dataclass
-class Clock:
-    """Seconds of wall time by what they went into."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def of(self, part: str) -> Iterator[None]:
-        """Add what the `with` takes."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
 
 class Responses:
@@ -105,11 +86,13 @@ class ResponseTeacher:
         self.decoder, self.recipe, self.augmentation, self.clock = decoder, recipe, augmentation, clock
 
     @torch.no_grad()
-    def predictions(self, side: ResponseBatch, generator: torch.Generator) -> Predictions:
-        """At the places whose next token is of a response."""
+    def teach(self, side: ResponseBatch, generator: torch.Generator) -> Taught:
+        """Predictions at the places whose next token is of a response, and what blocks give where layers are matched."""
         real_T = side.real_BL.flatten().to(self.decoder.embedding_VD.device)
         with self.clock.of("teacher"), routed_by(self.decoder, self.gates(generator, real_T)):
-            return _predictions(self.decoder, side)
+            with blocks_of(self.decoder, self.recipe.matches_layers) as blocks:
+                own = predictions(self.decoder, side)
+            return Taught(blocks, own)
 
     def gates(self, generator: torch.Generator, real_T: Tensor | None = None) -> list[Routing]:
         """One for each MoE layer. Sampled ones draw from the generator; of `real_T`'s tokens is what they share."""
@@ -127,6 +110,13 @@ def weight_scales(decoder: Decoder) -> list[float]:
     return [layer.moe.weight_scale for layer in decoder.config.layers if layer.moe is not None]
 
 
+@contextmanager
+def blocks_of(decoder: Decoder, wanted: bool) -> Iterator[dict[int, Tensor]]:
+    """Outputs of all feed-forward blocks in the forward passes inside the `with`, [T, D] by layer; nothing unless wanted."""
+    with outputs_of(feed_forwards(decoder) if wanted else {}) as outputs:
+        yield outputs
+
+
 class ResponseLoss:
     """The student's loss."""
 
@@ -135,94 +125,37 @@ class ResponseLoss:
         student: Decoder,
         teacher: ResponseTeacher | None,
         responses: Responses,
-        divergence: str | None,
+        recipe: Recipe,
         temperature: float = 1.0,
     ) -> None:
-        """divergence: a key of DIVERGENCES; None, or no teacher, for cross-entropy."""
-        self.student, self.teacher, self.responses = student, teacher, responses
-        self.divergence = None if divergence is None else DIVERGENCES[divergence]
+        """teacher: None where the recipe needs none."""
+        self.student, self.teacher, self.responses, self.recipe = student, teacher, responses, recipe
         self.temperature = temperature
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """The group's part of the mean over the step's sequences."""
         side, sequences = self.responses(batch), len(batch.rows_B)
         weights_T = side.weights_BL[side.asked_BL].to(self.student.embedding_VD.device) / sequences
-        if self.divergence is None or self.teacher is None:
-            return {"supervised": _cross_entropy(_predictions(self.student, side), side, weights_T)}
-        taught = self.teacher.predictions(side, batch.generator)
-        own = _predictions(self.student, side)
-        return {"divergence": weighted_divergence(self.divergence, taught, own, weights_T, temperature=self.temperature)}
-
-
-class RouterLoss:
-    """KL(p ‖ q) + β · L_b of the teacher's router on the student's responses (Every Expert Matters, SAR); q is constant."""
-
-    def __init__(
-        self,
-        teacher: Decoder,
-        student: Decoder,
-        responses: Responses,
-        clock: Clock,
-        balance: float,
-        temperature: float = 1.0,
-    ) -> None:
-        """balance: β. All experts are the teacher's gate from now on: its backward pass may compute layers again."""
-        self.teacher, self.student, self.responses, self.clock, self.balance = teacher, student, responses, clock, balance
-        self.temperature = temperature
-        self._rules = [block.routing for block in teacher.moe_blocks]
-        self._seen: dict[int, Tensor] = {}
-        for place, (block, scale) in enumerate(zip(teacher.moe_blocks, weight_scales(teacher), strict=True)):
-            block.routing = Watched(AllExperts(scale), self._seen, place)
-
-    def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """The group's part of the mean over the step's sequences; of L_b the mean over groups."""
-        side, sequences = self.responses(batch), len(batch.rows_B)
-        weights_T = side.weights_BL[side.asked_BL].to(self.teacher.embedding_VD.device) / sequences
-        with torch.no_grad():
-            own = _predictions(self.student, side)
-        with self.clock.of("router"):
-            self._seen.clear()
-            taught = _predictions(self.teacher, side)
-            divergence = weighted_divergence(
-                forward_kl, taught, own, weights_T, temperature=self.temperature, teacher_learns=True
+        taught = Taught({}, None) if self.teacher is None else self.teacher.teach(side, batch.generator)
+        with blocks_of(self.student, self.recipe.matches_layers) as blocks:
+            own = predictions(self.student, side)
+        terms = {}
+        if self.recipe.divergence is None:
+            terms["supervised"] = _cross_entropy(own, side, weights_T)
+        elif taught.predictions is not None:
+            measure = DIVERGENCES[self.recipe.divergence]
+            terms["divergence"] = weighted_divergence(
+                measure, taught.predictions, own, weights_T, temperature=self.temperature
             )
-            balance = load_balance(self._rules, self._seen, side.real_BL.flatten())
-        return {"divergence": divergence, "balance": self.balance * balance * len(batch.group_G) / sequences}
+        if blocks:
+            tokens_T = (side.real_BL / side.real_BL.sum(1, keepdim=True)).flatten().to(weights_T.device) / sequences
+            terms["layers"] = torch.stack(
+                [layer_distance(taught.blocks[index], own_TD, tokens_T) for index, own_TD in blocks.items()]
+            ).sum()
+        return terms
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A Routing whose logits are kept; those of the first call, for a layer may be computed again in the backward pass."""
-
-    base: Routing
-    seen: dict[int, Tensor]
-    place: int
-
-    def __call__(self, logits_TN: Tensor) -> Selection:
-        self.seen.setdefault(self.place, logits_TN)
-        return self.base(logits_TN)
-
-
-def load_balance(rules: Sequence[Routing], logits: Mapping[int, Tensor], real_T: Tensor) -> Tensor:
-    """L_b = CV(m)² + CV(P)², summed over layers. Only P carries a gradient.
-
-    rules: by which each layer gives tokens to experts; logits: [T, N] by place of the layer; real_T: False at padding.
-    """
-    terms = []
-    for place, logits_TN in logits.items():
-        real_TN = logits_TN[real_T.to(logits_TN.device)]
-        chosen = rules[place](real_TN.detach()).experts
-        counts_N = torch.bincount(chosen[chosen != NO_EXPERT], minlength=real_TN.shape[1])
-        terms += [squared_variation(counts_N.float()), squared_variation(softmax(real_TN).sum(0))]
-    return torch.stack(terms).sum()
-
-
-def squared_variation(values_N: Tensor) -> Tensor:
-    """CV² = σ²/μ², σ² the mean squared distance from the mean."""
-    return values_N.var(correction=0) / values_N.mean().square()
-
-
-def _predictions(decoder: Decoder, side: ResponseBatch) -> Predictions:
+def predictions(decoder: Decoder, side: ResponseBatch) -> Predictions:
     device = decoder.embedding_VD.device
     hidden_BLD = decoder.hidden_states(side.tokens_BL.to(device))
     return Predictions(hidden_BLD[side.asked_BL.to(device)], decoder.head_VD)

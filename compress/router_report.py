@@ -1,7 +1,7 @@
 """What a teacher's routers know beside the experts that they choose, and how far student-aware routing has moved them.
 
-Every Expert Matters: its figure 1 is the share of the gate's probability on experts that are not chosen, figure 5 the KL divergence
-between the old and the new router, both by layer.
+Every Expert Matters: its figure 1 is the share of the gate's probability on experts that are not chosen, figure 5 the KL
+divergence between the old and the new router, both by layer.
 
 Shape suffixes: T tokens, N experts.
 """
@@ -18,7 +18,7 @@ from calibrate.instructions import Example
 from compress.responses import batch_of
 from engine.architectures import router_tensors
 from engine.experts import router_logits
-from engine.model import Decoder, own_routing
+from engine.model import Decoder, own_routing, routed_by
 from engine.routing import Selection, softmax
 
 
@@ -43,7 +43,7 @@ def old_routers(decoder: Decoder) -> dict[int, list[Tensor]]:
 def router_report(
     decoder: Decoder, old: Mapping[int, Sequence[Tensor]], examples: Sequence[Example], group_size: int
 ) -> RouterReport:
-    """Of the decoder as it is now, on some examples; `old`: what `old_routers` gave before."""
+    """Of the decoder as it is now, by its own rule, on some examples; `old`: what `old_routers` gave before."""
     totals: dict[int, list[float]] = {index: [0.0, 0.0] for index in decoder.config.moe_layers}
     real_T, tokens = torch.empty(0), 0
 
@@ -57,11 +57,13 @@ def router_report(
 
     for index, block in zip(decoder.config.moe_layers, decoder.moe_blocks, strict=True):
         block.observer = lambda x, logits, selection, index=index: watch(index, x, logits, selection)
+    rules = [own_routing(layer.moe) for layer in decoder.config.layers if layer.moe is not None]
     for start in range(0, len(examples), group_size):
         side = batch_of([examples[place] for place in range(start, min(start + group_size, len(examples)))])
         real_T = side.real_BL.flatten().to(decoder.embedding_VD.device)
         tokens += int(real_T.sum())
-        decoder.hidden_states(side.tokens_BL.to(decoder.embedding_VD.device))
+        with routed_by(decoder, rules):
+            decoder.hidden_states(side.tokens_BL.to(decoder.embedding_VD.device))
     for block in decoder.moe_blocks:
         block.observer = None
     unselected, moved = ({index: own[place] / tokens for index, own in totals.items()} for place in range(2))

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from compress.apply import planned_decoder
+from compress.clock import Clock
 from compress.dense_training import DenseTrainingOptions, recompute_if_large
 from compress.distill import response_perplexity
 from compress.distill_inputs import TextExamples, careful_rate
 from compress.plan import Plan
 from compress.recipes import RECIPES
-from compress.response_distillation import Clock, KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
+from compress.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
 from compress.training import Trained, Trainer, figures
 from engine.checkpoint import Checkpoint
 from engine.model import Decoder
@@ -72,7 +73,7 @@ def recover_all(
     examples, held = TextExamples(training_SL, 1), TextExamples(validation_VL, 1)
     teacher = Decoder(checkpoint.config, checkpoint.source(dtype, device))
     taught = ResponseTeacher(teacher, RECIPE, KnowledgeAugmentation(), clock)
-    loss = ResponseLoss(student, taught, Responses(examples, clock), RECIPE.divergence)
+    loss = ResponseLoss(student, taught, Responses(examples, clock), RECIPE)
     trainer = Trainer(parameters_on_disk(student), loss, part, *training_SL.shape)
     trainer.take_whole(recovered)
     tensors = trainer.run(

@@ -626,13 +626,19 @@ def router_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, in
     }
 
 
+def noise_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """What the noise of a layer's router is made of, with shapes; nothing where it has none."""
+    moe = config.layers[layer].moe
+    assert moe is not None
+    if moe.noise_epsilon is None:
+        return {}
+    return {router_noise_tensor(config.architecture, layer): (moe.experts, config.hidden_size)}
+
+
 def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
     """The tensors of a layer that have one row for each expert, with shapes."""
-    row, moe = config.architecture, config.layers[layer].moe
-    assert moe is not None
-    router = router_tensor(row, layer)
-    noise = {} if moe.noise_epsilon is None else {router_noise_tensor(row, layer): (moe.experts, config.hidden_size)}
-    return {router: router_tensors(config, layer)[router]} | noise
+    router = router_tensor(config.architecture, layer)
+    return {router: router_tensors(config, layer)[router]} | noise_tensors(config, layer)
 
 
 def dense_tensor(layer: int, projection: int) -> str:

@@ -64,14 +64,14 @@ class Noisy:
 
     ε is of the models that train so. The noise depends on the tokens themselves, so the MoE block draws it, through
     `selected`; where only logits are at hand there is none, and the base decides. It is the outermost Routing of a layer.
-    The generator moves on with each call, so activations cannot be recomputed in the backward pass.
+    The same seed gives the same noise, also where a layer is computed again in the backward pass.
     """
 
     base: Routing
     noise_ND: Tensor
     """[N, D] W_noise."""
     epsilon: float
-    generator: torch.Generator
+    seed: int
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         return self.base(logits_TN)
@@ -84,7 +84,8 @@ class Noisy:
         """H(x), [T, N], in float32 or better."""
         wide = torch.promote_types(logits_TN.dtype, torch.float32)
         deviations_TN = torch.nn.functional.softplus(linear(x_TD, self.noise_ND).to(wide)) + self.epsilon
-        normal_TN = torch.randn(logits_TN.shape, generator=self.generator, dtype=wide, device=self.generator.device)
+        generator = torch.Generator().manual_seed(self.seed)  # on the CPU: every device draws the same
+        normal_TN = torch.randn(logits_TN.shape, generator=generator, dtype=wide)
         return logits_TN + normal_TN.to(logits_TN.device) * deviations_TN
 
     def probabilities(self, logits_TN: Tensor) -> Tensor:

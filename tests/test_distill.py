@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from artifacts_for_tests import listing, make_workplace
+from artifacts_for_tests import kill_while_it_trains, listing, make_workplace
 from click.testing import CliRunner
 from conftest import save_reference
 from safetensors.torch import load_file
@@ -19,6 +19,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 import cli
 import compress.training
 from compress.distill_inputs import METRICS
+from compress.divergences import DIVERGENCES
 from compress.recipes import RECIPES
 from compress.rouge import scorer
 
@@ -60,7 +61,7 @@ def refused(*arguments: str) -> str:
 
 
 def test_the_command_knows_every_recipe() -> None:
-    assert tuple(RECIPES) == cli.RECIPES and METRICS == cli.METRICS
+    assert tuple(RECIPES) == cli.RECIPES and METRICS == cli.METRICS and tuple(DIVERGENCES) == cli.DIVERGENCES
 
 
 @pytest.mark.parametrize("data", [TEXT, PAIRS], ids=["text", "pairs"])
@@ -128,6 +129,28 @@ def test_interrupted_and_resumed_it_ends_in_the_same_weights(
     assert (place / "out" / "model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.parametrize("recipe", ["kd", "sar"])
+def test_killed_and_resumed_it_ends_in_the_same_weights(place: Path, recipe: str) -> None:
+    command = ["--teacher", "model", "--student", "student", "--recipe", recipe, *PAIRS, *SMALL]
+    command += ["--steps", "40", "--threads", "1"]
+    run(*command)
+    expected = (place / "out" / "model.safetensors").read_bytes()
+    (place / "out").rename(place / "whole")
+    kill_while_it_trains(place, ["distill", *command])
+    resumed = run(*command, "--resume")
+    assert (place / "out" / "model.safetensors").read_bytes() == expected and resumed["steps"] == 40
+    assert not list(place.glob(".*")), "nothing temporary is left"
+
+
+def test_another_divergence_than_the_recipes(place: Path) -> None:
+    command = ["--teacher", "model", "--student", "student", *PAIRS, *SMALL, "--steps", "2", "--overwrite"]
+    plain, named, other = (
+        run(*command, *more) for more in ([], ["--divergence", "forward-kl"], ["--divergence", "jensen-shannon"])
+    )
+    assert plain["divergence_first"] == named["divergence_first"] and named["divergence"] == "forward-kl"
+    assert 0 < other["divergence_first"] < 0.6931 and other["divergence"] == "jensen-shannon"
+
+
 def test_two_processes_are_one_with_twice_the_batch(place: Path) -> None:
     """A mixture as student, in pieces: each process leaves other experts idle. On the data's responses, for those of a
     student are drawn by each process on its own."""
@@ -153,6 +176,11 @@ def test_bad_input_is_refused_before_any_work(place: Path) -> None:
     save_reference("llama", place / "other", vocab_size=VOCABULARY)
     assert "different tokenizers" in refused("--teacher", "other", "--student", "student", *TEXT, *SMALL)
     assert "has no experts" in refused("--teacher", "student", "--student", "student", "--recipe", "sar", *TEXT, *SMALL)
+    save_reference("llama", place / "other", vocab_size=VOCABULARY, num_hidden_layers=2)
+    add_tokenizer(place / "other")
+    layers = refused("--teacher", "model", "--student", "other", "--recipe", "layer-mse", *TEXT, *SMALL)
+    assert "has 3 layers" in layers and "2 of" in layers
+    assert "leave out --divergence" in refused(*both, "--recipe", "layer-mse", "--divergence", "forward-kl", *TEXT, *SMALL)
     assert "give --teacher" in refused("--student", "student", *TEXT, *SMALL)
     (place / "empty.jsonl").write_text(json.dumps({"instruction": "look", "output": " "}))
     assert "line 1: has no response" in refused(*both, *PAIRS, *SMALL, "--data", "empty.jsonl")

@@ -10,7 +10,8 @@ from pathlib import Path
 SCRIPT = """
 import json, resource, sys, torch
 from compress.recipes import RECIPES
-from compress.response_distillation import Clock, KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
+from compress.clock import Clock
+from compress.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
 from compress.training import Trainer, TrainingOptions
 from calibrate.instructions import Example
 from engine.architectures import decoder_config, expected_tensors
@@ -31,7 +32,7 @@ teacher, student = decoder(0), decoder(1)
 tokens = torch.randint(128256, (512,), generator=torch.Generator().manual_seed(0)).tolist()
 responses = Responses([Example(tokens[:1], tokens[1:])], Clock())
 taught = ResponseTeacher(teacher, RECIPES["kd"], KnowledgeAugmentation(), Clock())
-trainer = Trainer(parameters_on_disk(student), ResponseLoss(student, taught, responses, "forward-kl"),
+trainer = Trainer(parameters_on_disk(student), ResponseLoss(student, taught, responses, RECIPES["kd"]),
                   TrainingOptions(1, 1e-3, 1), 1, 512)
 before = peak()
 trainer.gradients(0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from artifacts_for_tests import CALIBRATION, make_workplace
 from click.testing import CliRunner
-from conftest import FAMILIES, SIZES
+from conftest import FAMILIES, SIZES, save_reference
 from naive_llama_moe import Config, NaiveLlamaMoe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,9 +18,14 @@ from torch import Tensor
 import cli
 import compress.plots
 from calibrate.collect import collect
+from calibrate.instructions import Example
 from compress.apply import apply
+from compress.clock import Clock
 from compress.plan import Part, Plan, PlannedExpert, Source, concatenation_plan, kept_expert, pruning_plan
 from compress.recover import trained_parameters
+from compress.response_distillation import Responses
+from compress.student_aware_routing import RouterLoss, router_parameters
+from compress.training import Batch
 from engine import remote_code
 from engine.architectures import (
     ARCHITECTURES,
@@ -133,9 +138,8 @@ def test_noise_reaches_the_layers_of_a_decoder_and_trains_what_it_is_made_of(tmp
     before = logits(tmp_path)
 
     def noisy(seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
         blocks = zip(decoder.moe_blocks, decoder.config.layers, strict=True)
-        rules = [Noisy(block.routing, block.noise_ND, layer.moe.noise_epsilon, generator) for block, layer in blocks]
+        rules = [Noisy(block.routing, block.noise_ND, layer.moe.noise_epsilon, seed) for block, layer in blocks]
         with routed_by(decoder, rules):
             return decoder(TOKENS)
 
@@ -146,6 +150,40 @@ def test_noise_reaches_the_layers_of_a_decoder_and_trains_what_it_is_made_of(tmp
     assert all(float(parameter.grad.abs().sum()) > 0 for parameter in trained)
     with torch.no_grad():
         assert torch.equal(decoder(TOKENS), before)
+
+
+def test_the_routers_step_trains_the_gate_network_and_its_noise(tmp_path: Path) -> None:
+    """Student-aware routing: gradients by finite differences, layers kept or computed again; the same noise both times."""
+    naive(tmp_path / "teacher")
+    save_reference("llama", tmp_path / "student")
+    both = [Checkpoint(tmp_path / name) for name in ("teacher", "student")]
+    teacher, student = (Decoder(each.config, each.source(torch.float64)) for each in both)
+    routers = router_parameters(teacher)
+    kinds = {name.rsplit("gate.", 1)[1] for name in routers}
+    assert kinds == {"gate_network.0.weight", "gate_network.2.weight", "weight_noise.weight"}
+    for router in routers.values():
+        router.data = router.data.clone()
+        router.requires_grad_(True)
+    rows, examples = torch.tensor([0, 1]), [Example([5, 6], [7, 8, 9]), Example([10], [11])]
+    loss = RouterLoss(teacher, student, Responses(examples, Clock()), balance=0.5)
+
+    def value(seed: int = 3) -> Tensor:
+        return torch.stack(list(loss(Batch(0, rows, rows, torch.Generator().manual_seed(seed))).values())).sum()
+
+    gradients = []
+    for teacher.checkpoint_activations in (False, True):
+        gradients.append(torch.autograd.grad(value(), list(routers.values())))
+    assert all(map(torch.equal, *gradients))
+    assert float(value().detach()) != float(value(seed=4).detach())
+    generator = torch.Generator().manual_seed(0)
+    for router, gradient in zip(routers.values(), gradients[0], strict=True):
+        direction = torch.randn(router.shape, generator=generator, dtype=torch.float64)
+        values, kept = [], router.data.clone()
+        for step in (1e-6, -1e-6):
+            router.data = kept + step * direction
+            values.append(float(value().detach()))
+        router.data = kept
+        assert float((gradient * direction).sum()) == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-4, abs=1e-7)
 
 
 # Pruning and merging

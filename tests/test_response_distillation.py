@@ -12,25 +12,17 @@ from conftest import MOE_FAMILIES, save_reference
 from torch import Tensor
 
 from calibrate.instructions import Example
+from compress.clock import Clock
 from compress.divergences import DIVERGENCES
+from compress.layer_distillation import feed_forwards, outputs_of
 from compress.recipes import RECIPES
-from compress.response_distillation import (
-    Clock,
-    KnowledgeAugmentation,
-    ResponseLoss,
-    Responses,
-    ResponseTeacher,
-    RouterLoss,
-    load_balance,
-    squared_variation,
-)
+from compress.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
 from compress.responses import batch_of
 from compress.router_report import old_routers, router_report
+from compress.student_aware_routing import RouterLoss, load_balance, router_parameters, squared_variation
 from compress.training import Batch
-from engine.architectures import router_tensor
 from engine.checkpoint import Checkpoint
 from engine.model import Decoder, routed_by
-from engine.parameters import parameters_on_disk
 from engine.routing import AllExperts, TopK
 
 EXAMPLES = [
@@ -90,7 +82,7 @@ def compared(loss: ResponseLoss, student: Decoder, expected: Callable[[], Tensor
 
 def test_without_a_divergence_it_is_cross_entropy_of_the_response(tmp_path: Path) -> None:
     _, student = models(tmp_path)
-    loss = ResponseLoss(student, None, Responses(EXAMPLES, Clock()), RECIPES["sft"].divergence)
+    loss = ResponseLoss(student, None, Responses(EXAMPLES, Clock()), RECIPES["sft"])
 
     def plain() -> Tensor:
         def of_token(row: int, place: int, logits: Tensor) -> Tensor:
@@ -109,7 +101,7 @@ def test_divergences_of_response_tokens(family: str, recipe: str, tmp_path: Path
     teacher, student = models(tmp_path, family)
     row = RECIPES[recipe]
     gated = ResponseTeacher(teacher, row, KnowledgeAugmentation(), Clock())
-    loss = ResponseLoss(student, gated, Responses(EXAMPLES, Clock()), row.divergence)
+    loss = ResponseLoss(student, gated, Responses(EXAMPLES, Clock()), row)
     gates = [AllExperts() if row.gate == "all" else block.routing for block in teacher.moe_blocks]
 
     def plain() -> Tensor:
@@ -125,18 +117,50 @@ def test_divergences_of_response_tokens(family: str, recipe: str, tmp_path: Path
     compared(loss, student, plain)
 
 
+@EVERY
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_layers_are_matched_at_every_token(family: str, recompute: bool, tmp_path: Path) -> None:
+    """Cross-entropy, and the squared distance between normalised outputs of all blocks."""
+    teacher, student = models(tmp_path, family)
+    student.checkpoint_activations = recompute
+    row = RECIPES["layer-mse"]
+    gated = ResponseTeacher(teacher, row, KnowledgeAugmentation(), Clock())
+    loss = ResponseLoss(student, gated, Responses(EXAMPLES, Clock()), row)
+
+    def blocks(decoder: Decoder, tokens: list[int]) -> list[Tensor]:
+        with outputs_of(feed_forwards(decoder)) as outputs:
+            decoder(torch.tensor([tokens]))
+        return [F.layer_norm(output, output.shape[-1:]) for output in outputs.values()]
+
+    def plain() -> Tensor:
+        distance = torch.zeros((), dtype=torch.float64)
+        for place in ROWS.tolist():
+            tokens = EXAMPLES[place].prompt + EXAMPLES[place].response
+            with torch.no_grad():
+                targets = blocks(teacher, tokens)
+            pairs = zip(targets, blocks(student, tokens), strict=True)
+            distance = distance + sum((own - target).square().mean() for target, own in pairs)
+
+        def of_token(row: int, place: int, logits: Tensor) -> Tensor:
+            return F.cross_entropy(logits, torch.tensor((EXAMPLES[row].prompt + EXAMPLES[row].response)[place + 1]))
+
+        return naive(student, of_token) + distance / len(ROWS)
+
+    compared(loss, student, plain)
+
+
 def test_sampled_gates_are_drawn_anew_for_each_forward_and_from_its_generator(tmp_path: Path) -> None:
     teacher, student = models(tmp_path)
     gated = ResponseTeacher(teacher, RECIPES["ka"], KnowledgeAugmentation(probability=1.0), Clock())
-    loss = ResponseLoss(student, gated, Responses(EXAMPLES, Clock()), "reverse-kl")
+    loss = ResponseLoss(student, gated, Responses(EXAMPLES, Clock()), RECIPES["gkd"])
     values = [float(loss(batch(ROWS, seed=seed))["divergence"]) for seed in (0, 1, 0)]
     assert values[0] == values[2] != values[1]
     largest = ResponseTeacher(teacher, RECIPES["ka"], KnowledgeAugmentation(probability=0.0), Clock())
-    without_draws = ResponseLoss(student, largest, Responses(EXAMPLES, Clock()), "reverse-kl")
+    without_draws = ResponseLoss(student, largest, Responses(EXAMPLES, Clock()), RECIPES["gkd"])
     five = [TopK(5, normalise=True) for _ in teacher.moe_blocks]  # of six: the N−1 largest, softmax over those
     with routed_by(teacher, five):
         own = ResponseTeacher(teacher, RECIPES["gkd"], KnowledgeAugmentation(), Clock())
-        expected = float(ResponseLoss(student, own, Responses(EXAMPLES, Clock()), "reverse-kl")(batch(ROWS))["divergence"])
+        expected = float(ResponseLoss(student, own, Responses(EXAMPLES, Clock()), RECIPES["gkd"])(batch(ROWS))["divergence"])
     assert float(without_draws(batch(ROWS))["divergence"]) == pytest.approx(expected, rel=1e-6)
 
 
@@ -158,11 +182,10 @@ def test_the_routers_loss_and_gradient(family: str, recompute: bool, tmp_path: P
     """Through the teacher's experts to its routers: the formula, and finite differences along random directions."""
     teacher, student = models(tmp_path, family)
     teacher.checkpoint_activations = recompute
-    row = teacher.config.architecture
-    routers = [parameters_on_disk(teacher)[router_tensor(row, layer)] for layer in teacher.config.moe_layers]
+    routers = list(router_parameters(teacher).values())
     for router in routers:
         router.requires_grad_(True)
-    loss = RouterLoss(teacher, student, Responses(EXAMPLES, Clock()), Clock(), balance=0.5)
+    loss = RouterLoss(teacher, student, Responses(EXAMPLES, Clock()), balance=0.5)
 
     def value() -> Tensor:
         return sum(loss(batch(ROWS)).values(), torch.zeros((), dtype=torch.float64))
@@ -207,6 +230,7 @@ def test_load_balance_by_hand() -> None:
 def test_every_recipe_names_a_divergence_that_exists() -> None:
     assert {row.divergence for row in RECIPES.values()} - {None} <= set(DIVERGENCES)
     assert [name for name, row in RECIPES.items() if row.needs_experts] == ["all", "ka", "sar"]
+    assert [name for name, row in RECIPES.items() if not row.needs_teacher] == ["sft"]
     assert batch_of(EXAMPLES).real_BL.sum(1).tolist() == [5, 2, 8, 3]
 
 

@@ -67,12 +67,12 @@ NOISE = torch.tensor([[1.0, -2.0], [0.0, 3.0], [0.5, 0.5]])
 
 def test_noise_is_what_the_formula_says() -> None:
     x, logits = torch.tensor([[2.0, 1.0], [0.0, -1.0]]), torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
-    rule = Noisy(TopK(2, True), NOISE, 0.25, torch.Generator().manual_seed(3))
+    rule = Noisy(TopK(2, True), NOISE, 0.25, 3)
     drawn = torch.randn(2, 3, generator=torch.Generator().manual_seed(3))
     by_hand = torch.tensor([[0.0, 3.0, 1.5], [2.0, -3.0, -0.5]])  # W_noise · x
     expected = logits + drawn * ((1.0 + by_hand.exp()).log() + 0.25)
     assert torch.allclose(rule.noisy(x, logits), expected, atol=1e-6)
-    again = Noisy(TopK(2, True), NOISE, 0.25, torch.Generator().manual_seed(3))
+    again = Noisy(TopK(2, True), NOISE, 0.25, 3)
     experts, weights = select(again, x, logits)
     chosen = TopK(2, True)(expected)
     assert torch.equal(experts, chosen.experts) and torch.allclose(weights, chosen.weights)
@@ -82,7 +82,7 @@ def test_the_spread_of_noise_and_how_often_it_changes_the_choice() -> None:
     """With deviation σ each, an expert whose logit is d below the best one's comes first with probability Φ(−d / (σ√2))."""
     draws, sigma = 40_000, math.log(2.0) + 0.1  # softplus(0) + ε
     x, logits = torch.zeros(draws, 2), torch.tensor([0.5, -0.5, -50.0]).expand(draws, 3)
-    rule = Noisy(TopK(1, True), NOISE, 0.1, torch.Generator().manual_seed(0))
+    rule = Noisy(TopK(1, True), NOISE, 0.1, 0)
     noisy = rule.noisy(x, logits)
     assert torch.allclose(noisy.mean(0), logits[0], atol=0.02)
     assert torch.allclose(noisy.std(0), torch.full((3,), sigma), rtol=0.02)
@@ -92,17 +92,17 @@ def test_the_spread_of_noise_and_how_often_it_changes_the_choice() -> None:
 
 def test_without_the_tokens_at_hand_there_is_no_noise() -> None:
     base = TopK(2, True, 2.0)
-    rule = Noisy(base, torch.randn(4, 3), 1.0, torch.Generator())
+    rule = Noisy(base, torch.randn(4, 3), 1.0, 0)
     assert torch.equal(dense(rule), dense(base)) and torch.equal(probabilities(rule, LOGITS), probabilities(base, LOGITS))
     removed = Masked(base, torch.tensor([False, True, True, True]))
-    noisy = select(Noisy(removed, torch.zeros(4, 3), 9.0, torch.Generator().manual_seed(0)), torch.ones(50, 3), LOGITS)
+    noisy = select(Noisy(removed, torch.zeros(4, 3), 9.0, 0), torch.ones(50, 3), LOGITS)
     assert not bool((noisy.experts == 0).any()), "what is masked stays so whatever the noise"
 
 
 def test_gradients_reach_the_noise_and_the_router() -> None:
     torch.manual_seed(0)
     noise, logits = torch.randn(4, 3, requires_grad=True), torch.randn(6, 4, requires_grad=True)
-    rule = Noisy(TopK(2, True), noise, 0.01, torch.Generator().manual_seed(0))
+    rule = Noisy(TopK(2, True), noise, 0.01, 0)
     (select(rule, torch.randn(6, 3), logits).weights[:, 0]).sum().backward()
     assert float(noise.grad.abs().sum()) > 0 and float(logits.grad.abs().sum()) > 0
 
