@@ -12,9 +12,9 @@ STAMP := $(VENV)/.installed
 PROMPT := import os\n\n\ndef read_text(path):\n
 SAMPLING := --temperature 0.6 --top-p 0.9
 BENCHMARKS := benchmarks/methods.py benchmarks/engine_speed.py benchmarks/pruning_memory.py \
-	benchmarks/densify.py benchmarks/dense_speed.py benchmarks/encoder_decoder.py benchmarks/results.py
+	benchmarks/densify.py benchmarks/dense_speed.py benchmarks/encoder_decoder.py benchmarks/distill.py benchmarks/results.py
 
-.PHONY: help demo test lint bench methods clean
+.PHONY: help demo test lint bench methods recipes clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -45,6 +45,10 @@ bench: $(STAMP) ## what backs the figures of the README; takes long
 
 methods: $(STAMP) ## every method on two models: trains the second, goes on where it was interrupted; hours
 	$(BIN)/python benchmarks/methods.py
+	$(BIN)/python benchmarks/results.py
+
+recipes: $(STAMP) ## every recipe of distillation, three seeds; goes on where it was interrupted; an hour or two
+	$(BIN)/python benchmarks/distill.py
 	$(BIN)/python benchmarks/results.py
 
 clean: ## what the other targets made, the environment included

@@ -4,11 +4,12 @@
     python benchmarks/distill.py --name distill_ka --recipes ka --ka-samples 1,2,4 --ka-probability 0.0,0.05,0.2
     python benchmarks/distill.py --name distill_k --recipes kd --experts-per-token 1,2,4,8
 
-The teacher is the demo model, the student the dense model of its most used experts (1 FFN a layer), distilled from it on
-text. Both are first fine-tuned on prompts with responses that the script makes of the standard library: a function's name
-and the first sentence of its docstring; its signature. Then every recipe has as many updates of the student. ROUGE-L is of
-sampled responses to held-out prompts, perplexity that of the data's responses. `--experts-per-token` gives the teacher other
-numbers of experts (the paper's figure 2). Each finished run is a line of results/NAME.jsonl and is not made again.
+The teacher is the demo model, the student every second layer of the dense model of its most used experts (1 FFN a layer),
+distilled from it on text. Both are first fine-tuned on prompts with responses that the script makes of the standard library:
+a function's name and the first sentence of its docstring; its signature. Then every recipe has as many updates of the
+student. ROUGE-L is of sampled responses to held-out prompts, perplexity that of the data's responses. `--experts-per-token`
+gives the teacher other numbers of experts (the paper's figure 2). Each finished run is a line of results/NAME.jsonl and is
+not made again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
+from safetensors.torch import load_file, save_file
 
 from calibrate.text import load_documents
 
@@ -47,6 +49,22 @@ def examples() -> Iterator[dict[str, str]]:
                 signature = f"def {node.name}({ast.unparse(node.args)}):"
                 if sentence and len(sentence) <= 200 and len(signature) <= 120:
                     yield {"instruction": INSTRUCTION, "input": f"{node.name}: {sentence}", "output": signature}
+
+
+def every_second_layer(model: Path, made: Path) -> None:
+    """A dense model with half the layers; its tensors keep their names but for the layers' numbers."""
+    prefix, kept = "model.layers.", {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        layer, _, rest = name.removeprefix(prefix).partition(".")
+        if not name.startswith(prefix):
+            kept[name] = tensor
+        elif int(layer) % 2 == 0:
+            kept[f"{prefix}{int(layer) // 2}.{rest}"] = tensor
+    shutil.copytree(model, made, ignore=shutil.ignore_patterns("*.safetensors", "compression.json", "*.png", "README.md"))
+    save_file(kept, made / "model.safetensors", {"format": "pt"})
+    config = json.loads((made / "config.json").read_text())
+    config["num_hidden_layers"] = (config["num_hidden_layers"] + 1) // 2
+    (made / "config.json").write_text(json.dumps(config))
 
 
 def run(*command: str) -> dict[str, Any]:
@@ -72,16 +90,21 @@ class Benchmark:
 
     def pair(self) -> tuple[Path, Path]:
         """(teacher, student), both fine-tuned on the data."""
-        first = self.work / "student-of-text"
-        if not first.exists():
-            steps = ["--distill-steps", str(self.arguments.text_steps), "--threads", str(self.arguments.threads)]
-            run("densify", "demo", "--ffns", "1", *steps, "-o", str(first))
+        dense, half, of_text = (self.work / name for name in ("dense", "half", "student-of-text"))
+        threads, steps = ["--threads", str(self.arguments.threads)], self.arguments.text_steps
+        if not dense.exists():
+            run("densify", "demo", "--ffns", "1", "--distill-steps", str(steps), *threads, "-o", str(dense))
+        if not of_text.exists():
+            every_second_layer(dense, half)
+            text = ["--data", "stdlib", "--sequence-length", "256", "--learning-rate", "0.004", *threads]
+            pair = ["--teacher", "demo", "--student", str(half), "--recipe", "kd", "--steps", str(steps // 2)]
+            run("distill", *pair, *text, "-o", str(of_text))
         made = []
-        for name, model in (("teacher", "demo"), ("student", str(first))):
+        for name, model, turns in (("teacher", "demo", 2), ("student", str(of_text), 1)):
             made.append(self.work / name)
             if not made[-1].exists():
-                rate = ["--learning-rate", "0.002", "--steps", str(self.arguments.first_steps)]
-                run("distill", "--student", model, "--recipe", "sft", *rate, *self.common, "-o", str(made[-1]))
+                own = ["--learning-rate", "0.002", "--steps", str(turns * self.arguments.first_steps)]
+                run("distill", "--student", model, "--recipe", "sft", *own, *self.common, "-o", str(made[-1]))
         return made[0], made[1]
 
     def teacher_of(self, teacher: Path, experts: int | None) -> Path:
@@ -131,11 +154,8 @@ class Benchmark:
 
     def record(self, row: dict[str, Any], seed: int, model: Path, figures: dict[str, Any]) -> None:
         """Measure what was made: one more line of the file."""
-        rouge = run("evaluate", str(model), "--metric", "rouge-l", "--samples", "128", *self.common)
-        kept = {
-            name: figures.get(name)
-            for name in ("metric_before", "metric_after", "time_share", "peak_memory_bytes", "seconds")
-        }
+        rouge = run("evaluate", str(model), "--metric", "rouge-l", "--samples", "512", *self.common)
+        kept = {name: figures.get(name) for name in KEPT}
         line = row | {"seed": seed, "rouge_l": rouge["value"], "rouge_l_values": rouge["values"]} | kept
         self.done.append(line)
         remember(self.lines, line)
