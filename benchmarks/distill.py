@@ -1,6 +1,6 @@
 """Recipes of distillation, from a mixture into a dense student: ROUGE-L, perplexity, time split, peak memory; several seeds.
 
-    python benchmarks/distill.py [--recipes sft,kd,…] [--steps 200] [--seeds 3]
+    python benchmarks/distill.py [--recipes sft,kd,…] [--steps 400] [--seeds 3]
     python benchmarks/distill.py --name distill_ka --recipes ka --ka-samples 1,2,4 --ka-probability 0.0,0.05,0.2
     python benchmarks/distill.py --name distill_k --recipes kd --experts-per-token 1,2,4,8
 
@@ -32,7 +32,8 @@ from calibrate.text import load_documents
 
 RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar")
 LIMITS = ["--max-length", "160", "--max-prompt-length", "96"]
-KEPT = ("metric_before", "metric_after", "time_share", "peak_memory_bytes", "seconds")
+KEPT = ("response_perplexity_before", "response_perplexity_after", "time_share", "peak_memory_bytes", "seconds")
+SELECT = ["--select-by", "rouge-l", "--validate-every", "100", "--validation-samples", "256", "--evaluation-samples", "512"]
 INSTRUCTION = "Write the signature of this function."
 
 
@@ -100,12 +101,20 @@ class Benchmark:
             pair = ["--teacher", "demo", "--student", str(half), "--recipe", "kd", "--steps", str(steps // 2)]
             run("distill", *pair, *text, "-o", str(of_text))
         made = []
-        for name, model, turns in (("teacher", "demo", 2), ("student", str(of_text), 1)):
+        for name, model, steps in (
+            ("teacher", "demo", self.arguments.teacher_steps),
+            ("student", str(of_text), self.arguments.student_steps),
+        ):
             made.append(self.work / name)
             if not made[-1].exists():
-                own = ["--learning-rate", "0.002", "--steps", str(turns * self.arguments.first_steps)]
-                run("distill", "--student", model, "--recipe", "sft", *own, *self.common, "-o", str(made[-1]))
+                own = ["--learning-rate", "0.002", "--steps", str(steps), "--evaluation-samples", "512"]
+                figures = run("distill", "--student", model, "--recipe", "sft", *own, *self.common, "-o", str(made[-1]))
+                self.figures_of(name).write_text(json.dumps(figures))
         return made[0], made[1]
+
+    def figures_of(self, name: str) -> Path:
+        """Of "teacher" or "student", as they were made."""
+        return self.work / f"{name}.json"
 
     def teacher_of(self, teacher: Path, experts: int | None) -> Path:
         """The teacher with another number of experts for each token."""
@@ -132,7 +141,7 @@ class Benchmark:
         teacher, student = self.pair()
         for name, model in (("teacher", teacher), ("student", student)):
             if not self.known({"recipe": name}, 0):
-                self.record({"recipe": name}, 0, model, {})
+                self.record({"recipe": name}, 0, model, json.loads(self.figures_of(name).read_text()))
         for seed in range(self.arguments.seeds):
             for row in self.rows():
                 if self.known(row, seed):
@@ -144,7 +153,7 @@ class Benchmark:
                 if row["recipe"] == "ka":
                     recipe += ["--ka-samples", str(row["samples"]), "--ka-probability", str(row["probability"])]
                 steps = ["--steps", str(self.arguments.steps), "--learning-rate", str(self.arguments.learning_rate)]
-                figures = run("distill", *recipe, *steps, *self.common, "-o", str(output), "--overwrite")
+                figures = run("distill", *recipe, *steps, *SELECT, *self.common, "-o", str(output), "--overwrite")
                 self.record(row, seed, output, figures)
                 shutil.rmtree(output)
 
@@ -177,7 +186,7 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
     rows = []
     for name in dict.fromkeys(map(label, done)):
         own = [line for line in done if label(line) == name]
-        after = [line["metric_after"] for line in own if line["metric_after"] is not None]
+        after = [line["response_perplexity_after"] for line in own if line["response_perplexity_after"] is not None]
         shares = [line["time_share"] for line in own if line["time_share"]]
         split = (
             ", ".join(f"{part} {statistics.mean(s.get(part, 0.0) for s in shares):.0%}" for part in shares[0])
@@ -215,9 +224,10 @@ def main() -> None:
     parser.add_argument("--ka-samples", type=numbers(int), default=[2])
     parser.add_argument("--ka-probability", type=numbers(float), default=[0.05])
     parser.add_argument("--experts-per-token", type=numbers(int), default=[None])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--learning-rate", type=float, default=0.001)
-    parser.add_argument("--first-steps", type=int, default=300)
+    parser.add_argument("--teacher-steps", type=int, default=600)
+    parser.add_argument("--student-steps", type=int, default=100)
     parser.add_argument("--text-steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)

@@ -67,8 +67,10 @@ class Distilled:
     tensors: dict[str, Tensor]
     trainer: Trainer
     clock: Clock
-    metric_before: float
-    metric_after: float
+    metrics: tuple[float, float]
+    """Before and after, of what tells the best state; lower is better."""
+    perplexities: tuple[float, float]
+    """Of the responses in the data, before and after."""
     routers: RouterReport | None = None
     """Of a teacher with experts."""
 
@@ -106,7 +108,13 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
         return value
 
     measured = prepared.measured or prepared.validation
-    before = measure(measured)
+
+    def both() -> tuple[float, float]:
+        """What tells the best state, and perplexity."""
+        plain = response_perplexity(student, measured, part.group_size)
+        return (measure(measured) if tokenizer is not None else plain), plain
+
+    before = both()
 
     def validate() -> float:
         with clock.of("validation"):
@@ -122,7 +130,8 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
     report = None
     if teacher is not None and teacher.decoder.moe_blocks:
         report = router_report(teacher.decoder, old, measured, part.group_size)
-    return Distilled(tensors, trainer, clock, before, measure(measured), report)
+    metrics, perplexities = zip(before, both(), strict=True)
+    return Distilled(tensors, trainer, clock, metrics, perplexities, report)
 
 
 def _router_trainer(
@@ -183,14 +192,17 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
     by_rouge = options.select_by == "rouge-l"
     if by_rouge:
         own["validation_rouge_l"] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
+    metrics = [1.0 - value if by_rouge else value for value in done.metrics]
     return {
         "teacher": None if prepared.teacher is None else options.teacher,
         "recipe": options.recipe,
         "divergence": options.row.divergence,
         **own,
         "metric_name": options.select_by,
-        "metric_before": 1.0 - done.metric_before if by_rouge else done.metric_before,
-        "metric_after": 1.0 - done.metric_after if by_rouge else done.metric_after,
+        "metric_before": metrics[0],
+        "metric_after": metrics[1],
+        "response_perplexity_before": done.perplexities[0],
+        "response_perplexity_after": done.perplexities[1],
         "time_share": done.clock.shares,
         "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
         "router_divergence_per_layer": list(done.routers.moved.values()) if first is not None and done.routers else None,

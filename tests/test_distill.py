@@ -75,6 +75,7 @@ def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
     assert (figures["recipe"], figures["steps"], figures["metric_name"]) == (recipe, 8, "perplexity")
     if recipe == "sft":
         assert figures["metric_after"] < 0.8 * figures["metric_before"]
+    assert all(figures[f"response_perplexity_{when}"] == figures[f"metric_{when}"] for when in ("before", "after"))
     assert ("generation" in figures["time_share"]) == RECIPES[recipe].student_writes
     assert sum(figures["time_share"].values()) == pytest.approx(1.0, abs=0.01)
     assert (figures["perplexity_after"] is None) == (data is PAIRS)
