@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,13 @@ from compress.job import Made
 from compress.losses import head_loss
 from compress.pictures import draw_routers, draw_training
 from compress.plan import Plan, pruning_plan
-from compress.response_distillation import ResponseLoss, Responses, ResponseTeacher
+from compress.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
 from compress.responses import batch_of
 from compress.result import carry_out, check_outputs, finished_before
 from compress.rouge import rouge_l
 from compress.router_report import RouterReport, old_routers, router_report
 from compress.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
+from compress.teacher_cache import CachedTeacher, cached_teacher
 from compress.training import Trainer, figures
 from compress.work_directory import WorkDirectory
 from engine.checkpoint import Checkpoint, end_tokens, load_tokenizer
@@ -84,13 +85,19 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
     ends = end_tokens(prepared.checkpoint)
     writer = student if options.row.student_writes else None
     responses = Responses(prepared.training, clock, writer, prepared.limit, ends)
-    teacher, first, old = None, None, {}
+    measured = prepared.measured or prepared.validation
+    teacher: Teaching | None = None
+    decoder, first, report = None, None, None
     if prepared.teacher is not None:
         decoder = Decoder(prepared.teacher.config, prepared.teacher.source(prepared.dtype, options.device))
         old = old_routers(decoder)
         if options.row.trains_router:
             first = _router_trainer(options, prepared, decoder, student, responses)
         teacher = ResponseTeacher(decoder, options.row, options.augmentation, clock)
+        if options.teacher_cache is not None:
+            teacher = _from_cache(options, prepared, decoder, work, part.group_size, clock, progress)
+            report, decoder = _report(decoder, old, measured, part.group_size), None
+            prepared.teacher.release()
     loss = ResponseLoss(student, teacher, responses, options.row, options.temperature)
     trainer = Trainer(parameters_on_disk(student), loss, part, len(prepared.training), prepared.length, first)
 
@@ -105,7 +112,6 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
         processes.let_go(student)
         return value
 
-    measured = prepared.measured or prepared.validation
     before = measure(measured)
 
     def validate() -> float:
@@ -119,10 +125,36 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
             validate=validate,
             progress=lambda items: progress(items, f"{options.recipe} (steps)"),
         )
-    report = None
-    if teacher is not None and teacher.decoder.moe_blocks:
-        report = router_report(teacher.decoder, old, measured, part.group_size)
+    if decoder is not None:
+        report = _report(decoder, old, measured, part.group_size)
     return Distilled(tensors, trainer, clock, before, measure(measured), report)
+
+
+def _report(
+    teacher: Decoder, old: Mapping[int, Sequence[Tensor]], examples: Sequence[Example], group_size: int
+) -> RouterReport | None:
+    return router_report(teacher, old, examples, group_size) if teacher.moe_blocks else None
+
+
+def _from_cache(
+    options: DistillOptions,
+    prepared: Distillable,
+    decoder: Decoder,
+    work: WorkDirectory,
+    group_size: int,
+    clock: Clock,
+    progress: Progress,
+) -> CachedTeacher:
+    return cached_teacher(
+        decoder,
+        prepared.training,
+        work.path,
+        clock,
+        group_size=group_size,
+        count=options.cached_tokens,
+        temperature=options.temperature,
+        progress=lambda rows: progress(rows, "teacher's predictions (sequences)"),
+    )
 
 
 def _router_trainer(
