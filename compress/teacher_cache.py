@@ -167,7 +167,7 @@ class TokenFiles:
 
     def _open(self, number: int) -> SafetensorsFile:
         file = SafetensorsFile(self._path(number))
-        if any(entry.shape[0] != self._rows(number) for entry in file.entries.values()):
+        if any(entry.shape[:1] != (self._rows(number),) for entry in file.entries.values()):
             raise DataError(f"{file.path}: is not {WHAT} of this training; leave out --resume")
         return file
 
