@@ -510,6 +510,12 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     "--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1/4 over the hidden size, at most 1/640]"
 )
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="Of both predictions when compared.")
+@click.option(
+    "--teacher-cache",
+    metavar="exact|K",
+    help="kd: run the teacher once over all training data and keep its predictions on disk, as they are or the K most "
+    "probable tokens of each.",
+)
 @click.option("--ka-samples", type=int, default=2, show_default=True, help="ka: teacher forwards, and steps, a response.")
 @click.option("--ka-probability", type=float, default=0.05, show_default=True, help="ka: how often experts are sampled.")
 @click.option(

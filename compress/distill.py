@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,13 @@ from compress.job import Made
 from compress.losses import head_loss
 from compress.pictures import draw_routers, draw_training
 from compress.plan import Plan, pruning_plan
-from compress.response_distillation import ResponseLoss, Responses, ResponseTeacher
+from compress.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
 from compress.responses import batch_of
 from compress.result import carry_out, check_outputs, finished_before
 from compress.rouge import rouge_l
 from compress.router_report import RouterReport, old_routers, router_report
 from compress.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
+from compress.teacher_cache import cached_teacher
 from compress.training import Trainer, figures
 from compress.work_directory import WorkDirectory
 from engine.checkpoint import Checkpoint, end_tokens, load_tokenizer
@@ -83,38 +84,14 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
     longest = prepared.limit if options.row.student_writes else prepared.length
     part = options.training(prepared.steps, longest, config.hidden_size)
     recompute_if_large(student, part.group_size * longest)
-    ends = end_tokens(prepared.checkpoint)
+    measure = Measure(options, prepared, student, part.group_size)
     writer = student if options.row.student_writes else None
-    responses = Responses(prepared.training, clock, writer, prepared.limit, ends)
-    teacher, first, old = None, None, {}
-    if prepared.teacher is not None:
-        decoder = Decoder(prepared.teacher.config, prepared.teacher.source(prepared.dtype, options.device))
-        old = old_routers(decoder)
-        if options.row.trains_router:
-            first = _router_trainer(options, prepared, decoder, student, responses)
-        teacher = ResponseTeacher(decoder, options.row, options.augmentation, clock)
-    loss = ResponseLoss(student, teacher, responses, options.row, options.temperature)
-    trainer = Trainer(parameters_on_disk(student), loss, part, len(prepared.training), prepared.length, first)
-
-    tokenizer = load_tokenizer(prepared.checkpoint) if options.select_by == "rouge-l" else None
-
-    def measure(examples: Sequence[Example]) -> float:
-        """Lower is better."""
-        if tokenizer is not None:
-            value = 1.0 - rouge_l(student, tokenizer, examples, prepared.limit, ends, sampling=SamplingOptions())
-        else:
-            value = response_perplexity(student, examples, part.group_size)
-        processes.let_go(student)
-        return value
-
+    responses = Responses(prepared.training, clock, writer, prepared.limit, measure.ends)
+    side = _teacher_side(options, prepared, student, responses, work, part.group_size, progress)
+    loss = ResponseLoss(student, side.teaching, responses, options.row, options.temperature)
+    trainer = Trainer(parameters_on_disk(student), loss, part, len(prepared.training), prepared.length, side.first)
     measured = prepared.measured or prepared.validation
-
-    def both() -> tuple[float, float]:
-        """What tells the best state, and perplexity."""
-        plain = response_perplexity(student, measured, part.group_size)
-        return (measure(measured) if tokenizer is not None else plain), plain
-
-    before = both()
+    before = measure.both(measured)
 
     def validate() -> float:
         with clock.of("validation"):
@@ -127,11 +104,85 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
             validate=validate,
             progress=lambda items: progress(items, f"{options.recipe} (steps)"),
         )
-    report = None
-    if teacher is not None and teacher.decoder.moe_blocks:
-        report = router_report(teacher.decoder, old, measured, part.group_size)
-    metrics, perplexities = zip(before, both(), strict=True)
-    return Distilled(tensors, trainer, clock, metrics, perplexities, report)
+    metrics, perplexities = zip(before, measure.both(measured), strict=True)
+    return Distilled(tensors, trainer, clock, metrics, perplexities, side.report())
+
+
+class Measure:
+    """How good a student is on examples; lower is better."""
+
+    def __init__(self, options: DistillOptions, prepared: Distillable, student: Decoder, group_size: int) -> None:
+        self.student, self.group_size, self.limit = student, group_size, prepared.limit
+        self.ends = end_tokens(prepared.checkpoint)
+        self._tokenizer = load_tokenizer(prepared.checkpoint) if options.select_by == "rouge-l" else None
+
+    def __call__(self, examples: Sequence[Example]) -> float:
+        """What tells the best state: perplexity, or 1 − ROUGE-L of what it writes."""
+        if self._tokenizer is None:
+            return self.perplexity(examples)
+        greedy = SamplingOptions()
+        value = 1.0 - rouge_l(self.student, self._tokenizer, examples, self.limit, self.ends, sampling=greedy)
+        processes.let_go(self.student)
+        return value
+
+    def perplexity(self, examples: Sequence[Example]) -> float:
+        """Of the responses in the data."""
+        value = response_perplexity(self.student, examples, self.group_size)
+        processes.let_go(self.student)
+        return value
+
+    def both(self, examples: Sequence[Example]) -> tuple[float, float]:
+        """What tells the best state, and perplexity."""
+        plain = self.perplexity(examples)
+        return (plain if self._tokenizer is None else self(examples)), plain
+
+
+@dataclass
+class _TeacherSide:
+    """All that has to do with the teacher; nothing where the recipe has none."""
+
+    teaching: Teaching | None = None
+    first: Trainer | None = None
+    """Of its routers."""
+    report: Callable[[], RouterReport | None] = lambda: None
+    """What its routers say at the end."""
+
+
+def _teacher_side(
+    options: DistillOptions,
+    prepared: Distillable,
+    student: Decoder,
+    responses: Responses,
+    work: WorkDirectory,
+    group_size: int,
+    progress: Progress,
+) -> _TeacherSide:
+    if prepared.teacher is None:
+        return _TeacherSide()
+    decoder = Decoder(prepared.teacher.config, prepared.teacher.source(prepared.dtype, options.device))
+    old, examples = old_routers(decoder), prepared.measured or prepared.validation
+
+    def report() -> RouterReport | None:
+        return router_report(decoder, old, examples, group_size) if decoder.moe_blocks else None
+
+    if options.teacher_cache is None:
+        first = _router_trainer(options, prepared, decoder, student, responses) if options.row.trains_router else None
+        teaching = ResponseTeacher(decoder, options.row, options.augmentation, responses.clock)
+        return _TeacherSide(teaching, first, report)
+    cached = cached_teacher(
+        decoder,
+        prepared.training,
+        work.path,
+        responses.clock,
+        group_size=group_size,
+        count=options.cached_tokens,
+        temperature=options.temperature,
+        progress=lambda rows: progress(rows, "teacher's predictions (sequences)"),
+    )
+    # The teacher's body is let go of: its routers say at the end what they say now.
+    reported = report()
+    prepared.teacher.release()
+    return _TeacherSide(cached, report=lambda: reported)
 
 
 def _router_trainer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
@@ -24,6 +25,8 @@ from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import OptionError
 
 METRICS = ("perplexity", "rouge-l")
+EXACT = "exact"
+"""The teacher's predictions are kept as they are."""
 CARE = 0.25
 """How much lower than densify's a learning rate must be where the student is near its teacher already (docs/LOG.md)."""
 
@@ -54,6 +57,8 @@ class DistillOptions(JobOptions):
     """β of L_b."""
     temperature: float = 1.0
     """Divides the logits of both before they are compared."""
+    teacher_cache: str | None = None
+    """Keeps the teacher's predictions on disk: EXACT, or as a number how many tokens of each. None runs it each time."""
     augmentation: KnowledgeAugmentation = field(default_factory=KnowledgeAugmentation)
     limits: Limits = field(default_factory=Limits)
     template: str | None = None
@@ -81,6 +86,8 @@ class DistillOptions(JobOptions):
             raise OptionError(f"recipe {self.recipe} has a teacher; give --teacher, or --recipe sft for none")
         if not 0.0 < self.temperature < math.inf or not 0.0 <= self.load_balance_weight < math.inf:
             raise OptionError("temperature must be above 0, and load-balance-weight at least 0")
+        if self.teacher_cache is not None:
+            self._check_cache()
         own = self.augmentation
         if own.samples < 1 or not 0.0 <= own.probability <= 1.0:
             raise OptionError("ka-samples must be at least 1, and ka-probability from 0 to 1")
@@ -91,6 +98,23 @@ class DistillOptions(JobOptions):
         self.training(1, 1, 1).check()
         if self.row.trains_router:
             self.router_training(1, 1, 1).check()
+
+    def _check_cache(self) -> None:
+        if not self.row.repeats_itself:
+            raise OptionError(
+                f"recipe {self.recipe} has no teacher's predictions that are the same in every epoch; leave out "
+                "--teacher-cache, or take kd"
+            )
+        if self.teacher_cache != EXACT and not re.fullmatch("[1-9][0-9]{0,8}", str(self.teacher_cache)):
+            raise OptionError(
+                f"teacher-cache is {self.teacher_cache!r}; it must be {EXACT}, or a number from 1: the tokens kept of each "
+                "prediction"
+            )
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Kept of each of the teacher's predictions; None where it is kept as it is, or none is."""
+        return None if self.teacher_cache in (None, EXACT) else int(str(self.teacher_cache))
 
     @property
     def row(self) -> Recipe:
@@ -186,6 +210,11 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
     teacher = None if options.teacher is None or not options.row.needs_teacher else Checkpoint(resolve(options.teacher))
     if teacher is not None:
         check_pair(teacher, student, options.row, options.recipe)
+        if (options.cached_tokens or 0) >= teacher.config.vocabulary_size:
+            raise OptionError(
+                f"teacher-cache is {options.cached_tokens}, and the models have {teacher.config.vocabulary_size} tokens; "
+                f"keep fewer of each prediction, or {EXACT}"
+            )
     source = options.calibration.data
     if source is not None and is_instructions(source):
         return _of_instructions(options, student, teacher, source)

@@ -4,7 +4,10 @@ p is the teacher's distribution, q the student's. Each divergence takes both as 
 that learns: gradients go wherever the tensors want them. Sources: forward and reverse KL (Every Expert Matters §3), skewed
 KL (DistiLLM, Ko et al. 2024, eq. 4 and 6), generalised Jensen–Shannon (GKD, Agarwal et al. 2024, eq. 1).
 
-Shape suffixes: T tokens, D hidden, V vocabulary.
+Of a distribution only the K most probable tokens may be known, and how probable all others are together. Then both are
+compared as distributions over K + 1 outcomes, which are never further apart than the full ones.
+
+Shape suffixes: T tokens, t some of them, D hidden, V vocabulary, K most probable tokens, C outcomes: K, and all others.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.losses import head_loss
+from compress.losses import chunk_tokens, head_loss, wide
 from engine.linear import linear
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -72,10 +75,52 @@ class Predictions:
     """After the last norm."""
     head_VD: Tensor
 
+    def logs(self, part: slice, temperature: float) -> Tensor:
+        """log p of some places at a temperature, [t, V]."""
+        return (wide(linear(self.hidden_TD[part], self.head_VD)) / temperature).log_softmax(-1)
+
+    def outcomes(self, logs_tV: Tensor, part: slice) -> Tensor:
+        """Another model's log-probabilities at those places, of the outcomes that are told apart here: every token."""
+        return logs_tV
+
+
+@dataclass(frozen=True)
+class LargestPredictions:
+    """Of next-token predictions the K most probable tokens, and all others as one outcome."""
+
+    tokens_TK: Tensor
+    logs_TC: Tensor
+    """Log-probabilities at the temperature that they were taken at; the last is that of all others."""
+
+    def logs(self, part: slice, temperature: float) -> Tensor:
+        """[t, C], at the temperature that they were taken at."""
+        return self.logs_TC[part]
+
+    def outcomes(self, logs_tV: Tensor, part: slice) -> Tensor:
+        """[t, C]."""
+        return outcomes(logs_tV, self.tokens_TK[part].long())
+
+
+def outcomes(logs_TV: Tensor, tokens_TK: Tensor) -> Tensor:
+    """Log-probabilities of some tokens and of all others together, [T, C]; one minus the K would leave no digits of it."""
+    others_TV = logs_TV.scatter(-1, tokens_TK, -math.inf)
+    return torch.cat([logs_TV.gather(-1, tokens_TK), others_TV.logsumexp(-1, keepdim=True)], -1)
+
+
+@torch.no_grad()
+def largest_predictions(made: Predictions, count: int, temperature: float) -> LargestPredictions:
+    """The `count` most probable tokens, fewer than there are; logits are made for a chunk of tokens at a time."""
+    found, step = [], chunk_tokens(len(made.head_VD))
+    for start in range(0, len(made.hidden_TD), step):
+        logs_TV = made.logs(slice(start, start + step), temperature)
+        tokens_TK = logs_TV.topk(count).indices
+        found.append((tokens_TK, outcomes(logs_TV, tokens_TK)))
+    return LargestPredictions(*(torch.cat(each) for each in zip(*found, strict=True)))
+
 
 def weighted_divergence(
     divergence: Divergence,
-    teacher: Predictions,
+    teacher: Predictions | LargestPredictions,
     student: Predictions,
     weights_T: Tensor | None = None,
     *,
@@ -87,14 +132,16 @@ def weighted_divergence(
     Gradients go into the student's predictions, or into the teacher's where it learns. `temperature` divides the logits of
     both. Logits are made for a chunk of tokens at a time.
     """
-    learner, other = (teacher, student) if teacher_learns else (student, teacher)
+    learner, other = student, teacher
+    if teacher_learns:
+        assert isinstance(teacher, Predictions)
+        learner, other = teacher, student
 
     def measure(logits_TV: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
-            fixed_TV = linear(other.hidden_TD[part], other.head_VD).to(logits_TV.dtype)
-            fixed_TV = (fixed_TV / temperature).log_softmax(-1)
-        own_TV = (logits_TV / temperature).log_softmax(-1)
-        values_T = divergence(own_TV, fixed_TV) if teacher_learns else divergence(fixed_TV, own_TV)
+            fixed_TC = other.logs(part, temperature)
+        own_TC = other.outcomes((logits_TV / temperature).log_softmax(-1), part)
+        values_T = divergence(own_TC, fixed_TC) if teacher_learns else divergence(fixed_TC, own_TC)
         return values_T.sum() if weights_T is None else (weights_T[part].to(values_T.dtype) * values_T).sum()
 
     return head_loss(learner.hidden_TD, learner.head_VD, measure)

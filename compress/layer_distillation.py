@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.divergences import Predictions, forward_kl, weighted_divergence
+from compress.divergences import LargestPredictions, Predictions, forward_kl, weighted_divergence
 from compress.losses import layer_distance, next_token_loss
 from compress.training import Batch
 from engine.attention import Rotary, rms_norm
@@ -33,7 +33,7 @@ class Taught:
 
     blocks: dict[int, Tensor]
     """y_l^T, [T, D], by decoder layer."""
-    predictions: Predictions | None
+    predictions: Predictions | LargestPredictions | None
     """Where they are wanted."""
 
 

@@ -48,7 +48,7 @@ class _HeadLoss(torch.autograd.Function):
         step = chunk_tokens(head_VD.shape[0])
         for start in range(0, len(hidden_TD), step):
             part = slice(start, start + step)
-            logits_TV = _wide(linear(hidden_TD[part], head_VD))
+            logits_TV = wide(linear(hidden_TD[part], head_VD))
             if grad_TD is None and grad_VD is None:
                 total += measure(logits_TV, part)
                 continue
@@ -95,13 +95,13 @@ def layer_distance(teacher_TD: Tensor, student_TD: Tensor, weights_T: Tensor | N
 
     LN is a layer norm without parameters, so that layers of large outputs do not outweigh the others.
     """
-    teacher, student = (F.layer_norm(_wide(y_TD), y_TD.shape[-1:]) for y_TD in (teacher_TD, student_TD))
+    teacher, student = (F.layer_norm(wide(y_TD), y_TD.shape[-1:]) for y_TD in (teacher_TD, student_TD))
     if weights_T is None:
         return F.mse_loss(student, teacher)
     return (weights_T * (student - teacher).square().mean(-1)).sum()
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """In float32 or better, whatever the model's dtype."""
     return x.to(_wide_dtype(x))
 
@@ -112,6 +112,6 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 def reconstruction_loss(hidden_BLD: Tensor, full_BLD: Tensor) -> Tensor:
     """Φ = ‖F'(x) − F(x)‖_F per sequence (DiEP §4.2), summed over the batch."""
-    difference = _wide(hidden_BLD) - _wide(full_BLD)
+    difference = wide(hidden_BLD) - wide(full_BLD)
     norms_B: Tensor = torch.linalg.vector_norm(difference, dim=(1, 2))
     return norms_B.sum()

@@ -36,6 +36,11 @@ class Recipe:
         """Whether the teacher must be a mixture."""
         return self.gate != "own"
 
+    @property
+    def repeats_itself(self) -> bool:
+        """Whether only predictions are compared, and the teacher's are the same in every epoch."""
+        return self.divergence is not None and not (self.student_writes or self.needs_experts or self.matches_layers)
+
 
 RECIPES = {
     "sft": Recipe(False, None),

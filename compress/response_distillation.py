@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,14 @@ class Responses:
         return known[rows]
 
 
+class Teaching(Protocol):
+    """What a student is distilled from."""
+
+    def teach(self, batch: Batch, side: ResponseBatch) -> Taught:
+        """Of the group's sequences, which are `side`."""
+        ...
+
+
 class ResponseTeacher:
     """The model that is distilled from, with its gates as the recipe has them."""
 
@@ -86,10 +95,10 @@ class ResponseTeacher:
         self.decoder, self.recipe, self.augmentation, self.clock = decoder, recipe, augmentation, clock
 
     @torch.no_grad()
-    def teach(self, side: ResponseBatch, generator: torch.Generator) -> Taught:
+    def teach(self, batch: Batch, side: ResponseBatch) -> Taught:
         """Predictions at the places whose next token is of a response, and what blocks give where layers are matched."""
         real_T = side.real_BL.flatten().to(self.decoder.embedding_VD.device)
-        with self.clock.of("teacher"), routed_by(self.decoder, self.gates(generator, real_T)):
+        with self.clock.of("teacher"), routed_by(self.decoder, self.gates(batch.generator, real_T)):
             with blocks_of(self.decoder, self.recipe.matches_layers) as blocks:
                 own = predictions(self.decoder, side)
             return Taught(blocks, own)
@@ -123,7 +132,7 @@ class ResponseLoss:
     def __init__(
         self,
         student: Decoder,
-        teacher: ResponseTeacher | None,
+        teacher: Teaching | None,
         responses: Responses,
         recipe: Recipe,
         temperature: float = 1.0,
@@ -136,7 +145,7 @@ class ResponseLoss:
         """The group's part of the mean over the step's sequences."""
         side, sequences = self.responses(batch), len(batch.rows_B)
         weights_T = side.weights_BL[side.asked_BL].to(self.student.embedding_VD.device) / sequences
-        taught = Taught({}, None) if self.teacher is None else self.teacher.teach(side, batch.generator)
+        taught = Taught({}, None) if self.teacher is None else self.teacher.teach(batch, side)
         with blocks_of(self.student, self.recipe.matches_layers) as blocks:
             own = predictions(self.student, side)
         terms = {}
