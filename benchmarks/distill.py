@@ -3,6 +3,7 @@
     python benchmarks/distill.py [--recipes sft,kd,…] [--steps 400] [--seeds 3]
     python benchmarks/distill.py --name distill_ka --recipes ka --ka-samples 1,2,4 --ka-probability 0.0,0.05,0.2
     python benchmarks/distill.py --name distill_k --recipes kd --experts-per-token 1,2,4,8
+    python benchmarks/distill.py --name distill_sar --recipes sar --router-learning-rate 1e-5,1e-4,1e-3
 
 The teacher is the demo model, the student every second layer of the dense model of its most used experts (1 FFN a layer),
 distilled from it on text. Both are first fine-tuned on prompts with responses that the script makes of the standard library:
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +133,14 @@ class Benchmark:
         """What distinguishes each run, seeds inside."""
         options = self.arguments
         for recipe in options.recipes:
-            for samples in options.ka_samples if recipe == "ka" else [None]:
-                for probability in options.ka_probability if recipe == "ka" else [None]:
-                    for experts in options.experts_per_token:
-                        yield {"recipe": recipe, "samples": samples, "probability": probability, "experts": experts}
+            own = {
+                "samples": options.ka_samples if recipe == "ka" else [None],
+                "probability": options.ka_probability if recipe == "ka" else [None],
+                "experts": options.experts_per_token,
+                "router": options.router_learning_rate if recipe == "sar" else [None],
+            }
+            for values in product(*own.values()):
+                yield {"recipe": recipe, **dict(zip(own, values, strict=True))}
 
     def run(self) -> None:
         """Every figure that is missing."""
@@ -152,6 +158,8 @@ class Benchmark:
                     recipe += ["--teacher", str(self.teacher_of(teacher, row["experts"]))]
                 if row["recipe"] == "ka":
                     recipe += ["--ka-samples", str(row["samples"]), "--ka-probability", str(row["probability"])]
+                if row["router"] is not None:
+                    recipe += ["--router-learning-rate", str(row["router"])]
                 steps = ["--steps", str(self.arguments.steps), "--learning-rate", str(self.arguments.learning_rate)]
                 figures = run("distill", *recipe, *steps, *SELECT, *self.common, "-o", str(output), "--overwrite")
                 self.record(row, seed, output, figures)
@@ -176,6 +184,8 @@ def label(line: dict[str, Any]) -> str:
     parts = [line["recipe"]]
     if line["recipe"] == "ka":
         parts.append(f"M = {line['samples']}, λ = {line['probability']}")
+    if line.get("router"):
+        parts.append(f"router at {line['router']:g}")
     if line.get("experts"):
         parts.append(f"k = {line['experts']}")
     return ", ".join(parts)
@@ -224,6 +234,7 @@ def main() -> None:
     parser.add_argument("--ka-samples", type=numbers(int), default=[2])
     parser.add_argument("--ka-probability", type=numbers(float), default=[0.05])
     parser.add_argument("--experts-per-token", type=numbers(int), default=[None])
+    parser.add_argument("--router-learning-rate", type=numbers(float), default=[None, 1e-3])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--learning-rate", type=float, default=0.001)
     parser.add_argument("--teacher-steps", type=int, default=600)
