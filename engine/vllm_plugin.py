@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from engine.architectures import ARCHITECTURES, Architecture, experts_per_layer
@@ -38,19 +39,20 @@ def __getattr__(name: str) -> Any:
     """A family's class, by the name in `architectures` of config.json: vLLM imports it from here."""
     if name not in _theirs:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _class(name)
+
+
+@cache
+def _class(name: str) -> Any:
+    """A subclass of vLLM's own class of this name that builds each layer with the layer's own count."""
     row = next(row for row in ARCHITECTURES.values() if row.causal_lm_class == name)
-    globals()[name] = _with_own_counts(_theirs[name].load_model_cls(), row)
-    return globals()[name]
-
-
-def _with_own_counts(base: Any, row: Architecture) -> Any:
-    """A subclass of vLLM's class of the family that builds each layer with the layer's own count."""
+    base = _theirs[name].load_model_cls()
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         with _layers_with_own_counts(sys.modules[base.__module__], vllm_config, row):
             base.__init__(self, vllm_config=vllm_config, prefix=prefix)
 
-    return type(base.__name__, (base,), {"__init__": __init__, "__module__": __name__})
+    return type(name, (base,), {"__init__": __init__, "__module__": __name__})
 
 
 @contextmanager
