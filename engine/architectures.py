@@ -393,7 +393,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     row = architecture_of(config)
     family = load_transformers_config(config)
     _refuse_what_is_lacking(row, config, family)
-    counts = _experts_per_layer(row, config, family)
+    counts = experts_per_layer(row, config, family)
     heads = _positive(family, "num_attention_heads")
     hidden = _positive(family, "hidden_size")
     if getattr(family, "head_dim", 0) is None:
@@ -476,7 +476,7 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
-def _experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any) -> list[int]:
+def experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any) -> list[int]:
     """Routed experts per decoder layer, 0 where the layer is dense."""
     layers = _positive(family, "num_hidden_layers")
     if not row.experts_keys:

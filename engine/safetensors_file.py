@@ -507,22 +507,22 @@ class ShardWriter:
                 os.fsync(file.fileno())
 
     def finish(self) -> list[Path]:
-        """Write the headers and, for more than one shard, the index; the paths of all files, once the disk has them.
+        """Write the headers and the index; the paths of all files, once the disk has them.
 
-        ValueError if a tensor of the layout was not added.
+        A single shard has an index too: vLLM takes every safetensors file of a directory for weights, unless an index says
+        which are. ValueError if a tensor of the layout was not added.
         """
         if self._pending:
             first = next(name for name in self._shard_of if name in self._pending)
             raise ValueError(f"{len(self._pending)} tensors were not added, first {first!r}")
-        index = [self.directory / INDEX_NAME] if len(self._shards) > 1 else []
+        index = self.directory / INDEX_NAME
         if not self._finished:
             for shard in self._shards:
                 self._write(shard.path, memoryview(shard.header), 0, "the header", sync=True)
-            for path in index:
-                self._created.append(path)
-                self._write_index(path)
+            self._created.append(index)
+            self._write_index(index)
             self._finished = True
-        return [shard.path for shard in self._shards] + index
+        return [*(shard.path for shard in self._shards), index]
 
     def _write_index(self, path: Path) -> None:
         weight_map = {name: shard.path.name for name, shard in self._shard_of.items()}

@@ -97,7 +97,8 @@ def test_a_uniform_result_is_a_plain_checkpoint_of_its_family(family: str, tmp_p
     apply(pruning_plan(UNIFORM), model(family, tmp_path / "full"), tmp_path / "pruned")
     config = json.loads((tmp_path / "pruned" / "config.json").read_text())
     assert "auto_map" not in config and "block_configs" not in config
-    assert sorted(path.name for path in (tmp_path / "pruned").iterdir()) == ["config.json", "model.safetensors"]
+    written = ["config.json", "model.safetensors", "model.safetensors.index.json"]
+    assert sorted(path.name for path in (tmp_path / "pruned").iterdir()) == written
     assert worst(transformers_logits(tmp_path / "pruned"), logits(Checkpoint(tmp_path / "pruned"))) <= 1e-4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -102,8 +103,10 @@ def test_every_file_of_an_artifact_is_covered(artifact: Path, tmp_path: Path) ->
 
 
 def test_weights_that_were_added_are_refused(artifact: Path, tmp_path: Path) -> None:
-    """An index would decide which weights are loaded, so one that was not written with the artifact is not followed."""
+    """An index decides which weights are loaded, so one that was not written with the artifact is not followed."""
     shutil.copytree(artifact, tmp_path / "artifact")
-    (tmp_path / "artifact" / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    provenance = json.loads((tmp_path / "artifact" / "compression.json").read_text())
+    del provenance["files"]["model.safetensors.index.json"]
+    (tmp_path / "artifact" / "compression.json").write_text(json.dumps(provenance))
     with pytest.raises(CompressError, match=r"index\.json: is not part of this artifact"):
         Checkpoint(tmp_path / "artifact")

@@ -192,7 +192,7 @@ def test_round_trip_with_the_reference_library(tmp_path: Path, dtype: torch.dtyp
     assert file.entries.keys() == tensors.keys()
     assert all(same(file.tensor(name), tensor) for name, tensor in tensors.items())
 
-    (path,) = write_shards(tmp_path / "ours", tensors)
+    path, _ = write_shards(tmp_path / "ours", tensors)
     assert path.name == "model.safetensors"
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == tensors.keys()
@@ -203,7 +203,7 @@ def test_round_trip_with_the_reference_library(tmp_path: Path, dtype: torch.dtyp
 
 def test_every_dtype_in_one_file_is_aligned(tmp_path: Path) -> None:
     tensors = {f"é{name}": values(dtype, (3,)) for name, dtype in reversed(DTYPES.items())}
-    (path,) = write_shards(tmp_path, tensors, metadata={})
+    path, _ = write_shards(tmp_path, tensors, metadata={})
     file = SafetensorsFile(path)
     assert file.metadata == {}
     assert all(entry.begin % entry.dtype.itemsize == 0 for entry in file.entries.values())
@@ -228,7 +228,7 @@ def test_unaligned_data_and_empty_file_are_read(tmp_path: Path) -> None:
 
 def mapped_file(directory: Path) -> tuple[SafetensorsFile, Tensors]:
     tensors = {"a": values(torch.float32, (300_000,)), "b": values(torch.bfloat16, (7, 9))}
-    (path,) = write_shards(directory, tensors)
+    path, _ = write_shards(directory, tensors)
     return SafetensorsFile(path), tensors
 
 
@@ -322,6 +322,13 @@ def test_tensors_may_come_in_any_order_and_memory_format(tmp_path: Path) -> None
     assert all(same(by_tensor[name].tensor(name), tensor.detach()) for name, tensor in tensors.items())
 
 
+def test_one_shard_has_an_index_that_says_which_file_is_the_checkpoint(tmp_path: Path) -> None:
+    path, index = write_shards(tmp_path, {"a": torch.ones(2)})
+    assert json.loads(index.read_text()) == {"metadata": {"total_size": 8}, "weight_map": {"a": "model.safetensors"}}
+    safetensors.torch.save_file({"tables": torch.ones(1)}, tmp_path / "tables.safetensors")
+    assert read_index(tmp_path) == {"a": path}
+
+
 def test_writer_without_tensors_writes_an_empty_file(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "deep" / "er", {}):
         pass
@@ -412,7 +419,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:7], offset))
     tensors = some_tensors(2)
-    (path,) = write_shards(tmp_path, tensors)
+    path, _ = write_shards(tmp_path, tensors)
     assert all(same(SafetensorsFile(path).tensor(name), tensor) for name, tensor in tensors.items())
 
 

@@ -1,0 +1,104 @@
+"""vLLM's way to models whose layers keep different numbers of experts.
+
+vLLM builds every layer of a family with the one expert count in config.json. `register`, which vLLM calls in each of its
+processes (the entry point in pyproject.toml), puts a subclass in the place of vLLM's class of each family. It builds layer i
+with the count that `block_configs` gives it, and a model without `block_configs` as vLLM does. Weights need nothing: each
+layer of vLLM takes the names of its own experts from the checkpoint.
+
+Two things of vLLM are relied on beside its registry: a model's file has `make_layers`, which is given a function from a
+layer's prefix to the layer, and that function reads the counts from the model's config. Nothing of ours imports this file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from engine.architectures import ARCHITECTURES, Architecture, experts_per_layer
+from engine.errors import OptionError, UnsupportedError
+
+_theirs: dict[str, Any] = {}
+"""vLLM's own registry entries by the name of the class."""
+
+
+def register() -> None:
+    """Enter our classes in vLLM's registry, each by its name and made only when asked for. May be called again."""
+    from vllm import ModelRegistry
+
+    for row in ARCHITECTURES.values():
+        name = row.causal_lm_class
+        if row.experts_keys and name in ModelRegistry.models and name not in _theirs:
+            _theirs[name] = ModelRegistry.models[name]
+            ModelRegistry.register_model(name, f"{__name__}:{name}")
+
+
+def __getattr__(name: str) -> Any:
+    """A family's class, by the name in `architectures` of config.json: vLLM imports it from here."""
+    if name not in _theirs:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _class(name)
+
+
+@cache
+def _class(name: str) -> Any:
+    """A subclass of vLLM's own class of this name that builds each layer with the layer's own count."""
+    row = next(row for row in ARCHITECTURES.values() if row.causal_lm_class == name)
+    base = _theirs[name].load_model_cls()
+
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        with _layers_with_own_counts(sys.modules[base.__module__], vllm_config, row):
+            base.__init__(self, vllm_config=vllm_config, prefix=prefix)
+
+    return type(name, (base,), {"__init__": __init__, "__module__": __name__})
+
+
+@contextmanager
+def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) -> Iterator[None]:
+    """While it lasts `make_layers` of vLLM's module shows each layer a config of its own counts. Refuses what cannot be."""
+    config = vllm_config.model_config.hf_config
+    if getattr(config, "block_configs", None) is None:
+        yield
+        return
+    counts = experts_per_layer(row, config.to_dict(), config)
+    if vllm_config.parallel_config.enable_eplb:
+        raise OptionError(
+            "layers of this model keep different numbers of experts, which --enable-eplb cannot balance; serve it without"
+        )
+    make_layers = getattr(module, "make_layers", None)
+    if make_layers is None:
+        raise UnsupportedError(
+            f"{module.__name__} of this vLLM has no make_layers, so layers cannot get counts of their own; use the version "
+            "in docs/scaling.md, or prune with --uniform"
+        )
+
+    def with_own_counts(number: int, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def build(prefix: str) -> Any:
+            with _count(config, row, counts[int(prefix.rpartition(".")[2])]):
+                return layer_fn(prefix=prefix)
+
+        return make_layers(number, build, *args, **kwargs)
+
+    module.make_layers = with_own_counts
+    try:
+        yield
+    finally:
+        module.make_layers = make_layers
+
+
+@contextmanager
+def _count(config: Any, row: Architecture, experts: int) -> Iterator[None]:
+    """The config with this expert count, and a top-k that is not above it. 0, a dense layer, changes nothing."""
+    keys = [key for key in row.experts_keys if hasattr(config, key)] if experts else []
+    top_k = row.experts_per_token_key
+    before = {key: getattr(config, key) for key in (*keys, top_k)}
+    for key in keys:
+        setattr(config, key, experts)
+    setattr(config, top_k, min(before[top_k], experts or before[top_k]))
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            setattr(config, key, value)
