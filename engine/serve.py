@@ -221,7 +221,7 @@ class _Process:
         service = self._state.loaded
         if self._interrupted or service is None:
             self._server.should_exit = self._server.force_exit = True
-            self._server.config.timeout_graceful_shutdown = 0
+            self._server.config.timeout_graceful_shutdown = 1
             if service is not None:
                 threading.Thread(target=service.engine_loop.stop, daemon=True).start()
             return

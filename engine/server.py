@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
@@ -36,6 +36,8 @@ from engine.openai_schema import (
 )
 
 DONE = b"data: [DONE]\n\n"
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""For the schema: JSON, or this."""
 CLIENT_GONE = 499
 """Nobody reads it; servers log it so."""
 
@@ -129,14 +131,14 @@ def _handle_errors(app: FastAPI, state: State) -> None:
 
 
 def _add_completions(app: FastAPI, state: State) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Continue a conversation."""
         service = state.check_model(body.model)
         asked = await run_in_threadpool(service.reader.chat, body)
         return await _answer(state, request, body, asked, ChatAnswer)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several texts."""
         service = state.check_model(body.model)
@@ -223,10 +225,10 @@ def _add_figures(app: FastAPI, state: State) -> None:
         """200 when requests are taken, 503 before and after."""
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Figures for Prometheus."""
-        return Response(await run_in_threadpool(state.service.metrics.text), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(await run_in_threadpool(state.service.metrics.text))
 
     @app.get("/v1/load")
     async def load() -> dict[str, Any]:

@@ -41,7 +41,9 @@ def served(state: State) -> Iterator[str]:
 
 
 @contextmanager
-def process(model: str | Path, *options: str, wait: bool = True, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def process(
+    model: str | Path, *options: str, wait: bool = True, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """`compress serve` on a free port, with its first line of JSON; None where it is not waited for."""
     command = [sys.executable, "-m", "cli", "serve", str(model), "--port", "0", "--json", "--threads", "1", *options]
     paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
