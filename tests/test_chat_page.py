@@ -67,7 +67,7 @@ def test_a_base_model_continues_text_and_the_figures_move(browser: Browser, stat
             r"last answer: 27 tokens at [\d.]+ tokens/s, the first after [\d.]+ s", shown(browser, "#answer")[0]
         )
         say(browser, "")
-        browser.wait_for("running === null && turns.length === 3")
+        browser.wait_for(f"running === null && turns.length === 2 && turns[1].text === {ANSWER + ANSWER!r}")
         prompts = [request.prompt for request in state.service.engine_loop.requests]  # type: ignore[attr-defined]
         assert [len(prompt) for prompt in prompts] == [3, 3 + len(ANSWER)]
         browser.wait_for("document.getElementById('read').textContent === '33'")
