@@ -169,6 +169,7 @@ class EngineLoop:
                 self._changed.notify_all()
 
     def _end_all(self) -> None:
+        self._arrived.clear()
         for state in list(self._states.values()):
             self._scheduler.cancel(state)
         self._drop_ended()

@@ -194,7 +194,7 @@ def test_logits_equal_those_of_a_plain_forward(family: str, changes: dict[str, A
 
 
 def test_frequencies_that_follow_the_length_are_each_texts_own(tmp_path: Path) -> None:
-    """A prompt of more than 12 positions is read with the long form throughout, a shorter one with the short form until 12."""
+    """A prompt of more than 12 positions is read with the long form throughout, a shorter one with the short form."""
     save_reference("llama", tmp_path, **LONG_ROPE)
     checkpoint = Checkpoint(tmp_path)
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))

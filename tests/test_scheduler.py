@@ -191,7 +191,8 @@ def test_one_bad_sequence_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyP
     """Its embedding is NaN, so that whatever it leaves in the cache is too."""
     requests = [Request(prompt(7, seed), 12, ignore_end_tokens=True) for seed in range(3)]
     alone = [serve(engine, request)[0] for request in requests]
-    bad = next(token for token in range(3, 250) if all(token not in (*r.prompt, *a.tokens) for r, a in zip(requests, alone)))
+    seen = {token for each in (*requests, *alone) for token in (each.prompt if isinstance(each, Request) else each.tokens)}
+    bad = min(set(range(3, 250)) - seen)
     embedding = engine.decoder.embedding_VD.data.clone()
     embedding[bad] = torch.nan
     monkeypatch.setattr(engine.decoder, "embedding_VD", torch.nn.Parameter(embedding, requires_grad=False))
