@@ -21,7 +21,7 @@ class OutOfBlocksError(Exception):
 class BlockTable:
     """Where one sequence's positions lie."""
 
-    kind: int = 0
+    kind: bytes = b""
     """Sequences of another kind share nothing with this one, whatever their tokens."""
     blocks: list[int] = field(default_factory=list)
     length: int = 0
@@ -49,7 +49,7 @@ class BlockPool:
         """Blocks that so many positions take."""
         return -(-positions // self.block_size)
 
-    def find(self, tokens: Sequence[int], kind: int = 0) -> BlockTable:
+    def find(self, tokens: Sequence[int], kind: bytes = b"") -> BlockTable:
         """The longest beginning of `tokens` that lies here in whole blocks, short of the last token. Takes nothing."""
         found = BlockTable(kind)
         for end in range(self.block_size, len(tokens), self.block_size):
@@ -118,5 +118,5 @@ class BlockPool:
 
     def _digest(self, before: BlockTable, tokens: Sequence[int]) -> bytes:
         """Of everything up to the end of the block after those that `before` has digests of."""
-        previous = before.digests[-1] if before.digests else b"%d" % before.kind
+        previous = before.digests[-1] if before.digests else sha256(before.kind).digest()
         return sha256(previous + b"".join(token.to_bytes(8, "little") for token in tokens)).digest()

@@ -74,7 +74,6 @@ class EngineLoop:
     def submit(self, request: Request, listener: Listener) -> int:
         """A number for `cancel`. Raises OptionError for what can never run here, BusyError where too many wait."""
         self._scheduler.check(request)
-        kind = self._engine.decoder.rotary.scale_of(len(request.prompt))
         with self._changed:
             if self._draining or self._stopping:
                 raise BusyError("the engine is shutting down and takes no more requests; send it to another")
@@ -82,7 +81,7 @@ class EngineLoop:
                 raise BusyError(f"{self._max_queue} requests are waiting, which is as many as may; try again later")
             number = self._next_number
             self._next_number += 1
-            state = RequestState(number, request, listener, self._surroundings, kind)
+            state = RequestState(number, request, listener, self._surroundings)
             self._states[number] = state
             self._arrived.append(state)
             self._changed.notify_all()
@@ -170,6 +169,7 @@ class EngineLoop:
                 self._changed.notify_all()
 
     def _end_all(self) -> None:
+        self._arrived.clear()
         for state in list(self._states.values()):
             self._scheduler.cancel(state)
         self._drop_ended()

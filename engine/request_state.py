@@ -37,13 +37,11 @@ class Surroundings:
 class RequestState:
     """Waiting, running or ended; it alone calls its listener, and never again after the last update."""
 
-    def __init__(self, number: int, request: Request, listener: Listener, shared: Surroundings, kind: int) -> None:
-        """`kind`: of its positions, as in BlockTable."""
+    def __init__(self, number: int, request: Request, listener: Listener, shared: Surroundings) -> None:
         self.number, self.request, self._listener = number, request, listener
         self.tokens = list(request.prompt)
         """The prompt and what followed it."""
-        self.kind = kind
-        self.table = BlockTable(kind)
+        self.table = BlockTable()
         self.timings = Timings(prompt_tokens=len(request.prompt))
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finished = False

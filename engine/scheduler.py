@@ -63,7 +63,7 @@ class Scheduler:
         """Oldest first."""
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self._unused_when_full = -1
-        """Blocks that were unused when the first of the queue found no room: there is no use in looking before that changes."""
+        """Unused blocks when the first of the queue found no room: there is no use in looking again before that changes."""
         prepare_decoding(engine.dtype, engine.device)
 
     def check(self, request: Request) -> None:
@@ -151,7 +151,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_batch_size and pool.unused != self._unused_when_full:
             state = self.waiting[0]
             known = [] if state.asks_for_prompt else state.tokens
-            found = pool.find(known, state.kind)
+            found = pool.find(known, self._kind(state))
             if pool.missing(found, len(state.tokens)) + len(self.running) > pool.unused:
                 self._unused_when_full = pool.unused
                 return
@@ -161,6 +161,11 @@ class Scheduler:
             state.table = found
             self.running.append(self.waiting.popleft())
             self._note_start(state, found.length)
+
+    def _kind(self, state: RequestState) -> bytes:
+        """What else than tokens decides on keys and values."""
+        scale = self._decoder.rotary.scale_of(len(state.request.prompt))
+        return f"{scale} {self._threshold(state)}".encode()
 
     def _note_start(self, state: RequestState, cached: int) -> None:
         if state.start(cached):
