@@ -230,6 +230,31 @@ artifact_options = together(input_options, recover_options, result_options)
 """Options of every command that calibrates and writes a smaller mixture; `densify` takes the first and the last."""
 
 
+load_options = together(
+    click.option("--server", help="URL of a running server to measure instead of a model."),
+    click.option("--api-key", envvar="COMPRESS_API_KEY", show_envvar=True, help="Of the server."),
+    click.option("--num-prompts", type=click.IntRange(min=1), default=100, show_default=True, help="Server: requests."),
+    click.option("--max-concurrency", type=click.IntRange(min=1), help="Server: requests at once.  [default: all]"),
+    click.option(
+        "--request-rate",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Server: requests a second, at random distances.  [default: all at once]",
+    ),
+    click.option(
+        "--random-input-len", type=click.IntRange(min=1), default=128, show_default=True, help="Server: tokens of a prompt."
+    ),
+    click.option(
+        "--random-output-len",
+        type=click.IntRange(min=1),
+        default=128,
+        show_default=True,
+        help="Server: tokens of answers.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Server: answers go on to their full length."),
+)
+"""Of a load test, with the names that other serving benchmarks have for them."""
+
+
 def is_first_process() -> bool:
     """False in all but one of the processes that torchrun started: they are silent."""
     return os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
@@ -928,8 +953,8 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
 def serve(common: Common, **options: Any) -> dict[str, Any]:
     """Serve MODEL over HTTP, to any client of OpenAI's interface, and a page to try it on.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). With --json, one object with `url`
-    and `model` is printed as soon as requests are taken.
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). With --json, one object with
+    `url` and `model` is printed as soon as requests are taken.
     """
     from engine.serve import ServeOptions
     from engine.serve import serve as run
@@ -984,11 +1009,27 @@ def serve(common: Common, **options: Any) -> dict[str, Any]:
     multiple=True,
     help="torch is ours; may be given several times.  [default: torch]",
 )
+@click.option(
+    "--concurrency",
+    type=Several(click.IntRange(min=1), "N[,N…]"),
+    help="Instead: so many requests at once through the scheduler of `compress serve`, of one model.",
+)
+@load_options
 @common_options
 def bench(common: Common, **options: Any) -> dict[str, Any]:
-    """Measure tokens/s and memory of one or more models, side by side, each in its own process."""
-    from engine.bench import bench_models, format_rows
+    """Measure tokens/s and memory of one or more models, side by side, each in its own process.
 
+    With --server, measure a running server instead, as its clients see it; with --concurrency, the scheduler.
+    """
+    from engine.bench import bench_models, format_rows
+    from engine.errors import OptionError
+
+    if options["server"] and (options["models"] or options["concurrency"]):
+        raise OptionError("--server measures the model that runs there; leave out models and --concurrency")
+    if options["server"]:
+        return _bench_server(common, options)
+    if options["concurrency"]:
+        return _bench_concurrency(common, options)
     rows = bench_models(
         list(options["models"]) or ["demo"],
         list(options["backend"]) or ["torch"],
@@ -1005,6 +1046,55 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
         seed=common.seed,
     )
     say(common, format_rows(rows, options["output_format"]))
+    return {"rows": rows}
+
+
+def _bench_server(common: Common, options: dict[str, Any]) -> dict[str, Any]:
+    from engine.load_test import LoadOptions, load_test, result_block
+
+    names = [field.name for field in fields(LoadOptions) if field.name != "seed"]
+    figures = load_test(LoadOptions(**{name: options[name] for name in names}, seed=common.seed))
+    say(common, result_block(figures))
+    for error in figures["errors"]:
+        say(common, f"failed: {error}")
+    return figures
+
+
+def _bench_concurrency(common: Common, options: dict[str, Any]) -> dict[str, Any]:
+    from engine.bench_concurrency import bench_concurrency
+    from engine.errors import OptionError
+    from engine.generate import Engine
+
+    if len(options["models"]) > 1 or options["backend"]:
+        raise OptionError("--concurrency measures one model, and our own scheduler; leave out --backend and other models")
+    engine = Engine.open(
+        next(iter(options["models"]), "demo"),
+        device=common.device,
+        dtype=common.dtype,
+        threads=common.threads,
+        skip_threshold=options["skip_threshold"],
+        skip_min_experts=options["skip_min_experts"],
+    )
+    rows = bench_concurrency(
+        engine,
+        options["concurrency"],
+        prompt_tokens=options["prompt_tokens"],
+        generated_tokens=options["generated_tokens"],
+        repetitions=options["repetitions"],
+        seed=common.seed,
+    )
+    head = ["requests", "tokens/s", "of the first", "prefill tokens/s", "KV cache"]
+    cells = [
+        [
+            str(row["concurrency"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['ratio_to_first']:.2f}×",
+            f"{row['prefill_tokens_per_second']:.1f}",
+            size(row["kv_cache_bytes"]),
+        ]
+        for row in rows
+    ]
+    say(common, table([head, *cells]))
     return {"rows": rows}
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -340,3 +343,13 @@ def test_documentation_needs_nothing_from_elsewhere(url: str) -> None:
     assert "422" not in {
         status for methods in schema["paths"].values() for about in methods.values() for status in about["responses"]
     }
+
+
+def test_the_client_of_npm(url: str) -> None:
+    """Runs where its package is: `npm install openai` in a directory that NODE_PACKAGES names."""
+    node, packages = shutil.which("node"), os.environ.get("NODE_PACKAGES", str(Path.home()))
+    if node is None or not (Path(packages) / "node_modules" / "openai").is_dir():
+        pytest.skip("there is no node, or no openai package in the directory that NODE_PACKAGES names")
+    script = str(Path(__file__).with_name("openai_npm.mjs"))
+    result = subprocess.run([node, script, url], cwd=packages, capture_output=True, text=True, check=False)
+    assert result.stdout == "ok\n", result.stderr
