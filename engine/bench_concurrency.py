@@ -20,7 +20,7 @@ BLOCK_POSITIONS = 64
 
 def bench_concurrency(
     engine: Engine,
-    concurrencies: Sequence[int],
+    counts: Sequence[int],
     *,
     prompt_tokens: int,
     generated_tokens: int,
@@ -48,10 +48,7 @@ def bench_concurrency(
     try:
         chosen = random.Random(seed)
         rounds = [
-            [
-                _run(engine_loop, config.vocabulary_size, count, prompt_tokens, generated_tokens, chosen)
-                for count in concurrencies
-            ]
+            [_run(engine_loop, config.vocabulary_size, count, prompt_tokens, generated_tokens, chosen) for count in counts]
             for _ in range(repetitions + 1)
         ]
         load = engine_loop.load()

@@ -11,7 +11,7 @@ import pytest
 from browser_for_tests import CHROMIUM, Browser
 from conftest import save_reference
 from scripted_loop import ScriptedLoop
-from server_for_tests import served
+from server_for_tests import served, wait_for
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from engine.generate import Engine
@@ -96,7 +96,8 @@ def test_a_chat_has_turns_and_can_be_stopped(browser: Browser, state: State, eng
             browser.value("document.getElementById('go').click()")
             browser.wait_for("running === null")
             browser.value("document.getElementById('clear').click()")
-            assert shown(browser, ".turn") == [] and loop.cancelled == [2]
+            assert shown(browser, ".turn") == []
+            wait_for(lambda: loop.cancelled == [2])
     finally:
         engine.tokenizer.chat_template = None
 
