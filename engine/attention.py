@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.architectures import DecoderConfig
 from engine.errors import CheckpointError
 from engine.kv_cache import KeyValueCache
-from engine.linear import as_bfloat16, compiled_kernels, is_emulated, linear, linears, multiplies_bfloat16
+from engine.linear import as_bfloat16, compiled_kernels, is_decoding, is_emulated, linear, linears, multiplies_bfloat16
 from engine.paged_cache import PagedBatch
 
 Cache = KeyValueCache | PagedBatch
@@ -186,7 +186,7 @@ class Attention(nn.Module):
         key = self._heads(projected[1], self.key_norm, self.key_heads)
         value = self._heads(projected[2], None, self.key_heads)
         if (kernels := self._kernels(query, positions, cache)) is not None:
-            assert isinstance(cache, KeyValueCache)
+            assert cache is not None
             mixed = self._attend_compiled(kernels, (query, key, value), positions, cache)
             return linear(mixed, self.output, self.output_bias)
         query = rotate(query, positions.cosine, positions.sine)
@@ -210,27 +210,26 @@ class Attention(nn.Module):
         return torch.cat(mixed)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
-        """The compiled kernels, for the next position of one sequence."""
-        if not isinstance(cache, KeyValueCache) or positions.is_padded or query.shape[0] * query.shape[2] != 1:
+        """The compiled kernels, for the next position of a few sequences."""
+        if cache is None or positions.is_padded or query.shape[2] != 1 or query.dtype != torch.bfloat16:
             return None
-        return compiled_kernels(1, query, positions.cosine, cache.keys)
+        return compiled_kernels(query.shape[0], positions.cosine)
 
     def _attend_compiled(
-        self, kernels: Any, query_key_value: tuple[Tensor, ...], positions: Positions, cache: KeyValueCache
+        self, kernels: Any, query_key_value: tuple[Tensor, ...], positions: Positions, cache: Cache
     ) -> Tensor:
-        assert cache.length < cache.capacity
-        keys, values = cache.bits
-        first = first_seen(cache.length, self.window)
+        batch, heads, _, size = query_key_value[0].shape
+        angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in positions[:2]]
         mixed = kernels.attend(
-            tuple(tensor.data_ptr() for tensor in query_key_value),
-            (positions.cosine.data_ptr(), positions.sine.data_ptr()),
-            keys[self.layer, 0],
-            values[self.layer, 0],
-            cache.length,
-            first,
-            self.query_heads * self.head_dimension,
+            [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
+            [tensor.stride(0) for tensor in query_key_value],
+            cache.addresses(self.layer),
+            (batch, heads, self.key_heads, size),
+            cache.group_stride,
+            cache.places,
+            self.window,
         )
-        return as_bfloat16(mixed).view(1, 1, -1)
+        return as_bfloat16(mixed).view(batch, 1, -1)
 
     def _heads(self, projected: Tensor, norm: Tensor | None, heads: int) -> Tensor:
         if norm is not None and self.qk_norm == "full":
@@ -297,8 +296,9 @@ def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int,
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) · weight over the last dimension, the mean square taken in float32 or better (Zhang & Sennrich 2019)."""
-    if x.numel() == x.shape[-1] and (kernels := compiled_kernels(1, x, weight)) is not None:
-        return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, x.numel())).view(x.shape)
+    if is_decoding() and (kernels := compiled_kernels(x.shape[0], x, weight)) is not None:
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, epsilon)
     wide = x.float()

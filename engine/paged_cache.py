@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,6 +89,23 @@ class PagedBatch:
         places = zip(self._tables, self.positions_BL.tolist(), strict=True)
         slots = [table.blocks[place // size] * size + place % size for table, row in places for place in row]
         return torch.tensor(slots, device=self.cache.keys_GSE[0].device)
+
+    def addresses(self, layer: int) -> list[int]:
+        """Of one layer's keys and values, for the compiled kernels."""
+        return [self.cache.keys_GSE[layer].data_ptr(), self.cache.values_GSE[layer].data_ptr()]
+
+    @cached_property
+    def places(self) -> tuple[Any, Any, int]:
+        """The same for all layers: blocks int64 [B, M], positions filled int64 [B], and positions of a block."""
+        blocks_BM = np.zeros((len(self._tables), max(len(table.blocks) for table in self._tables)), np.int64)
+        for row, table in enumerate(self._tables):
+            blocks_BM[row, : len(table.blocks)] = table.blocks
+        return blocks_BM, np.array(self.past), self.cache.pool.block_size
+
+    @property
+    def group_stride(self) -> int:
+        """Values from one group to the next."""
+        return int(self.cache.keys_GSE[0].stride(0))
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> None:
         """Write one layer's new positions."""
