@@ -210,7 +210,7 @@ def _added_up(builder: Any, vectors: list[Any]) -> list[Any]:
 
 
 def _weigh(rows: int, size: int) -> Any:
-    """A function of (address of P vectors of bfloat16, values from one to the next, P, address of R rows of P float32 weights,
+    """A function of (address of P bfloat16 vectors, values from one to the next, P, address of R rows of P float32 weights,
     values from one row to the next, address of the results, stride).
 
     Σ_p weight_rp · vector_p, of `size` values, is added to the float32 results of row r, at `r · stride`.
@@ -328,16 +328,16 @@ def _products(x_address: Any, rows: Any, weights_M: Any, ends_M: Any, inputs: An
     """y = [x·W_0ᵀ, x·W_1ᵀ, …]; ends_M: where each matrix's rows end in a row of y."""
     x_TI = _wide_vector(x_address, rows * inputs)
     begin, blocks = 0, 0
-    for matrix in range(ends_M.shape[0]):
-        blocks += (ends_M[matrix] - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
-        begin = ends_M[matrix]
+    for end in ends_M:
+        blocks += (end - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
+        begin = end
     matrix_of, first_of = np.empty(blocks, np.int64), np.empty(blocks, np.int64)
-    begin, block = 0, 0
-    for matrix in range(ends_M.shape[0]):
-        for first in range(begin, ends_M[matrix], BLOCK_ROWS):
+    begin = block = 0
+    for matrix, end in enumerate(ends_M):
+        for first in range(begin, end, BLOCK_ROWS):
             matrix_of[block], first_of[block] = matrix, first
             block += 1
-        begin = ends_M[matrix]
+        begin = end
     for block in numba.prange(blocks):  # each thread takes one run of consecutive blocks
         matrix, first = matrix_of[block], first_of[block]
         begin = ends_M[matrix - 1] if matrix else 0
@@ -365,11 +365,11 @@ def _swiglu(x_address: Any, experts_N3: Any, chosen_TS: Any, weights_TS: Any, wi
         used += ends_N[expert + 1] > 0
         ends_N[expert + 1] += ends_N[expert]
     used_N, begins_N = np.empty(used, np.int64), ends_N[:-1].copy()
-    used = 0
+    place = 0
     for expert in range(experts_N3.shape[0]):
         if ends_N[expert + 1] > ends_N[expert]:
-            used_N[used] = expert
-            used += 1
+            used_N[place] = expert
+            place += 1
     members = ends_N[-1]
     x_MD, middle_MF = np.empty((members, hidden), np.float32), np.empty((members, width), np.float32)
     place_TS = np.empty((tokens, slots), np.int64)
