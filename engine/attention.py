@@ -50,6 +50,8 @@ class Rotary:
         self._dimension = config.head_dimension
         parameters = self._config.rope_parameters
         self.kind: str = parameters.get("rope_type", "default")
+        self.varies = self.kind in ("dynamic", "longrope")
+        """Frequencies depend on the length of the text."""
         self._theta: Any = parameters.get("rope_theta")
         self._original_max: int = parameters.get("original_max_position_embeddings", config.max_positions)
         self._max_positions = config.max_positions
@@ -92,7 +94,7 @@ class Rotary:
 
         lengths_BL: of the text that each position is read as part of; None for the longest of this call.
         """
-        if self.kind not in ("dynamic", "longrope"):
+        if not self.varies:
             return self._turns(positions_BL, dtype, 0)
         if lengths_BL is None:
             return self._turns(positions_BL, dtype, self.scale_of(int(positions_BL.max()) + 1))

@@ -10,7 +10,7 @@ gate network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,39 +64,42 @@ class CompiledExperts:
     """All chosen experts of a few tokens in one compiled call. Remembers where their weights lie."""
 
     def __init__(self) -> None:
-        self._ends: tuple[Tensor, Tensor] | None = None
+        self._experts: Any = None
+        self._weights: list[Tensor] = []
         self._table_N3 = np.empty((0, 3), np.uint64)
         self._width = 0
         """0 for experts that the kernels cannot serve."""
 
-    def __call__(self, x_TD: Tensor, experts: Sequence[Expert], chosen_TS: Any, weights_TS: Any) -> Tensor | None:
-        """Σ_s weight_s · FFN_s(x), [T, D]; None where it is torch's turn. chosen_TS and weights_TS: NumPy arrays."""
+    def __call__(self, x_TD: Tensor, experts: Any, chosen_TS: Any, weights_TS: Any) -> Tensor | None:
+        """Σ_s weight_s · FFN_s(x), [T, D]; None where it is torch's turn.
+
+        experts: a list of modules, or a tuple; chosen_TS and weights_TS: NumPy arrays.
+        """
         tokens, hidden = x_TD.shape
         kernels = compiled_kernels(tokens, x_TD)
-        if kernels is None or not self._looked_up(experts):
+        if kernels is None:
             return None
-        return as_bfloat16(kernels.swiglu(x_TD.data_ptr(), self._table_N3, chosen_TS, weights_TS, hidden, self._width))
+        if not self._knows(experts):
+            self._look_up(experts)
+        if not self._width:
+            return None
+        made = kernels.swiglu(x_TD.data_ptr(), self._table_N3, chosen_TS, weights_TS, hidden, self._width)
+        return as_bfloat16(made)
 
-    def _looked_up(self, experts: Sequence[Expert]) -> bool:
-        """Whether the kernels can serve them. Weights are moved or replaced all together or not at all."""
-        first, last = experts[0].gate_FD, experts[-1].down_DF
-        if (
-            self._ends is not None
-            and first is self._ends[0]
-            and last is self._ends[1]
-            and len(experts) == len(self._table_N3)
-            and first.data_ptr() == self._table_N3[0, 0]
-            and last.data_ptr() == self._table_N3[-1, 2]
-        ):
-            return self._width > 0
-        weights = [expert.projections for expert in experts]
-        every = [weight for expert in weights for weight in expert]
-        alike = all(each[0].shape == first.shape for each in weights)
-        usable = alike and all(w.dtype == torch.bfloat16 and w.is_cpu and w.is_contiguous() for w in every)
-        self._ends = first, last
+    def _knows(self, experts: Any) -> bool:
+        """Whether these are still the same: weights are moved all together or not at all."""
+        if self._experts != experts or 3 * len(experts) != len(self._weights):
+            return False
+        first, last = self._weights[0].data_ptr(), self._weights[-1].data_ptr()
+        return bool(first == self._table_N3[0, 0] and last == self._table_N3[-1, 2])
+
+    def _look_up(self, experts: Any) -> None:
+        every = [weight for expert in experts for weight in expert.projections]
+        self._experts, self._weights = experts, every
         self._table_N3 = np.array([weight.data_ptr() for weight in every], np.uint64).reshape(-1, 3)
-        self._width = first.shape[0] if usable else 0
-        return usable
+        usable = all(w.dtype == torch.bfloat16 and w.is_cpu and w.is_contiguous() for w in every)
+        widths = {gate.shape[0] for gate in every[::3]}
+        self._width = widths.pop() if usable and len(widths) == 1 else 0
 
 
 class MoeBlock(nn.Module):
@@ -149,8 +152,7 @@ class MoeBlock(nn.Module):
     def _routed(self, x_TD: Tensor, selection: Selection) -> Tensor:
         if is_decoding() and self.expert_observer is None and selection.experts.is_cpu:
             chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
-            experts: Any = self.experts
-            if (y_TD := self._compiled(x_TD, experts, chosen, weights)) is not None:
+            if (y_TD := self._compiled(x_TD, self.experts, chosen, weights)) is not None:
                 return y_TD
         return route_through(x_TD, selection, self.experts, self.expert_observer)
 

@@ -7,8 +7,8 @@ They take addresses: a weight's bits are read where they lie, and nothing is wra
 `engine/linear.py` checks and calls them.
 
 Products are written as LLVM instructions, because a compiler that vectorises a loop adds up in another order for each
-number of vectors. Here there is one order, so that what a sequence gets does not depend on what is computed beside it. All is
-in one file, because Numba looks at no other for whether what it kept on disk is still current.
+number of vectors. Here there is one order, so that what a sequence gets does not depend on what is computed beside it. All
+is in one file, because Numba looks at no other for whether what it kept on disk is still current.
 
 Optional (`pip install moe-compress[fast]`); without Numba the same products run in torch.
 
@@ -157,7 +157,7 @@ def _at(builder: Any, address: Any, index: Any, size: int) -> Any:
 
 
 def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4 if kind in (_FLOAT, _FLOATS) else 2)
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
 
 
 def _widened(builder: Any, address: Any, size: int) -> Any:
@@ -209,6 +209,46 @@ def _added_up(builder: Any, vectors: list[Any]) -> list[Any]:
     return [builder.extract_element(ones, _INT(place)) for place in range(4)]
 
 
+def _weigh(rows: int, size: int) -> Any:
+    """A function of (address of P bfloat16 vectors, values from one to the next, P, address of R rows of P float32 weights,
+    values from one row to the next, address of the results, stride).
+
+    Σ_p weight_rp · vector_p, of `size` values, is added to the float32 results of row r, at `r · stride`.
+    """
+    kind = _many(_FLOAT, size)
+
+    def weigh(
+        context: Any, x_PE: Any, step: Any, count: Any, weights_RP: Any, weight_stride: Any, results: Any, stride: Any
+    ) -> Any:
+        integers, addresses = (types.int64, types.int64), types.uint64
+        return types.void(addresses, *integers, addresses, types.int64, addresses, types.int64), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x_address, step, count, weight_address, weight_stride, result_address, stride = arguments
+        weight_rows = [_at(builder, weight_address, builder.mul(weight_stride, _INDEX(r)), 4) for r in range(rows)]
+        places = [_at(builder, result_address, builder.mul(stride, _INDEX(r)), 4) for r in range(rows)]
+
+        def add(index: Any, sums: list[Any]) -> list[Any]:
+            x = _widened(builder, _at(builder, x_address, builder.mul(index, step), 2), size)
+            weights = [_repeated(builder, _load(builder, _at(builder, row, index, 4), _FLOAT), size) for row in weight_rows]
+            products = [builder.fmul(weight, x, flags=("contract",)) for weight in weights]
+            return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, products, strict=True)]
+
+        sums = _loop(builder, _INDEX(0), count, 1, [_load(builder, place, kind) for place in places], add)
+        for place, total in zip(places, sums, strict=True):
+            builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return intrinsic(weigh)
+
+
+def _repeated(builder: Any, value: Any, size: int) -> Any:
+    if size == 1:
+        return value
+    one = builder.insert_element(ir.Constant(_many(_FLOAT, size), ir.Undefined), value, _INT(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT, size), [0] * size))
+
+
 _FOUR_TIMES_ONE, _FOUR_TIMES_TWO, _FOUR_TIMES_FOUR = _tile(4, 1), _tile(4, 2), _tile(4, 4)
 _ONE_TIMES_ONE, _ONE_TIMES_TWO, _ONE_TIMES_FOUR = _tile(1, 1), _tile(1, 2), _tile(1, 4)
 
@@ -243,6 +283,41 @@ def _multiply(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, 
         row += vectors
 
 
+_FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = _weigh(4, 64), _weigh(1, 64), _weigh(4, 16), _weigh(1, 16)
+_ONE_OF_ONE = _weigh(1, 1)
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _add_weighed(x: Any, size: Any, count: Any, weights: Any, positions: Any, rows: Any, results: Any) -> None:
+    """Add `count` bfloat16 vectors of `size` at `x`, each times its weight, to `rows` float32 results side by side."""
+    row = 0
+    while row < rows:
+        four = row + 4 <= rows
+        w = weights + np.uint64(4) * np.uint64(row * positions)
+        first = 0
+        while first < size:
+            v = x + np.uint64(2) * np.uint64(first)
+            y = results + np.uint64(4) * np.uint64(row * size + first)
+            if first + 64 <= size:
+                if four:
+                    _FOUR_OF_MANY(v, size, count, w, positions, y, size)
+                else:
+                    _ONE_OF_MANY(v, size, count, w, positions, y, size)
+                first += 64
+            elif first + 16 <= size:
+                if four:
+                    _FOUR_OF_SOME(v, size, count, w, positions, y, size)
+                else:
+                    _ONE_OF_SOME(v, size, count, w, positions, y, size)
+                first += 16
+            else:
+                for more in range(4 if four else 1):
+                    own = np.uint64(4) * np.uint64(more)
+                    _ONE_OF_ONE(v, size, count, w + own * np.uint64(positions), positions, y + own * np.uint64(size), size)
+                first += 1
+        row += 4 if four else 1
+
+
 @_inline
 def _address(array: Any) -> Any:
     return np.uint64(array.ctypes.data)
@@ -253,16 +328,16 @@ def _products(x_address: Any, rows: Any, weights_M: Any, ends_M: Any, inputs: An
     """y = [x·W_0ᵀ, x·W_1ᵀ, …]; ends_M: where each matrix's rows end in a row of y."""
     x_TI = _wide_vector(x_address, rows * inputs)
     begin, blocks = 0, 0
-    for matrix in range(ends_M.shape[0]):
-        blocks += (ends_M[matrix] - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
-        begin = ends_M[matrix]
+    for end in ends_M:
+        blocks += (end - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
+        begin = end
     matrix_of, first_of = np.empty(blocks, np.int64), np.empty(blocks, np.int64)
-    begin, block = 0, 0
-    for matrix in range(ends_M.shape[0]):
-        for first in range(begin, ends_M[matrix], BLOCK_ROWS):
+    begin = block = 0
+    for matrix, end in enumerate(ends_M):
+        for first in range(begin, end, BLOCK_ROWS):
             matrix_of[block], first_of[block] = matrix, first
             block += 1
-        begin = ends_M[matrix]
+        begin = end
     for block in numba.prange(blocks):  # each thread takes one run of consecutive blocks
         matrix, first = matrix_of[block], first_of[block]
         begin = ends_M[matrix - 1] if matrix else 0
@@ -290,11 +365,11 @@ def _swiglu(x_address: Any, experts_N3: Any, chosen_TS: Any, weights_TS: Any, wi
         used += ends_N[expert + 1] > 0
         ends_N[expert + 1] += ends_N[expert]
     used_N, begins_N = np.empty(used, np.int64), ends_N[:-1].copy()
-    used = 0
+    place = 0
     for expert in range(experts_N3.shape[0]):
         if ends_N[expert + 1] > ends_N[expert]:
-            used_N[used] = expert
-            used += 1
+            used_N[place] = expert
+            place += 1
     members = ends_N[-1]
     x_MD, middle_MF = np.empty((members, hidden), np.float32), np.empty((members, width), np.float32)
     place_TS = np.empty((tokens, slots), np.int64)
@@ -429,17 +504,15 @@ def _attend(
             for place in range(positions):
                 scores_RP[head, place] = _exp(scores_RP[head, place] - largest)
                 total_R[head] += scores_RP[head, place]
-        sum_RE, wide_E = np.zeros((per_group, size), np.float32), np.empty(size, np.float32)
-        for place in range(first, past + 1):
+        sum_RE = np.zeros((per_group, size), np.float32)
+        place = first
+        while place <= past:
+            count = min(block_size - place % block_size, past + 1 - place)
             slot = blocks_BM[sequence, place // block_size] * block_size + place % block_size
             values = cache_2[1] + np.uint64(2) * np.uint64(group * group_stride + slot * size)
-            bits_E = numba.carray(_pointer(values), (size,))
-            for index in range(size):
-                wide_E[index] = _widen(bits_E[index])
-            for head in range(per_group):
-                weight = scores_RP[head, place - first]
-                for index in range(size):
-                    sum_RE[head, index] += weight * wide_E[index]
+            weights = _address(scores_RP) + np.uint64(4) * np.uint64(place - first)
+            _add_weighed(values, size, count, weights, positions, per_group, _address(sum_RE))
+            place += count
         for head in range(per_group):
             for index in range(size):
                 mixed_BHE[sequence, group * per_group + head, index] = _narrow(sum_RE[head, index] / total_R[head])

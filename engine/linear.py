@@ -1,9 +1,9 @@
 """x·Wᵀ for weights stored in half precision, at the speed that the processor allows.
 
 The few rows of decoding are bound by memory: in bfloat16 they go through compiled kernels where Numba is installed
-(gemv.py), and through torch otherwise. Many rows go through torch, except on processors that only emulate bfloat16 arithmetic
-(on AVX2 a product of 512 rows runs 8 times slower than the same in float32): there they widen the weight a block at a time
-into a small buffer that stays in cache and multiply in float32, which is also the more exact result.
+(gemv.py), and through torch otherwise. Many rows go through torch, except on processors that only emulate bfloat16
+arithmetic (on AVX2 a product of 512 rows runs 8 times slower than the same in float32): there they widen the weight a block
+at a time into a small buffer that stays in cache and multiply in float32, which is also the more exact result.
 
 Shape suffixes: T rows, I input features, O output features, D hidden, F expert width.
 """
@@ -58,9 +58,9 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         return [_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = [weight.shape[0] for weight in weights]
     addresses = [weight.data_ptr() for weight in weights]
-    y_TO = as_bfloat16(kernels.products(x.data_ptr(), rows, addresses, outputs, x.shape[-1]))
-    pieces = y_TO.view(*x.shape[:-1], -1).split(outputs, dim=-1)
-    return [y if bias is None else y + bias for y, bias in zip(pieces, biases, strict=True)]
+    y = as_bfloat16(kernels.products(x.data_ptr(), rows, addresses, outputs, x.shape[-1])).view(*x.shape[:-1], -1)
+    pieces = (y,) if len(outputs) == 1 else y.split_with_sizes(outputs, dim=-1)
+    return [piece if bias is None else piece + bias for piece, bias in zip(pieces, biases, strict=True)]
 
 
 def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -85,9 +85,10 @@ def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
     """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None."""
     if not is_decoding() or not 1 <= rows <= COMPILED_MAX_ROWS:
         return None
-    if any(t.dtype != torch.bfloat16 or not t.is_cpu or not t.is_contiguous() for t in tensors):
-        return None
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    for tensor in tensors:
+        if tensor.dtype != torch.bfloat16 or not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
     kernels = _load_kernels()
     threads = torch.get_num_threads()

@@ -133,7 +133,8 @@ def positions_for(
 
 def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_BLD: Tensor) -> Positions:
     """The same for sequences of different lengths; what lies before a window is not even among their keys."""
-    cosine, sine = rotary(cache.positions_BL.to(x_BLD.device), x_BLD.dtype, cache.lengths_BL)
+    lengths_BL = cache.lengths_BL if rotary.varies else None
+    cosine, sine = rotary(cache.positions_BL.to(x_BLD.device), x_BLD.dtype, lengths_BL)
     windows = {layer.window for layer in config.layers}
     masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
     if cache.new > 1:

@@ -74,9 +74,13 @@ class PagedBatch:
         """`read_as`: the length of the text that a position is read as part of (rotary scalings look at it), at least."""
         self.cache, self.new = cache, new
         self.past = [table.length for table in tables]
-        self._tables = tables
+        self._tables, self._read_as = tables, read_as
         self.positions_BL = torch.tensor([list(range(past, past + new)) for past in self.past])
-        self.lengths_BL = (self.positions_BL + 1).maximum(torch.tensor(read_as)[:, None])
+
+    @property
+    def lengths_BL(self) -> Tensor:
+        """Of the text that each position is read as part of."""
+        return (self.positions_BL + 1).maximum(torch.tensor(self._read_as)[:, None])
 
     @cached_property
     def _slots(self) -> list[slice | Tensor]:

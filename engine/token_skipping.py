@@ -27,6 +27,8 @@ class TokenSkipping:
         own = [block.routing for block in engine.decoder.moe_blocks]
         self._plain = [routing.base if isinstance(routing, Skipping) else routing for routing in own]
         self._skipping = [routing for routing in own if isinstance(routing, Skipping)]
+        self._always_plain = not self._skipping and engine.skip_counter is None
+        """The blocks have their plain rules, and nobody watches them."""
         self.own_threshold = _number(self._skipping[0].threshold) if self._skipping else 0.0
         """Of requests that ask for none."""
         if not self._skipping and own and (tables := load_skip_tables(engine.checkpoint.directory, config)) is not None:
@@ -55,6 +57,9 @@ class TokenSkipping:
         """Let each token of the forward inside have its own threshold, and count."""
         if not any(thresholds):
             self._tokens += len(thresholds)
+            if self._always_plain:
+                yield
+                return
             with routed_by(self._decoder, self._plain), self._counted(None):
                 yield
             return
