@@ -12,10 +12,8 @@ from typing import Any
 from engine.errors import CompressError, OptionError
 from engine.generate import Engine
 from engine.loop import EngineLoop
+from engine.paged_cache import BLOCK_SIZE, position_bytes
 from engine.request import Request, Update
-
-BLOCK_POSITIONS = 64
-"""At least as many as a block of the cache has."""
 
 
 def bench_concurrency(
@@ -36,11 +34,9 @@ def bench_concurrency(
         raise OptionError("this test needs a prompt of at least 1 token and at least 2 new ones; give -p and -n")
     length, most = prompt_tokens + generated_tokens, max(counts)
     config = engine.checkpoint.config
-    item_bytes = engine.decoder.embedding_VD.element_size()
-    position = 2 * len(config.layers) * config.key_value_heads * config.head_dimension * item_bytes
     engine_loop = EngineLoop(
         engine,
-        kv_cache_bytes=(most + 1) * (length + BLOCK_POSITIONS) * position,
+        kv_cache_bytes=most * (length + BLOCK_SIZE) * position_bytes(config, engine.dtype),
         max_batch_size=most,
         max_model_length=length,
     )

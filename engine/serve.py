@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from engine.loop import EngineLoop
+from engine.paged_cache import BLOCK_SIZE, position_bytes
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 LAST_BYTES_SECONDS = 10
@@ -37,8 +38,6 @@ LAST_BYTES_SECONDS = 10
 KEEP_ALIVE_SECONDS = 75
 SPARE_MEMORY_SHARE = 0.25
 """Of what is free, for keys and values, where no size is given."""
-BLOCK_POSITIONS = 64
-"""At least as many as a block of the cache has: a sequence's last one may be almost empty."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,8 @@ def load(options: ServeOptions) -> Service:
 def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
     """Room for a full batch of the longest sequences, within a share of free memory, and for one of them in any case."""
     config = engine.checkpoint.config
-    positions = (options.max_model_length or config.max_positions) + BLOCK_POSITIONS
-    item_bytes = torch.empty(0, dtype=engine.dtype).element_size()
-    sequence = 2 * len(config.layers) * config.key_value_heads * config.head_dimension * item_bytes * positions
+    positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
+    sequence = position_bytes(config, engine.dtype) * positions
     on_gpu = engine.device.type == "cuda"
     free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else psutil.virtual_memory().available
     return max(sequence, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free)))

@@ -165,9 +165,9 @@ def test_who_else_may_come(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_cache_holds_a_full_batch_or_what_memory_allows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.open(directory, device="cpu")
-    sequence = 2 * 3 * 2 * 8 * 4 * (4096 + 64)  # keys and values, layers, heads, their width, bytes, positions
+    sequence = 2 * 3 * 2 * 8 * 4 * (4096 + 32)  # keys and values, layers, heads, their width, bytes, positions
     assert default_kv_cache_bytes(engine, ServeOptions(max_batch_size=3)) == 3 * sequence
-    assert default_kv_cache_bytes(engine, ServeOptions(max_model_length=192)) == 16 * sequence // 4160 * 256
+    assert default_kv_cache_bytes(engine, ServeOptions(max_model_length=224)) == 16 * sequence // 4128 * 256
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 10 * sequence}))
     assert default_kv_cache_bytes(engine, ServeOptions()) == 10 * sequence // 4
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0}))
