@@ -86,17 +86,17 @@ def test_while_the_model_loads_all_is_503(directory: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with process(directory, "--port", str(port), wait=False) as (server, _):
-        url, statuses = f"http://127.0.0.1:{port}", set()
+        url, statuses, short = f"http://127.0.0.1:{port}", set(), LONG | {"max_tokens": 1}
 
         def answered() -> bool:
             try:
-                answer = httpx2.get(f"{url}/health")
+                answer = httpx2.get(f"{url}/health", timeout=60)
             except httpx2.ConnectError:
                 return False
             statuses.add(answer.status_code)
             if answer.status_code == 503:
                 assert answer.json()["error"]["code"] == "loading"
-                assert httpx2.post(f"{url}/v1/completions", json=LONG).status_code in (200, 503)
+                assert httpx2.post(f"{url}/v1/completions", json=short, timeout=60).status_code in (200, 503)
             return answer.status_code == 200
 
         wait_for(answered, seconds=60)
