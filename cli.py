@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -86,7 +87,7 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             sys.exit(130)
-        if as_json and is_first_process():
+        if as_json and result and is_first_process():
             click.echo(json.dumps(result, allow_nan=False))
 
     return run
@@ -229,6 +230,31 @@ artifact_options = together(input_options, recover_options, result_options)
 """Options of every command that calibrates and writes a smaller mixture; `densify` takes the first and the last."""
 
 
+load_options = together(
+    click.option("--server", help="URL of a running server to measure instead of a model."),
+    click.option("--api-key", envvar="COMPRESS_API_KEY", show_envvar=True, help="Of the server."),
+    click.option("--num-prompts", type=click.IntRange(min=1), default=100, show_default=True, help="Server: requests."),
+    click.option("--max-concurrency", type=click.IntRange(min=1), help="Server: requests at once.  [default: all]"),
+    click.option(
+        "--request-rate",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Server: requests a second, at random distances.  [default: all at once]",
+    ),
+    click.option(
+        "--random-input-len", type=click.IntRange(min=1), default=128, show_default=True, help="Server: tokens of a prompt."
+    ),
+    click.option(
+        "--random-output-len",
+        type=click.IntRange(min=1),
+        default=128,
+        show_default=True,
+        help="Server: tokens of answers.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Server: answers go on to their full length."),
+)
+"""Of a load test, with the names that other serving benchmarks have for them."""
+
+
 def is_first_process() -> bool:
     """False in all but one of the processes that torchrun started: they are silent."""
     return os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
@@ -300,6 +326,19 @@ class Several(click.ParamType[tuple[Any, ...]]):
         if isinstance(value, tuple):
             return value
         return tuple(self.one.convert(item.strip(), param, ctx) for item in str(value).split(","))
+
+
+class ByteSize(click.ParamType[int]):
+    """A size such as 500MB, 2GB or 1.5GiB, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Without a unit it is bytes."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
+        if match is None or (match[3] and not match[2]) or float(match[1]) == 0:
+            self.fail(f"{value!r} is not a size; write it like 500MB, 2GB or 1.5GiB", param, ctx)
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -878,6 +917,84 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
 
 
 @main.command()
+@click.argument("model", default="demo")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="To listen on; 0 for a free one."
+)
+@click.option(
+    "--api-key",
+    envvar="COMPRESS_API_KEY",
+    show_envvar=True,
+    help="That clients have to send. Others can read a command line; they cannot read the variable.",
+)
+@click.option("--served-model-name", help="By which clients ask for MODEL.  [default: MODEL, of a directory its name]")
+@click.option(
+    "--max-queue", type=click.IntRange(min=1), default=256, show_default=True, help="Requests that may wait; more get 429."
+)
+@click.option(
+    "--max-batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Requests answered at the same time."
+)
+@click.option("--max-model-len", type=click.IntRange(min=1), help="Tokens of prompt and answer.  [default: the model's]")
+@click.option(
+    "--kv-cache-memory",
+    type=ByteSize(),
+    help="For keys and values, like 2GB.  [default: for a full batch, at most a quarter of what is free]",
+)
+@click.option(
+    "--request-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600,
+    show_default=True,
+    help="Seconds until a request is given up.",
+)
+@click.option(
+    "--skip-threshold",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Skip unneeded experts: 0 off, 1 the calibrated rule. A request may ask for less.",
+)
+@common_options
+def serve(common: Common, **options: Any) -> dict[str, Any]:
+    """Serve MODEL over HTTP, to any client of OpenAI's interface, and a page to try it on.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). With --json, one object with
+    `url` and `model` is printed as soon as requests are taken.
+    """
+    from engine.serve import ServeOptions
+    from engine.serve import serve as run
+
+    given = ServeOptions(
+        model=options["model"],
+        host=options["host"],
+        port=options["port"],
+        api_key=options["api_key"],
+        served_model_name=options["served_model_name"],
+        max_queue=options["max_queue"],
+        max_batch_size=options["max_batch_size"],
+        max_model_length=options["max_model_len"],
+        kv_cache_bytes=options["kv_cache_memory"],
+        request_timeout=options["request_timeout"],
+        skip_threshold=options["skip_threshold"],
+        device=common.device,
+        dtype=common.dtype,
+        threads=common.threads,
+    )
+    if given.is_exposed:
+        click.echo(f"warning: {given.host} is open to other machines and needs no key; give --api-key", err=True)
+
+    def ready(url: str) -> None:
+        say(common, f"{given.name} is served at {url}/v1, and a page at {url}/")
+        if common.json:
+            click.echo(json.dumps({"url": url, "model": given.name}))
+            sys.stdout.flush()
+
+    run(given, ready)
+    return {}
+
+
+@main.command()
 @click.argument("models", nargs=-1)
 @speed_options
 @click.option("-d", "--depth", type=int, default=0, show_default=True, help="Tokens already in the cache.")
@@ -898,11 +1015,27 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
     multiple=True,
     help="torch is ours; may be given several times.  [default: torch]",
 )
+@click.option(
+    "--concurrency",
+    type=Several(click.IntRange(min=1), "N[,N…]"),
+    help="Instead: so many requests at once through the scheduler of `compress serve`, of one model.",
+)
+@load_options
 @common_options
 def bench(common: Common, **options: Any) -> dict[str, Any]:
-    """Measure tokens/s and memory of one or more models, side by side, each in its own process."""
-    from engine.bench import bench_models, format_rows
+    """Measure tokens/s and memory of one or more models, side by side, each in its own process.
 
+    With --server, measure a running server instead, as its clients see it; with --concurrency, the scheduler.
+    """
+    from engine.bench import bench_models, format_rows
+    from engine.errors import OptionError
+
+    if options["server"] and (options["models"] or options["concurrency"]):
+        raise OptionError("--server measures the model that runs there; leave out models and --concurrency")
+    if options["server"]:
+        return _bench_server(common, options)
+    if options["concurrency"]:
+        return _bench_concurrency(common, options)
     rows = bench_models(
         list(options["models"]) or ["demo"],
         list(options["backend"]) or ["torch"],
@@ -919,6 +1052,55 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
         seed=common.seed,
     )
     say(common, format_rows(rows, options["output_format"]))
+    return {"rows": rows}
+
+
+def _bench_server(common: Common, options: dict[str, Any]) -> dict[str, Any]:
+    from engine.load_test import LoadOptions, load_test, result_block
+
+    names = [field.name for field in fields(LoadOptions) if field.name != "seed"]
+    figures = load_test(LoadOptions(**{name: options[name] for name in names}, seed=common.seed))
+    say(common, result_block(figures))
+    for error in figures["errors"]:
+        say(common, f"failed: {error}")
+    return figures
+
+
+def _bench_concurrency(common: Common, options: dict[str, Any]) -> dict[str, Any]:
+    from engine.bench_concurrency import bench_concurrency
+    from engine.errors import OptionError
+    from engine.generate import Engine
+
+    if len(options["models"]) > 1 or options["backend"]:
+        raise OptionError("--concurrency measures one model, and our own scheduler; leave out --backend and other models")
+    engine = Engine.open(
+        next(iter(options["models"]), "demo"),
+        device=common.device,
+        dtype=common.dtype,
+        threads=common.threads,
+        skip_threshold=options["skip_threshold"],
+        skip_min_experts=options["skip_min_experts"],
+    )
+    rows = bench_concurrency(
+        engine,
+        options["concurrency"],
+        prompt_tokens=options["prompt_tokens"],
+        generated_tokens=options["generated_tokens"],
+        repetitions=options["repetitions"],
+        seed=common.seed,
+    )
+    head = ["requests", "tokens/s", "of the first", "prefill tokens/s", "KV cache"]
+    cells = [
+        [
+            str(row["concurrency"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['ratio_to_first']:.2f}×",
+            f"{row['prefill_tokens_per_second']:.1f}",
+            size(row["kv_cache_bytes"]),
+        ]
+        for row in rows
+    ]
+    say(common, table([head, *cells]))
     return {"rows": rows}
 
 

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from engine.architectures import DecoderConfig
 from engine.errors import CheckpointError
 from engine.kv_cache import KeyValueCache
-from engine.linear import as_bfloat16, compiled_kernels, is_emulated, linear, linears, multiplies_bfloat16
+from engine.linear import as_bfloat16, compiled_kernels, is_decoding, is_emulated, linear, linears, multiplies_bfloat16
+from engine.paged_cache import PagedBatch
+
+Cache = KeyValueCache | PagedBatch
 
 QUERY_BLOCK = 128
 """Queries that meet their keys at a time."""
@@ -47,6 +50,8 @@ class Rotary:
         self._dimension = config.head_dimension
         parameters = self._config.rope_parameters
         self.kind: str = parameters.get("rope_type", "default")
+        self.varies = self.kind in ("dynamic", "longrope")
+        """Frequencies depend on the length of the text."""
         self._theta: Any = parameters.get("rope_theta")
         self._original_max: int = parameters.get("original_max_position_embeddings", config.max_positions)
         self._max_positions = config.max_positions
@@ -78,18 +83,34 @@ class Rotary:
         frequencies, scaling = initialise(self._config, torch.device("cpu"), seq_len=length)
         return frequencies, scaling
 
-    def _for_length(self, length: int) -> tuple[Tensor, float]:
+    def scale_of(self, length: int) -> int:
+        """A number for the frequencies that a text of this length is read with: equal ones mean the same frequencies."""
         if self.kind == "dynamic" and length > self._max_positions:
-            return self._initialise(length)
-        if self.kind == "longrope" and length > self._original_max:
-            assert self._long is not None
-            return self._long
-        return self._frequencies, self._scaling
+            return length
+        return int(self.kind == "longrope" and length > self._original_max)
 
-    def __call__(self, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, 1, L, E] for integer positions [B, L]."""
-        varies = self.kind in ("dynamic", "longrope")
-        frequencies, scaling = self._for_length(int(positions_BL.max()) + 1 if varies else 0)
+    def __call__(self, positions_BL: Tensor, dtype: torch.dtype, lengths_BL: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, 1, L, E] for integer positions [B, L].
+
+        lengths_BL: of the text that each position is read as part of; None for the longest of this call.
+        """
+        if not self.varies:
+            return self._turns(positions_BL, dtype, 0)
+        if lengths_BL is None:
+            return self._turns(positions_BL, dtype, self.scale_of(int(positions_BL.max()) + 1))
+        scales_BL = torch.tensor([[self.scale_of(length) for length in row] for row in lengths_BL.tolist()])
+        first, *others = scales_BL.unique().tolist()
+        cosine, sine = self._turns(positions_BL, dtype, first)
+        for scale in others:
+            here = (scales_BL == scale).to(cosine.device)[:, None, :, None]
+            other_cosine, other_sine = self._turns(positions_BL, dtype, scale)
+            cosine, sine = torch.where(here, other_cosine, cosine), torch.where(here, other_sine, sine)
+        return cosine, sine
+
+    def _turns(self, positions_BL: Tensor, dtype: torch.dtype, scale: int) -> tuple[Tensor, Tensor]:
+        frequencies, scaling = self._frequencies, self._scaling
+        if scale:
+            frequencies, scaling = self._long if self._long is not None else self._initialise(scale)
         angles = positions_BL[:, None, :, None].float() * frequencies.to(positions_BL.device)
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
@@ -123,6 +144,11 @@ def attention_mask(
     return (allowed_LP & real_BP[:, None, :])[:, None] | (key == query)[None, None]
 
 
+def first_seen(past: int, window: int | None) -> int:
+    """The first position that a new one, after `past` others, may look at."""
+    return 0 if window is None else max(0, past + 1 - window)
+
+
 class Attention(nn.Module):
     """One layer's self-attention."""
 
@@ -154,7 +180,7 @@ class Attention(nn.Module):
         self.query_norm = optional("q_norm.weight", self.qk_norm != "none")
         self.key_norm = optional("k_norm.weight", self.qk_norm != "none")
 
-    def forward(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
         weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         projected = linears(x_BLD, weights, biases)
@@ -167,34 +193,45 @@ class Attention(nn.Module):
             return linear(mixed, self.output, self.output_bias)
         query = rotate(query, positions.cosine, positions.sine)
         key = rotate(key, positions.cosine, positions.sine)
-        if cache is not None:
-            key, value = cache.append(self.layer, key, value)
-        mixed = attend(query, key, value, positions.masks[self.window])
+        if isinstance(cache, PagedBatch):
+            cache.append(self.layer, key, value)
+            mixed = self._attend_each(query, positions, cache)
+        else:
+            if cache is not None:
+                key, value = cache.append(self.layer, key, value)
+            mixed = attend(query, key, value, positions.masks[self.window])
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
-    def _kernels(self, query: Tensor, positions: Positions, cache: KeyValueCache | None) -> Any:
-        """The compiled kernels, for the next position of one sequence."""
-        if cache is None or positions.is_padded or query.shape[0] * query.shape[2] != 1:
+    def _attend_each(self, query_BHLE: Tensor, positions: Positions, cache: PagedBatch) -> Tensor:
+        """One sequence after the other, because each has keys of its own number and place."""
+        mixed = []
+        for row, past in enumerate(cache.past):
+            key, value = cache.of_sequence(self.layer, row, first_seen(past, self.window))
+            mixed.append(attend(query_BHLE[row : row + 1], key, value, positions.masks[self.window]))
+        return torch.cat(mixed)
+
+    def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
+        """The compiled kernels, for the next position of a few sequences."""
+        if cache is None or positions.is_padded or query.shape[2] != 1 or query.dtype != torch.bfloat16:
             return None
-        return compiled_kernels(1, query, positions.cosine, cache.keys)
+        return compiled_kernels(query.shape[0], positions.cosine)
 
     def _attend_compiled(
-        self, kernels: Any, query_key_value: tuple[Tensor, ...], positions: Positions, cache: KeyValueCache
+        self, kernels: Any, query_key_value: tuple[Tensor, ...], positions: Positions, cache: Cache
     ) -> Tensor:
-        assert cache.length < cache.capacity
-        keys, values = cache.bits
-        first = 0 if self.window is None else max(0, cache.length + 1 - self.window)
+        batch, heads, _, size = query_key_value[0].shape
+        angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in positions[:2]]
         mixed = kernels.attend(
-            tuple(tensor.data_ptr() for tensor in query_key_value),
-            (positions.cosine.data_ptr(), positions.sine.data_ptr()),
-            keys[self.layer, 0],
-            values[self.layer, 0],
-            cache.length,
-            first,
-            self.query_heads * self.head_dimension,
+            [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
+            [tensor.stride(0) for tensor in query_key_value],
+            cache.addresses(self.layer),
+            (batch, heads, self.key_heads, size),
+            cache.group_stride,
+            cache.places,
+            self.window,
         )
-        return as_bfloat16(mixed).view(1, 1, -1)
+        return as_bfloat16(mixed).view(batch, 1, -1)
 
     def _heads(self, projected: Tensor, norm: Tensor | None, heads: int) -> Tensor:
         if norm is not None and self.qk_norm == "full":
@@ -261,8 +298,9 @@ def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int,
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) · weight over the last dimension, the mean square taken in float32 or better (Zhang & Sennrich 2019)."""
-    if x.numel() == x.shape[-1] and (kernels := compiled_kernels(1, x, weight)) is not None:
-        return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, x.numel())).view(x.shape)
+    if is_decoding() and (kernels := compiled_kernels(x.shape[0], x, weight)) is not None:
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, epsilon)
     wide = x.float()

@@ -35,3 +35,7 @@ class OutputError(CompressError):
 
 class TrainingError(CompressError):
     """Training cannot go on: its loss is no longer a number."""
+
+
+class BusyError(CompressError):
+    """An engine has as many requests waiting as it takes; later it will have room again."""

@@ -2,6 +2,7 @@
 
 `grouped` sorts the slots by expert and runs one product per expert: prefill, calibration and everything that needs
 gradients. `sparse` walks the few experts of a few tokens as views, copying nothing: decode. A test holds them equal.
+Where the compiled kernels serve, decoding is one call.
 
 Shape suffixes: T tokens, D hidden, F expert width, S slots, N experts, R real (not skipped) slots, H hidden units of a
 gate network.
@@ -9,13 +10,15 @@ gate network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.linear import as_bfloat16, compiled_kernels, linear, linears, multiplies_bfloat16
+from engine.linear import as_bfloat16, compiled_kernels, is_decoding, linear, linears, multiplies_bfloat16
 from engine.routing import NO_EXPERT, Routing, Selection, select
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
@@ -36,6 +39,7 @@ class Expert(nn.Module):
         self.gate_FD = nn.Parameter(gate_FD, requires_grad=False)
         self.up_FD = nn.Parameter(up_FD, requires_grad=False)
         self.down_DF = nn.Parameter(down_DF, requires_grad=False)
+        self._compiled = CompiledExperts()
 
     @property
     def projections(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
@@ -44,12 +48,11 @@ class Expert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
-        if x_TD.shape[0] == 1:
-            return mixture(x_TD, [self], [1.0])
-        return self.products(x_TD)
-
-    def products(self, x_TD: Tensor) -> Tensor:
-        """The same, as three products."""
+        tokens = x_TD.shape[0]
+        if is_decoding():
+            alone, ones = np.zeros((tokens, 1), np.int64), np.ones((tokens, 1), np.float32)
+            if (y_TD := self._compiled(x_TD, (self,), alone, ones)) is not None:
+                return y_TD
         if x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
             x_DT = x_TD.T
             return (self.down_DF @ F.silu(self.gate_FD @ x_DT, inplace=True).mul_(self.up_FD @ x_DT)).T
@@ -57,16 +60,46 @@ class Expert(nn.Module):
         return linear(F.silu(gate_TF) * up_TF, self.down_DF)
 
 
-def mixture(x_1D: Tensor, experts: Sequence[Expert], weights: Sequence[float]) -> Tensor:
-    """Σ weight · FFN_expert(x) of one token, [1, D]: one compiled call where that is possible."""
-    chosen = [expert.projections for expert in experts]
-    kernels = compiled_kernels(1, x_1D, *(weight for expert in chosen for weight in expert))
-    if kernels is not None:
-        addresses = [tuple(weight.data_ptr() for weight in expert) for expert in chosen]
-        width = chosen[0][0].shape[0] if chosen else 0
-        return as_bfloat16(kernels.swiglu(x_1D.data_ptr(), addresses, weights, x_1D.shape[1], width))[None]
-    outputs = [expert.products(x_1D) * weight for expert, weight in zip(experts, weights, strict=True)]
-    return sum(outputs[1:], outputs[0]) if outputs else torch.zeros_like(x_1D)
+class CompiledExperts:
+    """All chosen experts of a few tokens in one compiled call. Remembers where their weights lie."""
+
+    def __init__(self) -> None:
+        self._experts: Any = None
+        self._weights: list[Tensor] = []
+        self._table_N3 = np.empty((0, 3), np.uint64)
+        self._width = 0
+        """0 for experts that the kernels cannot serve."""
+
+    def __call__(self, x_TD: Tensor, experts: Any, chosen_TS: Any, weights_TS: Any) -> Tensor | None:
+        """Σ_s weight_s · FFN_s(x), [T, D]; None where it is torch's turn.
+
+        experts: a list of modules, or a tuple; chosen_TS and weights_TS: NumPy arrays.
+        """
+        tokens, hidden = x_TD.shape
+        kernels = compiled_kernels(tokens, x_TD)
+        if kernels is None:
+            return None
+        if not self._knows(experts):
+            self._look_up(experts)
+        if not self._width:
+            return None
+        made = kernels.swiglu(x_TD.data_ptr(), self._table_N3, chosen_TS, weights_TS, hidden, self._width)
+        return as_bfloat16(made)
+
+    def _knows(self, experts: Any) -> bool:
+        """Whether these are still the same: weights are moved all together or not at all."""
+        if self._experts != experts or 3 * len(experts) != len(self._weights):
+            return False
+        first, last = self._weights[0].data_ptr(), self._weights[-1].data_ptr()
+        return bool(first == self._table_N3[0, 0] and last == self._table_N3[-1, 2])
+
+    def _look_up(self, experts: Any) -> None:
+        every = [weight for expert in experts for weight in expert.projections]
+        self._experts, self._weights = experts, every
+        self._table_N3 = np.array([weight.data_ptr() for weight in every], np.uint64).reshape(-1, 3)
+        usable = all(w.dtype == torch.bfloat16 and w.is_cpu and w.is_contiguous() for w in every)
+        widths = {gate.shape[0] for gate in every[::3]}
+        self._width = widths.pop() if usable and len(widths) == 1 else 0
 
 
 class MoeBlock(nn.Module):
@@ -98,6 +131,7 @@ class MoeBlock(nn.Module):
         self.noise_ND = _frozen(noise_ND)
         self.observer: Callable[[Tensor, Tensor, Selection], None] | None = None
         self.expert_observer: ExpertObserver | None = None
+        self._compiled = CompiledExperts()
 
     @property
     def hidden_size(self) -> int:
@@ -110,10 +144,17 @@ class MoeBlock(nn.Module):
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
-        y_TD = route_through(x_TD, selection, self.experts, self.expert_observer)
+        y_TD = self._routed(x_TD, selection)
         if self.shared is not None and self.shared_gate_1D is not None:
             y_TD = y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * self.shared(x_TD)
         return y_TD
+
+    def _routed(self, x_TD: Tensor, selection: Selection) -> Tensor:
+        if is_decoding() and self.expert_observer is None and selection.experts.is_cpu:
+            chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
+            if (y_TD := self._compiled(x_TD, self.experts, chosen, weights)) is not None:
+                return y_TD
+        return route_through(x_TD, selection, self.experts, self.expert_observer)
 
 
 def router_logits(x_TD: Tensor, router_ND: Tensor, gate_hidden_HD: Tensor | None = None) -> Tensor:
@@ -140,8 +181,9 @@ def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList) -> Tensor
     """Token by token, only the chosen experts' weights are touched."""
     rows = []
     for x_1D, indices, weights in zip(x_TD.split(1), selection.experts.tolist(), selection.weights.tolist(), strict=True):
-        filled = [slot for slot, index in enumerate(indices) if index != NO_EXPERT]
-        rows.append(mixture(x_1D, [experts[indices[slot]] for slot in filled], [weights[slot] for slot in filled]))
+        slots = zip(indices, weights, strict=True)
+        outputs = [experts[index](x_1D) * weight for index, weight in slots if index != NO_EXPERT]
+        rows.append(sum(outputs[1:], outputs[0]) if outputs else torch.zeros_like(x_1D))
     return torch.cat(rows)
 
 

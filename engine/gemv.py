@@ -1,18 +1,25 @@
-"""The products that decoding one token consists of, compiled by Numba: bfloat16 matrices times one vector.
+"""The products that decoding consists of, compiled by Numba: bfloat16 matrices times a few vectors, one for each sequence.
 
-At one row every product is bound by the memory that its weights come from. These kernels read each weight once, row after
-row, one stream per thread, and keep everything between two products in float32. One call does what torch needs a dozen
-for: several matrices on one vector, or all chosen experts of a layer. They take addresses: a weight's bits are
-read where they lie, and nothing is wrapped or checked on the way. `engine/linear.py` checks and calls them.
+Decoding is bound by the memory that its weights come from. These kernels read each weight once for all vectors, a block of
+rows after the other, one stream per thread, and keep everything between two products in float32. One call does what torch
+needs a dozen for: several matrices on the same vectors, or all chosen experts of a layer, each on the tokens that chose it.
+They take addresses: a weight's bits are read where they lie, and nothing is wrapped or checked on the way.
+`engine/linear.py` checks and calls them.
+
+Products are written as LLVM instructions, because a compiler that vectorises a loop adds up in another order for each
+number of vectors. Here there is one order, so that what a sequence gets does not depend on what is computed beside it. All
+is in one file, because Numba looks at no other for whether what it kept on disk is still current.
 
 Optional (`pip install moe-compress[fast]`); without Numba the same products run in torch.
 
-Shape suffixes: O output features, I input features, S slots (chosen experts), D hidden, F expert width, M matrices,
-G key-value heads, H query heads, P positions, E head dimension.
+Shape suffixes: T tokens, O output features, I input features, S slots (chosen experts), N experts, D hidden, F expert width,
+M matrices or pairs of token and slot, B sequences, G key-value heads, H query heads, R query heads of one group,
+P positions, E head dimension, W matrix rows.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numba
@@ -22,9 +29,12 @@ from numba import types
 from numba.extending import intrinsic
 
 BLOCK_ROWS = 32
-"""Rows of gate, then of up, that one thread takes in turn: long enough to be two streams and not one mixed one."""
+"""Matrix rows that one thread multiplies with all vectors before it goes on: they stay in cache meanwhile."""
 _MATHS = {"reassoc", "contract", "nsz"}
 """Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are."""
+_LANES = 16
+_FLOAT, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_FLOATS = ir.VectorType(_FLOAT, _LANES)
 
 
 def _inline(function: Any) -> Any:
@@ -95,175 +105,467 @@ def _wide_vector(address: Any, length: Any) -> Any:
     return wide
 
 
-@_inline
-def _row_times(address: Any, row: Any, x_I: Any) -> Any:
-    """One row of the matrix at `address` times x."""
-    length = x_I.shape[0]
-    row_I = numba.carray(_pointer(address + np.uint64(2) * np.uint64(row * length)), (length,))
-    total = np.float32(0.0)
-    for index in range(length):
-        total += _widen(row_I[index]) * x_I[index]
-    return total
-
-
 def _compiled(signature: str, parallel: bool = True) -> Any:
     return numba.njit(signature, parallel=parallel, fastmath=_MATHS, nogil=True, cache=True)
 
 
-@_compiled("void(uint64, uint64[::1], int64[::1], int64, uint16[::1])")  # type: ignore[untyped-decorator]
-def _products(x_address: Any, weights_M: Any, ends_M: Any, inputs: Any, y_O: Any) -> None:
-    """y = [W_0·x, W_1·x, …]; ends_M: where each matrix's rows end in y."""
-    x_I = _wide_vector(x_address, inputs)
-    for row in numba.prange(y_O.shape[0]):  # each thread takes one run of consecutive rows
-        matrix = 0
-        while row >= ends_M[matrix]:
-            matrix += 1
-        begin = ends_M[matrix - 1] if matrix else 0
-        y_O[row] = _narrow(_row_times(weights_M[matrix], row - begin, x_I))
+def _tile(weights: int, rows: int) -> Any:
+    """A function of (address of W rows of I bfloat16, address of T vectors of I float32, I, address of the results, stride).
+
+    The product of row w and vector t goes to place `w + t · stride` of the float32 results. W is 1 or 4.
+    """
+
+    def tile(context: Any, weights_WI: Any, x_TI: Any, inputs: Any, results: Any, stride: Any) -> Any:
+        return types.void(types.uint64, types.uint64, types.int64, types.uint64, types.int64), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight_address, x_address, inputs, result_address, stride = arguments
+        weight_rows = [_at(builder, weight_address, builder.mul(inputs, _INDEX(w)), 2) for w in range(weights)]
+        x_rows = [_at(builder, x_address, builder.mul(inputs, _INDEX(r)), 4) for r in range(rows)]
+
+        def multiplied(size: int) -> Any:
+            def step(index: Any, sums: list[Any]) -> list[Any]:
+                w = [_widened(builder, _at(builder, row, index, 2), size) for row in weight_rows]
+                x = [_load(builder, _at(builder, row, index, 4), _many(_FLOAT, size)) for row in x_rows]
+                pairs = [(w[i], x[j]) for j in range(rows) for i in range(weights)]
+                products = [builder.fmul(a, b, flags=("contract",)) for a, b in pairs]
+                return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, products, strict=True)]
+
+            return step
+
+        whole = builder.and_(inputs, _INDEX(-_LANES))
+        zero = ir.Constant(_FLOATS, [0.0] * _LANES)
+        sums = _loop(builder, _INDEX(0), whole, _LANES, [zero] * (weights * rows), multiplied(_LANES))
+        totals = [total for r in range(rows) for total in _added_up(builder, sums[r * weights : (r + 1) * weights])]
+        totals = _loop(builder, whole, inputs, 1, totals, multiplied(1))
+        for r in range(rows):
+            for w in range(weights):
+                place = builder.add(builder.mul(stride, _INDEX(r)), _INDEX(w))
+                pointer = builder.inttoptr(_at(builder, result_address, place, 4), _FLOAT.as_pointer())
+                builder.store(totals[r * weights + w], pointer)
+        return context.get_dummy_value()
+
+    return intrinsic(tile)
 
 
-@_compiled("void(uint64, uint64[:, ::1], float32[::1], int64, uint16[::1])")  # type: ignore[untyped-decorator]
-def _swiglu(x_address: Any, experts_S3: Any, weights_S: Any, width: Any, y_D: Any) -> None:
-    """y = Σ_s w_s · down_s(silu(gate_s·x) ⊙ up_s·x)."""
-    hidden = y_D.shape[0]
-    x_D = _wide_vector(x_address, hidden)
-    slots = weights_S.shape[0]
-    blocks = (width + BLOCK_ROWS - 1) // BLOCK_ROWS
-    middle_SF = np.empty((slots, width), np.float32)
-    for place in numba.prange(slots * blocks):
-        slot, first = place // blocks, place % blocks * BLOCK_ROWS
-        rows = min(BLOCK_ROWS, width - first)
-        gate, up = np.empty(BLOCK_ROWS, np.float32), np.empty(BLOCK_ROWS, np.float32)
-        for row in range(rows):
-            gate[row] = _row_times(experts_S3[slot, 0], first + row, x_D)
-        for row in range(rows):
-            up[row] = _row_times(experts_S3[slot, 1], first + row, x_D)
-        for row in range(rows):
-            middle_SF[slot, first + row] = gate[row] / (np.float32(1.0) + _exp(-gate[row])) * up[row]
-    for row in numba.prange(hidden):
-        total = np.float32(0.0)
-        for slot in range(slots):
-            total += weights_S[slot] * _row_times(experts_S3[slot, 2], row, middle_SF[slot])
-        y_D[row] = _narrow(total)
+def _many(kind: Any, size: int) -> Any:
+    return kind if size == 1 else ir.VectorType(kind, size)
 
 
-@_compiled("void(uint64, uint64, float32, uint16[::1])", parallel=False)  # type: ignore[untyped-decorator]
-def _rms_norm(x_address: Any, weight_address: Any, epsilon: Any, y_D: Any) -> None:
-    """y = weight · bfloat16(x / rms(x)): rounded where torch's own steps round."""
-    size = y_D.shape[0]
-    x_D, weight_D = _wide_vector(x_address, size), _wide_vector(weight_address, size)
-    squares = np.float32(0.0)
-    for index in range(size):
-        squares += x_D[index] * x_D[index]
-    scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
-    for index in range(size):
-        y_D[index] = _narrow(weight_D[index] * _widen(_narrow(x_D[index] * scale)))
+def _at(builder: Any, address: Any, index: Any, size: int) -> Any:
+    return builder.add(address, builder.mul(index, _INDEX(size)))
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
+
+
+def _widened(builder: Any, address: Any, size: int) -> Any:
+    """bfloat16 to float32: they are the upper halves."""
+    half = ir.Constant(_many(_INT, size), 16 if size == 1 else [16] * size)
+    bits = builder.zext(_load(builder, address, _many(_SHORT, size)), _many(_INT, size))
+    return builder.bitcast(builder.shl(bits, half), _many(_FLOAT, size))
+
+
+def _loop(builder: Any, start: Any, end: Any, step: int, values: list[Any], body: Any) -> list[Any]:
+    """values = body(index, values) for each index from `start`, a multiple of `step`, to `end`."""
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index, carried = builder.phi(_INDEX), [builder.phi(value.type) for value in values]
+    builder.cbranch(builder.icmp_signed("<", index, end), inside, after)
+    builder.position_at_end(inside)
+    made = body(index, carried)
+    following = builder.add(index, _INDEX(step))
+    for phi, first, later in zip([index, *carried], [start, *values], [following, *made], strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return carried
+
+
+def _added_up(builder: Any, vectors: list[Any]) -> list[Any]:
+    """The sum of each of 1 or 4 vectors, always half onto half; of 4 the first steps are taken together."""
+
+    def mixed(a: Any, b: Any, places: list[int]) -> Any:
+        return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT, len(places)), places))
+
+    def merged(a: Any, b: Any, group: int) -> Any:
+        """Groups of so many lanes become half as long; those of a are followed by those of b."""
+        starts = range(0, 2 * _LANES, group)
+        lower = [start + lane for start in starts for lane in range(group // 2)]
+        upper = [start + lane for start in starts for lane in range(group // 2, group)]
+        return builder.fadd(mixed(a, b, lower), mixed(a, b, upper))
+
+    if len(vectors) == 1:
+        vectors = vectors * 4  # the optimiser sees that they are the same
+        return _added_up(builder, vectors)[:1]
+    first, second = merged(vectors[0], vectors[1], _LANES), merged(vectors[2], vectors[3], _LANES)
+    fours = merged(first, second, _LANES // 2)  # four lanes of each
+    twos = merged(fours, fours, 4)
+    ones = merged(twos, twos, 2)
+    return [builder.extract_element(ones, _INT(place)) for place in range(4)]
+
+
+def _weigh(rows: int, size: int) -> Any:
+    """A function of (address of P bfloat16 vectors, values from one to the next, P, address of R rows of P float32 weights,
+    values from one row to the next, address of the results, stride).
+
+    Σ_p weight_rp · vector_p, of `size` values, is added to the float32 results of row r, at `r · stride`.
+    """
+    kind = _many(_FLOAT, size)
+
+    def weigh(
+        context: Any, x_PE: Any, step: Any, count: Any, weights_RP: Any, weight_stride: Any, results: Any, stride: Any
+    ) -> Any:
+        integers, addresses = (types.int64, types.int64), types.uint64
+        return types.void(addresses, *integers, addresses, types.int64, addresses, types.int64), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x_address, step, count, weight_address, weight_stride, result_address, stride = arguments
+        weight_rows = [_at(builder, weight_address, builder.mul(weight_stride, _INDEX(r)), 4) for r in range(rows)]
+        places = [_at(builder, result_address, builder.mul(stride, _INDEX(r)), 4) for r in range(rows)]
+
+        def add(index: Any, sums: list[Any]) -> list[Any]:
+            x = _widened(builder, _at(builder, x_address, builder.mul(index, step), 2), size)
+            weights = [_repeated(builder, _load(builder, _at(builder, row, index, 4), _FLOAT), size) for row in weight_rows]
+            products = [builder.fmul(weight, x, flags=("contract",)) for weight in weights]
+            return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, products, strict=True)]
+
+        sums = _loop(builder, _INDEX(0), count, 1, [_load(builder, place, kind) for place in places], add)
+        for place, total in zip(places, sums, strict=True):
+            builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return intrinsic(weigh)
+
+
+def _repeated(builder: Any, value: Any, size: int) -> Any:
+    if size == 1:
+        return value
+    one = builder.insert_element(ir.Constant(_many(_FLOAT, size), ir.Undefined), value, _INT(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT, size), [0] * size))
+
+
+_FOUR_TIMES_ONE, _FOUR_TIMES_TWO, _FOUR_TIMES_FOUR = _tile(4, 1), _tile(4, 2), _tile(4, 4)
+_ONE_TIMES_ONE, _ONE_TIMES_TWO, _ONE_TIMES_FOUR = _tile(1, 1), _tile(1, 2), _tile(1, 4)
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _multiply(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any) -> None:
+    """`count` matrix rows of `inputs` bfloat16 at `weights` times `rows` float32 vectors, to `results` as in _tile."""
+    row = 0
+    while row < rows:
+        vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
+        x = x_address + np.uint64(4) * np.uint64(row * inputs)
+        place = 0
+        while place < count:
+            w = weights + np.uint64(2) * np.uint64(place * inputs)
+            y = results + np.uint64(4) * np.uint64(row * stride + place)
+            if place + 4 <= count:
+                if vectors == 4:
+                    _FOUR_TIMES_FOUR(w, x, inputs, y, stride)
+                elif vectors == 2:
+                    _FOUR_TIMES_TWO(w, x, inputs, y, stride)
+                else:
+                    _FOUR_TIMES_ONE(w, x, inputs, y, stride)
+                place += 4
+            else:
+                if vectors == 4:
+                    _ONE_TIMES_FOUR(w, x, inputs, y, stride)
+                elif vectors == 2:
+                    _ONE_TIMES_TWO(w, x, inputs, y, stride)
+                else:
+                    _ONE_TIMES_ONE(w, x, inputs, y, stride)
+                place += 1
+        row += vectors
+
+
+_FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = _weigh(4, 64), _weigh(1, 64), _weigh(4, 16), _weigh(1, 16)
+_ONE_OF_ONE = _weigh(1, 1)
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _add_weighed(x: Any, size: Any, count: Any, weights: Any, positions: Any, rows: Any, results: Any) -> None:
+    """Add `count` bfloat16 vectors of `size` at `x`, each times its weight, to `rows` float32 results side by side."""
+    row = 0
+    while row < rows:
+        four = row + 4 <= rows
+        w = weights + np.uint64(4) * np.uint64(row * positions)
+        first = 0
+        while first < size:
+            v = x + np.uint64(2) * np.uint64(first)
+            y = results + np.uint64(4) * np.uint64(row * size + first)
+            if first + 64 <= size:
+                if four:
+                    _FOUR_OF_MANY(v, size, count, w, positions, y, size)
+                else:
+                    _ONE_OF_MANY(v, size, count, w, positions, y, size)
+                first += 64
+            elif first + 16 <= size:
+                if four:
+                    _FOUR_OF_SOME(v, size, count, w, positions, y, size)
+                else:
+                    _ONE_OF_SOME(v, size, count, w, positions, y, size)
+                first += 16
+            else:
+                for more in range(4 if four else 1):
+                    own = np.uint64(4) * np.uint64(more)
+                    _ONE_OF_ONE(v, size, count, w + own * np.uint64(positions), positions, y + own * np.uint64(size), size)
+                first += 1
+        row += 4 if four else 1
 
 
 @_inline
-def _rotated(address: Any, cosine_E: Any, sine_E: Any) -> Any:
-    """One head's vector turned to its position, halves paired."""
-    size = cosine_E.shape[0]
-    half = size // 2
-    head_E = _wide_vector(address, size)
-    turned_E = np.empty(size, np.float32)
-    for index in range(half):
-        turned_E[index] = head_E[index] * cosine_E[index] - head_E[index + half] * sine_E[index]
-        turned_E[index + half] = head_E[index + half] * cosine_E[index + half] + head_E[index] * sine_E[index + half]
-    return turned_E
+def _address(array: Any) -> Any:
+    return np.uint64(array.ctypes.data)
+
+
+@_compiled("void(uint64, int64, uint64[::1], int64[::1], int64, uint16[:, ::1])")  # type: ignore[untyped-decorator]
+def _products(x_address: Any, rows: Any, weights_M: Any, ends_M: Any, inputs: Any, y_TO: Any) -> None:
+    """y = [x·W_0ᵀ, x·W_1ᵀ, …]; ends_M: where each matrix's rows end in a row of y."""
+    x_TI = _wide_vector(x_address, rows * inputs)
+    begin, blocks = 0, 0
+    for end in ends_M:
+        blocks += (end - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
+        begin = end
+    matrix_of, first_of = np.empty(blocks, np.int64), np.empty(blocks, np.int64)
+    begin = block = 0
+    for matrix, end in enumerate(ends_M):
+        for first in range(begin, end, BLOCK_ROWS):
+            matrix_of[block], first_of[block] = matrix, first
+            block += 1
+        begin = end
+    for block in numba.prange(blocks):  # each thread takes one run of consecutive blocks
+        matrix, first = matrix_of[block], first_of[block]
+        begin = ends_M[matrix - 1] if matrix else 0
+        count = min(BLOCK_ROWS, ends_M[matrix] - first)
+        wide_TW = np.empty((rows, BLOCK_ROWS), np.float32)
+        weights = weights_M[matrix] + np.uint64(2) * np.uint64((first - begin) * inputs)
+        _multiply(weights, count, inputs, _address(x_TI), rows, _address(wide_TW), BLOCK_ROWS)
+        for row in range(rows):
+            for place in range(count):
+                y_TO[row, first + place] = _narrow(wide_TW[row, place])
 
 
 @_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64, uint64, uint64, uint64, uint64, uint16[:, :, ::1], uint16[:, :, ::1], int64, int64, uint16[::1])"
+    "void(uint64, uint64[:, ::1], int64[:, ::1], float32[:, ::1], int64, uint16[:, ::1])"
+)
+def _swiglu(x_address: Any, experts_N3: Any, chosen_TS: Any, weights_TS: Any, width: Any, y_TD: Any) -> None:
+    """y = Σ_s w_s · down_s(silu(gate_s·x) ⊙ up_s·x), slots sorted by expert; a negative one is empty."""
+    (tokens, slots), hidden = chosen_TS.shape, y_TD.shape[1]
+    ends_N = np.zeros(experts_N3.shape[0] + 1, np.int64)
+    for token in range(tokens):
+        for slot in range(slots):
+            ends_N[chosen_TS[token, slot] + 1] += chosen_TS[token, slot] >= 0
+    used = 0
+    for expert in range(experts_N3.shape[0]):
+        used += ends_N[expert + 1] > 0
+        ends_N[expert + 1] += ends_N[expert]
+    used_N, begins_N = np.empty(used, np.int64), ends_N[:-1].copy()
+    place = 0
+    for expert in range(experts_N3.shape[0]):
+        if ends_N[expert + 1] > ends_N[expert]:
+            used_N[place] = expert
+            place += 1
+    members = ends_N[-1]
+    x_MD, middle_MF = np.empty((members, hidden), np.float32), np.empty((members, width), np.float32)
+    place_TS = np.empty((tokens, slots), np.int64)
+    for token in range(tokens):
+        x_D = numba.carray(_pointer(x_address + np.uint64(2) * np.uint64(token * hidden)), (hidden,))
+        for slot in range(slots):
+            expert = chosen_TS[token, slot]
+            place_TS[token, slot] = -1
+            if expert >= 0:
+                place_TS[token, slot] = begins_N[expert]
+                for index in range(hidden):
+                    x_MD[begins_N[expert], index] = _widen(x_D[index])
+                begins_N[expert] += 1
+    x_bytes, middle_bytes = np.uint64(4) * np.uint64(hidden), np.uint64(4) * np.uint64(width)
+    blocks = (width + BLOCK_ROWS - 1) // BLOCK_ROWS
+    for place in numba.prange(used * blocks):
+        expert, first = used_N[place // blocks], place % blocks * BLOCK_ROWS
+        begin, rows, count = ends_N[expert], ends_N[expert + 1] - ends_N[expert], min(BLOCK_ROWS, width - first)
+        x = _address(x_MD) + np.uint64(begin) * x_bytes
+        skipped = np.uint64(2) * np.uint64(first * hidden)
+        gate, up = np.empty((rows, BLOCK_ROWS), np.float32), np.empty((rows, BLOCK_ROWS), np.float32)
+        _multiply(experts_N3[expert, 0] + skipped, count, hidden, x, rows, _address(gate), BLOCK_ROWS)
+        _multiply(experts_N3[expert, 1] + skipped, count, hidden, x, rows, _address(up), BLOCK_ROWS)
+        for row in range(rows):
+            for index in range(count):
+                g = gate[row, index]
+                middle_MF[begin + row, first + index] = g / (np.float32(1.0) + _exp(-g)) * up[row, index]
+    for place in numba.prange((hidden + BLOCK_ROWS - 1) // BLOCK_ROWS):
+        first = place * BLOCK_ROWS
+        count = min(BLOCK_ROWS, hidden - first)
+        down_MW = np.empty((members, BLOCK_ROWS), np.float32)
+        for expert in used_N:
+            begin, rows = ends_N[expert], ends_N[expert + 1] - ends_N[expert]
+            middle = _address(middle_MF) + np.uint64(begin) * middle_bytes
+            results = _address(down_MW) + np.uint64(4) * np.uint64(begin * BLOCK_ROWS)
+            weights = experts_N3[expert, 2] + np.uint64(2) * np.uint64(first * width)
+            _multiply(weights, count, width, middle, rows, results, BLOCK_ROWS)
+        for token in range(tokens):
+            for index in range(count):
+                total = np.float32(0.0)
+                for slot in range(slots):
+                    if place_TS[token, slot] >= 0:
+                        total += weights_TS[token, slot] * down_MW[place_TS[token, slot], index]
+                y_TD[token, first + index] = _narrow(total)
+
+
+@_compiled("void(uint64, uint64, float32, uint16[:, ::1])", parallel=False)  # type: ignore[untyped-decorator]
+def _rms_norm(x_address: Any, weight_address: Any, epsilon: Any, y_TD: Any) -> None:
+    """y = weight · bfloat16(x / rms(x)): rounded where torch's own steps round."""
+    rows, size = y_TD.shape
+    weight_D = _wide_vector(weight_address, size)
+    for row in range(rows):
+        x_D = _wide_vector(x_address + np.uint64(2) * np.uint64(row * size), size)
+        squares = np.float32(0.0)
+        for index in range(size):
+            squares += x_D[index] * x_D[index]
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+        for index in range(size):
+            y_TD[row, index] = _narrow(weight_D[index] * _widen(_narrow(x_D[index] * scale)))
+
+
+@_inline
+def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
+    """One head's vector turned to its position, halves paired."""
+    size = cosine_E.shape[0]
+    half = size // 2
+    head_E = numba.carray(_pointer(address), (size,))
+    for index in range(half):
+        left, right = _widen(head_E[index]), _widen(head_E[index + half])
+        turned_E[index] = left * cosine_E[index] - right * sine_E[index]
+        turned_E[index + half] = right * cosine_E[index + half] + left * sine_E[index + half]
+
+
+@_compiled(  # type: ignore[untyped-decorator]
+    "void(uint64[::1], int64[::1], uint64[::1], int64, int64, int64[:, ::1], int64[::1], int64, int64, uint16[:, :, ::1])"
 )
 def _attend(
-    query_address: Any,
-    key_address: Any,
-    value_address: Any,
-    cosine_address: Any,
-    sine_address: Any,
-    keys_GPE: Any,
-    values_GPE: Any,
-    position: Any,
-    first: Any,
-    mixed_HE: Any,
+    inputs_5: Any,
+    strides_3: Any,
+    cache_2: Any,
+    groups: Any,
+    group_stride: Any,
+    blocks_BM: Any,
+    past_B: Any,
+    block_size: Any,
+    window: Any,
+    mixed_BHE: Any,
 ) -> None:
-    """Rotate query and key, append key and value at `position`, attend from `first` on."""
-    groups, size = keys_GPE.shape[0], keys_GPE.shape[2]
-    per_group = mixed_HE.shape[0] // size // groups
-    head_bytes = np.uint64(2 * size)
-    cosine_E, sine_E = _wide_vector(cosine_address, size), _wide_vector(sine_address, size)
+    """Rotate query and key, append key and value, attend within the window."""
+    sequences, heads, size = mixed_BHE.shape
+    per_group = heads // groups
     scale = np.float32(1.0) / np.sqrt(np.float32(size))
-    for group in numba.prange(groups):
-        key_E = _rotated(key_address + np.uint64(group) * head_bytes, cosine_E, sine_E)
-        value_E = numba.carray(_pointer(value_address + np.uint64(group) * head_bytes), (size,))
+    for work in numba.prange(sequences * groups):
+        sequence, group = work // groups, work % groups
+        past = past_B[sequence]
+        first = max(0, past + 1 - window) if window > 0 else 0
+        turn = np.uint64(2) * np.uint64(sequence * size)
+        cosine_E, sine_E = _wide_vector(inputs_5[3] + turn, size), _wide_vector(inputs_5[4] + turn, size)
+        # The new key and value go to the cache.
+        new = group * group_stride + (blocks_BM[sequence, past // block_size] * block_size + past % block_size) * size
+        key_E = numba.carray(_pointer(cache_2[0] + np.uint64(2) * np.uint64(new)), (size,))
+        value_E = numba.carray(_pointer(cache_2[1] + np.uint64(2) * np.uint64(new)), (size,))
+        turned_E = np.empty(size, np.float32)
+        own = np.uint64(2) * np.uint64(sequence * strides_3[1] + group * size)
+        _rotate(inputs_5[1] + own, cosine_E, sine_E, turned_E)
+        own = np.uint64(2) * np.uint64(sequence * strides_3[2] + group * size)
+        given_E = numba.carray(_pointer(inputs_5[2] + own), (size,))
         for index in range(size):
-            keys_GPE[group, position, index] = _narrow(key_E[index])
-            values_GPE[group, position, index] = value_E[index]
-        scores_P = np.empty(position + 1 - first, np.float32)
-        sum_E = np.empty(size, np.float32)
-        for head in range(group * per_group, (group + 1) * per_group):
-            query_E = _rotated(query_address + np.uint64(head) * head_bytes, cosine_E, sine_E)
+            key_E[index] = _narrow(turned_E[index])
+            value_E[index] = given_E[index]
+        query_RE = np.empty((per_group, size), np.float32)
+        for head in range(per_group):
+            own = np.uint64(2) * np.uint64(sequence * strides_3[0] + (group * per_group + head) * size)
+            _rotate(inputs_5[0] + own, cosine_E, sine_E, query_RE[head])
+        # Block after block: the queries of a group read each key and each value once.
+        positions = past + 1 - first
+        scores_RP = np.empty((per_group, positions), np.float32)
+        place = first
+        while place <= past:
+            count = min(block_size - place % block_size, past + 1 - place)
+            slot = blocks_BM[sequence, place // block_size] * block_size + place % block_size
+            keys = cache_2[0] + np.uint64(2) * np.uint64(group * group_stride + slot * size)
+            results = _address(scores_RP) + np.uint64(4) * np.uint64(place - first)
+            _multiply(keys, count, size, _address(query_RE), per_group, results, positions)
+            place += count
+        total_R = np.zeros(per_group, np.float32)
+        for head in range(per_group):
             largest = np.float32(-np.inf)
-            for place in range(scores_P.shape[0]):
-                score = np.float32(0.0)
-                for index in range(size):
-                    score += query_E[index] * _widen(keys_GPE[group, first + place, index])
-                scores_P[place] = score * scale
-                largest = max(largest, scores_P[place])
-            total = np.float32(0.0)
-            for place in range(scores_P.shape[0]):
-                scores_P[place] = _exp(scores_P[place] - largest)
-                total += scores_P[place]
+            for place in range(positions):
+                scores_RP[head, place] *= scale
+                largest = max(largest, scores_RP[head, place])
+            for place in range(positions):
+                scores_RP[head, place] = _exp(scores_RP[head, place] - largest)
+                total_R[head] += scores_RP[head, place]
+        sum_RE = np.zeros((per_group, size), np.float32)
+        place = first
+        while place <= past:
+            count = min(block_size - place % block_size, past + 1 - place)
+            slot = blocks_BM[sequence, place // block_size] * block_size + place % block_size
+            values = cache_2[1] + np.uint64(2) * np.uint64(group * group_stride + slot * size)
+            weights = _address(scores_RP) + np.uint64(4) * np.uint64(place - first)
+            _add_weighed(values, size, count, weights, positions, per_group, _address(sum_RE))
+            place += count
+        for head in range(per_group):
             for index in range(size):
-                sum_E[index] = np.float32(0.0)
-            for place in range(scores_P.shape[0]):
-                weight = scores_P[place]
-                for index in range(size):
-                    sum_E[index] += weight * _widen(values_GPE[group, first + place, index])
-            for index in range(size):
-                mixed_HE[head * size + index] = _narrow(sum_E[index] / total)
+                mixed_BHE[sequence, group * per_group + head, index] = _narrow(sum_RE[head, index] / total_R[head])
 
 
-def products(x_address: int, weights: list[int], outputs: list[int], inputs: int) -> Any:
-    """[W_0·x, W_1·x, …], one after the other. x and the weights: addresses of contiguous bfloat16; returns such bits."""
-    ends_M = np.cumsum(outputs)
-    y_O = np.empty(ends_M[-1], np.uint16)
-    _products(x_address, np.array(weights, np.uint64), ends_M, inputs, y_O)
-    return y_O
+def products(x_address: int, rows: int, weights: list[int], outputs: list[int], inputs: int) -> Any:
+    """[x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O]. x and the weights: addresses of contiguous bfloat16; returns such bits."""
+    ends_M = np.array(list(accumulate(outputs)))
+    y_TO = np.empty((rows, ends_M[-1]), np.uint16)
+    _products(x_address, rows, np.array(weights, np.uint64), ends_M, inputs, y_TO)
+    return y_TO
 
 
-def swiglu(x_address: int, experts: list[tuple[int, int, int]], weights: list[float], hidden: int, width: int) -> Any:
-    """Σ_s w_s · FFN_s(x). x and experts' gate [F, D], up [F, D], down [D, F]: addresses, as in `products`."""
-    y_D = np.empty(hidden, np.uint16)
-    _swiglu(x_address, np.array(experts, np.uint64).reshape(-1, 3), np.array(weights, np.float32), width, y_D)
-    return y_D
+def swiglu(x_address: int, experts_N3: Any, chosen_TS: Any, weights_TS: Any, hidden: int, width: int) -> Any:
+    """Σ_s w_s · FFN_s(x), [T, D]; an expert is read once for all tokens that chose it.
+
+    x [T, D] and each expert's gate [F, D], up [F, D], down [D, F]: addresses, as in `products`. chosen_TS: int64, negative
+    for an empty slot; weights_TS: float32.
+    """
+    y_TD = np.empty((chosen_TS.shape[0], hidden), np.uint16)
+    _swiglu(x_address, experts_N3, chosen_TS, weights_TS, width, y_TD)
+    return y_TD
 
 
-def rms_norm(x_address: int, weight_address: int, epsilon: float, size: int) -> Any:
-    """x / rms(x) · weight of one vector; addresses as in `products`."""
-    y_D = np.empty(size, np.uint16)
-    _rms_norm(x_address, weight_address, epsilon, y_D)
-    return y_D
+def rms_norm(x_address: int, weight_address: int, epsilon: float, rows: int, size: int) -> Any:
+    """x / rms(x) · weight of each row, [T, D]; addresses as in `products`."""
+    y_TD = np.empty((rows, size), np.uint16)
+    _rms_norm(x_address, weight_address, epsilon, y_TD)
+    return y_TD
 
 
 def attend(
-    query_key_value: tuple[int, int, int],
-    cosine_sine: tuple[int, int],
-    keys_GPE: Any,
-    values_GPE: Any,
-    position: int,
-    first: int,
-    query_size: int,
+    inputs: list[int],
+    strides: list[int],
+    cache: list[int],
+    shape: tuple[int, int, int, int],
+    group_stride: int,
+    places: tuple[Any, Any, int],
+    window: int | None,
 ) -> Any:
-    """One new position of one sequence: rotates its query and key, appends key and value to the cache, attends.
+    """One new position of each sequence: rotates queries and keys, appends keys and values to the cache, attends.
 
-    query [H, E], key [G, E], value [G, E], cosine [E], sine [E]: addresses, as in `products`. keys_GPE, values_GPE: the
-    cache's bits, `position` of them filled; positions before `first` are outside the window. Returns [H·E] bits.
+    inputs: addresses, as in `products`, of query [B, H, E], key and value [B, G, E], cosine and sine [B, E]; strides: values
+    from one sequence's query, key and value to the next one's. cache: addresses of keys and values [G, slots, E], with
+    `group_stride` values from one group to the next. shape: B, H, G and E. places: blocks int64 [B, M] of each sequence,
+    filled positions int64 [B], positions of a block. Returns [B, H, E] bits.
     """
-    mixed_HE = np.empty(query_size, np.uint16)
-    _attend(*query_key_value, *cosine_sine, keys_GPE, values_GPE, position, first, mixed_HE)
-    return mixed_HE
+    sequences, heads, groups, size = shape
+    blocks_BM, past_B, block_size = places
+    mixed_BHE = np.empty((sequences, heads, size), np.uint16)
+    addresses = np.array(inputs, np.uint64), np.array(strides), np.array(cache, np.uint64)
+    _attend(*addresses, groups, group_stride, blocks_BM, past_B, block_size, window or 0, mixed_BHE)
+    return mixed_BHE
 
 
 def use_threads(count: int) -> None:

@@ -9,7 +9,7 @@ Shape suffixes: B batch, L new positions, P all positions so far, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,11 +27,10 @@ from engine.model import Decoder
 from engine.report import Report, SkipCounter, peak_memory_bytes, rate
 from engine.sampling import SamplingOptions, sample
 from engine.skip_tables import load_skip_tables, skipping_routings
+from engine.text_stream import TextStream
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingOptions()
-_CONTEXT_TOKENS = 5
-"""Last prompt tokens that are decoded with the first new ones, so that a space between the two is not lost."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Engine:
         batch = self._start(prompts, max_new_tokens, sampling, stop)
         for _ in self._run(batch):
             pass
-        return [sequence.generation() for sequence in batch.sequences]
+        return [_generation(sequence) for sequence in batch.sequences]
 
     def stream(
         self,
@@ -174,7 +173,7 @@ class Engine:
             raise OptionError("a stop string is empty; leave it out to generate up to the limit")
         ids = [self.encode(prompt) for prompt in prompts]
         _check_room(max(map(len, ids)), max_new_tokens, self.checkpoint.config.max_positions)
-        sequences = [_Sequence(prompt, max_new_tokens, self.end_tokens, stops, self._decode) for prompt in ids]
+        sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, self._decode) for prompt in ids]
         if self.skip_counter is not None:
             self.skip_counter.reset()
         self._last = _Batch(self, sequences, max_new_tokens, sampling, started)
@@ -202,7 +201,7 @@ class _Batch:
     def __init__(
         self,
         engine: Engine,
-        sequences: list[_Sequence],
+        sequences: list[TextStream],
         max_new_tokens: int,
         sampling: SamplingOptions,
         started: float,
@@ -299,88 +298,10 @@ class _Batch:
         )
 
 
-class _Sequence:
-    """One prompt and what follows it."""
-
-    def __init__(
-        self,
-        prompt: list[int],
-        limit: int,
-        end_tokens: frozenset[int],
-        stops: tuple[str, ...],
-        decode: Callable[[list[int]], str],
-    ) -> None:
-        self.prompt = prompt
-        self.tokens: list[int] = []
-        self.text = ""
-        self.finish_reason = ""
-        self._limit, self._end_tokens, self._stops = limit, end_tokens, stops
-        self._longest_stop = max(map(len, stops), default=0)
-        self._characters = _Characters(prompt[-_CONTEXT_TOKENS:], decode)
-        self._taken = 0
-
-    def append(self, token: int) -> None:
-        """Take a token: extend the text, and end at an end token, a stop string or the limit."""
-        self.tokens.append(token)
-        ended = token in self._end_tokens
-        last = ended or len(self.tokens) == self._limit
-        piece = "" if ended else self._characters.add(token)
-        if last:
-            piece += self._characters.rest()
-        searched_from = max(0, len(self.text) - self._longest_stop + 1)
-        self.text += piece
-        found = [place for stop in self._stops if (place := self.text.find(stop, searched_from)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        if found or last:
-            self.finish_reason = "stop" if found or ended else "length"
-
-    def take(self) -> str:
-        """The text since the last call, but for an end that may become a stop string."""
-        end = len(self.text) if self.finish_reason else len(self.text) - held_back(self.text, self._stops)
-        piece = self.text[self._taken : end]
-        self._taken = end
-        return piece
-
-    def generation(self) -> Generation:
-        """The result, once ended."""
-        return Generation(self.text, tuple(self.tokens), len(self.prompt), len(self.tokens), self.finish_reason)
-
-
-class _Characters:
-    """Tokens to text, in whole characters: one character may take several tokens, and one token end within another."""
-
-    def __init__(self, context: list[int], decode: Callable[[list[int]], str]) -> None:
-        """`context`: tokens before the first, decoded along because what a token reads as may depend on them."""
-        self._decode = decode
-        self._ids = list(context)
-        self._begin = 0  # of the tokens that are decoded as context
-        self._read = len(context)  # tokens whose text was given out
-
-    def add(self, token: int) -> str:
-        """The characters that are complete with this token."""
-        self._ids.append(token)
-        text = self._pending()
-        return "" if text.endswith("\ufffd") else self._give(text)
-
-    def rest(self) -> str:
-        """What is left at the end, with U+FFFD for a character that was never completed."""
-        return self._give(self._pending())
-
-    def _pending(self) -> str:
-        before = self._decode(self._ids[self._begin : self._read])
-        return self._decode(self._ids[self._begin :])[len(before) :]
-
-    def _give(self, text: str) -> str:
-        if text:  # special tokens read as nothing, and are no use as context
-            self._begin, self._read = self._read, len(self._ids)
-        return text
-
-
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string."""
-    lengths = (length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length]))
-    return max(lengths, default=0)
+def _generation(sequence: TextStream) -> Generation:
+    """The result, once ended."""
+    prompt, new = len(sequence.prompt), len(sequence.tokens)
+    return Generation(sequence.text, tuple(sequence.tokens), prompt, new, sequence.finish_reason)
 
 
 @contextmanager

@@ -6,9 +6,9 @@ Shape suffixes: B batch, G key-value heads, L positions, E head dimension.
 from __future__ import annotations
 
 from copy import copy
-from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,10 +32,24 @@ class KeyValueCache:
         """Bytes held, filled or not."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
-    @cached_property
-    def bits(self) -> tuple[Any, Any]:
-        """Keys and values as NumPy arrays of the bfloat16 values' bits, on the same memory: for the compiled kernels."""
-        return self.keys.view(torch.uint16).numpy(), self.values.view(torch.uint16).numpy()
+    def addresses(self, layer: int) -> list[int]:
+        """Of one layer's keys and values, for the compiled kernels."""
+        offset = layer * self.keys.stride(0) * self.keys.element_size()
+        return [self.keys.data_ptr() + offset, self.values.data_ptr() + offset]
+
+    @property
+    def places(self) -> tuple[Any, Any, int]:
+        """The same for all layers: where sequences begin, int64 [B, 1], positions filled, int64 [B], and between beginnings.
+
+        As in a paged cache: every sequence is one block of `capacity` positions, a group's after another's.
+        """
+        batch, groups = self.keys.shape[1:3]
+        return np.arange(0, batch * groups, groups)[:, None], np.full(batch, self.length), self.capacity
+
+    @property
+    def group_stride(self) -> int:
+        """Values from one group to the next."""
+        return self.keys.stride(2)
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new positions; return all its keys and values so far. `advance` moves on afterwards."""
@@ -52,6 +66,5 @@ class KeyValueCache:
     def of_rows(self, rows_R: Tensor) -> KeyValueCache:
         """A cache of some of the sequences only, `rows_R` [R] int64; in memory of its own."""
         made = copy(self)
-        made.__dict__.pop("bits", None)
         made.keys, made.values = self.keys[:, rows_R], self.values[:, rows_R]
         return made

@@ -1,9 +1,9 @@
 """x·Wᵀ for weights stored in half precision, at the speed that the processor allows.
 
-Single rows are bound by memory: in bfloat16 they go through compiled kernels where Numba is installed (gemv.py), and
-through torch otherwise. Several rows go through torch, except on processors that only emulate bfloat16 arithmetic (on AVX2
-a product of 512 rows runs 8 times slower than the same in float32): there they widen the weight a block at a time into a
-small buffer that stays in cache and multiply in float32, which is also the more exact result.
+The few rows of decoding are bound by memory: in bfloat16 they go through compiled kernels where Numba is installed
+(gemv.py), and through torch otherwise. Many rows go through torch, except on processors that only emulate bfloat16
+arithmetic (on AVX2 a product of 512 rows runs 8 times slower than the same in float32): there they widen the weight a block
+at a time into a small buffer that stays in cache and multiply in float32, which is also the more exact result.
 
 Shape suffixes: T rows, I input features, O output features, D hidden, F expert width.
 """
@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+COMPILED_MAX_ROWS = 64
+"""Up to so many rows the compiled kernels serve, with more torch does."""
 WIDEN_FROM_ROWS = 4
 """Fewer rows are multiplied one by one: each then costs one read of the weight, less than widening it."""
 BLOCK_ELEMENTS = 1 << 22
@@ -49,18 +51,16 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """`linear` of one x with several weights: one row takes one compiled call for all of them."""
+    """`linear` of one x with several weights: a few rows take one compiled call for all of them."""
     rows = x.numel() // x.shape[-1]
     kernels = compiled_kernels(rows, x, *weights)
     if kernels is None:
         return [_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    inputs, outputs = x.shape[-1], [weight.shape[0] for weight in weights]
+    outputs = [weight.shape[0] for weight in weights]
     addresses = [weight.data_ptr() for weight in weights]
-    x_TI = x.reshape(rows, inputs)
-    made = [as_bfloat16(kernels.products(row_I.data_ptr(), addresses, outputs, inputs)) for row_I in x_TI]
-    y_TO = made[0][None] if rows == 1 else torch.stack(made)
-    pieces = [piece.view(*x.shape[:-1], -1) for piece in y_TO.split(outputs, dim=-1)]
-    return [y if bias is None else y + bias for y, bias in zip(pieces, biases, strict=True)]
+    y = as_bfloat16(kernels.products(x.data_ptr(), rows, addresses, outputs, x.shape[-1])).view(*x.shape[:-1], -1)
+    pieces = (y,) if len(outputs) == 1 else y.split_with_sizes(outputs, dim=-1)
+    return [piece if bias is None else piece + bias for piece, bias in zip(pieces, biases, strict=True)]
 
 
 def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -76,16 +76,19 @@ def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return (y if bias_O is None else y + bias_O).to(x.dtype)
 
 
-def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
-    """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None.
+def is_decoding() -> bool:
+    """Whether this thread is inside `decoding`."""
+    return getattr(_local, "is_decoding", False)
 
-    Each row reads the weights once more, so several rows are worth it only where torch would do no better.
-    """
-    if not getattr(_local, "is_decoding", False) or rows < 1 or rows >= (2 if has_half_arithmetic() else WIDEN_FROM_ROWS):
+
+def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
+    """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None."""
+    if not is_decoding() or not 1 <= rows <= COMPILED_MAX_ROWS:
         return None
-    if any(t.dtype != torch.bfloat16 or not t.is_cpu or not t.is_contiguous() for t in tensors):
-        return None
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    for tensor in tensors:
+        if tensor.dtype != torch.bfloat16 or not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
     kernels = _load_kernels()
     threads = torch.get_num_threads()
@@ -104,7 +107,7 @@ def prepare_decoding(dtype: torch.dtype, device: torch.device) -> None:
 @contextmanager
 def decoding() -> Iterator[None]:
     """Let the compiled kernels serve in this thread: elsewhere, loading them would cost more than they save."""
-    before = getattr(_local, "is_decoding", False)
+    before = is_decoding()
     _local.is_decoding = True
     try:
         yield
@@ -126,7 +129,7 @@ def _load_kernels() -> Any:
     except (ImportError, RuntimeError):
         return None
     nothing = torch.zeros(1, dtype=torch.bfloat16)
-    gemv.products(nothing.data_ptr(), [nothing.data_ptr()], [1], 1)
+    gemv.products(nothing.data_ptr(), 1, [nothing.data_ptr()], [1], 1)
     # Numba's start gives all cores to the OpenMP pool that it shares with torch; torch takes its own number back.
     torch.set_num_threads(threads)
     return gemv

@@ -27,10 +27,11 @@ from engine.architectures import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.attention import Attention, Positions, Rotary, attention_mask, rms_norm
+from engine.attention import Attention, Cache, Positions, Rotary, attention_mask, first_seen, rms_norm
 from engine.experts import Expert, MoeBlock
 from engine.kv_cache import KeyValueCache
 from engine.linear import linear
+from engine.paged_cache import PagedBatch
 from engine.routing import Routing, TopK
 
 TensorSource = Callable[[str], Tensor]
@@ -48,7 +49,7 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = _frozen(tensor(f"{prefix}.post_attention_layernorm.weight"))
         self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
 
-    def forward(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]."""
         x_BLD = x_BLD + self.attention(rms_norm(x_BLD, self.attention_norm, self.epsilon), positions, cache)
         normed = rms_norm(x_BLD, self.feed_forward_norm, self.epsilon)
@@ -75,28 +76,31 @@ class Decoder(nn.Module):
         """The MoE blocks in the order of their layers."""
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
 
-    def hidden_states(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def hidden_states(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Final hidden states after the last norm, [B, L, D].
 
         real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow what it holds.
         """
-        past = cache.length if cache is not None else 0
         x_BLD = F.embedding(tokens_BL, self.embedding_VD)
-        positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, x_BLD.dtype)
+        if isinstance(cache, PagedBatch):
+            positions = paged_positions(self.config, self.rotary, cache, x_BLD)
+        else:
+            past = cache.length if cache is not None else 0
+            positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, x_BLD.dtype)
         for layer in self.layers:
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x_BLD = checkpoint(layer, x_BLD, positions, use_reentrant=False)
             else:
                 x_BLD = layer(x_BLD, positions, cache)
-        if cache is not None:
+        if isinstance(cache, KeyValueCache):
             cache.advance(tokens_BL.shape[1])
         return rms_norm(x_BLD, self.norm, self.config.norm_epsilon)
 
-    def forward(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits of every new position, [B, L, V]."""
         return linear(self.hidden_states(tokens_BL, real_BP, cache), self.head_VD)
 
-    def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits of the last position only, [B, V]: what generation needs, without L·V logits in memory."""
         return linear(self.hidden_states(tokens_BL, real_BP, cache)[:, -1], self.head_VD)
 
@@ -125,6 +129,20 @@ def positions_for(
         real_BP is not None,
         {window: attention_mask(real_BP, new, total, window, tokens_BL.device) for window in windows},
     )
+
+
+def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_BLD: Tensor) -> Positions:
+    """The same for sequences of different lengths; what lies before a window is not even among their keys."""
+    lengths_BL = cache.lengths_BL if rotary.varies else None
+    cosine, sine = rotary(cache.positions_BL.to(x_BLD.device), x_BLD.dtype, lengths_BL)
+    windows = {layer.window for layer in config.layers}
+    masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
+    if cache.new > 1:
+        (past,) = cache.past  # chunks of prompts come alone
+        for window in windows:
+            total = past + cache.new - first_seen(past, window)
+            masks[window] = attention_mask(None, cache.new, total, window, x_BLD.device)
+    return Positions(cosine, sine, False, masks)
 
 
 def own_routing(moe: MoeConfig) -> Routing:

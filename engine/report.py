@@ -122,6 +122,16 @@ class SkipCounter:
         return (self._skipped_L / self._slots_L.clamp_min(1)).tolist()
 
     @property
+    def skipped_per_layer(self) -> list[int]:
+        """Slots that were left empty, for each MoE layer."""
+        return self._skipped_L.tolist()
+
+    @property
+    def filled_per_layer(self) -> list[int]:
+        """Slots that were not."""
+        return (self._slots_L - self._skipped_L).tolist()
+
+    @property
     def filled(self) -> int:
-        """Slots that were not left empty."""
-        return int(self._slots_L.sum()) - int(self._skipped_L.sum())
+        """The same in all layers together."""
+        return sum(self.filled_per_layer)

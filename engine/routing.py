@@ -262,18 +262,20 @@ class Skipping:
     """[K-1] the layer's calibration medians of w_ej / w_e0, j = 1..K-1."""
     gamma2_NN: Tensor
     """[N, N] CKA(e_0,e_j) over the layer's mean CKA; ones for NAEE's rule."""
-    threshold: float
+    threshold: float | Tensor
+    """[T] where each token of the next call has its own."""
     normalise: bool
     """Rescale what is left after a skip to what the token's weights added up to: iff the model renormalises its top-k."""
     keep: int = 1
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         experts_TS, weights_TS = self.base(logits_TN)
-        if self.threshold == 0 or experts_TS.shape[1] <= self.keep:
+        if experts_TS.shape[1] <= self.keep or (isinstance(self.threshold, float | int) and self.threshold == 0):
             return Selection(experts_TS, weights_TS)
         rest_TJ = experts_TS[:, 1:]
         gamma_TJ = self.gamma1_K[: rest_TJ.shape[1]] * self.gamma2_NN[experts_TS[:, :1], rest_TJ]
-        skipped_TJ = weights_TS[:, 1:] < self.threshold * gamma_TJ * weights_TS[:, :1]
+        threshold = self.threshold[:, None] if isinstance(self.threshold, Tensor) else self.threshold
+        skipped_TJ = weights_TS[:, 1:] < threshold * gamma_TJ * weights_TS[:, :1]
         skipped_TJ[:, : self.keep - 1] = False
         skipped_TS = torch.nn.functional.pad(skipped_TJ, (1, 0), value=False)
         left_TS = weights_TS.masked_fill(skipped_TS, 0.0)

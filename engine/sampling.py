@@ -6,12 +6,18 @@ Shape suffixes: B batch, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError, OptionError
+
+NOT_FINITE = (
+    "the model gives logits that are NaN or infinite: its weights are damaged or its activations overflow; "
+    "try --dtype float32, or `compress inspect --checksums`"
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,10 @@ class SamplingOptions:
     top_k: int = 0
     """Only so many of the most probable tokens; 0 for all."""
     seed: int = 0
+    presence_penalty: float = 0.0
+    """-2..2, taken off the logit of each token that was generated before."""
+    frequency_penalty: float = 0.0
+    """-2..2, taken off once for each time that the token was generated before."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -35,6 +45,9 @@ class SamplingOptions:
             raise OptionError(f"top-k is {self.top_k}; it must be 0 (all tokens) or more")
         if not 0 <= self.seed < 2**63:
             raise OptionError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
+        for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            if not -2 <= penalty <= 2:
+                raise OptionError(f"{name} penalty is {penalty}; it must be from -2 to 2")
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """A random generator at the start of this seed."""
@@ -47,14 +60,20 @@ def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generat
     Raises CheckpointError where a logit is NaN or infinite.
     """
     if not bool(logits_BV.isfinite().all()):
-        raise CheckpointError(
-            "the model gives logits that are NaN or infinite: its weights are damaged or its activations overflow; "
-            "try --dtype float32, or `compress inspect --checksums`"
-        )
+        raise CheckpointError(NOT_FINITE)
     if options.temperature == 0:
         return logits_BV.argmax(dim=-1)
     scores_BV = _top_p(_top_k(logits_BV.float() / options.temperature, options.top_k), options.top_p)
     return scores_BV.softmax(dim=-1).multinomial(1, generator=generator)[:, 0]
+
+
+def penalised(logits_V: Tensor, counts: Mapping[int, int], options: SamplingOptions) -> Tensor:
+    """Logits less what tokens lose for having been generated before; `counts`: how often each was. float32."""
+    if not counts or options.presence_penalty == options.frequency_penalty == 0:
+        return logits_V
+    tokens = torch.tensor(list(counts), device=logits_V.device)
+    times = torch.tensor(list(counts.values()), dtype=torch.float32, device=logits_V.device)
+    return logits_V.float().index_add(0, tokens, -(options.presence_penalty + options.frequency_penalty * times))
 
 
 def _top_k(scores_BV: Tensor, count: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import FAMILIES, save_reference
@@ -12,10 +13,12 @@ from torch import Tensor
 
 import engine.linear
 from engine.attention import rms_norm, rotate
+from engine.block_pool import BlockTable
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import KeyValueCache
 from engine.linear import as_bfloat16, decoding
 from engine.model import Decoder
+from engine.paged_cache import PagedBatch, PagedCache, position_bytes
 
 kernels: Any = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
 TOKENS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -61,35 +64,79 @@ def test_norm_equals_torch_to_the_bit() -> None:
         several = rms_norm(x, weight, 1e-5)
         with decoding():
             alone = torch.cat([rms_norm(row[None], weight, 1e-5) for row in x])
-        assert torch.equal(several, alone)
+            together = rms_norm(x, weight, 1e-5)
+        assert torch.equal(several, alone) and torch.equal(several, together)
 
 
-@pytest.mark.parametrize(("position", "window"), [(0, None), (6, None), (6, 3)])
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_attention_equals_the_textbook(position: int, window: int | None, threads: int) -> None:
+@pytest.mark.parametrize("past", [[0], [6], [3, 0, 11, 4]])
+def test_attention_equals_the_textbook(past: list[int], window: int | None, threads: int) -> None:
+    """Sequences whose blocks of 4 positions lie anywhere, in a cache of 12 blocks."""
     torch.manual_seed(0)
-    heads, groups, size, capacity = 6, 3, 8, 9
+    heads, groups, size, count = 6, 3, 8, len(past)
     kernels.use_threads(threads)
-    query, key, value = (torch.randn(1, n, 1, size).bfloat16() for n in (heads, groups, groups))
-    angles = torch.randn(1, 1, 1, size // 2).repeat(1, 1, 1, 2)
+    projected = torch.randn(count, (heads + 2 * groups) * size).bfloat16()  # side by side, as `linears` gives them
+    query, key, value = (p.view(count, -1, size) for p in projected.split([heads * size, groups * size, groups * size], 1))
+    angles = torch.randn(count, size // 2).repeat(1, 2)
     cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
-    keys, values = (torch.randn(groups, capacity, size).bfloat16() for _ in range(2))
+    keys, values = (torch.randn(groups, 48, size).bfloat16() for _ in range(2))
     before = keys.clone(), values.clone()
-    first = 0 if window is None else max(0, position + 1 - window)
-    addresses = tuple(tensor.data_ptr() for tensor in (query, key, value))
-    arrays = tuple(tensor.view(torch.uint16).numpy() for tensor in (keys, values))
-    angle_addresses = cosine.data_ptr(), sine.data_ptr()
-    mixed = as_bfloat16(kernels.attend(addresses, angle_addresses, *arrays, position, first, heads * size))
-
-    wide = [tensor.double() for tensor in (query, key, cosine, sine)]
-    turned_query, turned_key = (rotate(x, wide[2], wide[3])[0, :, 0] for x in wide[:2])
-    assert torch.allclose(keys[:, position].double(), turned_key, rtol=2**-8, atol=1e-6)
-    assert torch.equal(values[:, position], value[0, :, 0])
-    others = [i for i in range(capacity) if i != position]
+    blocks = torch.randperm(12)[: 3 * count].view(count, 3)
+    mixed = kernels.attend(
+        [tensor.data_ptr() for tensor in (query, key, value, cosine, sine)],
+        [tensor.stride(0) for tensor in (query, key, value)],
+        [keys.data_ptr(), values.data_ptr()],
+        (count, heads, groups, size),
+        keys.stride(0),
+        (blocks.numpy(), np.array(past), 4),
+        window,
+    )
+    mixed, written = as_bfloat16(mixed), []
+    for row, position in enumerate(past):
+        wide = [tensor[row].double() for tensor in (query, key, cosine, sine)]
+        turned_query, turned_key = (rotate(x, wide[2], wide[3]) for x in wide[:2])
+        slots = [int(blocks[row, place // 4]) * 4 + place % 4 for place in range(position + 1)]
+        written.append(slots[-1])
+        assert torch.allclose(keys[:, slots[-1]].double(), turned_key, rtol=2**-8, atol=1e-6)
+        assert torch.equal(values[:, slots[-1]], value[row])
+        seen = slots if window is None else slots[-window:]
+        for head in range(heads):
+            group = head // (heads // groups)
+            weights = (keys[group, seen].double() @ turned_query[head] / size**0.5).softmax(0)
+            expected = weights @ values[group, seen].double()
+            assert torch.allclose(mixed[row, head].double(), expected, rtol=2**-7, atol=1e-3)
+    others = [slot for slot in range(48) if slot not in written]
     assert torch.equal(keys[:, others], before[0][:, others]) and torch.equal(values[:, others], before[1][:, others])
-    for head in range(heads):
-        group = head // (heads // groups)
-        seen = slice(first, position + 1)
-        weights = (keys[group, seen].double() @ turned_query[head] / size**0.5).softmax(0)
-        expected = weights @ values[group, seen].double()
-        assert torch.allclose(mixed.view(heads, size)[head].double(), expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {}) for family in FAMILIES), ("mixtral", {"sliding_window": 4}), ("olmoe", {"clip_qkv": 0.5})],
+)
+def test_a_sequence_gets_the_same_bits_beside_others(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """And the same in blocks as in one piece of memory."""
+    save_reference(family, tmp_path, **changes)
+    checkpoint = Checkpoint(tmp_path)
+    config = checkpoint.config
+    decoder = Decoder(config, checkpoint.source(torch.bfloat16))
+    cache = PagedCache(config, position_bytes(config, torch.bfloat16) * 96, torch.bfloat16, block_size=4)
+    tables, lengths = [BlockTable() for _ in range(5)], [5, 11, 1, 3, 8]
+    prompts = torch.randint(3, 96, (5, 24), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        alone = [KeyValueCache(config, 1, 24, torch.bfloat16) for _ in tables]
+        for table, length, prompt, own in zip(tables, lengths, prompts, alone, strict=True):
+            cache.pool.extend(table, length)
+            together = decoder.last_logits(prompt[None, :length], None, PagedBatch(cache, [table], length, [length]))
+            assert torch.equal(together, decoder.last_logits(prompt[None, :length], None, own))
+            cache.pool.fill(table, prompt.tolist(), length)
+        for step in range(8):
+            for table in tables:
+                cache.pool.extend(table, table.length + 1)
+            last = torch.stack([prompt[length + step] for prompt, length in zip(prompts, lengths, strict=True)])
+            with decoding():
+                together = decoder.last_logits(last[:, None], None, PagedBatch(cache, tables, 1, lengths))
+                for row, own in enumerate(alone):
+                    assert torch.equal(together[row], decoder.last_logits(last[row, None, None], None, own)[0])
+            for table, prompt in zip(tables, prompts.tolist(), strict=True):
+                cache.pool.fill(table, prompt, table.length + 1)

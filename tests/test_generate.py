@@ -12,9 +12,10 @@ from conftest import FAMILIES, save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from engine.errors import CheckpointError, OptionError
-from engine.generate import Engine, Generation, _Characters, decode_kernels, held_back
+from engine.generate import Engine, Generation, decode_kernels
 from engine.sampling import SamplingOptions
 from engine.skip_tables import FILE_NAME, SkipTables
+from engine.text_stream import Characters, held_back
 
 PROMPTS = ["def read(path):", "x", "größer als €5: "]
 
@@ -123,9 +124,9 @@ def test_streaming_leaves_no_mode_behind(engine: Engine) -> None:
         assert torch._C._get_mkldnn_enabled()
 
 
-def characters(context: list[int]) -> _Characters:
+def characters(context: list[int]) -> Characters:
     """Over single bytes."""
-    return _Characters(context, lambda ids: bytes(ids).decode(errors="replace"))
+    return Characters(context, lambda ids: bytes(ids).decode(errors="replace"))
 
 
 def test_only_whole_characters_are_given_out() -> None:

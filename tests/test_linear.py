@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import engine.experts
 import engine.linear
-from engine.experts import Expert, mixture
+from engine.experts import Expert, MoeBlock, grouped
 from engine.linear import as_bfloat16, decoding, linear, linears
+from engine.routing import NO_EXPERT, TopK
 
 
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])
@@ -33,39 +35,52 @@ def test_equals_float64(arithmetic: bool, dtype: torch.dtype, shape: tuple[int, 
     assert torch.allclose(got.double(), expected, rtol=2e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_compiled_products_equal_float64(threads: int) -> None:
+def test_compiled_products_equal_float64(threads: int, rows: int) -> None:
     kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
     torch.manual_seed(0)
     kernels.use_threads(threads)
-    x, weights = torch.randn(51).bfloat16(), [torch.randn(rows, 51).bfloat16() for rows in (37, 1, 8)]
-    y = as_bfloat16(kernels.products(x.data_ptr(), [w.data_ptr() for w in weights], [37, 1, 8], 51))
-    exact = torch.cat(weights).double() @ x.double()
-    assert torch.equal(y, exact.float().bfloat16())
+    x, weights = torch.randn(rows, 51).bfloat16(), [torch.randn(count, 51).bfloat16() for count in (37, 1, 8)]
+    y = as_bfloat16(kernels.products(x.data_ptr(), rows, [w.data_ptr() for w in weights], [37, 1, 8], 51))
+    exact = x.double() @ torch.cat(weights).double().T
+    assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-6)
+    assert (y == exact.float().bfloat16()).double().mean() > 0.99, "rounded once, from float32"
+    for row in range(rows):  # to the bit, whatever is computed beside it
+        alone = kernels.products(x[row].data_ptr(), 1, [w.data_ptr() for w in weights], [37, 1, 8], 51)
+        assert torch.equal(as_bfloat16(alone)[0], y[row])
 
 
 @pytest.mark.parametrize("slots", [0, 1, 3])
-def test_compiled_experts_equal_float64(slots: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
     kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
     torch.manual_seed(0)
     hidden, width = 24, 77  # no multiple of a block of rows
     shapes = ((width, hidden), (width, hidden), (hidden, width))
-    experts = [tuple(torch.randn(shape).bfloat16() for shape in shapes) for _ in range(slots)]
-    weights, x = [0.5, 0.25, 2.0][:slots], torch.randn(hidden).bfloat16() * 4  # gates up to ±60: all of exp's range
-    addresses = [tuple(weight.data_ptr() for weight in expert) for expert in experts]
-    y = as_bfloat16(kernels.swiglu(x.data_ptr(), addresses, weights, hidden, width))
-    wide = x.double()
-    exact = torch.zeros(hidden, dtype=torch.float64)
-    for weight, (gate, up, down) in zip(weights, experts, strict=True):
-        exact += weight * (down.double() @ (F.silu(gate.double() @ wide) * (up.double() @ wide)))
-    assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-3)
+    experts = [tuple(torch.randn(shape).bfloat16() for shape in shapes) for _ in range(5)]
+    table = np.array([[weight.data_ptr() for weight in expert] for expert in experts], np.uint64)
+    x = torch.randn(tokens, hidden).bfloat16() * 4  # gates up to ±60: all of exp's range
+    chosen = torch.stack([torch.randperm(5)[:slots] for _ in range(tokens)])
+    chosen[:, 1:2][::2] = NO_EXPERT
+    weights = torch.rand(tokens, slots)
+    y = as_bfloat16(kernels.swiglu(x.data_ptr(), table, chosen.numpy(), weights.numpy(), hidden, width))
+    for token in range(tokens):
+        wide, exact = x[token].double(), torch.zeros(hidden, dtype=torch.float64)
+        for index, weight in zip(chosen[token].tolist(), weights[token].tolist(), strict=True):
+            if index != NO_EXPERT:
+                gate, up, down = (part.double() for part in experts[index])
+                exact += weight * (down @ (F.silu(gate @ wide) * (up @ wide)))
+        assert torch.allclose(y[token].double(), exact, rtol=2**-8, atol=1e-3)
+        of_one = x[token].data_ptr(), table, chosen[token : token + 1].numpy(), weights[token : token + 1].numpy()
+        assert torch.equal(as_bfloat16(kernels.swiglu(*of_one, hidden, width))[0], y[token])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40])
 def test_the_compiled_kernel_hides_no_overflow(value: float) -> None:
     kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
     x, weight = torch.tensor([value, 1.0]).bfloat16(), torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16()
-    y = as_bfloat16(kernels.products(x.data_ptr(), [weight.data_ptr()], [2], 2))
+    y = as_bfloat16(kernels.products(x.data_ptr(), 1, [weight.data_ptr()], [2], 2))[0]
     expected = (weight.double() @ x.double()).float().bfloat16()
     assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.nan_to_num(), expected.nan_to_num())
 
@@ -82,16 +97,38 @@ def test_several_weights_at_once(arithmetic: bool, rows: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
-def test_without_the_kernels_torch_serves(arithmetic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [1, 6])
+def test_without_the_kernels_torch_serves(arithmetic: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(1, 16).bfloat16(), torch.randn(21, 16).bfloat16()
-    expert = Expert(*(torch.randn(shape).bfloat16() / 4 for shape in ((24, 16), (24, 16), (16, 24))))
+    x, weight = torch.randn(rows, 16).bfloat16(), torch.randn(21, 16).bfloat16()
+    experts = [Expert(*(torch.randn(shape).bfloat16() / 4 for shape in ((24, 16), (24, 16), (16, 24)))) for _ in range(3)]
+    block = MoeBlock(torch.randn(3, 16).bfloat16(), experts, TopK(2, True), shared=experts[0])
     with torch.no_grad(), decoding():
-        fast = linear(x, weight), mixture(x, [expert, expert], [0.5, 0.25])
+        fast = linear(x, weight), block(x), experts[1](x)
         monkeypatch.setattr(engine.linear, "_load_kernels", lambda: None)
-        slow = linear(x, weight), mixture(x, [expert, expert], [0.5, 0.25])
+        slow = linear(x, weight), block(x), experts[1](x)
     for a, b in zip(fast, slow, strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=5e-2)
+
+
+def test_weights_that_moved_are_looked_up_again() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16).bfloat16()
+    block = MoeBlock(torch.randn(2, 16), [Expert(*torch.randn(3, 16, 16) / 4) for _ in range(2)], TopK(1, True)).bfloat16()
+
+    def agrees() -> bool:
+        with torch.no_grad(), decoding():
+            return torch.allclose(
+                block(x).float(), grouped(x, block.routing(x @ block.router_ND.T), block.experts).float(), atol=0.1
+            )
+
+    assert agrees()
+    for parameter in block.parameters():
+        parameter.data = parameter.data * 2
+    assert agrees()
+    block.router_ND.data = block.router_ND.data[:1]
+    block.experts = block.experts[1:]
+    assert agrees()
 
 
 def test_gradients(arithmetic: bool) -> None:

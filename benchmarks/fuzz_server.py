@@ -1,0 +1,114 @@
+"""Sends what Schemathesis makes of the schema of a running server, and looks at what comes back.
+
+    compress serve demo --port 8000 --max-model-len 32 --request-timeout 5 &
+    python benchmarks/fuzz_server.py http://127.0.0.1:8000 [--examples 300] [--seed 0]
+
+Every answer has to have a status, a content type and a body that /openapi.json names, and none may be a failure of the
+server's. Bodies are both such as the schema allows and such as it does not. Prints a line for each operation; exit 1 where
+anything fails. tests/test_server_limits.py runs a few examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections import Counter
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import load_all_checks
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+
+CHECKS = (status_code_conformance, content_type_conformance, response_schema_conformance)
+SECONDS = 60
+STREAM = "text/event-stream"
+GATEWAY_TIMEOUT = 504
+"""No failure: what is asked for may take long."""
+
+
+def fuzz(url: str, *, examples: int = 100, start: int = 0) -> dict[str, Any]:
+    """So many examples of each operation in each mode; counts of cases and statuses, and what failed."""
+    load_all_checks()
+    failures: list[str] = []
+    statuses: dict[str, Counter[int]] = {}
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    for operation in schema.get_all_operations():
+        one = operation.ok()
+        name = f"{one.method.upper()} {one.path}"
+        counted = statuses.setdefault(name, Counter())
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            _try_operation(one, mode, examples, start, counted, failures)
+    cases = sum(sum(counted.values()) for counted in statuses.values())
+    return {"cases": cases, "statuses": {name: dict(counted) for name, counted in statuses.items()}, "failures": failures}
+
+
+def _try_operation(
+    operation: Any, mode: GenerationMode, examples: int, start: int, counted: Counter[int], failures: list[str]
+) -> None:
+    try:
+        strategy = operation.as_strategy(generation_mode=mode)
+    except Exception as error:  # an operation without parameters has nothing that could be wrong
+        failures.append(f"{operation.path} {mode}: {error}")
+        return
+
+    @seed(start)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def try_case(case: Any) -> None:
+        response = case.call(timeout=SECONDS)
+        counted[response.status_code] += 1
+        problem = _problem(case, response)
+        if problem:
+            failures.append(f"{operation.method.upper()} {operation.path}: {problem}; {case.as_curl_command()[:500]}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Hypothesis: some forms of nonsense are rare, and take many tries
+        try:
+            try_case()
+        except Exception as error:
+            if "Unsatisfiable" not in type(error).__name__:
+                raise
+
+
+def _problem(case: Any, response: Any) -> str:
+    """What is wrong with an answer; empty where nothing is."""
+    if response.status_code >= 500 and response.status_code != GATEWAY_TIMEOUT:
+        return f"status {response.status_code}: {response.text[:200]}"
+    kind = str(response.headers.get("content-type", [""])[0])
+    if kind.startswith(STREAM):
+        return "" if response.text.endswith("data: [DONE]\n\n") else "the stream has no end"
+    try:
+        case.validate_response(response, checks=list(CHECKS))
+    except (Exception, BaseExceptionGroup) as error:  # whatever a check raises is a finding
+        return " ".join(str(error).split())[:300]
+    return ""
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--examples", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    figures = fuzz(options.url, examples=options.examples, start=options.seed)
+    for name, counted in figures["statuses"].items():
+        print(f"{name:<28}", json.dumps(counted))
+    print(f"{figures['cases']} cases, {len(figures['failures'])} failures")
+    for failure in figures["failures"][:20]:
+        print(failure)
+    sys.exit(1 if figures["failures"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What a client is told when its request is not answered: OpenAI's error object, and the status that goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import BusyError, CompressError, OptionError
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+"""By status; others below 500 are invalid_request_error, and the rest server_error."""
+SHOWN_PROBLEMS = 4
+SHOWN_CHARACTERS = 300
+RETRY_SECONDS = 1
+
+
+class ApiError(Exception):
+    """A request is refused with this status; `param` names the field of the body that is at fault."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to come back, how to show who one is."""
+        if self.status in (429, 503):
+            return {"retry-after": str(RETRY_SECONDS)}
+        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = TYPES.get(self.status, default)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def api_error(error: CompressError) -> ApiError:
+    """An error of the engine as one of the interface."""
+    message = " ".join(str(error).split())
+    if isinstance(error, BusyError):
+        return ApiError(429, message, code="queue_full")
+    if isinstance(error, OptionError):
+        return ApiError(400, message)
+    return ApiError(500, message, code="engine_error")
+
+
+def body_error(problems: Sequence[Any]) -> ApiError:
+    """What validation found wrong with a body, of the first field at fault; values are not repeated."""
+    places = [[str(part) for part in problem["loc"] if part != "body"] for problem in problems]
+    if problems[0]["type"] in ("json_invalid", "model_attributes_type", "missing") and not places[0][:1]:
+        return ApiError(400, "the body is not a JSON object; send one, with content-type: application/json")
+    if problems[0]["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON at character {places[0][0]}")
+    param = places[0][0]
+    messages = [problem["msg"] for problem, place in zip(problems, places, strict=True) if place[0] == param]
+    said = " or ".join(dict.fromkeys(messages[:SHOWN_PROBLEMS]))[:SHOWN_CHARACTERS]
+    return ApiError(400, printable(f"{param}: {said}"), param=printable(param))
+
+
+def printable(text: str) -> str:
+    """Without halves of surrogate pairs, which no encoding takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,124 @@
+"""Keys and values of many sequences of different lengths, in blocks of one allocation of a stated size.
+
+Shape suffixes: B sequences, L new positions of each, P positions so far, G key-value heads, S slots (blocks times positions
+of a block), E head dimension, M blocks of the longest table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.architectures import DecoderConfig
+from engine.block_pool import BlockPool, BlockTable
+
+BLOCK_SIZE = 32
+"""Positions of a block."""
+
+
+class PagedCache:
+    """Preallocated keys and values of every layer; a BlockPool says which blocks are whose."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        """`size`: bytes of keys and values together; whole blocks of it are used."""
+        self.block_bytes = position_bytes(config, dtype) * block_size
+        self.pool = BlockPool(size // self.block_bytes, block_size)
+        shape = (2, len(config.layers), config.key_value_heads, self.pool.count * block_size, config.head_dimension)
+        keys, values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys_GSE, self.values_GSE = list(keys), list(values)
+        """One for each layer."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held, filled or not."""
+        return self.pool.count * self.block_bytes
+
+    def clear(self) -> None:
+        """Forget everything, whoever used it."""
+        self.pool = BlockPool(self.pool.count, self.pool.block_size)
+
+    def slots(self, table: BlockTable, end: int) -> slice | Tensor:
+        """Where the first `end` positions lie: a slice if the blocks follow each other in memory, else int64 [P]."""
+        size = self.pool.block_size
+        blocks = table.blocks[: self.pool.blocks_for(end)]
+        if blocks[-1] - blocks[0] == len(blocks) - 1 and blocks == sorted(blocks):
+            return slice(blocks[0] * size, blocks[0] * size + end)
+        slots = torch.tensor(blocks)[:, None] * size + torch.arange(size)
+        return slots.flatten()[:end].to(self.keys_GSE[0].device)
+
+
+def position_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one position in all layers."""
+    return 2 * len(config.layers) * config.key_value_heads * config.head_dimension * dtype.itemsize
+
+
+class PagedBatch:
+    """One forward's view of the cache: L new positions of each of B sequences, after what their tables hold.
+
+    A sequence's blocks may lie anywhere. Where they follow each other in memory they are read as a view, else gathered.
+    """
+
+    def __init__(self, cache: PagedCache, tables: Sequence[BlockTable], new: int, read_as: Sequence[int]) -> None:
+        """`read_as`: the length of the text that a position is read as part of (rotary scalings look at it), at least."""
+        self.cache, self.new = cache, new
+        self.past = [table.length for table in tables]
+        self._tables, self._read_as = tables, read_as
+        self.positions_BL = torch.tensor([list(range(past, past + new)) for past in self.past])
+
+    @property
+    def lengths_BL(self) -> Tensor:
+        """Of the text that each position is read as part of."""
+        return (self.positions_BL + 1).maximum(torch.tensor(self._read_as)[:, None])
+
+    @cached_property
+    def _slots(self) -> list[slice | Tensor]:
+        """Of each sequence, where all its positions lie, the new ones included."""
+        return [self.cache.slots(table, table.length + self.new) for table in self._tables]
+
+    @cached_property
+    def _new_slots_T(self) -> Tensor:
+        size = self.cache.pool.block_size
+        places = zip(self._tables, self.positions_BL.tolist(), strict=True)
+        slots = [table.blocks[place // size] * size + place % size for table, row in places for place in row]
+        return torch.tensor(slots, device=self.cache.keys_GSE[0].device)
+
+    def addresses(self, layer: int) -> list[int]:
+        """Of one layer's keys and values, for the compiled kernels."""
+        return [self.cache.keys_GSE[layer].data_ptr(), self.cache.values_GSE[layer].data_ptr()]
+
+    @cached_property
+    def places(self) -> tuple[Any, Any, int]:
+        """The same for all layers: blocks int64 [B, M], positions filled int64 [B], and positions of a block."""
+        blocks_BM = np.zeros((len(self._tables), max(len(table.blocks) for table in self._tables)), np.int64)
+        for row, table in enumerate(self._tables):
+            blocks_BM[row, : len(table.blocks)] = table.blocks
+        return blocks_BM, np.array(self.past), self.cache.pool.block_size
+
+    @property
+    def group_stride(self) -> int:
+        """Values from one group to the next."""
+        return int(self.cache.keys_GSE[0].stride(0))
+
+    def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> None:
+        """Write one layer's new positions."""
+        groups, size = keys_BGLE.shape[1], keys_BGLE.shape[3]
+        for target_GSE, new_BGLE in ((self.cache.keys_GSE, keys_BGLE), (self.cache.values_GSE, values_BGLE)):
+            target_GSE[layer][:, self._new_slots_T] = new_BGLE.transpose(0, 1).reshape(groups, -1, size)
+
+    def of_sequence(self, layer: int, row: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, G, P, E] of one sequence in one layer, from position `first` on."""
+        slots = self._slots[row]
+        place = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]
+        return self.cache.keys_GSE[layer][None, :, place], self.cache.values_GSE[layer][None, :, place]

@@ -1,0 +1,303 @@
+"""The HTTP interface of a running engine: OpenAI's endpoints, figures, and a page. docs/serving.md is its description."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from html import escape
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from engine.connection import EventStream, Gate, Gone, Phase, error_response, while_connected
+from engine.errors import BusyError, CompressError
+from engine.exchange import Exchange
+from engine.generate import Engine
+from engine.loop import EngineLoop
+from engine.metrics import Metrics
+from engine.openai_errors import ApiError, api_error, body_error
+from engine.openai_requests import Asked, Reader, check_count
+from engine.openai_responses import Answer, ChatAnswer, CompletionAnswer
+from engine.openai_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationBody,
+    TokenizeRequest,
+)
+
+DONE = b"data: [DONE]\n\n"
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""For the schema: JSON, or this."""
+CLIENT_GONE = 499
+"""Nobody reads it; servers log it so."""
+
+
+class Service:
+    """A model that is ready, and what its endpoints share."""
+
+    def __init__(
+        self, engine: Engine, engine_loop: EngineLoop, *, model_name: str, skip_threshold: float = 0.0, max_queue: int = 256
+    ) -> None:
+        self.engine_loop, self.model_name, self.max_queue = engine_loop, model_name, max_queue
+        self.reader = Reader(engine, engine_loop.max_model_length, skip_threshold)
+        self.metrics = Metrics(engine_loop.load)
+        self.created = int(time.time())
+
+    def card(self) -> dict[str, Any]:
+        """The model, in the form of /v1/models."""
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "moe-compress",
+            "max_model_len": self.engine_loop.max_model_length,
+            "chat_template": self.reader.chats,
+        }
+
+
+@dataclass
+class State:
+    """Of the server: from `loading` to `ready`, where there is a service, to `draining`."""
+
+    api_key: str | None = None
+    request_timeout: float | None = None
+    phase: Phase = "loading"
+    loaded: Service | None = None
+
+    @property
+    def service(self) -> Service:
+        """The gate lets nothing through before there is one."""
+        assert self.loaded is not None
+        return self.loaded
+
+    def check_model(self, name: str | None) -> Service:
+        """The service. Raises ApiError for another model than the one there is."""
+        if name is not None and name != self.service.model_name:
+            message = f"the model {name!r:.80} is not here; this server has {self.service.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self.service
+
+
+def create_app(state: State) -> FastAPI:
+    """The application; `state` is changed from outside while it runs."""
+    app = FastAPI(title="compress serve", docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, phase=lambda: state.phase, api_key=state.api_key)
+    _handle_errors(app, state)
+    _add_completions(app, state)
+    _add_tokens(app, state)
+    _add_figures(app, state)
+    _add_pages(app)
+    # Validation answers 400, and FastAPI writes 422 into the schema of its own accord.
+    make_schema = app.openapi
+    app.openapi = cache(lambda: _with_errors(make_schema()))  # type: ignore[method-assign]
+    return app
+
+
+def _handle_errors(app: FastAPI, state: State) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(CompressError)
+    async def failed(request: Request, error: CompressError) -> Response:
+        if isinstance(error, BusyError) and state.phase == "draining":
+            return error_response(ApiError(503, str(error), code="draining"))
+        return error_response(api_error(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_response(body_error(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        said = {404: f"there is no {request.url.path}; see /docs", 405: f"{request.method} is not for {request.url.path}"}
+        response = error_response(ApiError(error.status_code, said.get(error.status_code, str(error.detail))))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, "the server failed at this request; its log says how"))
+
+
+def _add_completions(app: FastAPI, state: State) -> None:
+    @app.post("/v1/chat/completions", responses=STREAMED)
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        """Continue a conversation."""
+        service = state.check_model(body.model)
+        asked = await run_in_threadpool(service.reader.chat, body)
+        return await _answer(state, request, body, asked, ChatAnswer)
+
+    @app.post("/v1/completions", responses=STREAMED)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue one or several texts."""
+        service = state.check_model(body.model)
+        asked = await run_in_threadpool(service.reader.completion, body)
+        return await _answer(state, request, body, asked, CompletionAnswer)
+
+
+async def _answer(state: State, request: Request, body: GenerationBody, asked: Asked, form: type[Answer]) -> Response:
+    service = state.service
+    check_count(asked, service.max_queue)
+    include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    answer = form(asked, service.model_name, service.reader.words, include_usage=include_usage)
+    deadline = None if state.request_timeout is None else asyncio.get_running_loop().time() + state.request_timeout
+    exchange = Exchange(service.engine_loop, asked.requests, service.metrics)
+    if body.stream:
+        return EventStream(_events(exchange, answer, deadline, state), exchange.cancel)
+    try:
+        return JSONResponse(await while_connected(request.receive, _collected(exchange, answer, deadline, state)))
+    except Gone:
+        return Response(status_code=CLIENT_GONE)
+    finally:
+        exchange.cancel()
+
+
+async def _collected(exchange: Exchange, answer: Answer, deadline: float | None, state: State) -> dict[str, Any]:
+    try:
+        async for index, update in exchange.updates(deadline):
+            _check_end(update.finish_reason, update.error)
+            answer.take(index, update)
+    except TimeoutError as error:
+        raise _timeout(state) from error
+    return answer.whole()
+
+
+async def _events(exchange: Exchange, answer: Answer, deadline: float | None, state: State) -> AsyncIterator[bytes]:
+    for chunk in answer.opening():
+        yield _event(chunk)
+    try:
+        async for index, update in exchange.updates(deadline):
+            _check_end(update.finish_reason, update.error)
+            chunk_of_update = answer.chunk(index, answer.take(index, update))
+            if chunk_of_update is not None:
+                yield _event(chunk_of_update)
+        for chunk in answer.usage_chunk():
+            yield _event(chunk)
+    except ApiError as error:
+        yield _event(error.body())
+    except TimeoutError:
+        yield _event(_timeout(state).body())
+    yield DONE
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _check_end(reason: str, error: str) -> None:
+    if reason == "error":
+        raise ApiError(500, error or "the engine failed at this request", code="engine_error")
+    if reason == "cancelled":
+        raise ApiError(503, "the server is about to end and gave this request up; ask another one", code="cancelled")
+
+
+def _timeout(state: State) -> ApiError:
+    message = f"the answer took longer than {state.request_timeout:g} seconds, the limit here; ask for fewer tokens"
+    return ApiError(504, message, code="timeout")
+
+
+def _add_tokens(app: FastAPI, state: State) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a prompt, or of messages."""
+        return await run_in_threadpool(state.check_model(body.model).reader.tokenize, body)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
+        return await run_in_threadpool(state.check_model(body.model).reader.detokenize, body)
+
+
+def _add_figures(app: FastAPI, state: State) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """200 when requests are taken, 503 before and after."""
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return PlainTextResponse(await run_in_threadpool(state.service.metrics.text))
+
+    @app.get("/v1/load")
+    async def load() -> dict[str, Any]:
+        """How busy the server is, and what it has done."""
+        return state.service.card() | asdict(state.service.engine_loop.load())
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The model, in a list."""
+        return {"object": "list", "data": [state.service.card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model."""
+        return state.check_model(name).card()
+
+
+def _add_pages(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(_page())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(_docs(app.openapi()))
+
+
+@cache
+def _page() -> str:
+    return resources.files("engine").joinpath("chat_page.html").read_text(encoding="utf-8")
+
+
+def _docs(schema: dict[str, Any]) -> str:
+    """A list of the endpoints that needs nothing from elsewhere."""
+    rows = [
+        f"<tr><td>{escape(method.upper())}</td><td><code>{escape(path)}</code></td>"
+        f"<td>{escape(str(about.get('description') or about.get('summary', '')))}</td></tr>"
+        for path, methods in schema["paths"].items()
+        for method, about in methods.items()
+    ]
+    return (
+        '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        '<meta name="color-scheme" content="light dark"><title>compress serve</title>'
+        "<style>body { font: 16px/1.5 system-ui, sans-serif; margin: 16px } td { padding: 4px 16px 4px 0 }</style>"
+        f'<h1>compress serve</h1><table>{"".join(rows)}</table><p><a href="/openapi.json">openapi.json</a></p></html>'
+    )
+
+
+def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with the errors that there are, instead of FastAPI's own."""
+    text = {"type": "string"}
+    fields = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}}
+    error = {"type": "object", "required": list(fields), "properties": fields}
+    form = {"type": "object", "required": ["error"], "properties": {"error": error}}
+    content = {"application/json": {"schema": form}}
+    statuses = {
+        "400": "Not valid, or not available",
+        "401": "No key",
+        "404": "Another model",
+        "413": "Too large",
+        "429": "The queue is full",
+        "500": "The engine failed",
+        "503": "Loading, or about to end",
+        "504": "The time is over",
+    }
+    for methods in schema["paths"].values():
+        for about in methods.values():
+            about["responses"].pop("422", None)
+            about["responses"] |= {code: {"description": said, "content": content} for code, said in statuses.items()}
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema.get("components", {}).get("schemas", {}).pop(name, None)
+    return schema
