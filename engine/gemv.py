@@ -401,11 +401,11 @@ def _swiglu(x_address: Any, experts_N3: Any, chosen_TS: Any, weights_TS: Any, wi
         first = place * BLOCK_ROWS
         count = min(BLOCK_ROWS, hidden - first)
         down_MW = np.empty((members, BLOCK_ROWS), np.float32)
-        for expert in used_N:
-            begin, rows = ends_N[expert], ends_N[expert + 1] - ends_N[expert]
+        for chosen in used_N:
+            begin, rows = ends_N[chosen], ends_N[chosen + 1] - ends_N[chosen]
             middle = _address(middle_MF) + np.uint64(begin) * middle_bytes
             results = _address(down_MW) + np.uint64(4) * np.uint64(begin * BLOCK_ROWS)
-            weights = experts_N3[expert, 2] + np.uint64(2) * np.uint64(first * width)
+            weights = experts_N3[chosen, 2] + np.uint64(2) * np.uint64(first * width)
             _multiply(weights, count, width, middle, rows, results, BLOCK_ROWS)
         for token in range(tokens):
             for index in range(count):

@@ -140,3 +140,17 @@ def test_a_sequence_gets_the_same_bits_beside_others(family: str, changes: dict[
                     assert torch.equal(together[row], decoder.last_logits(last[row, None, None], None, own)[0])
             for table, prompt in zip(tables, prompts.tolist(), strict=True):
                 cache.pool.fill(table, prompt, table.length + 1)
+
+
+def test_a_batch_that_moves_in_step_gets_the_same_bits_as_each_alone(tmp_path: Path) -> None:
+    save_reference("mixtral", tmp_path, sliding_window=6)
+    checkpoint = Checkpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+    prompts = torch.randint(3, 96, (3, 10), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode(), decoding():
+
+        def steps(tokens_BL: Tensor) -> Tensor:
+            cache = KeyValueCache(checkpoint.config, len(tokens_BL), 10, torch.bfloat16)
+            return torch.stack([decoder.last_logits(column[:, None], None, cache) for column in tokens_BL.T], dim=1)
+
+        assert torch.equal(steps(prompts), torch.cat([steps(prompt[None]) for prompt in prompts]))

@@ -12,6 +12,7 @@ from conftest import FAMILIES, save_reference
 
 from engine.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from engine.checkpoint import Checkpoint
+from engine.kv_cache import KeyValueCache
 from engine.model import Decoder
 from engine.paged_cache import PagedBatch, PagedCache, position_bytes
 
@@ -203,6 +204,13 @@ def test_frequencies_that_follow_the_length_are_each_texts_own(tmp_path: Path) -
         together = paged(decoder, checkpoint.config, texts, 5, 4)
         assert torch.allclose(together[1], decoder(torch.tensor([texts[1]]))[0, -4:], atol=1e-5)
         assert torch.allclose(together[0], decoder(torch.tensor([texts[0]]))[0, -4:], atol=1e-5)
+        # One that begins short and becomes long: as step by step with a cache of its own.
+        text = tokens(18, 7)
+        own = KeyValueCache(checkpoint.config, 1, 18, torch.float32)
+        expected = [decoder.last_logits(torch.tensor([text[:10]]), None, own)]
+        expected += [decoder.last_logits(torch.tensor([[token]]), None, own) for token in text[10:]]
+        crossing, _ = paged(decoder, checkpoint.config, [text, tokens(40, 8)], 10, 8)
+        assert torch.allclose(crossing, torch.cat(expected[1:]), atol=1e-5)
     assert decoder.rotary.scale_of(12) != decoder.rotary.scale_of(13)
 
 

@@ -180,6 +180,21 @@ def test_a_stop_string_ends_across_tokens_and_is_never_given_out(engine: Engine)
         assert plain.text.startswith(given) and stop[0] not in given[len(stopped.text) :]
 
 
+def test_penalties_are_of_the_tokens_that_were_generated(engine: Engine) -> None:
+    """Greedy by hand: the model's own logits, less 2 for every token that came before, not those of the prompt."""
+    request = Request(prompt(6), 12, SamplingOptions(presence_penalty=2.0), ignore_end_tokens=True)
+    (served,) = serve(engine, request)
+    expected: list[int] = []
+    with torch.inference_mode():
+        for _ in range(12):
+            logits = engine.decoder(torch.tensor([[*request.prompt, *expected]]))[0, -1]
+            logits[list(set(expected))] -= 2.0
+            expected.append(int(logits.argmax()))
+    assert list(served.tokens) == expected
+    (plain,) = serve(engine, replace(request, sampling=SamplingOptions()))
+    assert plain.tokens != served.tokens
+
+
 def test_no_new_tokens_reads_the_prompt_only(engine: Engine) -> None:
     (served,) = serve(engine, Request(prompt(21), 0, prompt_logprobs=True))
     (update,) = served.updates
