@@ -14,7 +14,7 @@ Optional (`pip install moe-compress[fast]`); without Numba the same products run
 
 Shape suffixes: T tokens, O output features, I input features, S slots (chosen experts), N experts, D hidden, F expert width,
 M matrices or pairs of token and slot, B sequences, G key-value heads, H query heads, R query heads of one group,
-P positions, E head dimension, W matrix rows.
+P positions, E head dimension, W matrix rows of a block.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ BLOCK_ROWS = 32
 _MATHS = {"reassoc", "contract", "nsz"}
 """Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are."""
 _LANES = 16
+_SUMS = 4
+"""Vector registers that one product is added up in."""
 _FLOAT, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, _LANES)
 
@@ -109,40 +111,43 @@ def _compiled(signature: str, parallel: bool = True) -> Any:
     return numba.njit(signature, parallel=parallel, fastmath=_MATHS, nogil=True, cache=True)
 
 
-def _tile(weights: int, rows: int) -> Any:
-    """A function of (address of W rows of I bfloat16, address of T vectors of I float32, I, address of the results, stride).
+def _tile(rows: int) -> Any:
+    """A function of (address of I bfloat16, address of R vectors of I float32, I, address of the results, stride).
 
-    The product of row w and vector t goes to place `w + t · stride` of the float32 results. W is 1 or 4.
+    The product with vector r goes to place `r · stride` of the float32 results. One matrix row at a time, because memory
+    gives one stream faster than several; with several sums, because additions to one would wait for each other.
     """
 
-    def tile(context: Any, weights_WI: Any, x_TI: Any, inputs: Any, results: Any, stride: Any) -> Any:
+    def tile(context: Any, weights_I: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
         return types.void(types.uint64, types.uint64, types.int64, types.uint64, types.int64), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weight_address, x_address, inputs, result_address, stride = arguments
-        weight_rows = [_at(builder, weight_address, builder.mul(inputs, _INDEX(w)), 2) for w in range(weights)]
         x_rows = [_at(builder, x_address, builder.mul(inputs, _INDEX(r)), 4) for r in range(rows)]
 
-        def multiplied(size: int) -> Any:
+        def multiplied(size: int, parts: int) -> Any:
             def step(index: Any, sums: list[Any]) -> list[Any]:
-                w = [_widened(builder, _at(builder, row, index, 2), size) for row in weight_rows]
-                x = [_load(builder, _at(builder, row, index, 4), _many(_FLOAT, size)) for row in x_rows]
-                pairs = [(w[i], x[j]) for j in range(rows) for i in range(weights)]
-                products = [builder.fmul(a, b, flags=("contract",)) for a, b in pairs]
-                return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, products, strict=True)]
+                made = []
+                for part in range(parts):
+                    place = builder.add(index, _INDEX(part * size))
+                    w = _widened(builder, _at(builder, weight_address, place, 2), size)
+                    x = [_load(builder, _at(builder, row, place, 4), _many(_FLOAT, size)) for row in x_rows]
+                    made += [builder.fmul(w, each, flags=("contract",)) for each in x]
+                return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, made, strict=True)]
 
             return step
 
-        whole = builder.and_(inputs, _INDEX(-_LANES))
-        zero = ir.Constant(_FLOATS, [0.0] * _LANES)
-        sums = _loop(builder, _INDEX(0), whole, _LANES, [zero] * (weights * rows), multiplied(_LANES))
-        totals = [total for r in range(rows) for total in _added_up(builder, sums[r * weights : (r + 1) * weights])]
-        totals = _loop(builder, whole, inputs, 1, totals, multiplied(1))
+        most, whole = builder.and_(inputs, _INDEX(-_LANES * _SUMS)), builder.and_(inputs, _INDEX(-_LANES))
+        zeros = [ir.Constant(_FLOATS, [0.0] * _LANES)] * (rows * _SUMS)
+        sums = _loop(builder, _INDEX(0), most, _LANES * _SUMS, zeros, multiplied(_LANES, _SUMS))
+        while len(sums) > rows:
+            half = len(sums) // 2
+            sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+        sums = _loop(builder, most, whole, _LANES, sums, multiplied(_LANES, 1))
+        totals = _loop(builder, whole, inputs, 1, _added_up(builder, sums), multiplied(1, 1))
         for r in range(rows):
-            for w in range(weights):
-                place = builder.add(builder.mul(stride, _INDEX(r)), _INDEX(w))
-                pointer = builder.inttoptr(_at(builder, result_address, place, 4), _FLOAT.as_pointer())
-                builder.store(totals[r * weights + w], pointer)
+            place = _at(builder, result_address, builder.mul(stride, _INDEX(r)), 4)
+            builder.store(totals[r], builder.inttoptr(place, _FLOAT.as_pointer()))
         return context.get_dummy_value()
 
     return intrinsic(tile)
@@ -187,7 +192,7 @@ def _loop(builder: Any, start: Any, end: Any, step: int, values: list[Any], body
 
 
 def _added_up(builder: Any, vectors: list[Any]) -> list[Any]:
-    """The sum of each of 1 or 4 vectors, always half onto half; of 4 the first steps are taken together."""
+    """The sum of each of up to 4 vectors, always half onto half; the first steps are taken together."""
 
     def mixed(a: Any, b: Any, places: list[int]) -> Any:
         return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT, len(places)), places))
@@ -199,14 +204,12 @@ def _added_up(builder: Any, vectors: list[Any]) -> list[Any]:
         upper = [start + lane for start in starts for lane in range(group // 2, group)]
         return builder.fadd(mixed(a, b, lower), mixed(a, b, upper))
 
-    if len(vectors) == 1:
-        vectors = vectors * 4  # the optimiser sees that they are the same
-        return _added_up(builder, vectors)[:1]
-    first, second = merged(vectors[0], vectors[1], _LANES), merged(vectors[2], vectors[3], _LANES)
+    four = [vectors[place % len(vectors)] for place in range(4)]
+    first, second = merged(four[0], four[1], _LANES), merged(four[2], four[3], _LANES)
     fours = merged(first, second, _LANES // 2)  # four lanes of each
     twos = merged(fours, fours, 4)
     ones = merged(twos, twos, 2)
-    return [builder.extract_element(ones, _INT(place)) for place in range(4)]
+    return [builder.extract_element(ones, _INT(place)) for place in range(len(vectors))]
 
 
 def _weigh(rows: int, size: int) -> Any:
@@ -249,37 +252,28 @@ def _repeated(builder: Any, value: Any, size: int) -> Any:
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT, size), [0] * size))
 
 
-_FOUR_TIMES_ONE, _FOUR_TIMES_TWO, _FOUR_TIMES_FOUR = _tile(4, 1), _tile(4, 2), _tile(4, 4)
-_ONE_TIMES_ONE, _ONE_TIMES_TWO, _ONE_TIMES_FOUR = _tile(1, 1), _tile(1, 2), _tile(1, 4)
+_ONE_VECTOR, _TWO_VECTORS, _FOUR_VECTORS = _tile(1), _tile(2), _tile(4)
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _multiply(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any) -> None:
-    """`count` matrix rows of `inputs` bfloat16 at `weights` times `rows` float32 vectors, to `results` as in _tile."""
+    """`count` matrix rows of `inputs` bfloat16 at `weights` times `rows` float32 vectors.
+
+    The product of matrix row w and vector r goes to place `w + r · stride` of the float32 results.
+    """
     row = 0
     while row < rows:
         vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
         x = x_address + np.uint64(4) * np.uint64(row * inputs)
-        place = 0
-        while place < count:
+        for place in range(count):
             w = weights + np.uint64(2) * np.uint64(place * inputs)
             y = results + np.uint64(4) * np.uint64(row * stride + place)
-            if place + 4 <= count:
-                if vectors == 4:
-                    _FOUR_TIMES_FOUR(w, x, inputs, y, stride)
-                elif vectors == 2:
-                    _FOUR_TIMES_TWO(w, x, inputs, y, stride)
-                else:
-                    _FOUR_TIMES_ONE(w, x, inputs, y, stride)
-                place += 4
+            if vectors == 4:
+                _FOUR_VECTORS(w, x, inputs, y, stride)
+            elif vectors == 2:
+                _TWO_VECTORS(w, x, inputs, y, stride)
             else:
-                if vectors == 4:
-                    _ONE_TIMES_FOUR(w, x, inputs, y, stride)
-                elif vectors == 2:
-                    _ONE_TIMES_TWO(w, x, inputs, y, stride)
-                else:
-                    _ONE_TIMES_ONE(w, x, inputs, y, stride)
-                place += 1
+                _ONE_VECTOR(w, x, inputs, y, stride)
         row += vectors
 
 
