@@ -4,8 +4,8 @@
 
 First 200 requests at once: streams and whole answers, clients that go away, prompts that are too long, bodies that are no
 request. Every well-formed one has to get the text that it gets alone. The same again with a short queue: there some are told
-to come back. Then steady load in rounds; resident memory, failures and the server's own counts against the client's after each.
-Writes results/serving_soak.json and .md; exit 1 where a promise is broken.
+to come back. Then steady load in rounds; after each resident memory, failures, and the server's
+counts against the client's. Writes results/serving_soak.json and .md; exit 1 where a promise is broken.
 """
 
 from __future__ import annotations
