@@ -1,0 +1,152 @@
+"""Chat requests to our server and to `transformers serve`, in turn, on one model, one machine and the same prompts.
+
+    python benchmarks/serving_peers.py [--threads 2] [--rounds 3] [--requests 32]
+
+The demo model with a chat template, so that both take it. Tokens per second of all answers together, with one and with eight
+requests at a time; medians of rounds taken in turn. Answers are greedy, and counted by the model's tokenizer.
+Writes results/serving_peers.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+from results import ROOT, markdown, save
+
+from engine.checkpoint import DEMO_DIRECTORY, Checkpoint, load_tokenizer
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+NEW_TOKENS = 64
+CONCURRENCY = (1, 8)
+OURS, TRANSFORMERS, BATCHING = "compress serve", "transformers serve", "transformers serve --continuous-batching"
+
+
+def with_template(directory: Path) -> Path:
+    """The demo model as a model for chats."""
+    made = shutil.copytree(DEMO_DIRECTORY, directory / "model", ignore=shutil.ignore_patterns("skip_tables*"))
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def command(name: str, model: Path, port: int, threads: int) -> list[str]:
+    """That starts the server."""
+    if name == OURS:
+        return [sys.executable, "-m", "cli", "serve", str(model), "--port", str(port), "--threads", str(threads)]
+    own = [str(Path(sys.executable).parent / "transformers"), "serve", str(model), "--port", str(port), "--device", "cpu"]
+    return [*own, "--dtype", "bfloat16", *(["--continuous-batching"] if name == BATCHING else [])]
+
+
+def served_name(name: str, model: Path) -> str:
+    """What the server calls the model."""
+    return model.name if name == OURS else str(model)
+
+
+@contextmanager
+def server(name: str, model: Path, threads: int) -> Iterator[str]:
+    """A running server's URL."""
+    port = free_port()
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    started = subprocess.Popen(
+        command(name, model, port, threads), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                if httpx2.get(f"{url}/health", trust_env=False, timeout=5).status_code == 200:
+                    break
+            except httpx2.HTTPError:
+                pass
+            if started.poll() is not None:
+                raise RuntimeError(f"{name} ended with {started.returncode}")
+            time.sleep(0.2)
+        yield url
+    finally:
+        started.terminate()
+        try:
+            started.wait(20)
+        except subprocess.TimeoutExpired:
+            started.kill()
+
+
+async def send(url: str, model: str, prompts: list[str], concurrency: int) -> tuple[float, list[str]]:
+    """(seconds, answers)."""
+    room = asyncio.Semaphore(concurrency)
+    async with httpx2.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
+
+        async def one(prompt: str) -> str:
+            body = {
+                "model": model,
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": NEW_TOKENS,
+                "temperature": 0,
+            }
+            async with room:
+                answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["choices"][0]["message"]["content"])
+
+        started = time.perf_counter()
+        answers = await asyncio.gather(*map(one, prompts))
+        return time.perf_counter() - started, list(answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=32)
+    arguments = parser.parse_args()
+    prompts = [f"def function_{number}(path, value):\n" for number in range(arguments.requests)]
+    rates: dict[str, dict[int, list[float]]] = {}
+    texts: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        model = with_template(Path(place))
+        tokenizer = load_tokenizer(Checkpoint(model))
+        for _ in range(arguments.rounds):
+            for name in (OURS, TRANSFORMERS, BATCHING):
+                with server(name, model, arguments.threads) as url:
+                    served = served_name(name, model)
+                    asyncio.run(send(url, served, prompts[:2], 1))  # what a first request sets up is not measured
+                    for concurrency in CONCURRENCY:
+                        seconds, answers = asyncio.run(send(url, served, prompts, concurrency))
+                        tokens = sum(len(tokenizer(answer)["input_ids"]) for answer in answers)
+                        rates.setdefault(name, {}).setdefault(concurrency, []).append(tokens / seconds)
+                        texts[name] = answers
+                print(name, rates[name], flush=True)
+    medians = {name: {count: statistics.median(own) for count, own in each.items()} for name, each in rates.items()}
+    same = {name: sum(map(str.__eq__, own, texts[OURS])) for name, own in texts.items()}
+    rows = []
+    for name, own in medians.items():
+        both = [f"{own[count]:.0f}" for count in CONCURRENCY]
+        rows.append([name, *both, f"{medians[OURS][8] / own[8]:.1f}×", f"{same[name]} of {len(prompts)}"])
+    header = [
+        "tokens/s of all answers",
+        *(f"{count} at a time" for count in CONCURRENCY),
+        "ours by it at 8",
+        "answers as ours",
+    ]
+    save("serving_peers", {"rates": rates, "same": same, "threads": arguments.threads}, markdown(header, rows))
+
+
+if __name__ == "__main__":
+    main()
