@@ -78,6 +78,11 @@ class Rotary:
         frequencies, scaling = initialise(self._config, torch.device("cpu"), seq_len=length)
         return frequencies, scaling
 
+    @property
+    def switch(self) -> int | None:
+        """Positions up to which a call has the short form's frequencies and beyond which the long form's; None for one form."""
+        return self._original_max if self._long is not None else None
+
     def _for_length(self, length: int) -> tuple[Tensor, float]:
         if self.kind == "dynamic" and length > self._max_positions:
             return self._initialise(length)
