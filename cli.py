@@ -37,6 +37,9 @@ DIEP_OPTIONS = (
 MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
 PICTURE_SEQUENCES = 16
 """Of the calibration text, for a comparison's pictures of expert usage and similarity."""
+EXPORT_FORMATS = ("onnx",)
+EXPORT_PRECISIONS = ("float32",)
+EXPERT_FORMS = ("moe", "portable")
 MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
 
 
@@ -979,6 +982,54 @@ def compare(common: Common, **options: Any) -> dict[str, Any]:
     if result["output"]:
         say(common, f"{result['output']}: written; open {Path(result['output']) / 'index.html'}")
     return result
+
+
+@main.command()
+@click.argument("model", default="demo")
+@click.option(
+    "--format", "form", type=click.Choice(EXPORT_FORMATS), default="onnx", show_default=True, help="What is written."
+)
+@click.option(
+    "--precision", type=click.Choice(EXPORT_PRECISIONS), default="float32", show_default=True, help="Of the weights."
+)
+@click.option(
+    "--experts",
+    type=click.Choice(EXPERT_FORMS),
+    default="moe",
+    show_default=True,
+    help="Operators: those of onnxruntime for mixtures and attention, or standard ones only.",
+)
+@click.option("--skip-threshold", type=float, default=0.0, show_default=True, help="Skip unneeded experts, in the graph.")
+@click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-FORMAT]"
+)
+@overwrite_option
+@common_options
+def export(common: Common, **options: Any) -> dict[str, Any]:
+    """Write MODEL for another runtime, then compare it with the engine; where they differ, nothing is left.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    """
+    from compress.export import ExportOptions
+    from compress.export import export as run
+
+    figures = run(
+        ExportOptions(
+            model=options["model"],
+            output=options["output"] or Path(f"{Path(options['model']).name}-{options['form']}"),
+            format=options["form"],
+            **{name: options[name] for name in ("precision", "experts", "skip_threshold", "skip_min_experts", "overwrite")},
+            threads=common.threads,
+        ),
+        progress_bar,
+    )
+    say(
+        common,
+        f"{figures['artifact']}: {size(figures['bytes'])}, logits off by at most {figures['max_abs_logit_difference']:.1e}, "
+        f"in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
+    )
+    return figures
 
 
 if __name__ == "__main__":

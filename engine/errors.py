@@ -35,3 +35,7 @@ class OutputError(CompressError):
 
 class TrainingError(CompressError):
     """Training cannot go on: its loss is no longer a number."""
+
+
+class ExportError(CompressError):
+    """An exported model does not give what the engine gives."""

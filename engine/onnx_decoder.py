@@ -20,13 +20,12 @@ from engine.checkpoint import Checkpoint
 from engine.json_file import writing
 from engine.onnx_attention import AttentionForm, attention, attention_form
 from engine.onnx_experts import feed_forward
-from engine.onnx_graph import DATA_NAME, INT64, Graph
+from engine.onnx_graph import INT64, Graph
 from engine.onnx_layers import Parts
+from engine.onnx_runtime import DATA_NAME, SHARES_CACHE
 from engine.routing import Routing
 
 EVERY_POSITION = 2**31 - 1
-SHARES_CACHE = "shares_cache"
-"""Metadata key: 1 where the cache after a call may be in the memory of the one before, 0 where it is a longer one."""
 
 
 def write_decoder(

@@ -19,10 +19,10 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
+from engine.checkpoint import ONNX_NAME
 from engine.json_file import writing
+from engine.onnx_runtime import DATA_NAME
 
-MODEL_NAME = "model.onnx"
-DATA_NAME = "model.onnx.data"
 STANDARD_OPSET = 17
 MICROSOFT = "com.microsoft"
 """The domain of the operators that onnxruntime adds to the standard ones."""
@@ -150,6 +150,6 @@ class Graph:
         versions = [helper.make_opsetid(domain, 1 if domain else STANDARD_OPSET) for domain in domains]
         model = helper.make_model(graph, opset_imports=versions, ir_version=8, producer_name="moe-compress")
         helper.set_model_props(model, metadata)
-        path = self.directory / MODEL_NAME
+        path = self.directory / ONNX_NAME
         with writing(path, "the ONNX graph"):
             path.write_bytes(model.SerializeToString())

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from engine.architectures import DecoderConfig
+from engine.checkpoint import ONNX_NAME
 from engine.errors import CheckpointError, OptionError
 from engine.kv_cache import KeyValueCache
 
-MODEL_NAME = "model.onnx"
 DATA_NAME = "model.onnx.data"
+"""The weights, beside the graph."""
 SHARES_CACHE = "shares_cache"
 """Metadata key: 1 where the cache after a call may be in the memory of the one before, 0 where it is a longer one."""
-ALL_POSITIONS = 2**31 - 1
 _TYPES = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
 
@@ -48,7 +48,7 @@ class OnnxDecoder:
 
     def __init__(self, directory: Path, config: DecoderConfig, threads: int | None = None) -> None:
         self.config = config
-        self._session = session(directory / MODEL_NAME, threads or torch.get_num_threads())
+        self._session = session(directory / ONNX_NAME, threads or torch.get_num_threads())
         metadata = self._session.get_modelmeta().custom_metadata_map
         self._shares_cache = metadata.get(SHARES_CACHE) == "1"
         types = {each.name: each.type for each in self._session.get_inputs()}
@@ -62,7 +62,7 @@ class OnnxDecoder:
         expected |= {f"past_key_values.{layer}.{part}" for layer in layers for part in ("key", "value")}
         if set(types) != expected or types["past_key_values.0.key"] not in _TYPES:
             raise CheckpointError(
-                f"{directory / MODEL_NAME}: its inputs are not those of the model that config.json describes; "
+                f"{directory / ONNX_NAME}: its inputs are not those of the model that config.json describes; "
                 "export the model again"
             )
 
