@@ -828,6 +828,14 @@ def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dic
     help="Skip unneeded experts: 0 off, 1 the calibrated rule, higher skips more.",
 )
 @click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
+@click.option(
+    "--backend",
+    type=click.Choice(("auto", "torch", "onnx")),
+    default="auto",
+    show_default=True,
+    help="auto: onnx for an exported model, torch for all others.",
+)
+@click.option("--checksums", is_flag=True, help="First compare every file with the artifact's checksums.")
 @common_options
 def generate(common: Common, **options: Any) -> dict[str, Any]:
     """Continue a text with MODEL, then report what it cost.
@@ -844,6 +852,8 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
         threads=common.threads,
         skip_threshold=options["skip_threshold"],
         skip_min_experts=options["skip_min_experts"],
+        backend=options["backend"],
+        checksums=options["checksums"],
     )
     prompts = list(options["prompt"])
     generations = engine.generate(
@@ -891,9 +901,9 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
 @click.option(
     "--backend",
-    type=click.Choice(("torch", "transformers")),
+    type=click.Choice(("torch", "transformers", "onnx")),
     multiple=True,
-    help="torch is ours; may be given several times.  [default: torch]",
+    help="torch is ours; may be given several times.  [default: torch; onnx for an exported model]",
 )
 @common_options
 def bench(common: Common, **options: Any) -> dict[str, Any]:
@@ -902,7 +912,7 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
 
     rows = bench_models(
         list(options["models"]) or ["demo"],
-        list(options["backend"]) or ["torch"],
+        list(options["backend"]),
         prompt_tokens=options["prompt_tokens"],
         generated_tokens=options["generated_tokens"],
         repetitions=options["repetitions"],
@@ -1001,9 +1011,7 @@ def compare(common: Common, **options: Any) -> dict[str, Any]:
 )
 @click.option("--skip-threshold", type=float, default=0.0, show_default=True, help="Skip unneeded experts, in the graph.")
 @click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-FORMAT]"
-)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-FORMAT]")
 @overwrite_option
 @common_options
 def export(common: Common, **options: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Whether an exported model gives the engine's logits: random and real prompts, read at once and then token by token.
 
-The reference is one streaming pass over whole sequences, with one layer in memory at a time: a decoder's logits at a position
-do not depend on what follows, so the same pass serves every way of reading the sequence.
+The reference is one streaming pass over whole sequences, with one layer in memory at a time: a decoder's logits at a
+position do not depend on what follows, so the same pass serves every way of reading the sequence.
 
 Shape suffixes: S sequences, B batch, L positions, D hidden, V vocabulary.
 """
@@ -66,7 +66,7 @@ def check_parity(
     allowed: Allowed,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
-    """The largest |difference of a logit| over all prompts and steps. Raises ExportError naming the first that is too far."""
+    """The largest |difference of a logit| over all prompts and steps. Raises ExportError for the first that is too far."""
     limit = _positions(checkpoint)
     lengths = [max(1, min(length, limit - STEPS)) for length in LENGTHS]
     tokens_SL, names = _sequences(checkpoint, min(limit, max(lengths) + STEPS))

@@ -80,7 +80,7 @@ class Rotary:
 
     @property
     def switch(self) -> int | None:
-        """Positions up to which a call has the short form's frequencies and beyond which the long form's; None for one form."""
+        """Positions up to which a call has the short form's frequencies, beyond which the long form's; None for one form."""
         return self._original_max if self._long is not None else None
 
     def _for_length(self, length: int) -> tuple[Tensor, float]:

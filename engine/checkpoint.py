@@ -95,6 +95,16 @@ class ModelDirectory:
         """Parameters; tied ones count once."""
         return sum(_count(shape) for shape in self.shapes.values())
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: of the routed experts, the top-k only."""
+        total = self.parameters
+        for layer in self.config.layers:
+            if layer.moe is not None:
+                idle = layer.moe.experts - layer.moe.experts_per_token
+                total -= idle * 3 * layer.moe.expert_width * self.config.hidden_size
+        return total
+
 
 class Checkpoint(ModelDirectory):
     """One model on disk. Opening checks config, headers, names, shapes and dtypes, and reads no weights."""
@@ -154,16 +164,6 @@ class Checkpoint(ModelDirectory):
     def model_dtype(self) -> torch.dtype:
         """The dtype of the embeddings, which `--dtype auto` computes in."""
         return self.dtype("model.embed_tokens.weight")
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token uses: of the routed experts, the top-k only."""
-        total = self.parameters
-        for layer in self.config.layers:
-            if layer.moe is not None:
-                idle = layer.moe.experts - layer.moe.experts_per_token
-                total -= idle * 3 * layer.moe.expert_width * self.config.hidden_size
-        return total
 
     @property
     def bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Attention as ONNX nodes, in two forms that read the same inputs and give the same logits.
 
-`GroupedQuery` is one com.microsoft::GroupQueryAttention node a layer. It wants sequences that begin at the first position, so
-a batch that is padded on the left is moved there when it is first read, and its hidden states are moved back before the
+`GroupedQuery` is one com.microsoft::GroupQueryAttention node a layer. It wants sequences that begin at the first position,
+so a batch that is padded on the left is moved there when it is first read, and its hidden states are moved back before the
 head; the node itself counts positions, rotates, and writes into a cache that may be the one it reads. `Standard` is the
 formula in standard operators with a mask, for any head dimension.
 

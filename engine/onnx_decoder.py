@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.architectures import DecoderConfig
 from engine.checkpoint import Checkpoint
 from engine.json_file import writing
 from engine.onnx_attention import AttentionForm, attention, attention_form

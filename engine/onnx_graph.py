@@ -1,7 +1,7 @@
 """An ONNX graph written node by node, its large weights streamed to a file beside it as they come.
 
-Values are named after where they arise (`layers.3.attention/MatMul_12`), weights as in the checkpoint. Weights are written in
-the order that they are asked for, one tensor at a time, so the model is never whole in memory.
+Values are named after where they arise (`layers.3/attention/MatMul_12`), weights as in the checkpoint. Weights are written
+in the order that they are asked for, one tensor at a time, so the model is never whole in memory.
 """
 
 from __future__ import annotations

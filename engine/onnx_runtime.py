@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.architectures import DecoderConfig
-from engine.checkpoint import ONNX_NAME
+from engine.checkpoint import ONNX_NAME, ModelDirectory
 from engine.errors import CheckpointError, OptionError
 from engine.kv_cache import KeyValueCache
 
@@ -41,6 +41,31 @@ def session(path: Path, threads: int) -> Any:
         raise CheckpointError(f"{path}: onnxruntime cannot load it ({reason}); export the model again") from error
 
 
+def is_exported(directory: Path) -> bool:
+    """Whether this is the directory of an exported model."""
+    return (directory / ONNX_NAME).is_file()
+
+
+def backend_of(directory: Path, asked: str) -> str:
+    """`auto` is onnx for what was exported and torch for all else. Raises OptionError for one that cannot run it."""
+    own = "onnx" if is_exported(directory) else "torch"
+    if asked == "onnx" and own != "onnx":
+        raise OptionError(f"{directory}: backend 'onnx' runs exported models only; make one with `compress export`")
+    if asked not in ("auto", "torch", "onnx"):
+        raise OptionError(f"backend {asked!r} is not known; choose auto, torch or onnx")
+    return own if asked == "auto" else asked
+
+
+def open_exported(model: ModelDirectory, device: str = "auto", dtype: str = "auto") -> OnnxDecoder:
+    """The decoder of an exported model. Raises OptionError for a device or dtype that is not the export's."""
+    if device not in ("auto", "cpu"):
+        raise OptionError(f"device {device!r} cannot be had with backend 'onnx'; it runs on the cpu")
+    decoder = OnnxDecoder(model.directory, model.config)
+    if dtype not in ("auto", str(decoder.dtype).removeprefix("torch.")):
+        raise OptionError(f"{model.directory}: was exported in {decoder.dtype}; leave --dtype, or export it again")
+    return decoder
+
+
 class OnnxDecoder:
     """A decoder that onnxruntime runs, on the CPU."""
 
@@ -55,6 +80,9 @@ class OnnxDecoder:
         self._check(directory, types)
         self.dtype = _TYPES[types["past_key_values.0.key"]]
         """Of the cache and the logits."""
+        self.weights_bytes = (directory / DATA_NAME).stat().st_size
+        """Bytes of the weights as they are stored."""
+
     def _check(self, directory: Path, types: dict[str, str]) -> None:
         """Refuse a graph that is not of this config."""
         layers = range(len(self.config.layers))

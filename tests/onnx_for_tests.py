@@ -31,16 +31,16 @@ def exported(
 
 
 @torch.no_grad()
-def differences(
-    checkpoint: Checkpoint, found: OnnxDecoder, routings: Sequence[Routing] | None = None
-) -> dict[str, float]:
+def differences(checkpoint: Checkpoint, found: OnnxDecoder, routings: Sequence[Routing] | None = None) -> dict[str, float]:
     """The largest |logit difference| to our engine: prefill, 8 steps after it, and both of a batch that is padded.
 
     Our engine reads what the graph reads, in the same pieces.
     """
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
     own = [block.routing for block in decoder.moe_blocks] if routings is None else routings
-    tokens_BL = torch.randint(3, checkpoint.config.vocabulary_size, (2, PREFILL + STEPS), generator=torch.Generator().manual_seed(1))
+    tokens_BL = torch.randint(
+        3, checkpoint.config.vocabulary_size, (2, PREFILL + STEPS), generator=torch.Generator().manual_seed(1)
+    )
     real_BL = torch.ones(2, PREFILL + STEPS, dtype=torch.bool)
     with routed_by(decoder, own):
         alone = [(read(found, tokens_BL[:1], None), read(decoder, tokens_BL[:1], None))]

@@ -91,7 +91,9 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "variant", "changes"), CONFIGS, ids=[f"{f}-{v}".replace(" ", "-") for f, v, _ in CONFIGS])
+@pytest.mark.parametrize(
+    ("family", "variant", "changes"), CONFIGS, ids=[f"{f}-{v}".replace(" ", "-") for f, v, _ in CONFIGS]
+)
 def test_what_configs_ask_for_is_in_the_graph(
     family: str, variant: str, changes: dict[str, Any], tmp_path: Path, onnx_parity: Any
 ) -> None:

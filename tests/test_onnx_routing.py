@@ -55,7 +55,9 @@ def weights_by_nodes(routing: Routing, logits_TN: Tensor, directory: Path) -> Te
 def weights_by_engine(routing: Routing, logits_TN: Tensor) -> Tensor:
     experts_TS, weights_TS = routing(logits_TN)
     empty_TS = experts_TS == NO_EXPERT
-    return torch.zeros_like(logits_TN).scatter_add_(1, experts_TS.masked_fill(empty_TS, 0), weights_TS.masked_fill(empty_TS, 0.0))
+    return torch.zeros_like(logits_TN).scatter_add_(
+        1, experts_TS.masked_fill(empty_TS, 0), weights_TS.masked_fill(empty_TS, 0.0)
+    )
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
