@@ -37,8 +37,8 @@ DIEP_OPTIONS = (
 MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
 PICTURE_SEQUENCES = 16
 """Of the calibration text, for a comparison's pictures of expert usage and similarity."""
-EXPORT_FORMATS = ("onnx",)
-EXPORT_PRECISIONS = ("float32",)
+EXPORT_FORMATS = ("onnx", "onnx-genai")
+EXPORT_PRECISIONS = ("float32", "float16", "int8", "int4")
 EXPERT_FORMS = ("moe", "portable")
 MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
 
@@ -1037,6 +1037,8 @@ def export(common: Common, **options: Any) -> dict[str, Any]:
         f"{figures['artifact']}: {size(figures['bytes'])}, logits off by at most {figures['max_abs_logit_difference']:.1e}, "
         f"in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
+    if figures["tokenizer_problem"]:
+        say(common, f"note: onnxruntime-genai cannot read the tokenizer ({figures['tokenizer_problem']}); give it token ids")
     return figures
 
 

@@ -21,11 +21,10 @@ from engine.architectures import DecoderConfig
 from engine.attention import Rotary
 from engine.onnx_graph import BOOL, INT32, INT64, MICROSOFT, Graph
 from engine.onnx_layers import Parts
+from engine.onnx_runtime import HEAD_MULTIPLE
 
 MASKED = -6e4
 """In place of −∞ in scores: float16 can hold it."""
-HEAD_MULTIPLE = 16
-"""GroupQueryAttention rotates heads of such dimensions only."""
 
 
 class Projected(NamedTuple):

@@ -19,12 +19,16 @@ from engine.checkpoint import Checkpoint
 from engine.json_file import writing
 from engine.onnx_attention import AttentionForm, attention, attention_form
 from engine.onnx_experts import feed_forward
-from engine.onnx_graph import INT64, Graph
+from engine.onnx_graph import INT64, MICROSOFT, Graph
 from engine.onnx_layers import Parts
+from engine.onnx_quantise import Written
 from engine.onnx_runtime import DATA_NAME, SHARES_CACHE
 from engine.routing import Routing
 
 EVERY_POSITION = 2**31 - 1
+EMBEDDING = "model.embed_tokens.weight"
+OUTER_BITS = 8
+"""Of embeddings and head where weights are of few bits: every token's error comes from them."""
 
 
 def write_decoder(
@@ -34,28 +38,30 @@ def write_decoder(
     *,
     dtype: torch.dtype,
     portable: bool,
+    bits: int | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-) -> int:
-    """Write model.onnx and its weights, layer by layer; bytes of the weights. `routings`: one for each MoE layer.
+) -> Written:
+    """Write model.onnx and its weights, layer by layer. `routings`: one for each MoE layer.
 
-    `portable`: standard operators only, otherwise also those of onnxruntime.
+    `portable`: standard operators only, otherwise also those of onnxruntime. `bits`: 8 or 4 for the weights of products;
+    embeddings and head then have 8.
     """
     config, by_layer = checkpoint.config, dict(zip(checkpoint.config.moe_layers, routings, strict=True))
     data_path = directory / DATA_NAME
     with writing(data_path, "ONNX weights"), data_path.open("wb") as data:
         graph = Graph(directory, data, dtype)
-        parts = Parts(graph, checkpoint.source(dtype), config, portable)
+        parts = Parts(graph, checkpoint.source(dtype), config, portable, bits)
         tokens_BL = graph.input("input_ids", INT64, ("batch_size", "sequence_length"))
         mask_BP = graph.input("attention_mask", INT64, ("batch_size", "total_sequence_length"))
         form = attention_form(parts, tokens_BL, mask_BP)
-        x_BLD = graph.node("Gather", parts.vector("model.embed_tokens.weight"), form.arrange(tokens_BL), axis=0)
+        x_BLD = _embedded(parts, form.arrange(tokens_BL))
         for layer in progress(range(len(config.layers))):
             with graph.scope(f"layers.{layer}"):
                 x_BLD = _layer(parts, form, layer, x_BLD, by_layer.get(layer))
             checkpoint.release()
         _head(parts, form.restore(x_BLD))
     graph.save(config.architecture.model_type, {SHARES_CACHE: str(int(form.shares_cache))})
-    return graph.weights_bytes
+    return Written(graph.weights_bytes, parts.packings)
 
 
 def _layer(parts: Parts, form: AttentionForm, layer: int, x_BLD: str, routing: Routing | None) -> str:
@@ -69,6 +75,22 @@ def _layer(parts: Parts, form: AttentionForm, layer: int, x_BLD: str, routing: R
         return graph.node("Add", x_BLD, feed_forward(parts, layer, normed, routing))
 
 
+def _embedded(parts: Parts, tokens_BL: str) -> str:
+    """[B, L, D]."""
+    if parts.bits is None:
+        return parts.graph.node("Gather", parts.vector(EMBEDDING), tokens_BL, axis=0)
+    packed = parts.quantised(EMBEDDING, OUTER_BITS)
+    return parts.graph.node(
+        "GatherBlockQuantized",
+        *(packed.values, tokens_BL, packed.scales),
+        domain=MICROSOFT,
+        bits=packed.bits,
+        block_size=packed.block,
+        gather_axis=0,
+        quantize_axis=1,
+    )
+
+
 def _head(parts: Parts, x_BLD: str) -> None:
     """The last norm and the logits [B, K, V]."""
     graph, config = parts.graph, parts.config
@@ -76,11 +98,14 @@ def _head(parts: Parts, x_BLD: str) -> None:
     first = graph.node("Neg", keep)
     kept_BKD = graph.node("Slice", x_BLD, first, graph.integers(EVERY_POSITION), graph.integers(1))
     normed_BKD = parts.rms_norm(kept_BKD, "model.norm.weight")
-    # Tied embeddings are in the file once: Gemm reads them the other way round.
-    flat = graph.node("Reshape", normed_BKD, graph.integers(-1, config.hidden_size))
-    head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-    logits = graph.node("Gemm", flat, parts.vector(head), transB=1)
-    batch_length = graph.node("Slice", graph.node("Shape", normed_BKD), graph.integers(0), graph.integers(2))
-    shape = graph.node("Concat", batch_length, graph.integers(config.vocabulary_size), axis=0)
-    graph.node("Reshape", logits, shape, name="logits")
+    head = EMBEDDING if config.tied_embeddings else "lm_head.weight"
+    if parts.bits is None:
+        # Tied embeddings are in the file once: Gemm reads them the other way round.
+        flat = graph.node("Reshape", normed_BKD, graph.integers(-1, config.hidden_size))
+        logits = graph.node("Gemm", flat, parts.vector(head), transB=1)
+        batch_length = graph.node("Slice", graph.node("Shape", normed_BKD), graph.integers(0), graph.integers(2))
+        shape = graph.node("Concat", batch_length, graph.integers(config.vocabulary_size), axis=0)
+        graph.node("Reshape", logits, shape, name="logits")
+    else:
+        graph.node("Identity", parts.product(normed_BKD, parts.quantised(head, OUTER_BITS)), name="logits")
     graph.output("logits", graph.element_type, ("batch_size", "kept_length", config.vocabulary_size))

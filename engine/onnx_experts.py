@@ -15,6 +15,7 @@ R tokens of one expert.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,16 @@ from engine.architectures import (
     shared_tensor,
 )
 from engine.onnx_graph import FLOAT, MICROSOFT
-from engine.onnx_layers import Parts, cast, float32
+from engine.onnx_layers import ROUNDED_ACTIVATIONS, Parts, cast, float32
+from engine.onnx_quantise import Packing, block_size, quantise
 from engine.onnx_routing import expert_weights, select
 from engine.routing import Routing, TopK
 
+SWIGLU: dict[str, Any] = {"activation_type": "swiglu", "activation_alpha": 1.0, "activation_beta": 0.0, "swiglu_fusion": 1}
+"""silu(gate) · up, with the rows of both in turns."""
+ROUTER_WEIGHTS = 14
+"""Place among QMoE's inputs of the weights that outputs are multiplied by."""
+GATE, UP, DOWN = range(3)
 NOT_CHOSEN = -6e4
 """In place of log 0: its exponential is zero, and float16 can hold it."""
 
@@ -53,7 +60,7 @@ def _routed(parts: Parts, layer: int, moe: MoeConfig, x_BLD: str, routing: Routi
         return y_BLD if routing.scale == 1.0 else graph.node("Mul", y_BLD, graph.number(routing.scale))
     x_TD = graph.node("Reshape", x_BLD, graph.integers(-1, parts.config.hidden_size))
     logits_TN = _router_logits(parts, layer, x_TD)
-    form = _standard if parts.portable else _mixture
+    form = _standard if parts.portable else _mixture if parts.bits is None else _quantised_mixture
     return graph.node("Reshape", form(parts, layer, moe, x_TD, logits_TN, routing), graph.node("Shape", x_BLD))
 
 
@@ -61,14 +68,14 @@ def _router_logits(parts: Parts, layer: int, x_TD: str) -> str:
     """[T, N] in float32."""
     row, graph = parts.config.architecture, parts.graph
     if row.gate_network is not None:
-        x_TD = graph.node("Tanh", parts.linear(x_TD, gate_hidden_tensor(row, layer)))
-    return cast(graph, parts.linear(x_TD, router_tensor(row, layer)), graph.element_type, FLOAT)
+        x_TD = graph.node("Tanh", parts.linear(x_TD, gate_hidden_tensor(row, layer), exact=True))
+    return cast(graph, parts.linear(x_TD, router_tensor(row, layer), exact=True), graph.element_type, FLOAT)
 
 
 def _shared(parts: Parts, layer: int, x_BLD: str) -> str:
     """The shared expert, scaled by its gate."""
     row = parts.config.architecture
-    gate = parts.graph.node("Sigmoid", parts.linear(x_BLD, shared_gate_tensor(row, layer)))
+    gate = parts.graph.node("Sigmoid", parts.linear(x_BLD, shared_gate_tensor(row, layer), exact=True))
     return parts.graph.node("Mul", gate, parts.swiglu(x_BLD, [shared_tensor(row, layer, p) for p in range(3)]))
 
 
@@ -80,16 +87,13 @@ def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str
         "MoE",
         x_TD,
         cast(graph, logits_TN, FLOAT, graph.element_type),
-        _stacked(parts, layer, moe, "gate_up", (2 * moe.expert_width, parts.config.hidden_size)),
+        _stacked(parts, layer, moe, "gate_up"),
         "",
-        _stacked(parts, layer, moe, "down", (parts.config.hidden_size, moe.expert_width)),
+        _stacked(parts, layer, moe, "down"),
         domain=MICROSOFT,
         k=moe.experts_per_token,
         normalize_routing_weights=1,
-        activation_type="swiglu",
-        activation_alpha=1.0,
-        activation_beta=0.0,
-        swiglu_fusion=1,
+        **SWIGLU,
     )
     return y_TD if total_T1 is None else graph.node("Mul", y_TD, cast(graph, total_T1, FLOAT, graph.element_type))
 
@@ -110,20 +114,68 @@ def _as_softmax(parts: Parts, moe: MoeConfig, logits_TN: str, routing: Routing) 
     return graph.node("Max", graph.node("Log", weights_TN), float32(graph, NOT_CHOSEN)), total_T1
 
 
-def _stacked(parts: Parts, layer: int, moe: MoeConfig, what: str, shape: tuple[int, int]) -> str:
-    """All experts' `gate_up` [N, 2F, D], rows of gate and up in turns, or `down` [N, D, F], written expert by expert."""
+def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
+    """[T, D] by one com.microsoft::QMoE node, which takes the weights of all experts as they are."""
+    graph, hidden, bits = parts.graph, parts.config.hidden_size, parts.bits
+    assert bits is not None
+    weights_TN = expert_weights(graph, select(graph, routing, logits_TN, moe.experts), logits_TN)
+    block = block_size(hidden, moe.expert_width)
+    assert block is not None, f"{hidden} and {moe.expert_width} inputs"
+    gate_up, gate_up_scales = _stacked_in_bits(parts, layer, moe, "gate_up", bits, block)
+    down, down_scales = _stacked_in_bits(parts, layer, moe, "down", bits, block)
+    return graph.node(
+        "QMoE",
+        *(x_TD, weights_TN, gate_up, gate_up_scales, "", down, down_scales),
+        *[""] * (ROUTER_WEIGHTS - 7),
+        weights_TN,
+        domain=MICROSOFT,
+        k=moe.experts_per_token,
+        normalize_routing_weights=0,
+        expert_weight_bits=bits,
+        block_size=block,
+        accuracy_level=ROUNDED_ACTIVATIONS,
+        **SWIGLU,
+    )
+
+
+def _stacked(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
+    """All experts' `gate_up` [N, 2F, D] or `down` [N, D, F], written expert by expert."""
+    hidden, width = parts.config.hidden_size, moe.expert_width
+    shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
+    name = f"{parts.config.architecture.block.format(layer=layer)}.experts.{what}"
+    return parts.graph.weight_of_parts(name, parts.graph.dtype, shape, _experts(parts, layer, moe, what))
+
+
+def _experts(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[Tensor]:
+    """Each expert's `gate_up` [2F, D], rows of gate and up in turns, or `down` [D, F]."""
     row = parts.config.architecture
+    for expert in range(moe.experts):
+        gate, up, down = (expert_tensor(row, layer, expert, projection) for projection in (GATE, UP, DOWN))
+        if what == "down":
+            yield parts.source(down)
+        else:
+            yield torch.stack((parts.source(gate), parts.source(up)), dim=1).flatten(0, 1)
 
-    def experts() -> Iterator[Tensor]:
-        for expert in range(moe.experts):
-            gate, up, down = (expert_tensor(row, layer, expert, projection) for projection in range(3))
-            if what == "down":
-                yield parts.source(down)
-            else:
-                yield torch.stack((parts.source(gate), parts.source(up)), dim=1)
 
-    name = f"{row.block.format(layer=layer)}.experts.{what}"
-    return parts.graph.weight_of_parts(name, parts.graph.dtype, (moe.experts, *shape), experts())
+def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: int, block: int) -> tuple[str, str]:
+    """The same in few bits: values as bytes and scales. Only the scales of a layer are in memory together."""
+    hidden, width = parts.config.hidden_size, moe.expert_width
+    rows, inputs = (hidden, width) if what == "down" else (2 * width, hidden)
+    name = f"{parts.config.architecture.block.format(layer=layer)}.experts.{what}"
+    scales: list[Tensor] = []
+    for expert in range(moe.experts):
+        for projection in (DOWN,) if what == "down" else (GATE, UP):
+            parts.packings[expert_tensor(parts.config.architecture, layer, expert, projection)] = Packing(bits, block)
+
+    def values() -> Iterator[Tensor]:
+        for weight in _experts(parts, layer, moe, what):
+            quantised = quantise(weight, bits, block)
+            scales.append(quantised.scales)
+            yield quantised.values
+
+    shape = (moe.experts, rows, inputs * bits // 8)
+    packed = parts.graph.weight_of_parts(f"{name}.values", torch.uint8, shape, values())
+    return packed, parts.graph.weight(f"{name}.scales", lambda: torch.stack(scales))
 
 
 def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:

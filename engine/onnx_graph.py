@@ -143,6 +143,15 @@ class Graph:
         self.weights_bytes += length
         return name
 
+    def reshaped(self, name: str, weight: str, shape: tuple[int, ...]) -> str:
+        """The same bytes of the data file as a tensor of another shape."""
+        proto = TensorProto()
+        proto.CopyFrom(self._initializers[weight])
+        proto.name = name
+        proto.dims[:] = shape
+        self._initializers[name] = proto
+        return name
+
     def save(self, name: str, metadata: dict[str, str]) -> None:
         """Write the graph, once all weights are in the data file; `metadata` is what a loader asks it for."""
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, list(self._initializers.values()))

@@ -21,6 +21,8 @@ DATA_NAME = "model.onnx.data"
 """The weights, beside the graph."""
 SHARES_CACHE = "shares_cache"
 """Metadata key: 1 where the cache after a call may be in the memory of the one before, 0 where it is a longer one."""
+HEAD_MULTIPLE = 16
+"""Of a head's dimensions, which onnxruntime's grouped-query attention rotates."""
 _TYPES = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
 
