@@ -108,6 +108,10 @@ class OnnxDecoder:
         batch, new = tokens_BL.shape
         if cache is None:
             cache = KeyValueCache(self.config, batch, new, self.dtype)
+        if self._shares_cache and cache.length and min(batch, new) > 1:
+            # Its attention reads several positions behind others of one sequence only.
+            pieces = [self._logits(tokens_B1, real_BP, cache, 1) for tokens_B1 in tokens_BL.split(1, dim=1)]
+            return torch.cat(pieces[-keep:], dim=1)
         total = cache.length + new
         mask_BP = torch.ones(batch, total, dtype=torch.int64) if real_BP is None else real_BP[:, :total].long()
         inputs = {"input_ids": tokens_BL, "attention_mask": mask_BP, "logits_to_keep": torch.tensor([keep])}

@@ -15,7 +15,7 @@ from test_parity import ROPES, VARIANTS
 from compress.apply import apply
 from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, pruning_plan
 from engine.checkpoint import Checkpoint
-from engine.routing import NO_EXPERT, Routing
+from engine.routing import NO_EXPERT, Routing, SigmoidTopK
 from engine.skip_tables import SkipTables, skipping_routings
 
 EXPERTS = 6
@@ -130,6 +130,18 @@ def test_skipping_in_the_graph_equals_the_engine_with_skipping(
     found = exported(checkpoint, tmp_path / "onnx", routings, portable=portable)
     for what, difference in differences(checkpoint, found, routings).items():
         onnx_parity(family, f"skipping, keep {keep}, {'portable' if portable else 'moe'}", what, difference)
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+def test_a_sigmoid_router_with_a_correction_bias(portable: bool, tmp_path: Path, onnx_parity: Any) -> None:
+    """Beside a shared expert, in layers of different counts; the bias chooses other experts than the scores alone."""
+    checkpoint = made("qwen2_moe", "pruned non-uniform", tmp_path, **GROUPED)
+    generator = torch.Generator().manual_seed(0)
+    counts = checkpoint.config.experts_per_layer
+    routings = [SigmoidTopK(min(2, count), True, torch.randn(count, generator=generator), 2.5) for count in counts]
+    found = exported(checkpoint, tmp_path / "onnx", routings, portable=portable)
+    for what, difference in differences(checkpoint, found, routings).items():
+        onnx_parity("qwen2_moe", f"sigmoid, {'portable' if portable else 'moe'}", what, difference)
 
 
 def skipped_share(routing: Routing, experts: int) -> float:

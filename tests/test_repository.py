@@ -42,6 +42,7 @@ PROMISED = {
     "evaluate": "--data --metric --tasks",
     "generate": "-p -n --temperature --top-p --top-k --stop --skip-threshold",
     "bench": "-p -n -r -d -b -o --skip-threshold --backend",
+    "export": "-o --output --overwrite --format --precision --experts --skip-threshold",
     "compare": "-o --output --overwrite --data --samples --tasks -p -n -r --skip-threshold",
 }
 
