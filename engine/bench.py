@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from engine import errors, remote_code
-from engine.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint import Checkpoint, resolve
 from engine.errors import CompressError, OptionError
 from engine.generate import Engine, resolve_device, resolve_dtype, set_threads
 from engine.kv_cache import KeyValueCache
-from engine.onnx_runtime import backend_of, open_exported
+from engine.onnx_runtime import backend_of
 from engine.report import peak_memory_bytes
 
 FORMATS = ("md", "csv", "json", "jsonl")
@@ -397,32 +397,12 @@ class TransformersBackend:
         return next_B1
 
 
-class OnnxBackend:
-    """An exported model in onnxruntime, driven as this engine drives its own decoder."""
-
-    experts_skipped_share = 0.0
+class OnnxBackend(TorchBackend):
+    """An exported model in onnxruntime, driven as this engine drives it."""
 
     def __init__(self, spec: BenchSpec) -> None:
-        set_threads(spec.threads)
-        self.checkpoint = ModelDirectory(resolve(spec.model))
-        backend_of(self.checkpoint.directory, "onnx")
-        self._decoder = open_exported(self.checkpoint, spec.device, spec.dtype)
-        self.device, self.dtype = self._decoder.device, self._decoder.dtype
-        self.weights_bytes = self._decoder.weights_bytes
-        self._cache: KeyValueCache | None = None
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        return 0 if self._cache is None else self._cache.bytes
-
-    def count_skips(self, counting: bool) -> None:
-        pass
-
-    def start(self, batch: int, capacity: int) -> None:
-        self._cache = KeyValueCache(self.checkpoint.config, batch, capacity, self.dtype)
-
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        return self._decoder.last_logits(tokens_BL, None, self._cache).argmax(dim=-1, keepdim=True)
+        backend_of(resolve(spec.model), "onnx")
+        super().__init__(spec)
 
 
 BACKENDS: dict[str, Callable[[BenchSpec], Backend]] = {

@@ -26,7 +26,7 @@ from engine.kv_cache import KeyValueCache
 from engine.linear import decoding, prepare_decoding
 from engine.model import Decoder
 from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
-from engine.report import Report, SkipCounter, peak_memory_bytes, rate
+from engine.report import ExportedSkipCounter, Report, SkipCounter, peak_memory_bytes, rate
 from engine.sampling import SamplingOptions, sample
 from engine.skip_tables import load_skip_tables, skipping_routings
 
@@ -60,8 +60,11 @@ class Engine:
         self.device = decoder.device
         self.dtype = decoder.dtype
         self.skip_counter: SkipCounter | None = None
-        if skipping and isinstance(decoder, Decoder):
+        if isinstance(decoder, OnnxDecoder):
+            self.skip_counter = ExportedSkipCounter(decoder) if decoder.skips else None
+        elif skipping:
             self.skip_counter = SkipCounter(decoder.moe_blocks, self.device)
+        if self.skip_counter is not None:
             self.skip_counter.attach()
         self._last: _Batch | None = None
 

@@ -1,10 +1,11 @@
 """Our decoder as an ONNX graph: prefill and decoding in one, with the cache as inputs and outputs.
 
 Inputs: `input_ids` [B, L], `attention_mask` [B, P] (0 at padding on the left; P counts the past too), and for each layer
-`past_key_values.N.key` and `.value`. Outputs: `logits` and `present.N.key` and `.value`. `logits_to_keep` may be given too:
-of how many last positions logits are wanted, all by default.
+`past_key_values.N.key` and `.value`. Outputs: `logits` and `present.N.key` and `.value`, and where experts are skipped
+`experts_skipped`. `logits_to_keep` may be given too: of how many last positions logits are wanted, all by default.
 
-Shape suffixes: B batch, L new positions, P all positions so far, K positions with logits, D hidden, V vocabulary.
+Shape suffixes: B batch, L new positions, P all positions so far, K positions with logits, T tokens (B·L), M MoE layers,
+D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine.onnx_experts import feed_forward
 from engine.onnx_graph import INT64, MICROSOFT, Graph
 from engine.onnx_layers import Parts
 from engine.onnx_quantise import Written
-from engine.onnx_runtime import DATA_NAME, SHARES_CACHE
+from engine.onnx_runtime import DATA_NAME, SHARES_CACHE, SKIPPED
 from engine.routing import Routing
 
 EVERY_POSITION = 2**31 - 1
@@ -60,6 +61,8 @@ def write_decoder(
                 x_BLD = _layer(parts, form, layer, x_BLD, by_layer.get(layer))
             checkpoint.release()
         _head(parts, form.restore(x_BLD))
+        if parts.skipped:
+            _skipped(parts, form, tokens_BL)
     graph.save(config.architecture.model_type, {SHARES_CACHE: str(int(form.shares_cache))})
     return Written(graph.weights_bytes, parts.packings)
 
@@ -89,6 +92,16 @@ def _embedded(parts: Parts, tokens_BL: str) -> str:
         gather_axis=0,
         quantize_axis=1,
     )
+
+
+def _skipped(parts: Parts, form: AttentionForm, tokens_BL: str) -> None:
+    """How many slots of each token each MoE layer left empty, [B, L, M]."""
+    graph, layers = parts.graph, parts.config.moe_layers
+    counts_TM = graph.node("Concat", *(parts.skipped[layer] for layer in layers), axis=1)
+    shape = graph.node("Concat", graph.node("Shape", tokens_BL), graph.integers(len(layers)), axis=0)
+    counts_BLM = form.restore(graph.node("Reshape", counts_TM, shape))
+    graph.node("Identity", counts_BLM, name=SKIPPED)
+    graph.output(SKIPPED, INT64, ("batch_size", "sequence_length", len(layers)))
 
 
 def _head(parts: Parts, x_BLD: str) -> None:

@@ -29,11 +29,11 @@ from engine.architectures import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.onnx_graph import FLOAT, MICROSOFT
+from engine.onnx_graph import FLOAT, INT64, MICROSOFT
 from engine.onnx_layers import ROUNDED_ACTIVATIONS, Parts, cast, float32
 from engine.onnx_quantise import Packing, block_size, quantise
-from engine.onnx_routing import expert_weights, select
-from engine.routing import Routing, TopK
+from engine.onnx_routing import Selected, expert_weights, select
+from engine.routing import Routing, Skipping, TopK
 
 SWIGLU: dict[str, Any] = {"activation_type": "swiglu", "activation_alpha": 1.0, "activation_beta": 0.0, "swiglu_fusion": 1}
 """silu(gate) · up, with the rows of both in turns."""
@@ -64,6 +64,16 @@ def _routed(parts: Parts, layer: int, moe: MoeConfig, x_BLD: str, routing: Routi
     return graph.node("Reshape", form(parts, layer, moe, x_TD, logits_TN, routing), graph.node("Shape", x_BLD))
 
 
+def _selected(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> Selected:
+    """The Routing's choice; how many slots a rule that skips left empty is noted."""
+    graph = parts.graph
+    selected = select(graph, routing, logits_TN, moe.experts)
+    if isinstance(routing, Skipping):
+        empty_TS = graph.node("Cast", graph.node("Equal", selected.weights_TS, float32(graph, 0.0)), to=INT64)
+        parts.skipped[layer] = graph.node("ReduceSum", empty_TS, graph.integers(1), keepdims=1)
+    return selected
+
+
 def _router_logits(parts: Parts, layer: int, x_TD: str) -> str:
     """[T, N] in float32."""
     row, graph = parts.config.architecture, parts.graph
@@ -82,7 +92,7 @@ def _shared(parts: Parts, layer: int, x_BLD: str) -> str:
 def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
     """[T, D] by one com.microsoft::MoE node."""
     graph = parts.graph
-    logits_TN, total_T1 = _as_softmax(parts, moe, logits_TN, routing)
+    logits_TN, total_T1 = _as_softmax(parts, layer, moe, logits_TN, routing)
     y_TD = graph.node(
         "MoE",
         x_TD,
@@ -98,7 +108,7 @@ def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str
     return y_TD if total_T1 is None else graph.node("Mul", y_TD, cast(graph, total_T1, FLOAT, graph.element_type))
 
 
-def _as_softmax(parts: Parts, moe: MoeConfig, logits_TN: str, routing: Routing) -> tuple[str, str | None]:
+def _as_softmax(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> tuple[str, str | None]:
     """Logits whose k largest, as a softmax among themselves, are the Routing's weights but for a factor; that factor.
 
     The factor is [T, 1], or None where it is one.
@@ -106,7 +116,7 @@ def _as_softmax(parts: Parts, moe: MoeConfig, logits_TN: str, routing: Routing) 
     graph = parts.graph
     if isinstance(routing, TopK) and routing.normalise:
         return logits_TN, None if routing.scale == 1.0 else float32(graph, [[routing.scale]])
-    selected = select(graph, routing, logits_TN, moe.experts)
+    selected = _selected(parts, layer, moe, logits_TN, routing)
     total_T1 = graph.node("ReduceSum", selected.weights_TS, graph.integers(-1), keepdims=1)
     if isinstance(routing, TopK):
         return logits_TN, total_T1
@@ -118,7 +128,7 @@ def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logi
     """[T, D] by one com.microsoft::QMoE node, which takes the weights of all experts as they are."""
     graph, hidden, bits = parts.graph, parts.config.hidden_size, parts.bits
     assert bits is not None
-    weights_TN = expert_weights(graph, select(graph, routing, logits_TN, moe.experts), logits_TN)
+    weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
     block = block_size(hidden, moe.expert_width)
     assert block is not None, f"{hidden} and {moe.expert_width} inputs"
     gate_up, gate_up_scales = _stacked_in_bits(parts, layer, moe, "gate_up", bits, block)
@@ -181,7 +191,7 @@ def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: 
 def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
     """[T, D] by standard operators, expert after expert."""
     graph, row = parts.graph, parts.config.architecture
-    weights_TN = expert_weights(graph, select(graph, routing, logits_TN, moe.experts), logits_TN)
+    weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
     weights_T = graph.nodes("Split", graph.node("Transpose", weights_TN, perm=[1, 0]), outputs=[""] * moe.experts, axis=0)
     rows, outputs = [], []
     for expert in range(moe.experts):

@@ -50,6 +50,8 @@ class Parts:
     """Of the weights of products; None where they are of the graph's dtype."""
     packings: dict[str, Packing] = field(default_factory=dict)
     """Noted here: how each weight of few bits was rounded."""
+    skipped: dict[int, str] = field(default_factory=dict)
+    """Noted here: by layer, how many slots of each token a rule that skips left empty, [T, 1]."""
 
     def vector(self, name: str) -> str:
         """A tensor as it is in the checkpoint: the weight of a norm, or a bias."""

@@ -1,10 +1,12 @@
 """An exported decoder in onnxruntime, called as our own is: tokens, padding and a cache in, logits out.
 
-Shape suffixes: B batch, L new positions, P all positions so far, K positions with logits, V vocabulary.
+Shape suffixes: B batch, L new positions, P all positions so far, K positions with logits, T tokens (B·L), M MoE layers,
+V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ SHARES_CACHE = "shares_cache"
 """Metadata key: 1 where the cache after a call may be in the memory of the one before, 0 where it is a longer one."""
 HEAD_MULTIPLE = 16
 """Of a head's dimensions, which onnxruntime's grouped-query attention rotates."""
+SKIPPED = "experts_skipped"
+"""The output that says what was skipped, of graphs that skip."""
 _TYPES = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
 
@@ -80,6 +84,10 @@ class OnnxDecoder:
         self._shares_cache = metadata.get(SHARES_CACHE) == "1"
         types = {each.name: each.type for each in self._session.get_inputs()}
         self._check(directory, types)
+        self.skips = any(each.name == SKIPPED for each in self._session.get_outputs())
+        """Whether experts are skipped."""
+        self.observer: Callable[[Tensor], None] | None = None
+        """Called after each run with how many slots of each token each MoE layer left empty, [T, M], where `skips`."""
         self.dtype = _TYPES[types["past_key_values.0.key"]]
         """Of the cache and the logits."""
         self.weights_bytes = (directory / DATA_NAME).stat().st_size
@@ -117,7 +125,12 @@ class OnnxDecoder:
         inputs = {"input_ids": tokens_BL, "attention_mask": mask_BP, "logits_to_keep": torch.tensor([keep])}
         logits_BKV = torch.empty(batch, keep, self.config.vocabulary_size, dtype=self.dtype)
         past, present = self._cache_tensors(cache, total)
-        self._run(inputs | past, {"logits": logits_BKV} | present)
+        outputs = {"logits": logits_BKV} | present
+        if self.skips:
+            outputs[SKIPPED] = torch.empty(batch, new, len(self.config.moe_layers), dtype=torch.int64)
+        self._run(inputs | past, outputs)
+        if self.skips and self.observer is not None:
+            self.observer(outputs[SKIPPED].flatten(0, 1))
         if not self._shares_cache:
             for layer in range(len(self.config.layers)):
                 key, value = (present[f"present.{layer}.{part}"][:, :, cache.length :] for part in ("key", "value"))

@@ -117,7 +117,10 @@ def test_skipping_can_be_baked_in(place: Path, tmp_path: Path, experts: str) -> 
     skipping = Engine.open(place / "pruned", dtype="float32", skip_threshold=1.0)
     expected = skipping.generate(PROMPTS, max_new_tokens=12)
     assert skipping.report().experts_skipped_share > 0.1
-    assert Engine.open(tmp_path / "out").generate(PROMPTS, max_new_tokens=12) == expected
+    found = Engine.open(tmp_path / "out")
+    assert found.generate(PROMPTS, max_new_tokens=12) == expected
+    for name in ("experts_skipped_share", "experts_skipped_share_per_layer", "experts_read", "kv_cache_bytes"):
+        assert getattr(found.report(), name) == getattr(skipping.report(), name), name
 
 
 @pytest.mark.parametrize(("precision", "bits", "tolerance"), [("float16", None, 1e-2), ("int8", 8, 8e-2), ("int4", 4, 8e-2)])
