@@ -83,7 +83,7 @@ class OnnxDecoder:
         metadata = self._session.get_modelmeta().custom_metadata_map
         self._shares_cache = metadata.get(SHARES_CACHE) == "1"
         types = {each.name: each.type for each in self._session.get_inputs()}
-        self._check(directory, types)
+        self._check(directory / ONNX_NAME, types)
         self.skips = any(each.name == SKIPPED for each in self._session.get_outputs())
         """Whether experts are skipped."""
         self.observer: Callable[[Tensor], None] | None = None
@@ -93,15 +93,20 @@ class OnnxDecoder:
         self.weights_bytes = (directory / DATA_NAME).stat().st_size
         """Bytes of the weights as they are stored."""
 
-    def _check(self, directory: Path, types: dict[str, str]) -> None:
+    def _check(self, path: Path, types: dict[str, str]) -> None:
         """Refuse a graph that is not of this config."""
-        layers = range(len(self.config.layers))
-        expected = {"input_ids", "attention_mask"}
-        expected |= {f"past_key_values.{layer}.{part}" for layer in layers for part in ("key", "value")}
-        if set(types) != expected or types["past_key_values.0.key"] not in _TYPES:
+        config, layers = self.config, range(len(self.config.layers))
+        caches = {f"past_key_values.{layer}.{part}" for layer in layers for part in ("key", "value")}
+        shapes = {each.name: each.shape for each in (*self._session.get_inputs(), *self._session.get_outputs())}
+        cache = (config.key_value_heads, config.head_dimension)
+        fits = (
+            set(types) == caches | {"input_ids", "attention_mask"}
+            and all(types[name] in _TYPES and (shapes[name][1], shapes[name][3]) == cache for name in caches)
+            and shapes.get("logits", [0])[-1] == config.vocabulary_size
+        )
+        if not fits:
             raise CheckpointError(
-                f"{directory / ONNX_NAME}: its inputs are not those of the model that config.json describes; "
-                "export the model again"
+                f"{path}: its inputs and outputs are not those of the model that config.json describes; export it again"
             )
 
     def __call__(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:

@@ -291,11 +291,12 @@ def test_a_damaged_graph_is_refused_in_one_line(place: Path, tmp_path: Path) -> 
         Engine.open(tmp_path / "onnx")
 
 
-def test_a_graph_of_another_model_is_refused(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"vocab_size": 270}])
+def test_a_graph_of_another_model_is_refused(place: Path, tmp_path: Path, changes: dict[str, int]) -> None:
     shutil.copytree(place / "onnx", tmp_path / "onnx")
     (tmp_path / "onnx" / "compression.json").unlink()
     config = json.loads((tmp_path / "onnx" / "config.json").read_text())
-    config = {key: value for key, value in config.items() if key != "block_configs"} | {"num_hidden_layers": 2}
+    config = {key: value for key, value in config.items() if key != "block_configs"} | changes
     (tmp_path / "onnx" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="are not those of the model"):
         Engine.open(tmp_path / "onnx")

@@ -15,6 +15,7 @@ from test_parity import ROPES, VARIANTS
 from compress.apply import apply
 from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, pruning_plan
 from engine.checkpoint import Checkpoint
+from engine.kv_cache import KeyValueCache
 from engine.routing import NO_EXPERT, Routing, SigmoidTopK
 from engine.skip_tables import SkipTables, skipping_routings
 
@@ -130,6 +131,18 @@ def test_skipping_in_the_graph_equals_the_engine_with_skipping(
     found = exported(checkpoint, tmp_path / "onnx", routings, portable=portable)
     for what, difference in differences(checkpoint, found, routings).items():
         onnx_parity(family, f"skipping, keep {keep}, {'portable' if portable else 'moe'}", what, difference)
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_text_can_be_read_in_pieces(batch: int, portable: bool, tmp_path: Path) -> None:
+    checkpoint = made("mixtral", "full", tmp_path, **GROUPED, sliding_window=7)
+    found = exported(checkpoint, tmp_path / "onnx", portable=portable)
+    tokens_BL = torch.randint(3, 96, (batch, 20), generator=torch.Generator().manual_seed(3))
+    cache = KeyValueCache(checkpoint.config, batch, 24, torch.float32)  # and it need not be full
+    pieces = [found(piece, None, cache) for piece in tokens_BL.split(6, dim=1)]
+    assert torch.allclose(torch.cat(pieces, 1), found(tokens_BL), atol=1e-5)
+    assert torch.allclose(found.last_logits(tokens_BL), pieces[-1][:, -1], atol=1e-5)
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
