@@ -38,6 +38,9 @@ DIEP_OPTIONS = (
 MERGE_METHODS = ("m-smoe", "s-smoe", "hc-smoe", "ream")
 PICTURE_SEQUENCES = 16
 """Of the calibration text, for a comparison's pictures of expert usage and similarity."""
+EXPORT_FORMATS = ("onnx", "onnx-genai")
+EXPORT_PRECISIONS = ("float32", "float16", "int8", "int4")
+EXPERT_FORMS = ("moe", "portable")
 MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
 
 
@@ -870,6 +873,14 @@ def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dic
     help="Skip unneeded experts: 0 off, 1 the calibrated rule, higher skips more.",
 )
 @click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
+@click.option(
+    "--backend",
+    type=click.Choice(("auto", "torch", "onnx")),
+    default="auto",
+    show_default=True,
+    help="auto: onnx for an exported model, torch for all others.",
+)
+@click.option("--checksums", is_flag=True, help="First compare every file with the artifact's checksums.")
 @common_options
 def generate(common: Common, **options: Any) -> dict[str, Any]:
     """Continue a text with MODEL, then report what it cost.
@@ -886,6 +897,8 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
         threads=common.threads,
         skip_threshold=options["skip_threshold"],
         skip_min_experts=options["skip_min_experts"],
+        backend=options["backend"],
+        checksums=options["checksums"],
     )
     prompts = list(options["prompt"])
     generations = engine.generate(
@@ -1011,9 +1024,9 @@ def serve(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
 @click.option(
     "--backend",
-    type=click.Choice(("torch", "transformers")),
+    type=click.Choice(("torch", "transformers", "onnx")),
     multiple=True,
-    help="torch is ours; may be given several times.  [default: torch]",
+    help="torch is ours; may be given several times.  [default: torch; onnx for an exported model]",
 )
 @click.option(
     "--concurrency",
@@ -1038,7 +1051,7 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
         return _bench_concurrency(common, options)
     rows = bench_models(
         list(options["models"]) or ["demo"],
-        list(options["backend"]) or ["torch"],
+        list(options["backend"]),
         prompt_tokens=options["prompt_tokens"],
         generated_tokens=options["generated_tokens"],
         repetitions=options["repetitions"],
@@ -1167,6 +1180,54 @@ def compare(common: Common, **options: Any) -> dict[str, Any]:
     if result["output"]:
         say(common, f"{result['output']}: written; open {Path(result['output']) / 'index.html'}")
     return result
+
+
+@main.command()
+@click.argument("model", default="demo")
+@click.option(
+    "--format", "form", type=click.Choice(EXPORT_FORMATS), default="onnx", show_default=True, help="What is written."
+)
+@click.option(
+    "--precision", type=click.Choice(EXPORT_PRECISIONS), default="float32", show_default=True, help="Of the weights."
+)
+@click.option(
+    "--experts",
+    type=click.Choice(EXPERT_FORMS),
+    default="moe",
+    show_default=True,
+    help="Operators: those of onnxruntime for mixtures and attention, or standard ones only.",
+)
+@click.option("--skip-threshold", type=float, default=0.0, show_default=True, help="Skip unneeded experts, in the graph.")
+@click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-FORMAT]")
+@overwrite_option
+@common_options
+def export(common: Common, **options: Any) -> dict[str, Any]:
+    """Write MODEL for another runtime, then compare it with the engine; where they differ, nothing is left.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    """
+    from compress.export import ExportOptions
+    from compress.export import export as run
+
+    figures = run(
+        ExportOptions(
+            model=options["model"],
+            output=options["output"] or Path(f"{Path(options['model']).name}-{options['form']}"),
+            format=options["form"],
+            **{name: options[name] for name in ("precision", "experts", "skip_threshold", "skip_min_experts", "overwrite")},
+            threads=common.threads,
+        ),
+        progress_bar,
+    )
+    say(
+        common,
+        f"{figures['artifact']}: {size(figures['bytes'])}, logits off by at most {figures['max_abs_logit_difference']:.1e}, "
+        f"in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
+    )
+    if figures["tokenizer_problem"]:
+        say(common, f"note: onnxruntime-genai cannot read the tokenizer ({figures['tokenizer_problem']}); give it token ids")
+    return figures
 
 
 if __name__ == "__main__":

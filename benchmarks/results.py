@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("methods", "dense", "distill")))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("methods", "dense", "distill", "onnx")))
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from calibrate.text import token_batches, up_to
 from engine.artifact import read_provenance
-from engine.checkpoint import DEMO, DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint import DEMO, DEMO_DIRECTORY, ModelDirectory
 from engine.errors import DataError, OptionError
 
 
@@ -26,7 +26,7 @@ class CalibrationOptions:
     """Held-out sequences for perplexity; 0 measures none."""
     seed: int = 0
 
-    def filled(self, checkpoint: Checkpoint) -> CalibrationOptions:
+    def filled(self, checkpoint: ModelDirectory) -> CalibrationOptions:
         """The same with every None replaced. Raises OptionError for what the model cannot take."""
         is_demo, max_positions = _is_of_demo(checkpoint), checkpoint.config.max_positions
         length = self.sequence_length
@@ -39,7 +39,7 @@ class CalibrationOptions:
         return replace(self, data=self.data or ("stdlib" if is_demo else "allenai/c4"), sequence_length=length)
 
 
-def _is_of_demo(checkpoint: Checkpoint) -> bool:
+def _is_of_demo(checkpoint: ModelDirectory) -> bool:
     """The demo model, or an artifact that was made from it."""
     provenance = read_provenance(checkpoint.directory) or {}
     source = provenance.get("source")

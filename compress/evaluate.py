@@ -10,18 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from calibrate.options import CalibrationOptions
 from calibrate.text import Split, token_batches
 from engine import remote_code
-from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, ModelDirectory, load_tokenizer, resolve
 from engine.errors import CheckpointError, DataError, OptionError
 from engine.experts import MoeBlock
+from engine.kv_cache import KeyValueCache
 from engine.model import DecoderLayer
+from engine.onnx_runtime import OnnxDecoder, is_exported, open_exported
 from engine.progress import Progress, no_progress
 from engine.routing import NO_EXPERT, Selection
 from engine.streaming import Visit, stream_negative_log_likelihood
+
+PIECE = 512
+"""Positions whose logits an exported model gives at a time."""
 
 
 def perplexity(
@@ -43,6 +49,20 @@ def perplexity(
     if not math.isfinite(total):
         raise CheckpointError(f"{checkpoint.directory}: the loss is not finite; activations overflow, try --dtype float32")
     return math.exp(min(total / count, 700.0))
+
+
+def exported_perplexity(
+    decoder: OnnxDecoder, tokens_SL: Tensor, progress: Callable[[Iterable[int]], Iterable[int]] = iter
+) -> float:
+    """The same of an exported model, sequence by sequence, PIECE positions at a time."""
+    total, (sequences, length) = 0.0, tokens_SL.shape
+    for row in progress(range(sequences)):
+        cache = KeyValueCache(decoder.config, 1, length - 1, decoder.dtype)
+        for begin in range(0, length - 1, PIECE):
+            end = min(begin + PIECE, length - 1)
+            logits_LV = decoder(tokens_SL[row : row + 1, begin:end], None, cache)[0].float()
+            total += float(F.cross_entropy(logits_LV, tokens_SL[row, begin + 1 : end + 1], reduction="sum"))
+    return math.exp(min(total / (sequences * (length - 1)), 700.0))
 
 
 def routed_counts(counts: dict[int, list[int]]) -> Visit:
@@ -109,24 +129,31 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """`compress evaluate`: perplexity of a model."""
     started = time.monotonic()
-    checkpoint = Checkpoint(resolve(model))
-    filled = calibration.filled(checkpoint)
+    directory = resolve(model)
+    exported = is_exported(directory)
+    described = ModelDirectory(directory) if exported else Checkpoint(directory)
+    filled = calibration.filled(described)
     assert filled.data is not None and filled.sequence_length is not None
     tokens = token_batches(
         filled.data,
-        load_tokenizer(checkpoint),
+        load_tokenizer(described),
         samples=filled.samples,
         sequence_length=filled.sequence_length,
         seed=filled.seed,
         split=split,
     )
-    value = perplexity(
-        checkpoint,
-        tokens,
-        dtype=dtype or checkpoint.model_dtype,
-        device=device,
-        progress=lambda layers: progress(layers, "perplexity (layers)"),
-    )
+    if isinstance(described, Checkpoint):
+        value = perplexity(
+            described,
+            tokens,
+            dtype=dtype or described.model_dtype,
+            device=device,
+            progress=lambda layers: progress(layers, "perplexity (layers)"),
+        )
+    else:
+        asked = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+        decoder = open_exported(described, device, asked)
+        value = exported_perplexity(decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
     return {
         "metric": "perplexity",
         "value": value,

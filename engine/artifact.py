@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.errors import CheckpointError, OutputError
+from engine.errors import CheckpointError, OptionError, OutputError
 from engine.json_file import load_json, shown, write_json
 from engine.sha256 import file_sha256
 
@@ -82,6 +82,14 @@ def check_checksums(directory: Path, provenance: Mapping[str, Any]) -> None:
     for name, entry in provenance["files"].items():
         if file_sha256(directory / name) != entry["sha256"]:
             raise CheckpointError(f"{directory / name}: checksum differs from {FILE_NAME}; copy the artifact again")
+
+
+def compare_checksums(directory: Path) -> None:
+    """The same for a directory that must be an artifact. Raises OptionError where it carries no checksums."""
+    provenance = read_provenance(directory)
+    if provenance is None:
+        raise OptionError(f"{directory}: has no checksums; only artifacts written by this tool carry them")
+    check_checksums(directory, provenance)
 
 
 def partial_path(output: Path) -> Path:

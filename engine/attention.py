@@ -83,6 +83,11 @@ class Rotary:
         frequencies, scaling = initialise(self._config, torch.device("cpu"), seq_len=length)
         return frequencies, scaling
 
+    @property
+    def switch(self) -> int | None:
+        """Positions up to which a call has the short form's frequencies, beyond which the long form's; None for one form."""
+        return self._original_max if self._long is not None else None
+
     def scale_of(self, length: int) -> int:
         """A number for the frequencies that a text of this length is read with: equal ones mean the same frequencies."""
         if self.kind == "dynamic" and length > self._max_positions:

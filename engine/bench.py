@@ -35,6 +35,7 @@ from engine.checkpoint import Checkpoint, resolve
 from engine.errors import CompressError, OptionError
 from engine.generate import Engine, resolve_device, resolve_dtype, set_threads
 from engine.kv_cache import KeyValueCache
+from engine.onnx_runtime import backend_of
 from engine.report import peak_memory_bytes
 
 FORMATS = ("md", "csv", "json", "jsonl")
@@ -77,10 +78,8 @@ class BenchSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.backend == "onnx":
-            raise OptionError("backend 'onnx' is not in this version; choose torch or transformers")
         if self.backend not in BACKENDS:
-            raise OptionError(f"backend {self.backend!r} is not known; choose {' or '.join(BACKENDS)}")
+            raise OptionError(f"backend {self.backend!r} is not known; choose {', '.join(BACKENDS)}")
         if self.batch < 1:
             raise OptionError(f"batch is {self.batch}; it must be at least 1")
         if self.backend != "torch" and self.skip_threshold != 0:
@@ -132,7 +131,7 @@ def bench(
 
 def bench_models(
     models: Sequence[str],
-    backends: Sequence[str] = ("torch",),
+    backends: Sequence[str] = (),
     *,
     prompt_tokens: int = 512,
     generated_tokens: int = 128,
@@ -144,11 +143,13 @@ def bench_models(
 ) -> list[dict[str, Any]]:
     """`bench` of each model on each backend; `options` are the other fields of BenchSpec.
 
-    Where backends are compared, only `torch` skips experts, as the rows' `skip_threshold` says; asking for skipping
-    with no backend that can is refused.
+    With no backend named each model has its own: onnx where it was exported, otherwise torch. Where backends are compared,
+    only `torch` skips experts, as the rows' `skip_threshold` says; asking for skipping with no backend that can is refused.
     """
-    skips = {name: skip_threshold if name == "torch" or "torch" not in backends else 0.0 for name in backends}
-    specs = [BenchSpec(model, backend, skip_threshold=skips[backend], **options) for model in models for backend in backends]
+    pairs = [(model, name) for model in models for name in backends or [backend_of(resolve(model), "auto")]]
+    can_skip = any(name == "torch" for _, name in pairs)
+    skips = {name: skip_threshold if name == "torch" or not can_skip else 0.0 for _, name in pairs}
+    specs = [BenchSpec(model, name, skip_threshold=skips[name], **options) for model, name in pairs]
     return bench(specs, cases_for(prompt_tokens, generated_tokens, depth), repetitions, progress)
 
 
@@ -290,7 +291,8 @@ class _Worker:
 class Backend(Protocol):
     """What a worker drives: something that reads tokens and gives the most probable next ones."""
 
-    checkpoint: Checkpoint
+    checkpoint: Any
+    """A ModelDirectory."""
     device: torch.device
     dtype: torch.dtype
     weights_bytes: int
@@ -395,7 +397,19 @@ class TransformersBackend:
         return next_B1
 
 
-BACKENDS: dict[str, Callable[[BenchSpec], Backend]] = {"torch": TorchBackend, "transformers": TransformersBackend}
+class OnnxBackend(TorchBackend):
+    """An exported model in onnxruntime, driven as this engine drives it."""
+
+    def __init__(self, spec: BenchSpec) -> None:
+        backend_of(resolve(spec.model), "onnx")
+        super().__init__(spec)
+
+
+BACKENDS: dict[str, Callable[[BenchSpec], Backend]] = {
+    "torch": TorchBackend,
+    "transformers": TransformersBackend,
+    "onnx": OnnxBackend,
+}
 
 
 def run_case(backend: Backend, case: BenchCase, tokens_BL: Tensor) -> float:

@@ -35,6 +35,9 @@ from engine.safetensors_file import SafetensorsFile, open_shards
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
+ONNX_NAME = "model.onnx"
+"""The graph of an exported model; its directory has no safetensors."""
+_ONNX_USE = "generate, bench, evaluate and inspect run it; all else takes the model it was made from"
 _RELEASE_EVERY_BYTES = 64 << 20
 _SAME_MODEL = "config.json and the weights must be of the same model"
 
@@ -62,8 +65,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
         ) from error
 
 
-class Checkpoint:
-    """One model on disk. Opening checks config, headers, names, shapes and dtypes, and reads no weights."""
+class ModelDirectory:
+    """A model on disk whose weights may be in any format: what config.json and compression.json say of it."""
 
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for what the engine lacks."""
@@ -81,10 +84,39 @@ class Checkpoint:
             Rotary(self.config)  # made and dropped: parameters that it cannot use are refused here
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{directory}: {error}") from error
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint of this model, with its shape."""
+        return expected_tensors(self.config)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters; tied ones count once."""
+        return sum(_count(shape) for shape in self.shapes.values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: of the routed experts, the top-k only."""
+        total = self.parameters
+        for layer in self.config.layers:
+            if layer.moe is not None:
+                idle = layer.moe.experts - layer.moe.experts_per_token
+                total -= idle * 3 * layer.moe.expert_width * self.config.hidden_size
+        return total
+
+
+class Checkpoint(ModelDirectory):
+    """One model on disk. Opening checks config, headers, names, shapes and dtypes, and reads no weights."""
+
+    def __init__(self, directory: Path) -> None:
+        """Errors as of ModelDirectory, for weights too."""
+        super().__init__(directory)
+        if (directory / ONNX_NAME).is_file():
+            raise UnsupportedError(f"{directory}: is an ONNX export, which this needs as a checkpoint; {_ONNX_USE}")
         by_name, self.files = open_shards(directory)
         self._check_routers(by_name)
         self._views = _views(self.config, by_name)
-        self.shapes = expected_tensors(self.config)
         self._check_names_and_shapes(by_name)
 
     def _check_routers(self, by_name: Mapping[str, SafetensorsFile]) -> None:
@@ -132,21 +164,6 @@ class Checkpoint:
     def model_dtype(self) -> torch.dtype:
         """The dtype of the embeddings, which `--dtype auto` computes in."""
         return self.dtype("model.embed_tokens.weight")
-
-    @property
-    def parameters(self) -> int:
-        """Stored parameters."""
-        return sum(_count(shape) for shape in self.shapes.values())
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token uses: of the routed experts, the top-k only."""
-        total = self.parameters
-        for layer in self.config.layers:
-            if layer.moe is not None:
-                idle = layer.moe.experts - layer.moe.experts_per_token
-                total -= idle * 3 * layer.moe.expert_width * self.config.hidden_size
-        return total
 
     @property
     def bytes(self) -> int:
@@ -257,7 +274,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return total
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
+def load_tokenizer(checkpoint: ModelDirectory) -> Any:
     """The checkpoint's transformers tokenizer; CheckpointError where it is missing or of another vocabulary."""
     # transformers would look at a config.json that it has no class for.
     config = None if checkpoint.config.architecture.in_transformers else checkpoint.config.transformers_config
@@ -283,7 +300,7 @@ def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> A
     return tokenizer
 
 
-def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
+def end_tokens(checkpoint: ModelDirectory) -> frozenset[int]:
     """Tokens that end a sequence, from the first place that names any. Raises CheckpointError where they are none."""
     directory = checkpoint.directory
     found = None

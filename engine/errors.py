@@ -39,3 +39,7 @@ class TrainingError(CompressError):
 
 class BusyError(CompressError):
     """An engine has as many requests waiting as it takes; later it will have room again."""
+
+
+class ExportError(CompressError):
+    """An exported model does not give what the engine gives."""

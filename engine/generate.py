@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint import Checkpoint, end_tokens, load_tokenizer, resolve
+from engine.artifact import compare_checksums
+from engine.checkpoint import Checkpoint, ModelDirectory, end_tokens, load_tokenizer, resolve
 from engine.errors import OptionError
 from engine.kv_cache import KeyValueCache
 from engine.linear import decoding, prepare_decoding
 from engine.model import Decoder
-from engine.report import Report, SkipCounter, peak_memory_bytes, rate
+from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
+from engine.report import ExportedSkipCounter, Report, SkipCounter, peak_memory_bytes, rate
 from engine.sampling import SamplingOptions, sample
 from engine.skip_tables import load_skip_tables, skipping_routings
 from engine.text_stream import TextStream
@@ -50,15 +52,18 @@ class Generation:
 class Engine:
     """A loaded checkpoint that generates and reports what that cost."""
 
-    def __init__(self, checkpoint: Checkpoint, decoder: Decoder, skipping: bool = False) -> None:
+    def __init__(self, checkpoint: ModelDirectory, decoder: Decoder | OnnxDecoder, skipping: bool = False) -> None:
         """`skipping`: the decoder's routings leave slots empty and are to be counted."""
         self.checkpoint = checkpoint
         self.decoder = decoder
-        self.device = decoder.embedding_VD.device
-        self.dtype = decoder.embedding_VD.dtype
+        self.device = decoder.device
+        self.dtype = decoder.dtype
         self.skip_counter: SkipCounter | None = None
-        if skipping:
+        if isinstance(decoder, OnnxDecoder):
+            self.skip_counter = ExportedSkipCounter(decoder) if decoder.skips else None
+        elif skipping:
             self.skip_counter = SkipCounter(decoder.moe_blocks, self.device)
+        if self.skip_counter is not None:
             self.skip_counter.attach()
         self._last: _Batch | None = None
 
@@ -72,15 +77,26 @@ class Engine:
         threads: int | None = None,
         skip_threshold: float = 0.0,
         skip_min_experts: int = 1,
+        backend: str = "auto",
+        checksums: bool = False,
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are mapped, not read, where device and dtype allow it.
 
         Raises CheckpointError, UnsupportedError, and OptionError for what this machine or model cannot honour.
-        `threads` holds for the whole process.
+        `threads` holds for the whole process. `backend`: "torch" for checkpoints, "onnx" for what was exported, or "auto".
+        `checksums`: first compare every file with what was written.
         """
         set_threads(threads)
+        directory = resolve(str(model))
+        if checksums:
+            compare_checksums(directory)
+        if backend_of(directory, backend) == "onnx":
+            if skip_threshold > 0:
+                raise OptionError("an exported model skips what it was exported to; give the skip threshold to the export")
+            exported = ModelDirectory(directory)
+            return cls(exported, open_exported(exported, device, dtype))
         place = resolve_device(device)
-        checkpoint = Checkpoint(resolve(str(model)))
+        checkpoint = Checkpoint(directory)
         config = checkpoint.config
         tables = load_skip_tables(checkpoint.directory, config) if skip_threshold > 0 else None
         routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place)
@@ -99,10 +115,10 @@ class Engine:
         """Tokens that end a sequence."""
         return end_tokens(self.checkpoint)
 
-    @cached_property
+    @property
     def weights_bytes(self) -> int:
         """Bytes of the weights as they are computed with; tied ones count once."""
-        return sum(weight.numel() * weight.element_size() for weight in self.decoder.parameters())
+        return self.decoder.weights_bytes
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt. Raises OptionError for an empty one where the model has no token to begin with."""

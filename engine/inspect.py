@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.artifact import check_checksums, read_provenance
-from engine.checkpoint import Checkpoint, resolve
+from engine.artifact import compare_checksums, read_provenance
+from engine.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.encoder_decoder import EncoderDecoderCheckpoint, is_encoder_decoder
-from engine.errors import OptionError
+from engine.onnx_runtime import is_exported, open_exported
 from engine.skip_tables import load_skip_tables
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -18,11 +18,11 @@ Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]:
     """Everything `compress inspect --json` says. Raises CheckpointError for what is not whole."""
     directory = resolve(path)
+    if checksums:
+        compare_checksums(directory)
     provenance = read_provenance(directory)
-    if checksums and provenance is not None:
-        check_checksums(directory, provenance)
-    elif checksums:
-        raise OptionError(f"{path}: has no checksums; only artifacts written by this tool carry them")
+    if is_exported(directory):
+        return _exported(directory, checksums)
     if is_encoder_decoder(directory):
         return _encoder_decoder(directory, checksums, provenance, progress)
     checkpoint = Checkpoint(directory)
@@ -42,6 +42,27 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         "valid": True,
         "checksums_compared": checksums,
         "provenance": provenance,
+    }
+
+
+def _exported(directory: Path, checksums: bool) -> dict[str, Any]:
+    """The same of an ONNX export; that its weights are all there is found by loading it."""
+    model = ModelDirectory(directory)
+    exported = open_exported(model)
+    return {
+        "kind": "onnx",
+        "architecture": model.config.architecture.model_type,
+        "layers": len(model.config.layers),
+        "experts_per_layer": list(model.config.experts_per_layer),
+        "experts_per_token": model.config.experts_per_token,
+        "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
+        "bytes": exported.weights_bytes,
+        "dtype": str(exported.dtype).removeprefix("torch."),
+        "skip_tables": False,
+        "valid": True,
+        "checksums_compared": checksums,
+        "provenance": model.provenance,
     }
 
 

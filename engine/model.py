@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,21 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config)
         self.checkpoint_activations = False
         """Recompute each layer in the backward pass, so that only one layer's activations are held at a time."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding_VD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self.embedding_VD.dtype
+
+    @cached_property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights as they are computed with; tied ones count once."""
+        return sum(weight.numel() * weight.element_size() for weight in self.parameters())
 
     @property
     def moe_blocks(self) -> list[MoeBlock]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.experts import MoeBlock
+from engine.onnx_runtime import OnnxDecoder
 from engine.routing import NO_EXPERT, Selection
 
 
@@ -135,3 +136,27 @@ class SkipCounter:
     def filled(self) -> int:
         """The same in all layers together."""
         return sum(self.filled_per_layer)
+
+
+class ExportedSkipCounter(SkipCounter):
+    """The same of an exported decoder, which gives the empty slots of each token and layer."""
+
+    def __init__(self, decoder: OnnxDecoder) -> None:
+        super().__init__([])
+        self._decoder = decoder
+        own = [layer.moe.experts_per_token for layer in decoder.config.layers if layer.moe is not None]
+        self._per_token_L = torch.tensor(own, dtype=torch.int64)
+        self._slots_L, self._skipped_L = torch.zeros_like(self._per_token_L), torch.zeros_like(self._per_token_L)
+
+    def attach(self) -> None:
+        """Watch the decoder from now on."""
+        self._decoder.observer = self._count
+
+    def detach(self) -> None:
+        """Watch no longer; what was counted stays."""
+        self._decoder.observer = None
+
+    def _count(self, skipped_TL: Tensor) -> None:
+        counted_TL = skipped_TL if self.counted_T is None else skipped_TL[self.counted_T]
+        self._slots_L += len(counted_TL) * self._per_token_L
+        self._skipped_L += counted_TL.sum(dim=0)

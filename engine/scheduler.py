@@ -48,16 +48,16 @@ class Scheduler:
         prefill_chunk: int,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        """Raises OptionError for limits that cannot be kept, CheckpointError for damaged skip tables."""
+        """Raises OptionError for limits that cannot be kept and exported models, CheckpointError for damaged skip tables."""
         for name, value in (("the batch", max_batch_size), ("the chunk of a prompt", prefill_chunk)):
             if value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
-        self._engine, self._decoder = engine, engine.decoder
+        self.skipping = TokenSkipping(engine)
+        self._engine, self._decoder = engine, self.skipping.decoder
         self._max_batch_size, self._prefill_chunk = max_batch_size, prefill_chunk
         config = engine.checkpoint.config
         self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, block_size)
         self.cache = PagedCache(config, kv_cache_bytes, engine.dtype, engine.device, block_size)
-        self.skipping = TokenSkipping(engine)
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         """Oldest first."""

@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import OptionError
 from engine.generate import Engine
-from engine.model import routed_by
+from engine.model import Decoder, routed_by
 from engine.report import SkipCounter
 from engine.routing import Skipping
 from engine.skip_tables import FILE_NAME, load_skip_tables, skipping_routings
@@ -20,8 +20,13 @@ class TokenSkipping:
     """The rules of an engine's MoE layers, as each forward needs them."""
 
     def __init__(self, engine: Engine) -> None:
-        """Raises CheckpointError for damaged skip tables."""
-        self._decoder, self._device = engine.decoder, engine.device
+        """Raises CheckpointError for damaged skip tables, OptionError for an exported model."""
+        if not isinstance(engine.decoder, Decoder):
+            raise OptionError(
+                f"{engine.checkpoint.directory} is an exported model, and only checkpoints are batched continuously; take the "
+                "one that it was exported from"
+            )
+        self.decoder, self._device = engine.decoder, engine.device
         self._engine_counter = engine.skip_counter
         config = engine.checkpoint.config
         own = [block.routing for block in engine.decoder.moe_blocks]
@@ -60,12 +65,12 @@ class TokenSkipping:
             if self._always_plain:
                 yield
                 return
-            with routed_by(self._decoder, self._plain), self._counted(None):
+            with routed_by(self.decoder, self._plain), self._counted(None):
                 yield
             return
         threshold_T = torch.tensor(thresholds, device=self._device)
         routings = [replace(routing, threshold=threshold_T) for routing in self._skipping]
-        with routed_by(self._decoder, routings), self._counted(self._counter):
+        with routed_by(self.decoder, routings), self._counted(self._counter):
             yield
 
     @contextmanager

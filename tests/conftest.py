@@ -69,35 +69,52 @@ def save_reference(family: str, path: Path, seed: int = 0, **changes: Any) -> An
 
 
 PARITY = "parity"
+ONNX_PARITY = "onnx_parity"
+TABLES = {
+    PARITY: "logits: largest difference to transformers, float32",
+    ONNX_PARITY: "logits of exported graphs: largest difference to our engine, float32",
+}
 
 
 @pytest.fixture
 def parity(record_property: Any) -> Any:
     """Record one cell of the parity table, which the run prints at its end; fails above 1e-4."""
+    return _recorder(record_property, PARITY)
 
+
+@pytest.fixture
+def onnx_parity(record_property: Any) -> Any:
+    """The same for the table of exported graphs."""
+    return _recorder(record_property, ONNX_PARITY)
+
+
+def _recorder(record_property: Any, table: str) -> Any:
     def record(family: str, variant: str, what: str, difference: float) -> None:
-        record_property(PARITY, [family, variant, what, difference])
+        record_property(table, [family, variant, what, difference])
         assert difference <= 1e-4, f"{family} {variant} {what}: {difference:.2e}"
 
     return record
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the parity table: the largest |logit difference| to transformers by family and config, float32."""
-    cells: dict[tuple[str, str], dict[str, float]] = {}
-    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        for name, value in report.user_properties if report.when == "call" else ():
-            if name == PARITY:
+    """Print the parity tables: the largest |logit difference| by family and config."""
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    properties = [each for report in reports if report.when == "call" for each in report.user_properties]
+    for table, title in TABLES.items():
+        cells: dict[tuple[str, str], dict[str, float]] = {}
+        columns: dict[str, None] = {}
+        for name, value in properties:
+            if name == table:
                 family, variant, what, difference = value
                 cells.setdefault((family, variant), {})[what] = difference
-    if not cells:
-        return
-    columns = ["prefill", "decode", "padded batch", "pruned non-uniform"]
-    terminalreporter.section("logits: largest difference to transformers, float32")
-    terminalreporter.line(f"{'family':<11}{'config':<26}" + "".join(f"{column:>20}" for column in columns))
-    for (family, variant), row in cells.items():
-        shown = "".join(f"{row[column]:>20.1e}" if column in row else f"{'':>20}" for column in columns)
-        terminalreporter.line(f"{family:<11}{variant:<26}{shown}".rstrip())
+                columns[what] = None
+        if not cells:
+            continue
+        terminalreporter.section(title)
+        terminalreporter.line(f"{'family':<11}{'config':<32}" + "".join(f"{column:>20}" for column in columns))
+        for (family, variant), row in cells.items():
+            shown = "".join(f"{row[column]:>20.1e}" if column in row else f"{'':>20}" for column in columns)
+            terminalreporter.line(f"{family:<11}{variant:<32}{shown}".rstrip())
 
 
 @pytest.fixture(autouse=True)

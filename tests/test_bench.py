@@ -178,8 +178,7 @@ def test_cases() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "onnx"}, "not in this version"),
-        ({"backend": "numpy"}, "'numpy' is not known; choose torch or transformers"),
+        ({"backend": "numpy"}, "'numpy' is not known; choose torch, transformers, onnx"),
         ({"batch": 0}, "batch is 0"),
         ({"backend": "transformers", "skip_threshold": 1.0}, "cannot skip"),
     ],

@@ -43,6 +43,7 @@ PROMISED = {
     "generate": "-p -n --temperature --top-p --top-k --stop --skip-threshold",
     "bench": "-p -n -r -d -b -o --skip-threshold --backend --server --concurrency --num-prompts --max-concurrency",
     "serve": "--host --port --api-key --max-queue --max-model-len --kv-cache-memory --max-batch-size --skip-threshold",
+    "export": "-o --output --overwrite --format --precision --experts --skip-threshold",
     "compare": "-o --output --overwrite --data --samples --tasks -p -n -r --skip-threshold",
 }
 

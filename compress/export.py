@@ -1,0 +1,196 @@
+"""`compress export`: a model as an ONNX directory, compared with the engine before it gets its name."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from compress.apply import carried_files
+from compress.export_genai import check_genai, tokenizer_problem, write_genai_config
+from compress.export_parity import Allowed, RoundedCheckpoint, check_parity
+from engine.artifact import check_output, whole_or_nothing, write_provenance
+from engine.checkpoint import ONNX_NAME, Checkpoint, resolve
+from engine.errors import ExportError, OptionError, UnsupportedError
+from engine.json_file import write_json
+from engine.onnx_quantise import BLOCKS, Written, block_size
+from engine.progress import Progress, no_progress
+from engine.report import peak_memory_bytes
+from engine.routing import Routing
+from engine.skip_tables import load_skip_tables, skipping_routings
+
+
+class Precision(NamedTuple):
+    """What weights are stored and computed in."""
+
+    dtype: torch.dtype
+    """Of activations and of what has no `bits`."""
+    bits: int | None
+    """Of the weights of products."""
+    allowed: Allowed
+    """How far logits may be from the engine's in float32, which has the same weights, rounded to as many bits."""
+
+
+FORMATS = ("onnx", "onnx-genai")
+PRECISIONS: dict[str, Precision] = {
+    "float32": Precision(torch.float32, None, Allowed(1e-4, 1e-4)),
+    "float16": Precision(torch.float16, None, Allowed(math.inf, 0.02)),
+    "int8": Precision(torch.float32, 8, Allowed(math.inf, 0.1)),
+    "int4": Precision(torch.float32, 4, Allowed(math.inf, 0.1)),
+}
+EXPERTS = ("moe", "portable")
+"""Mixture operators of onnxruntime, or standard operators only."""
+_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """One export. Raises OptionError for what no model can be exported as."""
+
+    model: str
+    output: Path
+    format: str = "onnx"
+    precision: str = "float32"
+    experts: str = "moe"
+    skip_threshold: float = 0.0
+    skip_min_experts: int = 1
+    threads: int | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("format", self.format, FORMATS),
+            ("precision", self.precision, tuple(PRECISIONS)),
+            ("experts", self.experts, EXPERTS),
+        ):
+            if value not in known:
+                raise OptionError(f"{name} {value!r} is not known; choose {', '.join(known)}")
+        if self.experts == "portable" and PRECISIONS[self.precision].bits is not None:
+            raise OptionError(f"precision {self.precision!r} needs operators of onnxruntime; leave out --experts portable")
+        missing = [package for package in _PACKAGES[self.format] if find_spec(package) is None]
+        if missing:
+            raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
+
+
+def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """Write the ONNX directory and compare it with the engine; its figures. Nothing is left where they differ."""
+    started = time.monotonic()
+    check_output(options.output, options.overwrite, ONNX_NAME)
+    checkpoint = Checkpoint(resolve(options.model))
+    _check_sizes(options, checkpoint)
+    if options.format == "onnx-genai":
+        check_genai(checkpoint, options.experts == "portable")
+    tables = load_skip_tables(checkpoint.directory, checkpoint.config) if options.skip_threshold else None
+    routings = skipping_routings(checkpoint.config, tables, options.skip_threshold, options.skip_min_experts)
+    with whole_or_nothing(options.output, options.overwrite, ONNX_NAME) as directory:
+        written = _write(options, checkpoint, routings, directory, progress)
+        difference = _compare(options, checkpoint, routings, written, directory, progress)
+        figures = {
+            "artifact": str(options.output),
+            "format": options.format,
+            "precision": options.precision,
+            "experts": options.experts,
+            "experts_per_layer": list(checkpoint.config.experts_per_layer),
+            "parameters": checkpoint.parameters,
+            "weights_bytes": written.weights_bytes,
+            "skip_threshold": options.skip_threshold,
+            "max_abs_logit_difference": difference,
+            "tokenizer_problem": tokenizer_problem(directory) if options.format == "onnx-genai" else None,
+            "bytes": sum(path.stat().st_size for path in directory.iterdir()),
+            "seconds": time.monotonic() - started,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        write_provenance(directory, _provenance(options, checkpoint, figures))
+    return figures
+
+
+def _check_sizes(options: ExportOptions, checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError where weights cannot be cut into blocks, before any work."""
+    if PRECISIONS[options.precision].bits is None:
+        return
+    config = checkpoint.config
+    sizes = {"hidden size": config.hidden_size, "attention width": config.attention_heads * config.head_dimension}
+    for layer in config.layers:
+        widths = {"FFN width": layer.dense_width} if layer.moe is None else {"expert width": layer.moe.expert_width}
+        sizes |= widths | ({"shared expert's width": layer.moe.shared_width} if layer.moe and layer.moe.shared_width else {})
+    odd = [f"{name} {size}" for name, size in sizes.items() if block_size(size) is None]
+    if odd:
+        raise UnsupportedError(
+            f"{checkpoint.directory}: {options.precision} weights share scales in blocks of {min(BLOCKS)}, and {odd[0]} is "
+            "not a multiple; export it in float32 or float16"
+        )
+
+
+def _write(
+    options: ExportOptions, checkpoint: Checkpoint, routings: Sequence[Routing], directory: Path, progress: Progress
+) -> Written:
+    """Everything but compression.json."""
+    # Imported here: `--help` and every other command do without onnx.
+    import onnx
+
+    from engine.onnx_decoder import write_decoder
+
+    precision = PRECISIONS[options.precision]
+    written = write_decoder(
+        checkpoint,
+        directory,
+        routings,
+        dtype=precision.dtype,
+        bits=precision.bits,
+        portable=options.experts == "portable",
+        progress=lambda layers: progress(layers, "writing"),
+    )
+    onnx.checker.check_model(directory / ONNX_NAME)
+    write_json(directory / "config.json", {key: value for key, value in checkpoint.raw_config.items() if key != "auto_map"})
+    if options.format == "onnx-genai":
+        write_genai_config(checkpoint, directory)
+    for path in carried_files(checkpoint.directory):
+        shutil.copyfile(path, directory / path.name)
+    return written
+
+
+def _compare(
+    options: ExportOptions,
+    checkpoint: Checkpoint,
+    routings: Sequence[Routing],
+    written: Written,
+    directory: Path,
+    progress: Progress,
+) -> float:
+    """The largest difference of a logit. Raises ExportError where the result does not give what the engine gives."""
+    from engine.onnx_runtime import OnnxDecoder
+
+    exported = OnnxDecoder(directory, checkpoint.config, options.threads)
+    same = RoundedCheckpoint(checkpoint.directory, written.packings) if written.packings else checkpoint
+    try:
+        return check_parity(
+            same,
+            exported,
+            routings,
+            PRECISIONS[options.precision].allowed,
+            lambda layers: progress(layers, "comparing"),
+        )
+    except ExportError as error:
+        raise ExportError(f"{options.output}: the export differs from the engine: {error}; it was removed") from error
+
+
+def _provenance(options: ExportOptions, checkpoint: Checkpoint, figures: dict[str, Any]) -> dict[str, Any]:
+    made_by = checkpoint.provenance or {}
+    exported = {"model": options.model, "fingerprint": checkpoint.fingerprint()}
+    return {
+        "source": made_by.get("source", exported),
+        "exported": exported | {"method": made_by.get("method")},
+        "method": "export",
+        "options": {key: value for key, value in asdict(options).items() if key not in ("overwrite", "output", "threads")},
+        "experts_per_layer": figures["experts_per_layer"],
+        "figures": figures,
+        "versions": {name: version(name) for name in ("torch", "transformers", "onnx", "onnxruntime")},
+    }

@@ -1,0 +1,209 @@
+"""The MoE block as ONNX nodes, in two forms that compute only the experts that a token chose.
+
+The mixture operators of onnxruntime: com.microsoft::MoE takes the softmax of the logits that it is given, keeps the k
+largest and rescales them to sum to one (without the rescaling, onnxruntime issue 33866, its output may silently be zero). A
+Routing that does the same needs nothing else; of any other it is given the logarithms of the weights, and its output is
+multiplied by what they add up to. Experts of weight zero are not computed.
+
+Standard operators only: each expert gathers its tokens, and its output is added where they were. An expert without tokens
+multiplies no rows, but its nodes are visited: about twelve for each expert.
+
+Shape suffixes: B batch, L new positions, T tokens (B·L), D hidden, F expert width, N routed experts of the layer, S slots,
+R tokens of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.architectures import (
+    MoeConfig,
+    dense_tensor,
+    expert_tensor,
+    gate_hidden_tensor,
+    router_tensor,
+    shared_gate_tensor,
+    shared_tensor,
+)
+from engine.onnx_graph import FLOAT, INT64, MICROSOFT
+from engine.onnx_layers import ROUNDED_ACTIVATIONS, Parts, cast, float32
+from engine.onnx_quantise import Packing, block_size, quantise
+from engine.onnx_routing import Selected, expert_weights, select
+from engine.routing import Routing, Skipping, TopK
+
+SWIGLU: dict[str, Any] = {"activation_type": "swiglu", "activation_alpha": 1.0, "activation_beta": 0.0, "swiglu_fusion": 1}
+"""silu(gate) · up, with the rows of both in turns."""
+ROUTER_WEIGHTS = 14
+"""Place among QMoE's inputs of the weights that outputs are multiplied by."""
+GATE, UP, DOWN = range(3)
+NOT_CHOSEN = -6e4
+"""In place of log 0: its exponential is zero, and float16 can hold it."""
+
+
+def feed_forward(parts: Parts, layer: int, x_BLD: str, routing: Routing | None) -> str:
+    """[B, L, D] to [B, L, D]; `routing` is the layer's rule, None where it is dense."""
+    moe = parts.config.layers[layer].moe
+    if moe is None or routing is None:
+        return parts.swiglu(x_BLD, [dense_tensor(layer, projection) for projection in range(3)])
+    y_BLD = _routed(parts, layer, moe, x_BLD, routing)
+    return parts.graph.node("Add", y_BLD, _shared(parts, layer, x_BLD)) if moe.shared_width else y_BLD
+
+
+def _routed(parts: Parts, layer: int, moe: MoeConfig, x_BLD: str, routing: Routing) -> str:
+    graph, row = parts.graph, parts.config.architecture
+    if moe.experts == 1 and isinstance(routing, TopK):
+        y_BLD = parts.swiglu(x_BLD, [expert_tensor(row, layer, 0, projection) for projection in range(3)])
+        return y_BLD if routing.scale == 1.0 else graph.node("Mul", y_BLD, graph.number(routing.scale))
+    x_TD = graph.node("Reshape", x_BLD, graph.integers(-1, parts.config.hidden_size))
+    logits_TN = _router_logits(parts, layer, x_TD)
+    form = _standard if parts.portable else _mixture if parts.bits is None else _quantised_mixture
+    return graph.node("Reshape", form(parts, layer, moe, x_TD, logits_TN, routing), graph.node("Shape", x_BLD))
+
+
+def _selected(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> Selected:
+    """The Routing's choice; how many slots a rule that skips left empty is noted."""
+    graph = parts.graph
+    selected = select(graph, routing, logits_TN, moe.experts)
+    if isinstance(routing, Skipping):
+        empty_TS = graph.node("Cast", graph.node("Equal", selected.weights_TS, float32(graph, 0.0)), to=INT64)
+        parts.skipped[layer] = graph.node("ReduceSum", empty_TS, graph.integers(1), keepdims=1)
+    return selected
+
+
+def _router_logits(parts: Parts, layer: int, x_TD: str) -> str:
+    """[T, N] in float32."""
+    row, graph = parts.config.architecture, parts.graph
+    if row.gate_network is not None:
+        x_TD = graph.node("Tanh", parts.linear(x_TD, gate_hidden_tensor(row, layer), exact=True))
+    return cast(graph, parts.linear(x_TD, router_tensor(row, layer), exact=True), graph.element_type, FLOAT)
+
+
+def _shared(parts: Parts, layer: int, x_BLD: str) -> str:
+    """The shared expert, scaled by its gate."""
+    row = parts.config.architecture
+    gate = parts.graph.node("Sigmoid", parts.linear(x_BLD, shared_gate_tensor(row, layer), exact=True))
+    return parts.graph.node("Mul", gate, parts.swiglu(x_BLD, [shared_tensor(row, layer, p) for p in range(3)]))
+
+
+def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
+    """[T, D] by one com.microsoft::MoE node."""
+    graph = parts.graph
+    logits_TN, total_T1 = _as_softmax(parts, layer, moe, logits_TN, routing)
+    y_TD = graph.node(
+        "MoE",
+        x_TD,
+        cast(graph, logits_TN, FLOAT, graph.element_type),
+        _stacked(parts, layer, moe, "gate_up"),
+        "",
+        _stacked(parts, layer, moe, "down"),
+        domain=MICROSOFT,
+        k=moe.experts_per_token,
+        normalize_routing_weights=1,
+        **SWIGLU,
+    )
+    return y_TD if total_T1 is None else graph.node("Mul", y_TD, cast(graph, total_T1, FLOAT, graph.element_type))
+
+
+def _as_softmax(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> tuple[str, str | None]:
+    """Logits whose k largest, as a softmax among themselves, are the Routing's weights but for a factor; that factor.
+
+    The factor is [T, 1], or None where it is one.
+    """
+    graph = parts.graph
+    if isinstance(routing, TopK) and routing.normalise:
+        return logits_TN, None if routing.scale == 1.0 else float32(graph, [[routing.scale]])
+    selected = _selected(parts, layer, moe, logits_TN, routing)
+    total_T1 = graph.node("ReduceSum", selected.weights_TS, graph.integers(-1), keepdims=1)
+    if isinstance(routing, TopK):
+        return logits_TN, total_T1
+    weights_TN = expert_weights(graph, selected, logits_TN)
+    return graph.node("Max", graph.node("Log", weights_TN), float32(graph, NOT_CHOSEN)), total_T1
+
+
+def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
+    """[T, D] by one com.microsoft::QMoE node, which takes the weights of all experts as they are."""
+    graph, hidden, bits = parts.graph, parts.config.hidden_size, parts.bits
+    assert bits is not None
+    weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
+    block = block_size(hidden, moe.expert_width)
+    assert block is not None, f"{hidden} and {moe.expert_width} inputs"
+    gate_up, gate_up_scales = _stacked_in_bits(parts, layer, moe, "gate_up", bits, block)
+    down, down_scales = _stacked_in_bits(parts, layer, moe, "down", bits, block)
+    return graph.node(
+        "QMoE",
+        *(x_TD, weights_TN, gate_up, gate_up_scales, "", down, down_scales),
+        *[""] * (ROUTER_WEIGHTS - 7),
+        weights_TN,
+        domain=MICROSOFT,
+        k=moe.experts_per_token,
+        normalize_routing_weights=0,
+        expert_weight_bits=bits,
+        block_size=block,
+        accuracy_level=ROUNDED_ACTIVATIONS,
+        **SWIGLU,
+    )
+
+
+def _stacked(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
+    """All experts' `gate_up` [N, 2F, D] or `down` [N, D, F], written expert by expert."""
+    hidden, width = parts.config.hidden_size, moe.expert_width
+    shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
+    name = f"{parts.config.architecture.block.format(layer=layer)}.experts.{what}"
+    return parts.graph.weight_of_parts(name, parts.graph.dtype, shape, _experts(parts, layer, moe, what))
+
+
+def _experts(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[Tensor]:
+    """Each expert's `gate_up` [2F, D], rows of gate and up in turns, or `down` [D, F]."""
+    row = parts.config.architecture
+    for expert in range(moe.experts):
+        gate, up, down = (expert_tensor(row, layer, expert, projection) for projection in (GATE, UP, DOWN))
+        if what == "down":
+            yield parts.source(down)
+        else:
+            yield torch.stack((parts.source(gate), parts.source(up)), dim=1).flatten(0, 1)
+
+
+def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: int, block: int) -> tuple[str, str]:
+    """The same in few bits: values as bytes and scales. Only the scales of a layer are in memory together."""
+    hidden, width = parts.config.hidden_size, moe.expert_width
+    rows, inputs = (hidden, width) if what == "down" else (2 * width, hidden)
+    name = f"{parts.config.architecture.block.format(layer=layer)}.experts.{what}"
+    scales: list[Tensor] = []
+    for expert in range(moe.experts):
+        for projection in (DOWN,) if what == "down" else (GATE, UP):
+            parts.packings[expert_tensor(parts.config.architecture, layer, expert, projection)] = Packing(bits, block)
+
+    def values() -> Iterator[Tensor]:
+        for weight in _experts(parts, layer, moe, what):
+            quantised = quantise(weight, bits, block)
+            scales.append(quantised.scales)
+            yield quantised.values
+
+    shape = (moe.experts, rows, inputs * bits // 8)
+    packed = parts.graph.weight_of_parts(f"{name}.values", torch.uint8, shape, values())
+    return packed, parts.graph.weight(f"{name}.scales", lambda: torch.stack(scales))
+
+
+def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
+    """[T, D] by standard operators, expert after expert."""
+    graph, row = parts.graph, parts.config.architecture
+    weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
+    weights_T = graph.nodes("Split", graph.node("Transpose", weights_TN, perm=[1, 0]), outputs=[""] * moe.experts, axis=0)
+    rows, outputs = [], []
+    for expert in range(moe.experts):
+        with graph.scope(f"expert.{expert}"):
+            weights_1T = weights_T[expert]
+            chosen_R = graph.node("Gather", graph.node("NonZero", weights_1T), graph.integer(1), axis=0)
+            weight_1R = graph.node("Gather", weights_1T, chosen_R, axis=1)
+            weight_R1 = cast(graph, graph.node("Reshape", weight_1R, graph.integers(-1, 1)), FLOAT, graph.element_type)
+            piece_RD = graph.node("Gather", x_TD, chosen_R, axis=0)
+            output_RD = parts.swiglu(piece_RD, [expert_tensor(row, layer, expert, p) for p in range(3)])
+            outputs.append(graph.node("Mul", output_RD, weight_R1))
+            rows.append(graph.node("Unsqueeze", chosen_R, graph.integers(1)))
+    zeros_TD = cast(graph, graph.node("ConstantOfShape", graph.node("Shape", x_TD)), FLOAT, graph.element_type)
+    rows_R1, outputs_RD = graph.node("Concat", *rows, axis=0), graph.node("Concat", *outputs, axis=0)
+    return graph.node("ScatterND", zeros_TD, rows_R1, outputs_RD, reduction="add")
