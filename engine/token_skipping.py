@@ -23,8 +23,8 @@ class TokenSkipping:
         """Raises CheckpointError for damaged skip tables, OptionError for an exported model."""
         if not isinstance(engine.decoder, Decoder):
             raise OptionError(
-                f"{engine.checkpoint.directory} is an exported model, and only checkpoints are batched continuously; take the "
-                "one that it was exported from"
+                f"{engine.checkpoint.directory} is an exported model, and only checkpoints are batched continuously; "
+                "take the one that it was exported from"
             )
         self.decoder, self._device = engine.decoder, engine.device
         self._engine_counter = engine.skip_counter
