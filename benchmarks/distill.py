@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--ka-samples", type=numbers(int), default=[2])
     parser.add_argument("--ka-probability", type=numbers(float), default=[0.05])
     parser.add_argument("--experts-per-token", type=numbers(int), default=[None])
-    parser.add_argument("--router-learning-rate", type=numbers(float), default=[None, 1e-3])
+    parser.add_argument("--router-learning-rate", type=numbers(float), default=[None])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--learning-rate", type=float, default=0.001)
     parser.add_argument("--teacher-steps", type=int, default=600)
