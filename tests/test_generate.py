@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from conftest import FAMILIES, save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
+import engine
 from engine.errors import CheckpointError, OptionError
 from engine.generate import Engine, Generation, decode_kernels
 from engine.sampling import SamplingOptions
@@ -297,3 +300,11 @@ def test_skipping_is_reported_per_layer(directory: Path, tmp_path: Path) -> None
     kept = Engine.open(copy, skip_threshold=2.0, skip_min_experts=2)
     assert kept.generate(PROMPTS, max_new_tokens=5) == Engine.open(directory).generate(PROMPTS, max_new_tokens=5)
     assert kept.report().experts_skipped_share == 0.0
+
+
+def test_the_package_gives_its_engine_and_loads_nothing_before() -> None:
+    script = "import sys, engine; assert 'torch' not in sys.modules; from engine import Engine; print(Engine.__module__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "engine.generate\n"
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        _ = engine.Motor
