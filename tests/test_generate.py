@@ -13,7 +13,7 @@ import torch
 from conftest import FAMILIES, save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
-import engine
+import engine as package
 from engine.errors import CheckpointError, OptionError
 from engine.generate import Engine, Generation, decode_kernels
 from engine.sampling import SamplingOptions
@@ -307,4 +307,4 @@ def test_the_package_gives_its_engine_and_loads_nothing_before() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "engine.generate\n"
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
-        _ = engine.Motor
+        _ = package.Motor
