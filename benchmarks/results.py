@@ -18,7 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("methods", "dense", "distill", "onnx")))
+SHOWN_IN = ("methods", "dense", "distill", "performance", "onnx")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in SHOWN_IN))
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
