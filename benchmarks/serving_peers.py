@@ -1,6 +1,6 @@
 """Chat requests to our server and to `transformers serve`, in turn, on one model, one machine and the same prompts.
 
-    python benchmarks/serving_peers.py [--threads 2] [--rounds 3] [--requests 32]
+    python benchmarks/serving_peers.py [--threads 1] [--rounds 3] [--requests 32]
 
 The demo model with a chat template, so that both take it. Tokens per second of all answers together, with one and with eight
 requests at a time; medians of rounds taken in turn. Answers are greedy, and counted by the model's tokenizer.
@@ -112,7 +112,7 @@ async def send(url: str, model: str, prompts: list[str], concurrency: int) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=32)
     arguments = parser.parse_args()
