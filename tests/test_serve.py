@@ -64,6 +64,23 @@ def test_sigterm_lets_what_runs_end_and_takes_no_more(directory: Path) -> None:
     assert stream.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in stream
 
 
+def test_killed_while_it_answers_it_starts_again_on_the_same_port(directory: Path) -> None:
+    short = {"prompt": "ab", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
+    with process(directory) as (server, ready):
+        url = ready["url"]
+        before = httpx2.post(f"{url}/v1/completions", json=short).json()["choices"][0]["text"]
+        with (
+            suppress(httpx2.HTTPError),
+            httpx2.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as answer,
+        ):
+            next(answer.iter_lines())
+            server.send_signal(signal.SIGKILL)
+            server.wait(20)
+    with process(directory, "--port", url.rpartition(":")[2]) as (_, again):
+        assert again["url"] == url
+        assert httpx2.post(f"{url}/v1/completions", json=short).json()["choices"][0]["text"] == before
+
+
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
 def test_a_second_signal_or_sigint_ends_at_once(directory: Path, signals: tuple[signal.Signals, ...]) -> None:
     received: list[str] = []
