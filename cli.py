@@ -41,7 +41,6 @@ PICTURE_SEQUENCES = 16
 EXPORT_FORMATS = ("onnx", "onnx-genai")
 EXPORT_PRECISIONS = ("float32", "float16", "int8", "int4")
 EXPERT_FORMS = ("moe", "portable")
-MODEL_HELP = "MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default)."
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,11 @@ def text_options(samples: int) -> Decorator:
 
 
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing result.")
+resume_option = click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+limit_option = click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
+skip_min_experts_option = click.option(
+    "--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips."
+)
 
 
 instruction_options = together(
@@ -227,7 +231,7 @@ dense_training_options = together(
 result_options = together(
     click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
     overwrite_option,
-    click.option("--resume", is_flag=True, help="Go on with an interrupted run."),
+    resume_option,
 )
 artifact_options = together(input_options, recover_options, result_options)
 """Options of every command that calibrates and writes a smaller mixture; `densify` takes the first and the last."""
@@ -581,7 +585,7 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("--evaluation-samples", type=int, default=64, show_default=True, help="Held-out sequences or examples.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: STUDENT-RECIPE]")
 @overwrite_option
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+@resume_option
 @common_options
 def distill(common: Common, **options: Any) -> dict[str, Any]:
     """Train a student towards a teacher: on text, or on responses to prompts.
@@ -798,7 +802,7 @@ def _shown(key: str, value: Any) -> str:
 @click.option(
     "--tasks", help="Tasks of lm-evaluation-harness, names or YAML files, separated by commas, instead of a metric."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
+@limit_option
 @click.option(
     "--split",
     type=click.Choice(("held-out", "calibration", "all")),
@@ -872,7 +876,7 @@ def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dic
     show_default=True,
     help="Skip unneeded experts: 0 off, 1 the calibrated rule, higher skips more.",
 )
-@click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
+@skip_min_experts_option
 @click.option(
     "--backend",
     type=click.Choice(("auto", "torch", "onnx")),
@@ -1021,7 +1025,7 @@ def serve(common: Common, **options: Any) -> dict[str, Any]:
     help="How rows are printed.",
 )
 @click.option("--skip-threshold", type=float, default=0.0, show_default=True, help="Skip unneeded experts.")
-@click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
+@skip_min_experts_option
 @click.option(
     "--backend",
     type=click.Choice(("torch", "transformers", "onnx")),
@@ -1134,7 +1138,7 @@ def _bench_concurrency(common: Common, options: dict[str, Any]) -> dict[str, Any
 @click.option(
     "--tasks", help="Tasks of lm-evaluation-harness, names or YAML files, separated by commas, besides perplexity."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
+@limit_option
 @click.option("--speed/--no-speed", default=True, show_default=True, help="Measure tokens/s and memory.")
 @speed_options
 @click.option(
@@ -1198,7 +1202,7 @@ def compare(common: Common, **options: Any) -> dict[str, Any]:
     help="Operators: those of onnxruntime for mixtures and attention, or standard ones only.",
 )
 @click.option("--skip-threshold", type=float, default=0.0, show_default=True, help="Skip unneeded experts, in the graph.")
-@click.option("--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips.")
+@skip_min_experts_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-FORMAT]")
 @overwrite_option
 @common_options

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress import processes
+from engine.generate import left_padded
 from engine.kv_cache import KeyValueCache
 from engine.model import Decoder
 from engine.sampling import SamplingOptions, sample
@@ -76,7 +77,7 @@ def write_responses(
     spread = processes.is_spread(decoder)
     # A model that is spread over processes is gathered by all of them or by none: they take equally many steps.
     steps = int(processes.largest(max(limits))) if spread else max(limits)
-    tokens_BL, real_BP = _left_padded(prompts, steps, device)
+    tokens_BL, real_BP = (tensor.to(device) for tensor in left_padded(prompts, steps))
     cache = KeyValueCache(decoder.config, len(prompts), real_BP.shape[1], decoder.embedding_VD.dtype, device)
     responses: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))
@@ -98,17 +99,6 @@ def write_responses(
             rows, next_B, real_BP = [rows[place] for place in going], next_B[chosen], real_BP[chosen]
             cache = cache.of_rows(chosen)
         tokens_BL = next_B[:, None]
-
-
-def _left_padded(prompts: Sequence[list[int]], more: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens [B, L], and which of them and of `more` places behind them are real, [B, P]."""
-    longest = max(map(len, prompts))
-    tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
-    real_BP = torch.ones(len(prompts), longest + more, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        tokens_BL[row, longest - len(prompt) :] = torch.tensor(prompt)
-        real_BP[row, : longest - len(prompt)] = False
-    return tokens_BL.to(device), real_BP.to(device)
 
 
 def _has_ended(response: list[int], limit: int, end_tokens: Collection[int]) -> bool:

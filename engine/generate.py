@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
 from engine.report import ExportedSkipCounter, Report, SkipCounter, peak_memory_bytes, rate
 from engine.sampling import SamplingOptions, sample
 from engine.skip_tables import load_skip_tables, skipping_routings
-from engine.text_stream import TextStream
+from engine.text_stream import TextStream, plain_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingOptions()
@@ -189,7 +189,8 @@ class Engine:
             raise OptionError("a stop string is empty; leave it out to generate up to the limit")
         ids = [self.encode(prompt) for prompt in prompts]
         _check_room(max(map(len, ids)), max_new_tokens, self.checkpoint.config.max_positions)
-        sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, self._decode) for prompt in ids]
+        decode = partial(plain_text, self.tokenizer)
+        sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, decode) for prompt in ids]
         if self.skip_counter is not None:
             self.skip_counter.reset()
         self._last = _Batch(self, sequences, max_new_tokens, sampling, started)
@@ -207,9 +208,6 @@ class Engine:
             batch.resume()
             logits_BV = self.step(tokens_B, batch.real(cache), cache)
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
 
 class _Batch:
     """Sequences that move in step: their tokens, their padding and their clock. It outlives the run, for the report."""
@@ -226,19 +224,14 @@ class _Batch:
         self._sampling = sampling
         self._generator = sampling.generator(engine.device)
         self._counter = engine.skip_counter
-        longest = max(len(sequence.prompt) for sequence in sequences)
-        capacity = longest + max_new_tokens - 1  # the last token is not read again
         self._engine = engine
         self._kv_cache_bytes = 0
-        self.tokens_BL = torch.zeros(len(sequences), longest, dtype=torch.int64)
-        real_BP = torch.ones(len(sequences), capacity, dtype=torch.bool)
-        for row, sequence in enumerate(sequences):
-            self.tokens_BL[row, longest - len(sequence.prompt) :] = torch.tensor(sequence.prompt)
-            real_BP[row, : longest - len(sequence.prompt)] = False
+        prompts, later = [sequence.prompt for sequence in sequences], max_new_tokens - 1  # the last token is not read again
+        self.tokens_BL, real_BP = left_padded(prompts, later)
         self._padded = not bool(real_BP.all())
         self.tokens_BL, self._real_BP = self.tokens_BL.to(engine.device), real_BP.to(engine.device)
         if self._counter is not None:
-            self._counter.counted_T = self._real_BP[:, :longest].flatten() if self._padded else None
+            self._counter.counted_T = self._real_BP[:, : self.tokens_BL.shape[1]].flatten() if self._padded else None
         self._evaluations = self.prompt_tokens  # tokens that went through the layers
         self._started = self._resumed = started
         self._prefill_started = time.perf_counter()
@@ -312,6 +305,17 @@ class _Batch:
             experts_skipped_share_per_layer=[0.0] * len(layers) if counter is None else counter.share_per_layer,
             experts_read=asked if counter is None else counter.filled,
         )
+
+
+def left_padded(prompts: Sequence[Sequence[int]], more: int) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [B, L], and which of them and of `more` places behind them are real, bool [B, P]."""
+    longest = max(map(len, prompts))
+    tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    real_BP = torch.ones(len(prompts), longest + more, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        tokens_BL[row, longest - len(prompt) :] = torch.tensor(prompt)
+        real_BP[row, : longest - len(prompt)] = False
+    return tokens_BL, real_BP
 
 
 def _generation(sequence: TextStream) -> Generation:

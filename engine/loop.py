@@ -6,6 +6,7 @@ import copy
 import logging
 import time
 from collections import deque
+from functools import partial
 from threading import Condition, Thread, current_thread
 
 from engine.errors import BusyError, OptionError
@@ -14,6 +15,7 @@ from engine.report import resident_memory_bytes
 from engine.request import Listener, Load, Request
 from engine.request_state import RequestState, Surroundings
 from engine.scheduler import Scheduler, described_error
+from engine.text_stream import plain_text
 
 PREFILL_CHUNK = 256
 """Prompt tokens of one step."""
@@ -50,11 +52,7 @@ class EngineLoop:
         )
         self.max_model_length = self._scheduler.max_model_length
         tokenizer = copy.deepcopy(engine.tokenizer)  # others may encode with theirs at the same time
-
-        def decode(ids: list[int]) -> str:
-            return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-        self._surroundings = Surroundings(engine.end_tokens, decode, engine.device)
+        self._surroundings = Surroundings(engine.end_tokens, partial(plain_text, tokenizer), engine.device)
         self._max_queue = max_queue
         self._changed = Condition()
         """Guards what follows, and is notified when any of it changes."""

@@ -24,6 +24,7 @@ from engine.openai_schema import (
 )
 from engine.request import Request
 from engine.sampling import SamplingOptions
+from engine.text_stream import plain_text
 from engine.token_text import TokenText
 
 COMPLETION_TOKENS = 16
@@ -119,7 +120,7 @@ class Reader:
             return self._engine.encode(text)
 
     def _text(self, tokens: list[int]) -> str:
-        return str(self._engine.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return plain_text(self._engine.tokenizer, tokens)
 
     def _known(self, tokens: list[int], param: str) -> list[int]:
         if tokens and max(tokens) >= self._vocabulary:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 CONTEXT_TOKENS = 5
 """Last prompt tokens that are decoded with the first new ones, so that a space between the two is not lost."""
+
+
+def plain_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of tokens, without special ones and otherwise as it is."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class TextStream:

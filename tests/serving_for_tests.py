@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from engine.generate import Engine
 from engine.request import Request, Update
 from engine.request_state import RequestState, Surroundings
 from engine.scheduler import Scheduler
+from engine.text_stream import plain_text
 
 
 class Served:
@@ -15,7 +17,7 @@ class Served:
 
     def __init__(self, scheduler: Scheduler, engine: Engine, request: Request, number: int = 1) -> None:
         self.updates: list[Update] = []
-        surroundings = Surroundings(engine.end_tokens, engine._decode, engine.device)
+        surroundings = Surroundings(engine.end_tokens, partial(plain_text, engine.tokenizer), engine.device)
         scheduler.check(request)
         self.state = RequestState(number, request, self.updates.append, surroundings)
         scheduler.add(self.state)
