@@ -46,6 +46,11 @@ def say(browser: Browser, text: str) -> None:
     browser.value(f"document.getElementById('box').value = {text!r}; document.getElementById('go').click()")
 
 
+def wait_until_ready(browser: Browser, button: str) -> None:
+    """The page knows the model: before that its button cannot be pressed."""
+    browser.wait_for(f"!document.getElementById('go').disabled && document.getElementById('go').textContent === {button!r}")
+
+
 def shown(browser: Browser, selector: str) -> Any:
     return browser.value(f"Array.from(document.querySelectorAll({selector!r}), (each) => each.textContent)")
 
@@ -54,7 +59,7 @@ def shown(browser: Browser, selector: str) -> Any:
 def test_a_base_model_continues_text_and_the_figures_move(browser: Browser, state: State) -> None:
     with served(state) as url:
         browser.open(url)
-        browser.wait_for("document.getElementById('go').textContent === 'Continue'")
+        wait_until_ready(browser, "Continue")
         assert shown(browser, "#written") == ["7"] and "base model" in shown(browser, "#about")[0]
         browser.value(
             "window.seen = new Set(); new MutationObserver(() => seen.add(document.getElementById('log').textContent))"
@@ -82,17 +87,18 @@ def test_a_chat_has_turns_and_can_be_stopped(browser: Browser, state: State, eng
     try:
         with served(state) as url:
             browser.open(url)
-            browser.wait_for("document.getElementById('go').textContent === 'Send'")
-            for text in ("one", "two"):
-                say(browser, text)
-                browser.wait_for("running === null && turns.length % 2 === 0")
+            wait_until_ready(browser, "Send")
+            for said, turns in (("one", 2), ("two", 4)):
+                say(browser, said)
+                browser.wait_for(f"running === null && turns.length === {turns}")
             assert shown(browser, ".turn") == ["one", ANSWER, "two", ANSWER]
             loop: Any = state.service.engine_loop
-            said = engine.tokenizer.decode(loop.requests[-1].prompt)
-            assert said == f"[one][{ANSWER}][two]"
+            prompt = engine.tokenizer.decode(loop.requests[-1].prompt)
+            assert prompt == f"[one][{ANSWER}][two]"
             loop.seconds = 0.2
             say(browser, "three")
-            browser.wait_for("document.getElementById('go').textContent === 'Stop'")
+            wait_until_ready(browser, "Stop")
+            browser.wait_for("turns.length === 6 && turns[5].text")
             browser.value("document.getElementById('go').click()")
             browser.wait_for("running === null")
             browser.value("document.getElementById('clear').click()")
@@ -109,7 +115,7 @@ def test_a_key_is_asked_for(browser: Browser, state: State) -> None:
         browser.open(url)
         browser.wait_for("!document.getElementById('key-form').hidden")
         browser.value("document.getElementById('key').value = 'sesame'; document.getElementById('key-form').requestSubmit()")
-        browser.wait_for("document.getElementById('go').textContent === 'Continue'")
+        wait_until_ready(browser, "Continue")
         assert browser.value("document.getElementById('key-form').hidden")
 
 
