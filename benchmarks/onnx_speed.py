@@ -1,91 +1,133 @@
-"""Decode and prefill of a random mixture of 1.5 B parameters in onnxruntime, against our engine and the plain form.
+"""Decode and prefill of a random mixture of 1.5 B parameters in onnxruntime, against our engine and the plain export.
 
 python benchmarks/onnx_speed.py [--directory DIR] [--repetitions 5] [--layers 16] [--width 3584]
 
-All rows come from one run of interleaved rounds; ratios are of medians, to our engine in bf16. The plain form is what
-`torch.onnx.export` makes of transformers' batched experts: for every token the weights of its experts are gathered, that is
-copied, and multiplied. No parity is checked here: that is `compress export`'s work and the tests'.
+All rows come from one run of interleaved rounds; ratios are of medians, to our engine in bf16. The plain export is what
+`torch.onnx.export` makes of transformers' batched experts, the one form of them that it can export: the weights of each
+token's experts are gathered, that is copied, and multiplied. Its 4-bit form is what onnxruntime's quantiser makes of
+it: gathered weights stay as they are. No parity is checked here: that is `compress export`'s work and the tests'.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+import torch
+from onnx import helper, numpy_helper
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from random_model import shape, write_random_model
 from results import markdown, save
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from compress.export import PRECISIONS
-from engine import onnx_experts
-from engine.architectures import MoeConfig
 from engine.bench import BenchSpec, bench, cases_for
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import ONNX_NAME, Checkpoint
 from engine.json_file import write_json
 from engine.model import own_routing
 from engine.onnx_decoder import write_decoder
-from engine.onnx_layers import Parts
-from engine.onnx_routing import select
-from engine.routing import Routing
 
 PROMPT, NEW = 256, 32
-"""Tokens read at once, by all forms but the plain one, which would gather tens of GB for them; tokens generated."""
+"""Tokens read at once, by all forms but the plain ones, which would gather tens of GB for them; tokens generated."""
 FORMS = {
-    "onnx float32, plain": ("float32", "plain"),
     "onnx float32": ("float32", "moe"),
     "onnx float32, standard operators": ("float32", "portable"),
     "onnx int8": ("int8", "moe"),
     "onnx int4": ("int4", "moe"),
 }
+PLAIN, PLAIN_INT4 = "torch.onnx.export", "torch.onnx.export, quantised to int4"
 
 
-def plain(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
-    """[T, D] with the weights of each token's experts gathered: [T, K, 2F, D] and [T, K, D, F]."""
-    graph = parts.graph
-    experts_TK, weights_TK = select(graph, routing, logits_TN, moe.experts)
-    gate_up = graph.node("Gather", onnx_experts._stacked(parts, layer, moe, "gate_up"), experts_TK, axis=0)
-    x_T1D1 = graph.node("Unsqueeze", x_TD, graph.integers(1, 3))
-    pairs = graph.node("Reshape", graph.node("MatMul", gate_up, x_T1D1), graph.integers(0, 0, -1, 2))
-    gate, up = graph.nodes("Split", pairs, outputs=["", ""], axis=3)
-    inner = graph.node("Mul", graph.node("Mul", gate, graph.node("Sigmoid", gate)), up)
-    down = graph.node("Gather", onnx_experts._stacked(parts, layer, moe, "down"), experts_TK, axis=0)
-    y_TKD1 = graph.node("MatMul", down, inner)
-    weights_TK11 = graph.node("Unsqueeze", weights_TK, graph.integers(2, 3))
-    y_TD1 = graph.node("ReduceSum", graph.node("Mul", y_TKD1, weights_TK11), graph.integers(1), keepdims=0)
-    return graph.node("Squeeze", y_TD1, graph.integers(2))
+class Step(nn.Module):
+    """One decoded token, with the cache as plain tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        cache = DynamicCache(list(zip(keys, values, strict=True)))
+        logits = self.model(input_ids, attention_mask=attention_mask, past_key_values=cache).logits
+        return logits, [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
 
-@contextmanager
-def experts_as(form: str) -> Iterator[None]:
-    """Inside, mixtures are written in the plain form where `form` says so."""
-    own = onnx_experts._mixture
-    onnx_experts._mixture = plain if form == "plain" else own
-    try:
-        yield
-    finally:
-        onnx_experts._mixture = own
+def export_plainly(model: Path, made: Path) -> None:
+    """`torch.onnx.export` of transformers' model, its inputs and outputs called as ours are."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="batched_mm").eval()
+    layers, past = range(loaded.config.num_hidden_layers), 5
+    heads, size = loaded.config.num_key_value_heads, loaded.config.hidden_size // loaded.config.num_attention_heads
+    keys, values = ([torch.zeros(1, heads, past, size) for _ in layers] for _ in range(2))
+    names = [[f"{{}}.{layer}.{part}" for layer in layers] for part in ("key", "value")]
+    varies = torch.export.Dim.DYNAMIC
+    program = torch.onnx.export(
+        Step(loaded).eval(),
+        (torch.zeros(1, 1, dtype=torch.long), torch.ones(1, past + 1, dtype=torch.long), keys, values),
+        input_names=["input_ids", "attention_mask", *(name.format("past_key_values") for part in names for name in part)],
+        output_names=["logits", *(name.format("present") for part in names for name in part)],
+        dynamic_shapes=({}, {1: varies}, [{2: varies} for _ in layers], [{2: varies} for _ in layers]),
+        dynamo=True,
+        verbose=False,
+    )
+    assert program is not None
+    program.save(made / ONNX_NAME, external_data=True)
+    take_last_positions(made / ONNX_NAME)
+
+
+def take_last_positions(path: Path) -> None:
+    """Give a graph our input `logits_to_keep`, with which our runtime calls it: of how many last positions logits are wanted."""
+    model = onnx.load(path, load_external_data=False)
+    last = next(node for node in model.graph.node if "logits" in node.output)
+    last.output[list(last.output).index("logits")] = "every_logits"
+    for name, value in (("logits_to_keep", 1), ("every_position", 2**31 - 1), ("positions_axis", 1)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array([value], dtype=np.int64), name))
+    model.graph.input.append(helper.make_tensor_value_info("logits_to_keep", onnx.TensorProto.INT64, [1]))
+    model.graph.node.append(helper.make_node("Neg", ["logits_to_keep"], ["first_kept"]))
+    model.graph.node.append(
+        helper.make_node("Slice", ["every_logits", "first_kept", "every_position", "positions_axis"], ["logits"])
+    )
+    onnx.save(model, path)
+
+
+def quantise_plainly(plain: Path, made: Path) -> None:
+    """What onnxruntime's quantiser makes of it: blocks of 32 in 4 bits, activations in 8."""
+    quantiser = MatMulNBitsQuantizer(onnx.load(plain / ONNX_NAME), block_size=32, is_symmetric=True, accuracy_level=4)
+    quantiser.process()
+    quantiser.model.save_model_to_file(str(made / ONNX_NAME), use_external_data_format=True)
 
 
 def prepare(directory: Path, layers: int, width: int) -> None:
     """Make the mixture and its exports, where they are not there yet."""
-    if not (directory / "model").is_dir():
-        write_random_model(directory / "model", shape(layers=layers, width=width))
-    checkpoint = Checkpoint(directory / "model")
+    model = directory / "model"
+    if not model.is_dir():
+        write_random_model(model, shape(layers=layers, width=width))
+    checkpoint = Checkpoint(model)
     routings = [own_routing(layer.moe) for layer in checkpoint.config.layers if layer.moe is not None]
-    for name, (precision, form) in FORMS.items():
-        made = directory / name
-        if made.is_dir():
-            continue
-        made.mkdir()
+
+    def write(form: str, made: Path) -> None:
+        precision, experts = FORMS[form]
         stored = PRECISIONS[precision]
-        with experts_as(form):
-            write_decoder(checkpoint, made, routings, dtype=stored.dtype, bits=stored.bits, portable=form == "portable")
-        write_json(made / "config.json", checkpoint.raw_config)
-        gc.collect()
+        write_decoder(checkpoint, made, routings, dtype=stored.dtype, bits=stored.bits, portable=experts == "portable")
+
+    writers = {form: partial(write, form) for form in FORMS}
+    writers |= {PLAIN: partial(export_plainly, model), PLAIN_INT4: partial(quantise_plainly, directory / PLAIN)}
+    for name, write_form in writers.items():
+        made = directory / name
+        if not (made / "config.json").exists():
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir()
+            write_form(made)
+            write_json(made / "config.json", checkpoint.raw_config)
+            gc.collect()
 
 
 def specs(directory: Path, threads: int | None) -> dict[str, BenchSpec]:
@@ -95,7 +137,7 @@ def specs(directory: Path, threads: int | None) -> dict[str, BenchSpec]:
         "ours, bf16": BenchSpec(model, threads=threads),
         "ours, float32": BenchSpec(model, dtype="float32", threads=threads),
     }
-    return ours | {name: BenchSpec(str(directory / name), "onnx", threads=threads) for name in FORMS}
+    return ours | {name: BenchSpec(str(directory / name), "onnx", threads=threads) for name in (*FORMS, PLAIN, PLAIN_INT4)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -133,7 +175,7 @@ def main() -> None:
         prepare(directory, arguments.layers, arguments.width)
         titled = specs(directory, arguments.threads)
         decode = bench(list(titled.values()), cases_for(0, NEW), arguments.repetitions)
-        readers = {title: spec for title, spec in titled.items() if "plain" not in title}
+        readers = {title: spec for title, spec in titled.items() if PLAIN not in title}
         prefill = bench(list(readers.values()), cases_for(PROMPT, 0), arguments.repetitions)
     read = {title: row["tokens_per_second_median"] for title, row in zip(readers, prefill, strict=True)}
     rows = [

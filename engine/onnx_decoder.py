@@ -81,7 +81,7 @@ def _layer(parts: Parts, form: AttentionForm, layer: int, x_BLD: str, routing: R
 def _embedded(parts: Parts, tokens_BL: str) -> str:
     """[B, L, D]."""
     if parts.bits is None:
-        return parts.graph.node("Gather", parts.vector(EMBEDDING), tokens_BL, axis=0)
+        return parts.graph.node("Gather", parts.stored(EMBEDDING), tokens_BL, axis=0)
     packed = parts.quantised(EMBEDDING, OUTER_BITS)
     return parts.graph.node(
         "GatherBlockQuantized",
@@ -115,7 +115,7 @@ def _head(parts: Parts, x_BLD: str) -> None:
     if parts.bits is None:
         # Tied embeddings are in the file once: Gemm reads them the other way round.
         flat = graph.node("Reshape", normed_BKD, graph.integers(-1, config.hidden_size))
-        logits = graph.node("Gemm", flat, parts.vector(head), transB=1)
+        logits = graph.node("Gemm", flat, parts.stored(head), transB=1)
         batch_length = graph.node("Slice", graph.node("Shape", normed_BKD), graph.integers(0), graph.integers(2))
         shape = graph.node("Concat", batch_length, graph.integers(config.vocabulary_size), axis=0)
         graph.node("Reshape", logits, shape, name="logits")

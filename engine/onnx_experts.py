@@ -5,8 +5,8 @@ largest and rescales them to sum to one (without the rescaling, onnxruntime issu
 Routing that does the same needs nothing else; of any other it is given the logarithms of the weights, and its output is
 multiplied by what they add up to. Experts of weight zero are not computed.
 
-Standard operators only: each expert gathers its tokens, and its output is added where they were. An expert without tokens
-multiplies no rows, but its nodes are visited: about twelve for each expert.
+Standard operators only: each expert is a branch that is taken where a token chose it; there it gathers its tokens, and its
+output is put where they were.
 
 Shape suffixes: B batch, L new positions, T tokens (B·L), D hidden, F expert width, N routed experts of the layer, S slots,
 R tokens of one expert.
@@ -15,8 +15,10 @@ R tokens of one expert.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,22 +48,24 @@ NOT_CHOSEN = -6e4
 
 def feed_forward(parts: Parts, layer: int, x_BLD: str, routing: Routing | None) -> str:
     """[B, L, D] to [B, L, D]; `routing` is the layer's rule, None where it is dense."""
-    moe = parts.config.layers[layer].moe
+    moe, graph = parts.config.layers[layer].moe, parts.graph
+    x_TD = graph.node("Reshape", x_BLD, graph.integers(-1, parts.config.hidden_size))
     if moe is None or routing is None:
-        return parts.swiglu(x_BLD, [dense_tensor(layer, projection) for projection in range(3)])
-    y_BLD = _routed(parts, layer, moe, x_BLD, routing)
-    return parts.graph.node("Add", y_BLD, _shared(parts, layer, x_BLD)) if moe.shared_width else y_BLD
+        y_TD = parts.swiglu(x_TD, [dense_tensor(layer, projection) for projection in range(3)])
+    else:
+        y_TD = _routed(parts, layer, moe, x_TD, routing)
+        y_TD = graph.node("Add", y_TD, _shared(parts, layer, x_TD)) if moe.shared_width else y_TD
+    return graph.node("Reshape", y_TD, graph.node("Shape", x_BLD))
 
 
-def _routed(parts: Parts, layer: int, moe: MoeConfig, x_BLD: str, routing: Routing) -> str:
+def _routed(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, routing: Routing) -> str:
     graph, row = parts.graph, parts.config.architecture
     if moe.experts == 1 and isinstance(routing, TopK):
-        y_BLD = parts.swiglu(x_BLD, [expert_tensor(row, layer, 0, projection) for projection in range(3)])
-        return y_BLD if routing.scale == 1.0 else graph.node("Mul", y_BLD, graph.number(routing.scale))
-    x_TD = graph.node("Reshape", x_BLD, graph.integers(-1, parts.config.hidden_size))
+        y_TD = parts.swiglu(x_TD, [expert_tensor(row, layer, 0, projection) for projection in range(3)])
+        return y_TD if routing.scale == 1.0 else graph.node("Mul", y_TD, graph.number(routing.scale))
     logits_TN = _router_logits(parts, layer, x_TD)
     form = _standard if parts.portable else _mixture if parts.bits is None else _quantised_mixture
-    return graph.node("Reshape", form(parts, layer, moe, x_TD, logits_TN, routing), graph.node("Shape", x_BLD))
+    return form(parts, layer, moe, x_TD, logits_TN, routing)
 
 
 def _selected(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> Selected:
@@ -82,11 +86,11 @@ def _router_logits(parts: Parts, layer: int, x_TD: str) -> str:
     return cast(graph, parts.linear(x_TD, router_tensor(row, layer), exact=True), graph.element_type, FLOAT)
 
 
-def _shared(parts: Parts, layer: int, x_BLD: str) -> str:
+def _shared(parts: Parts, layer: int, x_TD: str) -> str:
     """The shared expert, scaled by its gate."""
     row = parts.config.architecture
-    gate = parts.graph.node("Sigmoid", parts.linear(x_BLD, shared_gate_tensor(row, layer), exact=True))
-    return parts.graph.node("Mul", gate, parts.swiglu(x_BLD, [shared_tensor(row, layer, p) for p in range(3)]))
+    gate = parts.graph.node("Sigmoid", parts.linear(x_TD, shared_gate_tensor(row, layer), exact=True))
+    return parts.graph.node("Mul", gate, parts.swiglu(x_TD, [shared_tensor(row, layer, p) for p in range(3)]))
 
 
 def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
@@ -189,21 +193,32 @@ def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: 
 
 
 def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
-    """[T, D] by standard operators, expert after expert."""
-    graph, row = parts.graph, parts.config.architecture
+    """[T, D] by standard operators, a branch for each expert."""
+    graph = parts.graph
     weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
-    weights_T = graph.nodes("Split", graph.node("Transpose", weights_TN, perm=[1, 0]), outputs=[""] * moe.experts, axis=0)
+    largest_N = graph.node("ReduceMax", weights_TN, axes=[0], keepdims=0)
+    used_N = graph.nodes("Split", graph.node("Greater", largest_N, float32(graph, 0.0)), outputs=[""] * moe.experts, axis=0)
+    none = np.zeros((0, 1), dtype=np.int64), np.zeros((0, parts.config.hidden_size), dtype=graph.numpy_dtype)
     rows, outputs = [], []
     for expert in range(moe.experts):
         with graph.scope(f"expert.{expert}"):
-            weights_1T = weights_T[expert]
-            chosen_R = graph.node("Gather", graph.node("NonZero", weights_1T), graph.integer(1), axis=0)
-            weight_1R = graph.node("Gather", weights_1T, chosen_R, axis=1)
-            weight_R1 = cast(graph, graph.node("Reshape", weight_1R, graph.integers(-1, 1)), FLOAT, graph.element_type)
-            piece_RD = graph.node("Gather", x_TD, chosen_R, axis=0)
-            output_RD = parts.swiglu(piece_RD, [expert_tensor(row, layer, expert, p) for p in range(3)])
-            outputs.append(graph.node("Mul", output_RD, weight_R1))
-            rows.append(graph.node("Unsqueeze", chosen_R, graph.integers(1)))
+            rows_R1, outputs_RD = graph.either(
+                used_N[expert],
+                partial(_expert_tokens, parts, layer, expert, x_TD, weights_TN),
+                lambda: [graph.node("Identity", graph.constant(each)) for each in none],
+            )
+            rows.append(rows_R1)
+            outputs.append(outputs_RD)
     zeros_TD = cast(graph, graph.node("ConstantOfShape", graph.node("Shape", x_TD)), FLOAT, graph.element_type)
     rows_R1, outputs_RD = graph.node("Concat", *rows, axis=0), graph.node("Concat", *outputs, axis=0)
     return graph.node("ScatterND", zeros_TD, rows_R1, outputs_RD, reduction="add")
+
+
+def _expert_tokens(parts: Parts, layer: int, expert: int, x_TD: str, weights_TN: str) -> list[str]:
+    """The tokens that chose an expert, [R, 1], and what it adds to them, [R, D]."""
+    graph, row = parts.graph, parts.config.architecture
+    weights_T = graph.node("Gather", weights_TN, graph.integer(expert), axis=1)
+    rows_R1 = graph.node("Transpose", graph.node("NonZero", weights_T), perm=[1, 0])
+    weights_R1 = graph.node("Unsqueeze", graph.node("GatherND", weights_T, rows_R1), graph.integers(1))
+    output_RD = parts.swiglu(graph.node("GatherND", x_TD, rows_R1), [expert_tensor(row, layer, expert, p) for p in range(3)])
+    return [rows_R1, graph.node("Mul", output_RD, cast(graph, weights_R1, FLOAT, graph.element_type))]

@@ -56,6 +56,7 @@ class Graph:
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
         self._scope = ""
+        self._count = 0
         self.weights_bytes = 0
         """Of the weights in the data file, padding not counted."""
 
@@ -88,10 +89,24 @@ class Graph:
 
     def nodes(self, operator: str, *inputs: str, outputs: Sequence[str], domain: str = "", **attributes: Any) -> list[str]:
         """Add a node with several outputs; those whose names are empty get one."""
-        own = f"{self._scope}{operator}_{len(self._nodes)}"
+        own = f"{self._scope}{operator}_{self._count}"
+        self._count += 1
         names = [name or (f"{own}.{index}" if index else own) for index, name in enumerate(outputs)]
         self._nodes.append(helper.make_node(operator, inputs, names, name=own, domain=domain, **attributes))
         return names
+
+    def either(self, condition: str, then: Callable[[], list[str]], otherwise: Callable[[], list[str]]) -> list[str]:
+        """What `then` gives where `condition`, one truth, holds, else what `otherwise` gives; only one is computed."""
+        branches = {"then_branch": self._branch("then", then), "else_branch": self._branch("else", otherwise)}
+        return self.nodes("If", condition, outputs=[""] * len(branches["then_branch"].output), **branches)
+
+    def _branch(self, name: str, make: Callable[[], list[str]]) -> onnx.GraphProto:
+        """The nodes that `make` adds, as a graph of their own; weights and values from outside are read where they are."""
+        outside, self._nodes = self._nodes, []
+        results = [onnx.ValueInfoProto(name=result) for result in make()]
+        branch = helper.make_graph(self._nodes, f"{name}_{self._count}", [], results)
+        self._nodes = outside
+        return branch
 
     def integers(self, *values: int) -> str:
         """A constant int64 vector."""

@@ -2,7 +2,7 @@
 
 Standard operators in patterns that onnxruntime fuses when it loads a graph.
 
-Shape suffixes: D inputs, O outputs, F width of the feed-forward network.
+Shape suffixes: D inputs, O outputs, F width of the feed-forward network, R rows: tokens of any sequences.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Parts:
     skipped: dict[int, str] = field(default_factory=dict)
     """Noted here: by layer, how many slots of each token a rule that skips left empty, [T, 1]."""
 
-    def vector(self, name: str) -> str:
-        """A tensor as it is in the checkpoint: the weight of a norm, or a bias."""
+    def stored(self, name: str) -> str:
+        """A tensor as it is in the checkpoint."""
         return self.graph.weight(name, lambda: self.source(name))
 
     def rms_norm(self, x: str, weight: str) -> str:
@@ -64,7 +64,7 @@ class Parts:
         mean = graph.node("ReduceMean", graph.node("Pow", wide, float32(graph, 2.0)), axes=[-1], keepdims=1)
         rms = graph.node("Sqrt", graph.node("Add", mean, float32(graph, self.config.norm_epsilon)))
         normed = cast(graph, graph.node("Div", wide, rms), FLOAT, graph.element_type)
-        return graph.node("Mul", normed, self.vector(weight))
+        return graph.node("Mul", normed, self.stored(weight))
 
     def linear(self, x: str, weight: str, bias: str | None = None, exact: bool = False) -> str:
         """x·Wᵀ + b for a weight [O, D] of the checkpoint; `exact`: never of fewer bits."""
@@ -73,7 +73,7 @@ class Parts:
             y = self.graph.node("MatMul", x, self.graph.weight(weight, lambda: self.source(weight).T))
         else:
             y = self.product(x, self.quantised(weight, self.bits))
-        return y if bias is None else self.graph.node("Add", y, self.vector(bias))
+        return y if bias is None else self.graph.node("Add", y, self.stored(bias))
 
     def quantised(self, weight: str, bits: int) -> Packed:
         """A weight [O, D] of the checkpoint in few bits."""
@@ -102,11 +102,17 @@ class Parts:
             accuracy_level=ROUNDED_ACTIVATIONS,
         )
 
-    def swiglu(self, x: str, weights: Sequence[str]) -> str:
-        """down(silu(gate·x) ⊙ up·x); the names of gate [F, D], up [F, D] and down [D, F]."""
-        gate, up = (self.linear(x, weight) for weight in weights[:2])
+    def rows(self, x_RD: str, weight: str) -> str:
+        """x·Wᵀ of a matrix of rows: Gemm reads the weight as it is stored, and a single row at the memory's speed."""
+        if self.bits is not None:
+            return self.product(x_RD, self.quantised(weight, self.bits))
+        return self.graph.node("Gemm", x_RD, self.stored(weight), transB=1)
+
+    def swiglu(self, x_RD: str, weights: Sequence[str]) -> str:
+        """down(silu(gate·x) ⊙ up·x), [R, D] of rows; the names of gate [F, D], up [F, D] and down [D, F]."""
+        gate, up = (self.rows(x_RD, weight) for weight in weights[:2])
         silu = self.graph.node("Mul", gate, self.graph.node("Sigmoid", gate))
-        return self.linear(self.graph.node("Mul", silu, up), weights[2])
+        return self.rows(self.graph.node("Mul", silu, up), weights[2])
 
 
 def cast(graph: Graph, x: str, before: int, after: int) -> str:
