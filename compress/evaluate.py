@@ -19,6 +19,7 @@ from engine import remote_code
 from engine.checkpoint import Checkpoint, ModelDirectory, load_tokenizer, resolve
 from engine.errors import CheckpointError, DataError, OptionError
 from engine.experts import MoeBlock
+from engine.generate import resolve_device
 from engine.kv_cache import KeyValueCache
 from engine.model import DecoderLayer
 from engine.onnx_runtime import OnnxDecoder, is_exported, open_exported
@@ -52,9 +53,12 @@ def perplexity(
 
 
 def exported_perplexity(
-    decoder: OnnxDecoder, tokens_SL: Tensor, progress: Callable[[Iterable[int]], Iterable[int]] = iter
+    model: ModelDirectory,
+    decoder: OnnxDecoder,
+    tokens_SL: Tensor,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
-    """The same of an exported model, sequence by sequence, PIECE positions at a time."""
+    """The same of an exported model and its decoder, sequence by sequence, PIECE positions at a time."""
     total, (sequences, length) = 0.0, tokens_SL.shape
     for row in progress(range(sequences)):
         cache = KeyValueCache(decoder.config, 1, length - 1, decoder.dtype)
@@ -62,6 +66,8 @@ def exported_perplexity(
             end = min(begin + PIECE, length - 1)
             logits_LV = decoder(tokens_SL[row : row + 1, begin:end], None, cache)[0].float()
             total += float(F.cross_entropy(logits_LV, tokens_SL[row, begin + 1 : end + 1], reduction="sum"))
+    if not math.isfinite(total):
+        raise CheckpointError(f"{model.directory}: the loss is not finite; activations overflow, export it in float32")
     return math.exp(min(total / (sequences * (length - 1)), 700.0))
 
 
@@ -127,7 +133,7 @@ def evaluate_model(
     device: str,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """`compress evaluate`: perplexity of a model."""
+    """`compress evaluate`: perplexity of a model. `device` "auto" is the CPU for an export."""
     started = time.monotonic()
     directory = resolve(model)
     exported = is_exported(directory)
@@ -147,13 +153,13 @@ def evaluate_model(
             described,
             tokens,
             dtype=dtype or described.model_dtype,
-            device=device,
+            device=resolve_device(device),
             progress=lambda layers: progress(layers, "perplexity (layers)"),
         )
     else:
         asked = "auto" if dtype is None else str(dtype).removeprefix("torch.")
         decoder = open_exported(described, device, asked)
-        value = exported_perplexity(decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
+        value = exported_perplexity(described, decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
     return {
         "metric": "perplexity",
         "value": value,
