@@ -202,7 +202,8 @@ class Scheduler:
 
     def _chunks(self) -> list[tuple[RequestState, int]]:
         """Pieces of prompts, in order, of one chunk together, or one longer piece. Each prompt has its own places to cut."""
-        chunk, left, chosen = self._prefill_chunk, self._prefill_chunk, []
+        chunk = left = self._prefill_chunk
+        chosen: list[tuple[RequestState, int]] = []
         for state in self.running:
             if state.unread > 1:
                 begin = state.table.length
