@@ -16,6 +16,7 @@ from torch import Tensor
 from calibrate.options import CalibrationOptions
 from calibrate.text import Split, token_batches
 from engine import remote_code
+from engine.attention import Rotary
 from engine.checkpoint import Checkpoint, ModelDirectory, load_tokenizer, resolve
 from engine.errors import CheckpointError, DataError, OptionError
 from engine.experts import MoeBlock
@@ -58,14 +59,20 @@ def exported_perplexity(
     tokens_SL: Tensor,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
-    """The same of an exported model and its decoder, sequence by sequence, PIECE positions at a time."""
+    """The same of an exported model and its decoder, sequence by sequence, PIECE positions at a time.
+
+    Where the angles of a long text are others, its first piece is as long as it takes to tell that it is one.
+    """
     total, (sequences, length) = 0.0, tokens_SL.shape
+    switch = Rotary(decoder.config).switch
+    first = PIECE if switch is None or length <= switch else max(PIECE, switch + 1)
     for row in progress(range(sequences)):
-        cache = KeyValueCache(decoder.config, 1, length - 1, decoder.dtype)
-        for begin in range(0, length - 1, PIECE):
-            end = min(begin + PIECE, length - 1)
+        cache = KeyValueCache(decoder.config, 1, length, decoder.dtype)
+        for begin in (0, *range(first, length, PIECE)):
+            end = min(begin + PIECE if begin else first, length)
             logits_LV = decoder(tokens_SL[row : row + 1, begin:end], None, cache)[0].float()
-            total += float(F.cross_entropy(logits_LV, tokens_SL[row, begin + 1 : end + 1], reduction="sum"))
+            following_L = tokens_SL[row, begin + 1 : end + 1]
+            total += float(F.cross_entropy(logits_LV[: len(following_L)], following_L, reduction="sum"))
     if not math.isfinite(total):
         raise CheckpointError(f"{model.directory}: the loss is not finite; activations overflow, export it in float32")
     return math.exp(min(total / (sequences * (length - 1)), 700.0))
