@@ -111,8 +111,8 @@ def test_experts_are_counted_as_of_a_checkpoint(place: Path, name: str) -> None:
         run_to_end(scheduler)
         counts.append(scheduler.runner.counts)
     assert counts[0] == counts[1] and all(counts[1][0]) and all(counts[1][1]) == (name == "skipping")
-    (before,) = (found.generate(PROMPTS[0], max_new_tokens=5),)
-    assert scheduler.runner.counts == counts[1] and found.report().experts_read > 0 and before
+    found.generate(PROMPTS[0], max_new_tokens=5)
+    assert scheduler.runner.counts == counts[1] and found.report().experts_read > 0, "what others run is not counted"
 
 
 def test_a_threshold_is_the_one_that_is_baked_in_or_refused(place: Path, tmp_path: Path) -> None:
@@ -125,7 +125,6 @@ def test_a_threshold_is_the_one_that_is_baked_in_or_refused(place: Path, tmp_pat
                 OptionError, match=f"skip_threshold is {other}, .* baked into the graph .* skips by {own:g};"
             ):
                 scheduler.check(Request((5,), 4, skip_threshold=other))
-    (tmp_path / "unsigned").symlink_to(place / "skipping")
     unsigned = tmp_path / "without"
     unsigned.mkdir()
     for file in (place / "skipping").iterdir():
