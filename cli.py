@@ -831,7 +831,7 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
         CalibrationOptions(options["data"], options["samples"], options["sequence_length"], 0, common.seed),
         split=options["split"],
         dtype=common.torch_dtype(),
-        device=device,
+        device=common.device,
         progress=progress_bar,
     )
     say(common, f"{result['metric']} {result['value']:.4f} on {result['tokens']:,} tokens in {result['seconds']:.1f} s")
@@ -1172,7 +1172,7 @@ def compare(common: Common, **options: Any) -> dict[str, Any]:
             repetitions=options["repetitions"],
             skip_threshold=options["skip_threshold"],
             dtype=common.dtype,
-            device=chosen_device(common),
+            device=common.device,
             threads=common.threads,
             overwrite=options["overwrite"],
         ),

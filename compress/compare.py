@@ -26,7 +26,7 @@ from calibrate.text import Split, token_batches
 from compress import plots
 from compress.columns import to_csv
 from compress.diep_scores import load_scores
-from compress.evaluate import perplexity, tasks
+from compress.evaluate import exported_perplexity, perplexity, tasks
 from compress.page import page
 from compress.pictures import Picture, Pictured, kept_experts, save
 from compress.pictures import draw as draw_experts
@@ -34,12 +34,15 @@ from compress.plan import plan_from_json
 from compress.scatter import Point, scatter
 from engine.artifact import check_output, whole_or_nothing
 from engine.bench import BenchSpec, bench, cases_for
-from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, ModelDirectory, load_tokenizer, resolve
 from engine.errors import OptionError, PlanError
 from engine.experts import MoeBlock
+from engine.generate import resolve_device
 from engine.json_file import write_json, writing
 from engine.model import DecoderLayer
+from engine.onnx_runtime import is_exported, open_exported
 from engine.progress import Progress, no_progress
+from engine.report import ExportedSkipCounter
 from engine.routing import NO_EXPERT, Selection
 from engine.skip_tables import SkipTables, load_skip_tables, skipping_routings
 
@@ -63,9 +66,10 @@ class CompareOptions:
     generated_tokens: int = 128
     repetitions: int = 5
     skip_threshold: float = 0.0
-    """Of those models that can skip, in perplexity and in speed alike."""
+    """Of those models that can skip, in perplexity and in speed alike; exports skip as they were exported to."""
     dtype: str = "auto"
     device: str = "cpu"
+    """Exports run on the CPU where this is "auto"."""
     threads: int | None = None
     overwrite: bool = False
 
@@ -78,14 +82,18 @@ class Subject:
     """As it was given."""
     label: str
     """Short, and unlike those of the others."""
-    checkpoint: Checkpoint
+    model: ModelDirectory
+    """A Checkpoint, unless it is an export."""
+    bytes: int
+    """Of the weights as they are stored."""
     tables: SkipTables | None
-    skip_threshold: float
+    skip_threshold: float | None
+    """None for an export of which nobody knows it."""
 
-    def dtype(self, wanted: str) -> torch.dtype:
-        """The torch dtype to compute in; "auto" is the checkpoint's own."""
-        found: torch.dtype = self.checkpoint.model_dtype if wanted == "auto" else getattr(torch, wanted)
-        return found
+    @property
+    def is_exported(self) -> bool:
+        """Whether onnxruntime runs it."""
+        return not isinstance(self.model, Checkpoint)
 
 
 def compare(options: CompareOptions, progress: Progress = no_progress) -> dict[str, Any]:
@@ -94,6 +102,7 @@ def compare(options: CompareOptions, progress: Progress = no_progress) -> dict[s
     Raises OptionError, CheckpointError, DataError or OutputError for bad input, before anything is measured.
     """
     subjects = prepare(options)
+    options = replace(options, device=str(resolve_device(options.device)))
     text = common_text(options.text, subjects)
     held_out = _tokens(subjects, text, text.evaluation_samples, "held-out")
     seen = _tokens(subjects, text, text.samples if options.output is not None else 0, "calibration")
@@ -101,7 +110,7 @@ def compare(options: CompareOptions, progress: Progress = no_progress) -> dict[s
     _measure_quality(rows, subjects, held_out, options, progress)
     if options.speed:
         _measure_speed(rows, subjects, options, progress)
-    notes = [*_tokenizer_notes(rows), *_skipping_notes(rows, options)]
+    notes = [*_tokenizer_notes(rows), *_skipping_notes(rows, options), *_export_notes(rows, options)]
     result = {"rows": rows, "notes": notes, "output": None if options.output is None else str(options.output)}
     if options.output is not None:
         pairs = zip(subjects, seen, strict=True)
@@ -121,21 +130,41 @@ def prepare(options: CompareOptions) -> list[Subject]:
         cases_for(options.prompt_tokens, options.generated_tokens)
         if options.repetitions < 1:
             raise OptionError(f"repetitions is {options.repetitions}; it must be at least 1")
-    opened = [Checkpoint(resolve(model)) for model in options.models]
-    names = zip(options.models, labels(options.models), opened, strict=True)
-    subjects = [_subject(name, label, checkpoint, options.skip_threshold) for name, label, checkpoint in names]
-    if options.skip_threshold and not any(subject.skip_threshold for subject in subjects):
+    resolve_device(options.device)
+    subjects = [_subject(*names, options) for names in zip(options.models, labels(options.models), strict=True)]
+    if options.skip_threshold and not any(each.skip_threshold for each in subjects if not each.is_exported):
         raise OptionError("a skip threshold needs calibrated tables, and none of these models has them; leave it at 0")
     return subjects
 
 
-def _subject(name: str, label: str, checkpoint: Checkpoint, skip_threshold: float) -> Subject:
+def _subject(name: str, label: str, options: CompareOptions) -> Subject:
     """With the threshold where the model can skip, and 0 where it cannot: dense ones, and those without tables."""
-    tables = load_skip_tables(checkpoint.directory, checkpoint.config)
+    directory = resolve(name)
+    if is_exported(directory):
+        return _exported_subject(name, label, directory, options)
+    checkpoint = Checkpoint(directory)
+    tables = load_skip_tables(directory, checkpoint.config)
     can_skip = tables is not None and bool(checkpoint.config.moe_layers)
-    subject = Subject(name, label, checkpoint, tables, skip_threshold if can_skip else 0.0)
-    skipping_routings(checkpoint.config, tables, subject.skip_threshold)  # refuses what is out of range
-    return subject
+    threshold = options.skip_threshold if can_skip else 0.0
+    skipping_routings(checkpoint.config, tables, threshold)  # refuses what is out of range
+    return Subject(name, label, checkpoint, checkpoint.bytes, tables, threshold)
+
+
+def _exported_subject(name: str, label: str, directory: Path, options: CompareOptions) -> Subject:
+    """Loaded once to see that it can be, and let go of: models are in memory one after the other."""
+    if options.tasks:
+        raise OptionError(
+            f"{directory}: is an ONNX export, and tasks are measured through transformers; leave one of them out"
+        )
+    model = ModelDirectory(directory)
+    exported = open_exported(model, options.device, options.dtype)
+    return Subject(name, label, model, exported.weights_bytes, None, exported.skip_threshold)
+
+
+def _dtype(checkpoint: Checkpoint, wanted: str) -> torch.dtype:
+    """The torch dtype to compute in; "auto" is the checkpoint's own."""
+    found: torch.dtype = checkpoint.model_dtype if wanted == "auto" else getattr(torch, wanted)
+    return found
 
 
 def labels(models: Sequence[str]) -> list[str]:
@@ -149,7 +178,7 @@ def labels(models: Sequence[str]) -> list[str]:
 def common_text(text: CalibrationOptions, subjects: Sequence[Subject]) -> CalibrationOptions:
     """The same text and sequence length for all: the shortest default. Raises OptionError where defaults differ in text."""
     asked = replace(text, samples=max(1, text.samples))
-    filled = [asked.filled(subject.checkpoint) for subject in subjects]
+    filled = [asked.filled(subject.model) for subject in subjects]
     if len(sources := sorted({str(each.data) for each in filled})) > 1:
         raise OptionError(f"these models' default texts differ ({', '.join(sources)}); name one for all with --data")
     length = min(each.sequence_length or 0 for each in filled)
@@ -162,25 +191,26 @@ def _tokens(subjects: Sequence[Subject], text: CalibrationOptions, samples: int,
         return [None] * len(subjects)
     assert text.data is not None and text.sequence_length is not None
     common = {"samples": samples, "sequence_length": text.sequence_length, "seed": text.seed}
-    return [token_batches(text.data, load_tokenizer(each.checkpoint), split=split, **common) for each in subjects]
+    return [token_batches(text.data, load_tokenizer(each.model), split=split, **common) for each in subjects]
 
 
 def describe(subject: Subject) -> dict[str, Any]:
     """A row with what needs no measuring; the rest is None until it is measured."""
-    checkpoint = subject.checkpoint
-    config, provenance = checkpoint.config, checkpoint.provenance
+    model = subject.model
+    config, provenance = model.config, model.provenance
+    unexported = "checkpoint" if provenance is None else "artifact"
     return {
         "model": subject.name,
         "label": subject.label,
-        "kind": "checkpoint" if provenance is None else "artifact",
+        "kind": "onnx" if subject.is_exported else unexported,
         "method": None if provenance is None else str(provenance.get("method")),
         "architecture": config.architecture.model_type,
         "layers": len(config.layers),
         "experts_per_layer": list(config.experts_per_layer),
         "experts_per_token": config.experts_per_token if config.moe_layers else None,
-        "bytes": checkpoint.bytes,
-        "parameters": checkpoint.parameters,
-        "active_parameters": checkpoint.active_parameters,
+        "bytes": subject.bytes,
+        "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
         "perplexity": None,
         "perplexity_tokens": None,
         "perplexity_group": None,
@@ -214,7 +244,8 @@ def _measure_quality(
             row["perplexity_tokens"] = tokens_SL.numel() - len(tokens_SL)
             row["perplexity"], row["experts_skipped_share"] = _perplexity(subject, tokens_SL, options, progress)
         if options.tasks:
-            found = tasks(subject.checkpoint, list(options.tasks), limit=options.limit, device=options.device)
+            assert isinstance(subject.model, Checkpoint), "exports are refused before"
+            found = tasks(subject.model, list(options.tasks), limit=options.limit, device=options.device)
             row["tasks"] = task_figures(found)
 
 
@@ -231,8 +262,10 @@ def _perplexity(
     subject: Subject, tokens_SL: Tensor, options: CompareOptions, progress: Progress
 ) -> tuple[float, float | None]:
     """(perplexity, share of expert evaluations skipped, None for a dense model), with the model's skip threshold."""
-    config = subject.checkpoint.config
-    own = skipping_routings(config, subject.tables, subject.skip_threshold, device=options.device)
+    checkpoint, config = subject.model, subject.model.config
+    if not isinstance(checkpoint, Checkpoint):
+        return _exported_perplexity(subject, tokens_SL, progress)
+    own = skipping_routings(config, subject.tables, subject.skip_threshold or 0.0, device=options.device)
     routings = dict(zip(config.moe_layers, own, strict=True))
     skipped, slots = [], []
 
@@ -247,14 +280,24 @@ def _perplexity(
         return None
 
     value = perplexity(
-        subject.checkpoint,
+        checkpoint,
         tokens_SL,
-        dtype=subject.dtype(options.dtype),
+        dtype=_dtype(checkpoint, options.dtype),
         device=options.device,
         visit=visit,
         progress=lambda layers: progress(layers, f"perplexity of {subject.label} (layers)"),
     )
     return value, sum(skipped) / sum(slots) if slots else None
+
+
+def _exported_perplexity(subject: Subject, tokens_SL: Tensor, progress: Progress) -> tuple[float, float | None]:
+    """The same of an export, through onnxruntime."""
+    decoder = open_exported(subject.model)
+    counter = ExportedSkipCounter(decoder)
+    counter.attach()
+    described = f"perplexity of {subject.label} (sequences)"
+    value = exported_perplexity(subject.model, decoder, tokens_SL, lambda rows: progress(rows, described))
+    return value, counter.share if subject.model.config.moe_layers else None
 
 
 def task_figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -279,10 +322,11 @@ def _measure_speed(
     specs = [
         BenchSpec(
             subject.name,
-            device=options.device,
+            "onnx" if subject.is_exported else "torch",
+            device="cpu" if subject.is_exported else options.device,
             dtype=options.dtype,
             threads=options.threads,
-            skip_threshold=subject.skip_threshold,
+            skip_threshold=0.0 if subject.is_exported else subject.skip_threshold or 0.0,
             seed=options.text.seed,
         )
         for subject in subjects
@@ -317,12 +361,25 @@ def _tokenizer_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _skipping_notes(rows: Sequence[dict[str, Any]], options: CompareOptions) -> list[str]:
-    without = [row["label"] for row in rows if options.skip_threshold and row["skip_threshold"] == 0]
+    tabled = [row for row in rows if row["kind"] != "onnx"]
+    without = [row["label"] for row in tabled if options.skip_threshold and row["skip_threshold"] == 0]
     notes = []
     if without:
         notes.append(f"Without tables for skipping, so with threshold 0: {', '.join(without)}.")
     if options.skip_threshold and options.tasks:
         notes.append("Tasks are measured through transformers, which skips nothing.")
+    return notes
+
+
+def _export_notes(rows: Sequence[dict[str, Any]], options: CompareOptions) -> list[str]:
+    exports = [row for row in rows if row["kind"] == "onnx"]
+    notes = []
+    if exports and options.skip_threshold:
+        thresholds = ["unknown" if row["skip_threshold"] is None else f"{row['skip_threshold']:g}" for row in exports]
+        own = [f"{row['label']} ({threshold})" for row, threshold in zip(exports, thresholds, strict=True)]
+        notes.append(f"Exports skip by the threshold that they were exported with: {', '.join(own)}.")
+    if exports and options.device != "cpu":
+        notes.append(f"Exports run on the cpu: {', '.join(row['label'] for row in exports)}.")
     return notes
 
 
@@ -356,13 +413,14 @@ def _settings(options: CompareOptions, text: CalibrationOptions) -> dict[str, An
 def _statistics(
     subject: Subject, tokens_SL: Tensor | None, options: CompareOptions, progress: Progress
 ) -> Statistics | None:
-    """None for a dense model, or where no samples were asked for."""
-    if tokens_SL is None or not subject.checkpoint.config.moe_layers:
+    """None for a dense model or an export, or where no samples were asked for."""
+    checkpoint = subject.model
+    if tokens_SL is None or not checkpoint.config.moe_layers or not isinstance(checkpoint, Checkpoint):
         return None
     return collect(
-        subject.checkpoint,
+        checkpoint,
         tokens_SL,
-        dtype=subject.dtype(options.dtype),
+        dtype=_dtype(checkpoint, options.dtype),
         device=options.device,
         seed=options.text.seed,
         progress=lambda layers: progress(layers, f"experts of {subject.label} (layers)"),
@@ -434,8 +492,8 @@ def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: flo
 
 
 def _pictured(subject: Subject, statistics: Statistics | None) -> Pictured:
-    checkpoint, kept = subject.checkpoint, None
+    model, kept = subject.model, None
     with suppress(PlanError):  # an artifact of a later version, say: then its experts are numbered from 0
-        kept = kept_experts(plan_from_json((checkpoint.provenance or {}).get("plan")), checkpoint.config)
-    scores = load_scores(checkpoint.directory)
-    return Pictured(subject.label, checkpoint.config.experts_by_layer, statistics, kept, scores)
+        kept = kept_experts(plan_from_json((model.provenance or {}).get("plan")), model.config)
+    scores = load_scores(model.directory)
+    return Pictured(subject.label, model.config.experts_by_layer, statistics, kept, scores)

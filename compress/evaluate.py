@@ -16,9 +16,11 @@ from torch import Tensor
 from calibrate.options import CalibrationOptions
 from calibrate.text import Split, token_batches
 from engine import remote_code
+from engine.attention import Rotary
 from engine.checkpoint import Checkpoint, ModelDirectory, load_tokenizer, resolve
 from engine.errors import CheckpointError, DataError, OptionError
 from engine.experts import MoeBlock
+from engine.generate import resolve_device
 from engine.kv_cache import KeyValueCache
 from engine.model import DecoderLayer
 from engine.onnx_runtime import OnnxDecoder, is_exported, open_exported
@@ -52,16 +54,27 @@ def perplexity(
 
 
 def exported_perplexity(
-    decoder: OnnxDecoder, tokens_SL: Tensor, progress: Callable[[Iterable[int]], Iterable[int]] = iter
+    model: ModelDirectory,
+    decoder: OnnxDecoder,
+    tokens_SL: Tensor,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
-    """The same of an exported model, sequence by sequence, PIECE positions at a time."""
+    """The same of an exported model and its decoder, sequence by sequence, PIECE positions at a time.
+
+    Where the angles of a long text are others, its first piece is as long as it takes to tell that it is one.
+    """
     total, (sequences, length) = 0.0, tokens_SL.shape
+    switch = Rotary(decoder.config).switch
+    first = PIECE if switch is None or length <= switch else max(PIECE, switch + 1)
     for row in progress(range(sequences)):
-        cache = KeyValueCache(decoder.config, 1, length - 1, decoder.dtype)
-        for begin in range(0, length - 1, PIECE):
-            end = min(begin + PIECE, length - 1)
+        cache = KeyValueCache(decoder.config, 1, length, decoder.dtype)
+        for begin in (0, *range(first, length, PIECE)):
+            end = min(begin + PIECE if begin else first, length)
             logits_LV = decoder(tokens_SL[row : row + 1, begin:end], None, cache)[0].float()
-            total += float(F.cross_entropy(logits_LV, tokens_SL[row, begin + 1 : end + 1], reduction="sum"))
+            following_L = tokens_SL[row, begin + 1 : end + 1]
+            total += float(F.cross_entropy(logits_LV[: len(following_L)], following_L, reduction="sum"))
+    if not math.isfinite(total):
+        raise CheckpointError(f"{model.directory}: the loss is not finite; activations overflow, export it in float32")
     return math.exp(min(total / (sequences * (length - 1)), 700.0))
 
 
@@ -127,7 +140,7 @@ def evaluate_model(
     device: str,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """`compress evaluate`: perplexity of a model."""
+    """`compress evaluate`: perplexity of a model. `device` "auto" is the CPU for an export."""
     started = time.monotonic()
     directory = resolve(model)
     exported = is_exported(directory)
@@ -147,13 +160,13 @@ def evaluate_model(
             described,
             tokens,
             dtype=dtype or described.model_dtype,
-            device=device,
+            device=resolve_device(device),
             progress=lambda layers: progress(layers, "perplexity (layers)"),
         )
     else:
         asked = "auto" if dtype is None else str(dtype).removeprefix("torch.")
         decoder = open_exported(described, device, asked)
-        value = exported_perplexity(decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
+        value = exported_perplexity(described, decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
     return {
         "metric": "perplexity",
         "value": value,

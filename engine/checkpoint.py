@@ -37,7 +37,7 @@ DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
 ONNX_NAME = "model.onnx"
 """The graph of an exported model; its directory has no safetensors."""
-_ONNX_USE = "generate, bench, evaluate and inspect run it; all else takes the model it was made from"
+_ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; all else takes the model it was made from"
 _RELEASE_EVERY_BYTES = 64 << 20
 _SAME_MODEL = "config.json and the weights must be of the same model"
 

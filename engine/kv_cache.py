@@ -63,6 +63,17 @@ class KeyValueCache:
         """Count `positions` as filled, once every layer has appended them."""
         self.length += positions
 
+    def extend(self, capacity: int) -> None:
+        """Make room for so many positions, in other memory; keys move first, so that only half is ever held twice."""
+        self.keys = self._longer(self.keys, capacity)
+        self.values = self._longer(self.values, capacity)
+        self.capacity = capacity
+
+    def _longer(self, part: Tensor, capacity: int) -> Tensor:
+        made = part.new_empty((*part.shape[:3], capacity, part.shape[4]))
+        made[:, :, :, : self.length] = part[:, :, :, : self.length]
+        return made
+
     def of_rows(self, rows_R: Tensor) -> KeyValueCache:
         """A cache of some of the sequences only, `rows_R` [R] int64; in memory of its own."""
         made = copy(self)

@@ -111,11 +111,11 @@ class EngineLoop:
     def load(self) -> Load:
         """How busy it is."""
         scheduler = self._scheduler
-        evaluated, skipped = scheduler.skipping.counts
+        evaluated, skipped = scheduler.runner.counts
         return Load(
             running=len(scheduler.running),
             waiting=len(self._arrived) + len(scheduler.waiting),
-            kv_cache_bytes=scheduler.cache.bytes,
+            kv_cache_bytes=scheduler.runner.cache_bytes,
             kv_cache_used_share=scheduler.used_share,
             weights_bytes=self._engine.weights_bytes,
             resident_bytes=resident_memory_bytes(),

@@ -18,7 +18,7 @@ GAUGES: Figures = {
     "compress_num_requests_running": ("Requests that are being answered.", lambda load: load.running),
     "compress_num_requests_waiting": ("Requests in the queue.", lambda load: load.waiting),
     "compress_kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1.", lambda load: load.kv_cache_used_share),
-    "compress_kv_cache_bytes": ("Bytes reserved for keys and values.", lambda load: load.kv_cache_bytes),
+    "compress_kv_cache_bytes": ("Bytes that there are for keys and values.", lambda load: load.kv_cache_bytes),
     "compress_weights_bytes": ("Bytes of the weights.", lambda load: load.weights_bytes),
     "compress_process_resident_memory_bytes": ("Bytes of the process in memory.", lambda load: load.resident_bytes),
 }

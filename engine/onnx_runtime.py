@@ -69,6 +69,10 @@ def open_exported(model: ModelDirectory, device: str = "auto", dtype: str = "aut
     decoder = OnnxDecoder(model.directory, model.config)
     if dtype not in ("auto", str(decoder.dtype).removeprefix("torch.")):
         raise OptionError(f"{model.directory}: was exported in {decoder.dtype}; leave --dtype, or export it again")
+    if decoder.skips:
+        options = (model.provenance or {}).get("options")
+        found = options.get("skip_threshold") if isinstance(options, dict) else None
+        decoder.skip_threshold = float(found) if isinstance(found, int | float) else None
     return decoder
 
 
@@ -86,6 +90,8 @@ class OnnxDecoder:
         self._check(directory / ONNX_NAME, types)
         self.skips = any(each.name == SKIPPED for each in self._session.get_outputs())
         """Whether experts are skipped."""
+        self.skip_threshold: float | None = None if self.skips else 0.0
+        """By which; None where nobody knows."""
         self.observer: Callable[[Tensor], None] | None = None
         """Called after each run with how many slots of each token each MoE layer left empty, [T, M], where `skips`."""
         self.dtype = _TYPES[types["past_key_values.0.key"]]

@@ -11,6 +11,7 @@ from typing import Any
 from engine.chat_template import conversation, has_template
 from engine.errors import OptionError
 from engine.generate import Engine
+from engine.onnx_runtime import OnnxDecoder
 from engine.openai_errors import ApiError
 from engine.openai_schema import (
     ChatCompletionRequest,
@@ -168,6 +169,8 @@ class Reader:
         return min(default, left) if limit is None else limit
 
     def _threshold(self, asked: float | None) -> float | None:
+        if isinstance(self._engine.decoder, OnnxDecoder):
+            return asked  # the engine itself refuses what the graph was not exported with
         if asked is not None and asked > self._skip_threshold:
             message = (
                 f"skip_threshold is {asked}, and this server allows at most its own, {self._skip_threshold}; ask for less, "

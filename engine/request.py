@@ -87,7 +87,7 @@ class Load:
     running: int
     waiting: int
     kv_cache_bytes: int
-    """Of the budget; all of it is reserved."""
+    """Of the budget. Reserved at the start, but by an export, which takes of it what its requests need."""
     kv_cache_used_share: float
     """0..1 of the budget, by running requests."""
     weights_bytes: int

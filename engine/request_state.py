@@ -1,6 +1,6 @@
 """One request from its arrival to its last update: its tokens, its text, its place in the cache, its random draws.
 
-Shape suffixes: L positions, D hidden, V vocabulary, K most probable tokens.
+Shape suffixes: L positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.block_pool import BlockTable
-from engine.linear import linear
 from engine.request import Listener, Request, Timings, TokenLogprob, Update
 from engine.sampling import penalised, sample
 from engine.text_stream import TextStream
@@ -69,14 +68,17 @@ class RequestState:
         """Log-probabilities of prompt tokens are still to be computed."""
         return self.request.prompt_logprobs and len(self.prompt_logprobs) < len(self.request.prompt) - 1
 
-    def take_prompt(self, start: int, hidden_LD: Tensor, head_VD: Tensor) -> None:
-        """Keep what the positions from `start` on say of the prompt tokens that follow them."""
+    def take_prompt(self, start: int, end: int, logits: Callable[[int, int], Tensor]) -> None:
+        """Keep what the positions from `start` to `end` say of the prompt tokens that follow them.
+
+        `logits`: [L, V] of some of these positions, which are counted from `start`.
+        """
         begin = len(self.prompt_logprobs)
-        following = self.request.prompt[begin + 1 : start + len(hidden_LD) + 1]
+        following = self.request.prompt[begin + 1 : end + 1]
         for first in range(0, len(following), HEAD_ROWS):
             targets = following[first : first + HEAD_ROWS]
             place = begin - start + first
-            logits_LV = linear(hidden_LD[place : place + len(targets)], head_VD)
+            logits_LV = logits(place, place + len(targets))
             self.prompt_logprobs += described(logits_LV, targets, self.request.top_logprobs or 0)
 
     def next_token(self, logits_V: Tensor, greedy: int) -> int:

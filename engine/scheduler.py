@@ -2,28 +2,64 @@
 
 Every step gives each running sequence one token and reads a piece of the prompts that wait to be read. What a request
 gets does not depend on what runs beside it: a prompt is always cut at the same places, sequences never share a product of
-attention, and each has its own random draws.
+attention, and each has its own random draws. A Runner knows the model; nothing here does.
 
-Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
+Shape suffixes: B sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.block_pool import OutOfBlocksError
+from engine.block_pool import BlockPool, OutOfBlocksError
 from engine.errors import OptionError
-from engine.generate import Engine, decode_kernels
-from engine.linear import linear, prepare_decoding
-from engine.paged_cache import BLOCK_SIZE, PagedBatch, PagedCache, position_bytes
+from engine.generate import Engine
+from engine.onnx_runner import OnnxRunner
+from engine.onnx_runtime import OnnxDecoder
+from engine.paged_cache import BLOCK_SIZE, position_bytes
+from engine.paged_runner import PagedRunner
 from engine.request import Request
 from engine.request_state import RequestState
 from engine.sampling import NOT_FINITE
-from engine.token_skipping import TokenSkipping
+
+
+class Runner(Protocol):
+    """What reads tokens and gives logits: a model with its cache."""
+
+    @property
+    def pool(self) -> BlockPool:
+        """Whose the blocks of the cache are."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all blocks."""
+
+    @property
+    def counts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Experts evaluated and experts skipped, for each MoE layer; one for each token that asked for it."""
+
+    def clear(self) -> None:
+        """Forget everything that the cache holds, whoever used it."""
+
+    def check(self, threshold: float | None) -> None:
+        """Raises OptionError for a skip threshold that this model cannot honour."""
+
+    def kind(self, state: RequestState) -> bytes:
+        """What else than tokens decides on keys and values."""
+
+    def piece_end(self, state: RequestState, end: int) -> int:
+        """Where the next piece of a prompt may end in place of `end`, at least one token on."""
+
+    def decode(self, states: Sequence[RequestState]) -> Tensor:
+        """Read the one unread token of each; logits [B, V]."""
+
+    def read(self, state: RequestState, end: int) -> Tensor | None:
+        """Read the tokens up to `end`, and take what the prompt asks of them; logits [1, V] where none is left to read."""
 
 
 class Step(NamedTuple):
@@ -48,28 +84,25 @@ class Scheduler:
         prefill_chunk: int,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        """Raises OptionError for limits that cannot be kept and exported models, CheckpointError for damaged skip tables."""
+        """Raises OptionError for limits that cannot be kept, CheckpointError for damaged skip tables."""
         for name, value in (("the batch", max_batch_size), ("the chunk of a prompt", prefill_chunk)):
             if value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
-        self.skipping = TokenSkipping(engine)
-        self._engine, self._decoder = engine, self.skipping.decoder
+        self._vocabulary = engine.checkpoint.config.vocabulary_size
         self._max_batch_size, self._prefill_chunk = max_batch_size, prefill_chunk
-        config = engine.checkpoint.config
         self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, block_size)
-        self.cache = PagedCache(config, kv_cache_bytes, engine.dtype, engine.device, block_size)
+        self.runner = _runner(engine, kv_cache_bytes, block_size)
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         """Oldest first."""
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self._unused_when_full = -1
         """Unused blocks when the first of the queue found no room: there is no use in looking again before that changes."""
-        prepare_decoding(engine.dtype, engine.device)
 
     def check(self, request: Request) -> None:
         """Raises OptionError for a request that can never run here."""
         prompt, new = len(request.prompt), request.max_new_tokens
-        vocabulary = self._engine.checkpoint.config.vocabulary_size
+        vocabulary = self._vocabulary
         if not prompt:
             raise OptionError("the prompt has no tokens; give at least one")
         if not all(0 <= token < vocabulary for token in request.prompt):
@@ -85,7 +118,7 @@ class Scheduler:
             raise OptionError("a stop string is empty; leave it out to generate up to the limit")
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= vocabulary:
             raise OptionError(f"{request.top_logprobs} most probable tokens were asked for; ask for 0 to {vocabulary}")
-        self.skipping.check(request.skip_threshold)
+        self.runner.check(request.skip_threshold)
 
     def add(self, state: RequestState) -> None:
         """Put a request at the end of the queue."""
@@ -111,13 +144,13 @@ class Scheduler:
         for state in self.running or [self.waiting.popleft() for _ in range(min(1, len(self.waiting)))]:
             state.end("error", error)
         self.running.clear()
-        self.cache.clear()
+        self.runner.clear()
         self._unused_when_full = -1
 
     @property
     def used_share(self) -> float:
         """Of the cache, by running requests."""
-        pool = self.cache.pool
+        pool = self.runner.pool
         return 1 - pool.unused / pool.count
 
     def _schedule(self) -> Step:
@@ -133,7 +166,7 @@ class Scheduler:
         """For one more position; the youngest go back to the queue until there is."""
         while state in self.running:
             try:
-                self.cache.pool.extend(state.table, len(state.tokens))
+                self.runner.pool.extend(state.table, len(state.tokens))
                 return
             except OutOfBlocksError:
                 self._preempt(self.running[-1])
@@ -141,17 +174,17 @@ class Scheduler:
     def _preempt(self, state: RequestState) -> None:
         """Back to the head of the queue. What it generated stays, and will be read again with its prompt."""
         self.running.remove(state)
-        self.cache.pool.release(state.table)
+        self.runner.pool.release(state.table)
         self.waiting.appendleft(state)
         self.preemptions += 1
 
     def _admit(self) -> None:
         """From the queue, in order, while there is room for the tokens so far and a block more for each that runs."""
-        pool = self.cache.pool
+        pool = self.runner.pool
         while self.waiting and len(self.running) < self._max_batch_size and pool.unused != self._unused_when_full:
             state = self.waiting[0]
             known = [] if state.asks_for_prompt else state.tokens
-            found = pool.find(known, self._kind(state))
+            found = pool.find(known, self.runner.kind(state))
             if pool.missing(found, len(state.tokens)) + len(self.running) > pool.unused:
                 self._unused_when_full = pool.unused
                 return
@@ -162,24 +195,21 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             self._note_start(state, found.length)
 
-    def _kind(self, state: RequestState) -> bytes:
-        """What else than tokens decides on keys and values."""
-        scale = self._decoder.rotary.scale_of(len(state.request.prompt))
-        return f"{scale} {self._threshold(state)}".encode()
-
     def _note_start(self, state: RequestState, cached: int) -> None:
         if state.start(cached):
             self.prompt_tokens += len(state.request.prompt)
             self.cached_tokens += cached
 
     def _chunks(self) -> list[tuple[RequestState, int]]:
-        """Pieces of prompts, in order, of at most one chunk together. A prompt is cut at multiples of the chunk only."""
-        chunk, left, chosen = self._prefill_chunk, self._prefill_chunk, []
+        """Pieces of prompts, in order, of one chunk together, or one longer piece. Each prompt has its own places to cut."""
+        chunk = left = self._prefill_chunk
+        chosen: list[tuple[RequestState, int]] = []
         for state in self.running:
             if state.unread > 1:
                 begin = state.table.length
-                end = min(len(state.tokens), (begin // chunk + 1) * chunk)
-                if (left := left - (end - begin)) < 0:
+                end = self.runner.piece_end(state, min(len(state.tokens), (begin // chunk + 1) * chunk))
+                left -= end - begin
+                if chosen and left < 0:
                     break
                 chosen.append((state, end))
         return chosen
@@ -188,34 +218,11 @@ class Scheduler:
         """Forward everything; sequences that are read to their ends, and the logits [B, V] that follow."""
         results: list[tuple[list[RequestState], Tensor]] = []
         if step.decoding:
-            with decode_kernels(len(step.decoding), self._engine.dtype, self._engine.device):
-                hidden_BLD = self._forward(step.decoding, 1)
-                results.append((step.decoding, linear(hidden_BLD[:, 0], self._decoder.head_VD)))
+            results.append((step.decoding, self.runner.decode(step.decoding)))
         for state, end in step.reading:
-            start = state.table.length
-            hidden_LD = self._forward([state], end - start)[0]
-            if state.asks_for_prompt:
-                state.take_prompt(start, hidden_LD, self._decoder.head_VD)
-            if not state.unread:
-                results.append(([state], linear(hidden_LD[-1:], self._decoder.head_VD)))
+            if (logits_1V := self.runner.read(state, end)) is not None:
+                results.append(([state], logits_1V))
         return results
-
-    def _forward(self, states: list[RequestState], new: int) -> Tensor:
-        """Read so many more tokens of each into the cache; hidden states [B, L, D]."""
-        batch = PagedBatch(self.cache, [state.table for state in states], new, [len(s.request.prompt) for s in states])
-        lengths = [state.table.length + new for state in states]
-        tokens = [state.tokens[end - new : end] for state, end in zip(states, lengths, strict=True)]
-        tokens_BL = torch.tensor(tokens, device=self._engine.device)
-        thresholds = [threshold for state in states for threshold in [self._threshold(state)] * new]
-        with self.skipping.applied(thresholds):
-            hidden_BLD = self._decoder.hidden_states(tokens_BL, None, batch)
-        for state, length in zip(states, lengths, strict=True):
-            self.cache.pool.fill(state.table, state.tokens, length)
-        return hidden_BLD
-
-    def _threshold(self, state: RequestState) -> float:
-        asked = state.request.skip_threshold
-        return self.skipping.own_threshold if asked is None else asked
 
     def _postprocess(self, results: list[tuple[list[RequestState], Tensor]]) -> None:
         """Choose tokens, tell listeners, and let go of those that have ended."""
@@ -240,13 +247,13 @@ class Scheduler:
 
     def _end_in_doubt(self, state: RequestState, error: str) -> None:
         """What this sequence left in the cache must serve no other."""
-        self.cache.pool.forget(state.table)
+        self.runner.pool.forget(state.table)
         self._end(state, "error", error)
 
     def _end(self, state: RequestState, finish_reason: str, error: str = "") -> None:
         if state in self.running:
             self.running.remove(state)
-            self.cache.pool.release(state.table)
+            self.runner.pool.release(state.table)
             self._unused_when_full = -1
         state.end(finish_reason, error)
 
@@ -255,6 +262,12 @@ def described_error(error: BaseException) -> str:
     """One line on something that nobody expected."""
     words = " ".join(str(error).split())[:200]
     return f"the engine failed on this request ({type(error).__name__}: {words}); others go on, so it may be tried again"
+
+
+def _runner(engine: Engine, kv_cache_bytes: int, block_size: int) -> Runner:
+    if isinstance(engine.decoder, OnnxDecoder):
+        return OnnxRunner(engine.decoder, kv_cache_bytes, block_size)
+    return PagedRunner(engine, engine.decoder, kv_cache_bytes, block_size)
 
 
 def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, block_size: int) -> int:

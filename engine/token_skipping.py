@@ -19,17 +19,12 @@ from engine.skip_tables import FILE_NAME, load_skip_tables, skipping_routings
 class TokenSkipping:
     """The rules of an engine's MoE layers, as each forward needs them."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Raises CheckpointError for damaged skip tables, OptionError for an exported model."""
-        if not isinstance(engine.decoder, Decoder):
-            raise OptionError(
-                f"{engine.checkpoint.directory} is an exported model, and only checkpoints are batched continuously; "
-                "take the one that it was exported from"
-            )
-        self.decoder, self._device = engine.decoder, engine.device
+    def __init__(self, engine: Engine, decoder: Decoder) -> None:
+        """`decoder`: the engine's. Raises CheckpointError for damaged skip tables."""
+        self._decoder, self._device = decoder, engine.device
         self._engine_counter = engine.skip_counter
         config = engine.checkpoint.config
-        own = [block.routing for block in engine.decoder.moe_blocks]
+        own = [block.routing for block in decoder.moe_blocks]
         self._plain = [routing.base if isinstance(routing, Skipping) else routing for routing in own]
         self._skipping = [routing for routing in own if isinstance(routing, Skipping)]
         self._always_plain = not self._skipping and engine.skip_counter is None
@@ -43,7 +38,7 @@ class TokenSkipping:
         self._slots = [min(moe.experts_per_token, moe.experts) for moe in layers]
         self._tokens = 0
         """That were read by a forward without skipping."""
-        self._counter = SkipCounter(engine.decoder.moe_blocks, engine.device)
+        self._counter = SkipCounter(decoder.moe_blocks, engine.device)
 
     def check(self, threshold: float | None) -> None:
         """Raises OptionError for a threshold that this model cannot honour."""
@@ -65,12 +60,12 @@ class TokenSkipping:
             if self._always_plain:
                 yield
                 return
-            with routed_by(self.decoder, self._plain), self._counted(None):
+            with routed_by(self._decoder, self._plain), self._counted(None):
                 yield
             return
         threshold_T = torch.tensor(thresholds, device=self._device)
         routings = [replace(routing, threshold=threshold_T) for routing in self._skipping]
-        with routed_by(self.decoder, routings), self._counted(self._counter):
+        with routed_by(self._decoder, routings), self._counted(self._counter):
             yield
 
     @contextmanager

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from conftest import save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
+
+from compress.apply import apply
+from compress.plan import pruning_plan
+from engine.checkpoint import Checkpoint
+from engine.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.skip_tables import SkipTables
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = {"0": [0, 1, 2], "1": [0, 1, 2, 3, 5], "2": [4, 5]}
@@ -32,6 +40,17 @@ def make_workplace(path: Path, family: str = "mixtral", **changes: Any) -> None:
     lines = [" ".join(chosen.choices(words, k=9)) for _ in range(1500)]
     (path / "text.txt").write_text("\n".join(lines))
     (path / "plan.json").write_text(json.dumps({"schema_version": 1, "kind": "moe", "layers": KEPT}))
+
+
+def make_pruned(path: Path) -> None:
+    """`pruned` beside `model`, made non-uniform by KEPT, with tables for skipping."""
+    (path / "pruned").mkdir()
+    apply(pruning_plan({int(layer): kept for layer, kept in KEPT.items()}), Checkpoint(path / "model"), path / "pruned")
+    for file in (path / "model").glob("tokenizer*"):
+        shutil.copy(file, path / "pruned")
+    counts = [len(kept) for kept in KEPT.values()]
+    tables = SkipTables((torch.full((1,), 0.8),) * 3, tuple(torch.ones(count, count) for count in counts))
+    tables.save(path / "pruned" / SKIP_TABLES)
 
 
 def listing(path: Path) -> dict[str, tuple[int, str]]:

@@ -65,6 +65,6 @@ def serve(engine: Engine, *requests: Request, **options: Any) -> list[Served]:
 
 
 def assert_all_free(scheduler: Scheduler) -> None:
-    pool = scheduler.cache.pool
+    pool = scheduler.runner.pool
     assert pool.unused == pool.count and not any(pool._users)
     assert scheduler.used_share == 0

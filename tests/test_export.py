@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from artifacts_for_tests import KEPT, make_workplace
+from artifacts_for_tests import make_pruned, make_workplace
 from click.testing import CliRunner
 from conftest import save_reference
 
@@ -35,14 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`model`, made non-uniform in `pruned` with skip tables, and that exported in `onnx`."""
     path = tmp_path_factory.mktemp("export")
     make_workplace(path, hidden_size=64)
-    (path / "pruned").mkdir()
-    apply(pruning_plan({int(layer): kept for layer, kept in KEPT.items()}), Checkpoint(path / "model"), path / "pruned")
-    for file in (path / "model").glob("tokenizer*"):
-        shutil.copy(file, path / "pruned")
-    counts = [len(kept) for kept in KEPT.values()]
-    SkipTables((torch.full((1,), 0.8),) * 3, tuple(torch.ones(count, count) for count in counts)).save(
-        path / "pruned" / FILE_NAME
-    )
+    make_pruned(path)
     run(path, "export", "{here}/pruned", "-o", "{here}/onnx")
     return path
 

@@ -14,8 +14,10 @@ from conftest import FAMILIES, save_reference
 from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for, serve
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
+from compress.export import ExportOptions, export
 from engine.errors import OptionError
 from engine.generate import Engine
+from engine.model import Decoder
 from engine.paged_cache import position_bytes
 from engine.request import Request
 from engine.routing import NO_EXPERT, Skipping, TopK
@@ -38,9 +40,25 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def export_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With heads of 16 dimensions, as onnxruntime's own attention wants them."""
+    path = tmp_path_factory.mktemp("export")
+    save_model(path / "model", hidden_size=64)
+    export(ExportOptions(model=str(path / "model"), output=path / "onnx", threads=1))
+    return path / "onnx"
+
+
 @pytest.fixture
-def engine(directory: Path) -> Engine:
+def own_engine(directory: Path) -> Engine:
     return Engine.open(directory, device="cpu")
+
+
+@pytest.fixture(params=["checkpoint", "export"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """What is served is the same to those who ask."""
+    name = "directory" if request.param == "checkpoint" else "export_directory"
+    return Engine.open(request.getfixturevalue(name), device="cpu")
 
 
 def cache_of(engine: Engine, positions: int) -> int:
@@ -94,7 +112,7 @@ def test_random_schedules_give_each_request_what_it_gets_alone(engine: Engine, s
         if len(served) == 30 and not scheduler.running and not scheduler.waiting:
             break
         scheduler.step()
-    assert scheduler.preemptions > 0 and scheduler.cached_tokens > 0
+    assert scheduler.preemptions > 0 and (scheduler.cached_tokens > 0) == isinstance(engine.decoder, Decoder)
     assert_all_free(scheduler)
     for request, got in zip(requests, served, strict=True):
         (alone,) = serve(engine, request, kv_cache_bytes=cache_of(engine, 4096))
@@ -143,17 +161,17 @@ def test_the_queue_is_in_order_and_preempts_the_youngest(engine: Engine) -> None
     assert scheduler.prompt_tokens == 30 and scheduler.generated_tokens == 60
 
 
-def test_a_prompt_that_was_read_is_not_read_again(engine: Engine) -> None:
-    scheduler = scheduler_for(engine)
+def test_a_prompt_that_was_read_is_not_read_again(own_engine: Engine) -> None:
+    scheduler = scheduler_for(own_engine)
     for number in range(2):
-        served = Served(scheduler, engine, Request(prompt(18), 5), number)
+        served = Served(scheduler, own_engine, Request(prompt(18), 5), number)
         run_to_end(scheduler)
     timings = served.updates[-1].timings
     assert timings is not None and (timings.prompt_tokens, timings.cached_tokens) == (18, 16)
     assert timings.started is not None and timings.first_token is not None and timings.finished is not None
     assert timings.arrived <= timings.started <= timings.first_token <= timings.finished
     assert scheduler.cached_tokens == 16
-    evaluated, _ = scheduler.skipping.counts
+    evaluated, _ = scheduler.runner.counts
     assert evaluated == ((18 + 4 + 2 + 4) * 2,) * 3, "two experts for each token that was read"
 
 
@@ -202,19 +220,19 @@ def test_no_new_tokens_reads_the_prompt_only(engine: Engine) -> None:
     assert update.prompt_logprobs is not None and len(update.prompt_logprobs) == 20
 
 
-def test_one_bad_sequence_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_bad_sequence_ends_alone(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its embedding is NaN, so that whatever it leaves in the cache is too."""
     requests = [Request(prompt(7, seed), 12, ignore_end_tokens=True) for seed in range(3)]
-    alone = [serve(engine, request)[0] for request in requests]
+    alone = [serve(own_engine, request)[0] for request in requests]
     seen = {token for each in (*requests, *alone) for token in (each.prompt if isinstance(each, Request) else each.tokens)}
     bad = min(set(range(3, 250)) - seen)
-    embedding = engine.decoder.embedding_VD.data.clone()
+    embedding = own_engine.decoder.embedding_VD.data.clone()
     embedding[bad] = torch.nan
-    monkeypatch.setattr(engine.decoder, "embedding_VD", torch.nn.Parameter(embedding, requires_grad=False))
+    monkeypatch.setattr(own_engine.decoder, "embedding_VD", torch.nn.Parameter(embedding, requires_grad=False))
     poisoned = Request((*prompt(9, 5), bad, *prompt(4, 6)), 12)
-    size = cache_of(engine, 64)
+    size = cache_of(own_engine, 64)
     first, bad_one, second, third = serve(
-        engine, requests[0], poisoned, *requests[1:], kv_cache_bytes=size, max_model_length=32
+        own_engine, requests[0], poisoned, *requests[1:], kv_cache_bytes=size, max_model_length=32
     )
     assert (bad_one.finish_reason, bad_one.updates[-1].error, bad_one.tokens) == ("error", NOT_FINITE, ())
     assert [each.tokens for each in (first, second, third)] == [each.tokens for each in alone]
@@ -304,7 +322,7 @@ def test_each_request_skips_by_its_own_threshold(directory: Path, engines_own: f
         other = Engine.open(directory, device="cpu", skip_threshold=threshold)
         expected.append(serve(other, Request(prompt(12), 10, ignore_end_tokens=True))[0].tokens)
     assert [each.tokens for each in served] == 2 * expected and len(set(expected)) > 2
-    evaluated, skipped = scheduler.skipping.counts
+    evaluated, skipped = scheduler.runner.counts
     asked = scheduler.generated_tokens - 8 + scheduler.prompt_tokens - scheduler.cached_tokens
     assert all(a + b == 2 * asked for a, b in zip(evaluated, skipped, strict=True)) and all(skipped)
 
@@ -326,9 +344,9 @@ def test_each_request_skips_by_its_own_threshold(directory: Path, engines_own: f
         (Request((5,), 4, skip_threshold=math.nan), "skip threshold is nan"),
     ],
 )
-def test_what_can_never_run_is_refused(engine: Engine, request_: Request, message: str) -> None:
+def test_what_can_never_run_is_refused(own_engine: Engine, request_: Request, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        scheduler_for(engine, max_model_length=64).check(request_)
+        scheduler_for(own_engine, max_model_length=64).check(request_)
 
 
 def test_skipping_without_tables_is_refused(tmp_path: Path) -> None:
@@ -350,11 +368,11 @@ def test_skipping_without_tables_is_refused(tmp_path: Path) -> None:
         ({"kv_cache_bytes": 10}, "holds 0 positions"),
     ],
 )
-def test_limits_that_cannot_be_kept_are_refused(engine: Engine, options: dict[str, Any], message: str) -> None:
+def test_limits_that_cannot_be_kept_are_refused(own_engine: Engine, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        scheduler_for(engine, **options)
+        scheduler_for(own_engine, **options)
 
 
-def test_the_longest_sequence_is_what_model_and_cache_have(engine: Engine) -> None:
-    assert scheduler_for(engine).max_model_length == 128
-    assert scheduler_for(engine, kv_cache_bytes=cache_of(engine, 50)).max_model_length == 48
+def test_the_longest_sequence_is_what_model_and_cache_have(own_engine: Engine) -> None:
+    assert scheduler_for(own_engine).max_model_length == 128
+    assert scheduler_for(own_engine, kv_cache_bytes=cache_of(own_engine, 50)).max_model_length == 48

@@ -1,0 +1,83 @@
+"""Our own decoder under the scheduler: one forward for all that decode, through a cache in blocks that prompts share.
+
+Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.block_pool import BlockPool
+from engine.generate import Engine, decode_kernels
+from engine.linear import linear, prepare_decoding
+from engine.model import Decoder
+from engine.paged_cache import PagedBatch, PagedCache
+from engine.request_state import RequestState
+from engine.token_skipping import TokenSkipping
+
+
+class PagedRunner:
+    """A Runner of the scheduler."""
+
+    def __init__(self, engine: Engine, decoder: Decoder, kv_cache_bytes: int, block_size: int) -> None:
+        """Raises CheckpointError for damaged skip tables."""
+        self._decoder, self._dtype, self._device = decoder, engine.dtype, engine.device
+        self._skipping = TokenSkipping(engine, decoder)
+        self.cache = PagedCache(engine.checkpoint.config, kv_cache_bytes, engine.dtype, engine.device, block_size)
+        prepare_decoding(engine.dtype, engine.device)
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.cache.pool
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.bytes
+
+    @property
+    def counts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self._skipping.counts
+
+    def clear(self) -> None:
+        self.cache.clear()
+
+    def check(self, threshold: float | None) -> None:
+        self._skipping.check(threshold)
+
+    def kind(self, state: RequestState) -> bytes:
+        scale = self._decoder.rotary.scale_of(len(state.request.prompt))
+        return f"{scale} {self._threshold(state)}".encode()
+
+    def piece_end(self, state: RequestState, end: int) -> int:
+        return end
+
+    def decode(self, states: Sequence[RequestState]) -> Tensor:
+        with decode_kernels(len(states), self._dtype, self._device):
+            return linear(self._forward(states, 1)[:, 0], self._decoder.head_VD)
+
+    def read(self, state: RequestState, end: int) -> Tensor | None:
+        start, head_VD = state.table.length, self._decoder.head_VD
+        hidden_LD = self._forward([state], end - start)[0]
+        if state.asks_for_prompt:
+            state.take_prompt(start, end, lambda first, last: linear(hidden_LD[first:last], head_VD))
+        return None if state.unread else linear(hidden_LD[-1:], head_VD)
+
+    def _forward(self, states: Sequence[RequestState], new: int) -> Tensor:
+        """Read so many more tokens of each into the cache; hidden states [B, L, D]."""
+        batch = PagedBatch(self.cache, [state.table for state in states], new, [len(s.request.prompt) for s in states])
+        lengths = [state.table.length + new for state in states]
+        tokens = [state.tokens[end - new : end] for state, end in zip(states, lengths, strict=True)]
+        tokens_BL = torch.tensor(tokens, device=self._device)
+        thresholds = [threshold for state in states for threshold in [self._threshold(state)] * new]
+        with self._skipping.applied(thresholds):
+            hidden_BLD = self._decoder.hidden_states(tokens_BL, None, batch)
+        for state, length in zip(states, lengths, strict=True):
+            self.pool.fill(state.table, state.tokens, length)
+        return hidden_BLD
+
+    def _threshold(self, state: RequestState) -> float:
+        asked = state.request.skip_threshold
+        return self._skipping.own_threshold if asked is None else asked
