@@ -5,8 +5,8 @@ python benchmarks/onnx_speed.py [--directory DIR] [--repetitions 5] [--layers 12
 Rows come in groups of interleaved rounds, because together the models do not fit into 24 GB; our engine in bf16 is in each
 group, and ratios are of medians, to it there. The plain export is what `torch.onnx.export` makes of transformers' batched
 experts, the one form of them that it can export: the weights of each token's experts are gathered, that is copied, and
-multiplied. Its 4-bit form is what onnxruntime's quantiser makes of it: gathered weights stay as they are. No parity is checked
-here: that is `compress export`'s work and the tests'.
+multiplied. Its 4-bit form is what onnxruntime's quantiser makes of it: gathered weights stay as they are. No parity is
+checked here: that is `compress export`'s work and the tests'.
 """
 
 from __future__ import annotations
