@@ -1209,11 +1209,16 @@ def compare(common: Common, **options: Any) -> dict[str, Any]:
 def export(common: Common, **options: Any) -> dict[str, Any]:
     """Write MODEL for another runtime, then compare it with the engine; where they differ, nothing is left.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). An encoder-decoder becomes two
+    graphs, the encoder's and the decoder's.
     """
     from compress.export import ExportOptions
-    from compress.export import export as run
+    from compress.export import export as export_decoder
+    from compress.export_encoder_decoder import export_encoder_decoder
+    from engine.checkpoint import resolve
+    from engine.encoder_decoder import is_encoder_decoder
 
+    run = export_encoder_decoder if is_encoder_decoder(resolve(options["model"])) else export_decoder
     figures = run(
         ExportOptions(
             model=options["model"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from compress.export_genai import check_genai, tokenizer_problem, write_genai_co
 from compress.export_parity import Allowed, RoundedCheckpoint, check_parity
 from engine.artifact import check_output, whole_or_nothing, write_provenance
 from engine.checkpoint import ONNX_NAME, Checkpoint, resolve
+from engine.encoder_decoder import EncoderDecoderCheckpoint
 from engine.errors import ExportError, OptionError, UnsupportedError
 from engine.json_file import write_json
 from engine.onnx_quantise import BLOCKS, Written, block_size
@@ -108,23 +109,26 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
             "seconds": time.monotonic() - started,
             "peak_memory_bytes": peak_memory_bytes(),
         }
-        write_provenance(directory, _provenance(options, checkpoint, figures))
+        write_provenance(directory, provenance(options, checkpoint, figures))
     return figures
 
 
 def _check_sizes(options: ExportOptions, checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError where weights cannot be cut into blocks, before any work."""
-    if PRECISIONS[options.precision].bits is None:
-        return
+    """check_blocks of all sizes that there are."""
     config = checkpoint.config
     sizes = {"hidden size": config.hidden_size, "attention width": config.attention_heads * config.head_dimension}
     for layer in config.layers:
         widths = {"FFN width": layer.dense_width} if layer.moe is None else {"expert width": layer.moe.expert_width}
         sizes |= widths | ({"shared expert's width": layer.moe.shared_width} if layer.moe and layer.moe.shared_width else {})
+    check_blocks(options, sizes)
+
+
+def check_blocks(options: ExportOptions, sizes: Mapping[str, int]) -> None:
+    """Raise UnsupportedError where weights of few bits cannot be cut into blocks, before any work."""
     odd = [f"{name} {size}" for name, size in sizes.items() if block_size(size) is None]
-    if odd:
+    if odd and PRECISIONS[options.precision].bits is not None:
         raise UnsupportedError(
-            f"{checkpoint.directory}: {options.precision} weights share scales in blocks of {min(BLOCKS)}, and {odd[0]} is "
+            f"{options.model}: {options.precision} weights share scales in blocks of {min(BLOCKS)}, and {odd[0]} is "
             "not a multiple; export it in float32 or float16"
         )
 
@@ -182,7 +186,10 @@ def _compare(
         raise ExportError(f"{options.output}: the export differs from the engine: {error}; it was removed") from error
 
 
-def _provenance(options: ExportOptions, checkpoint: Checkpoint, figures: dict[str, Any]) -> dict[str, Any]:
+def provenance(
+    options: ExportOptions, checkpoint: Checkpoint | EncoderDecoderCheckpoint, figures: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What compression.json says of an export."""
     made_by = checkpoint.provenance or {}
     exported = {"model": options.model, "fingerprint": checkpoint.fingerprint()}
     return {

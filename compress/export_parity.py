@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,22 +48,23 @@ TEXTS = (
 class Allowed:
     """What still counts as equal."""
 
-    logit: float
-    """Largest difference of any logit of any step, as a share of the step's largest logit where that is above 1."""
+    single: float
+    """Largest difference of any value of any step, as a share of the step's largest value where that is above 1."""
     typical: float
-    """Median over the steps of the root mean square of a step's differences over that of its logits.
+    """Median over the steps of the root mean square of a step's differences over that of its values.
 
-    Coarser numbers now and then turn a close decision of a router, and that step's logits are then far off.
+    Coarser numbers now and then turn a close decision of a router, and that step's values are then far off.
     """
 
 
 @dataclass(frozen=True)
 class Step:
-    """How far the logits of one prompt are off at one step."""
+    """How far an output is off for one prompt at one step."""
 
+    output: str
     where: str
     largest: float
-    of_logit: float
+    of_largest: float
     of_step: float
 
 
@@ -85,13 +87,14 @@ def check_parity(
     """The largest |difference of a logit| over all prompts and steps. Raises ExportError for the first that is too far."""
     limit = _positions(checkpoint)
     lengths = [max(1, min(length, limit - STEPS)) for length in LENGTHS]
-    tokens_SL, names = _sequences(checkpoint, min(limit, max(lengths) + STEPS))
+    length = min(limit, max(lengths) + STEPS)
+    tokens_SL, names = sequences(checkpoint.config.vocabulary_size, length, lambda: load_tokenizer(checkpoint))
     prompts = [Prompt(name, row, length) for row, (name, length) in enumerate(zip(names, lengths, strict=True))]
     reference = Reference(checkpoint, tokens_SL, routings, progress)
     with reference.states:
         batches = [*([prompt] for prompt in prompts), [prompts[1], prompts[3]]]  # the last one is padded
         steps = [step for batch in batches for step in _steps(batch, tokens_SL, exported, reference)]
-    _check(steps, allowed)
+    check_steps(steps, allowed)
     return max(step.largest for step in steps)
 
 
@@ -101,13 +104,12 @@ def _positions(checkpoint: Checkpoint) -> int:
     return min(checkpoint.config.max_positions, switch or checkpoint.config.max_positions)
 
 
-def _sequences(checkpoint: Checkpoint, length: int) -> tuple[Tensor, list[str]]:
-    """Random and real sequences in turns, [S, L], and what they are called."""
-    vocabulary = checkpoint.config.vocabulary_size
+def sequences(vocabulary: int, length: int, load: Callable[[], Any]) -> tuple[Tensor, list[str]]:
+    """Random and real sequences in turns, [S, L], and what they are called; `load` gives the tokenizer."""
     tokens_SL = torch.randint(vocabulary, (2 * len(TEXTS), length), generator=torch.Generator().manual_seed(0))
     names = ["random"] * len(tokens_SL)
     try:
-        tokenizer = load_tokenizer(checkpoint)
+        tokenizer = load()
     except CheckpointError:  # a model without a tokenizer can be exported too
         return tokens_SL, names
     for index, text in enumerate(TEXTS):
@@ -176,37 +178,47 @@ def _steps(batch: Sequence[Prompt], tokens_SL: Tensor, exported: OnnxDecoder, re
         for index, prompt in enumerate(batch):
             first = longest - prompt.length
             expected_LV = reference.logits(prompt.row, max(0, begin - first), end - first)
-            yield _compared(logits_BLV[index, max(0, first - begin) :], expected_LV, _where(prompt, step, len(batch)))
+            where = f"{when(step)} of a {prompt.name} prompt of {prompt.length} tokens" + in_batch(len(batch))
+            yield compared("logits", where, logits_BLV[index, max(0, first - begin) :], expected_LV)
 
 
-def _where(prompt: Prompt, step: int, batch: int) -> str:
-    when = f"step {step}" if step else "prefill"
-    return f"{when} of a {prompt.name} prompt of {prompt.length} tokens" + (f", in a padded batch of {batch}" * (batch > 1))
+def when(step: int) -> str:
+    """A step in words; 0 is what is read at once."""
+    return f"step {step}" if step else "prefill"
 
 
-def _compared(found_LV: Tensor, expected_LV: Tensor, where: str) -> Step:
-    difference_LV = (found_LV - expected_LV).abs()
-    largest = float(difference_LV.max())
+def in_batch(prompts: int) -> str:
+    """Behind a prompt in words."""
+    return f", in a padded batch of {prompts}" * (prompts > 1)
+
+
+def compared(output: str, where: str, found: Tensor, expected: Tensor) -> Step:
+    """An output at one step beside what it should be."""
+    difference = (found - expected).abs()
+    largest = float(difference.max())
     return Step(
+        output,
         where,
         largest,
-        largest / max(1.0, float(expected_LV.abs().max())),
-        float(difference_LV.square().mean().sqrt() / expected_LV.square().mean().sqrt()),
+        largest / max(1.0, float(expected.abs().max())),
+        float(difference.square().mean().sqrt() / expected.square().mean().sqrt()),
     )
 
 
-def _check(steps: Sequence[Step], allowed: Allowed) -> None:
-    """Raise ExportError naming the first step that is too far off, or the worst where they are in general."""
+def check_steps(steps: Sequence[Step], allowed: Allowed) -> None:
+    """Raise ExportError naming the first step that is too far off, or an output's worst where they are in general."""
     for step in steps:
-        if not step.of_logit <= allowed.logit:  # also where it is no number
+        if not step.of_largest <= allowed.single:  # also where it is no number
             raise ExportError(
-                f"output logits at {step.where} is off by {step.largest:.3g}, {step.of_logit:.2g} of the largest logit "
-                f"(allowed {allowed.logit:g})"
+                f"output {step.output} at {step.where} is off by {step.largest:.3g}, {step.of_largest:.2g} of its largest "
+                f"value (allowed {allowed.single:g})"
             )
-    typical = statistics.median(step.of_step for step in steps)
-    if not typical <= allowed.typical:
-        worst = max(steps, key=lambda step: step.of_step)
-        raise ExportError(
-            f"output logits is typically off by {typical:.2%} of the logits' size (allowed {allowed.typical:.2%}), and at "
-            f"{worst.where} by {worst.of_step:.2%}"
-        )
+    for output in dict.fromkeys(step.output for step in steps):
+        own = [step for step in steps if step.output == output]
+        typical = statistics.median(step.of_step for step in own)
+        if not typical <= allowed.typical:
+            worst = max(own, key=lambda step: step.of_step)
+            raise ExportError(
+                f"output {output} is typically off by {typical:.2%} of its size (allowed {allowed.typical:.2%}), and at "
+                f"{worst.where} by {worst.of_step:.2%}"
+            )

@@ -201,6 +201,8 @@ class EncoderDecoder:
     feed_forward: str
     """Prefix of an FFN or MoE block; takes `stack` ("encoder" or "decoder"), `layer` and its `place` in the layer."""
     activation_key: str
+    scaled_head_key: str
+    """Key of the config's flag for hidden states that are divided by √hidden before the head."""
     dense_sibling: str | None = None
     """model_type of the family that the same weights form when each MoE block becomes one FFN; None for a dense family."""
     experts_key: str = ""
@@ -219,6 +221,8 @@ EXPERT_OF_BLOCK = "experts.expert_{expert}"
 ROUTER_OF_BLOCK = "router"
 FFN_PROJECTIONS = ("wi.weight", "wo.weight")
 """[width, hidden] and [hidden, width] of an FFN or expert without a gate."""
+GATED_PROJECTIONS = ("wi_0.weight", "wi_1.weight")
+"""In place of the first where an FFN has one: what goes through the activation, and what that is multiplied by."""
 
 ENCODER_DECODERS: dict[str, EncoderDecoder] = {
     row.model_type: row
@@ -228,6 +232,7 @@ ENCODER_DECODERS: dict[str, EncoderDecoder] = {
             model_class="SwitchTransformersForConditionalGeneration",
             feed_forward="{stack}.block.{layer}.layer.{place}.mlp",
             activation_key="dense_act_fn",
+            scaled_head_key="tie_word_embeddings",
             dense_sibling="t5",
             experts_key="num_experts",
         ),
@@ -236,6 +241,7 @@ ENCODER_DECODERS: dict[str, EncoderDecoder] = {
             model_class="T5ForConditionalGeneration",
             feed_forward="{stack}.block.{layer}.layer.{place}.DenseReluDense",
             activation_key="feed_forward_proj",
+            scaled_head_key="scale_decoder_outputs",
         ),
     )
 }
@@ -379,7 +385,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if model_type in ENCODER_DECODERS:
         raise UnsupportedError(
             f"model family {model_type!r} is an encoder-decoder, which this command does not take; `compress densify` makes "
-            "mixtures of that kind dense, and transformers runs them"
+            "mixtures of that kind dense, `compress export` writes ONNX graphs of them, and transformers runs them"
         )
     if model_type not in ARCHITECTURES:
         raise UnsupportedError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.architectures import (
     ENCODER_DECODERS,
@@ -30,6 +30,8 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.safetensors_file import SafetensorsFile, TensorEntry, open_shards
 
+ENCODER_NAME, DECODER_NAME = "encoder_model.onnx", "decoder_model_merged.onnx"
+"""The graphs of an exported one, called as those who run such models expect; its directory has no safetensors."""
 _SAME_MODEL = "config.json and the weights must be of the same model"
 
 
@@ -39,8 +41,13 @@ def is_encoder_decoder(directory: Path) -> bool:
     return isinstance(model_type, str) and model_type in ENCODER_DECODERS
 
 
-class EncoderDecoderCheckpoint:
-    """One model on disk. Opening checks config, headers and experts; `load` compares all names and shapes."""
+def is_exported_encoder_decoder(directory: Path) -> bool:
+    """Whether this is the directory of an exported one."""
+    return (directory / ENCODER_NAME).is_file()
+
+
+class EncoderDecoderDirectory:
+    """One model on disk whose weights may be in any format: what config.json and compression.json say of it."""
 
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for another family."""
@@ -59,15 +66,28 @@ class EncoderDecoderCheckpoint:
             self.config: Any = load_transformers_config(self.raw_config)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
-        self.by_name, self.files = open_shards(directory)
-        if self.row.embedding not in self.by_name:
-            raise CheckpointError(f"{directory}: tensor {self.row.embedding} is missing; {_SAME_MODEL}")
-        self._check_experts()
 
     @property
     def layers(self) -> dict[str, int]:
         """By stack, how many."""
         return {"encoder": int(self.config.num_layers), "decoder": int(self.config.num_decoder_layers)}
+
+
+class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
+    """One model on disk. Opening checks config, headers and experts; `load` compares all names and shapes."""
+
+    def __init__(self, directory: Path) -> None:
+        """Errors as of EncoderDecoderDirectory, for weights too."""
+        super().__init__(directory)
+        if is_exported_encoder_decoder(directory):
+            raise UnsupportedError(
+                f"{directory}: is an ONNX export, which this needs as a checkpoint; inspect describes it, all else takes "
+                "the model it was made from"
+            )
+        self.by_name, self.files = open_shards(directory)
+        if self.row.embedding not in self.by_name:
+            raise CheckpointError(f"{directory}: tensor {self.row.embedding} is missing; {_SAME_MODEL}")
+        self._check_experts()
 
     @cached_property
     def experts(self) -> dict[str, int]:
@@ -132,6 +152,21 @@ class EncoderDecoderCheckpoint:
     def _entry(self, name: str) -> TensorEntry:
         return self.by_name[name].entries[name]
 
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as stored, mapped, not to be written to. Reading it makes its pages resident until `release`."""
+        return self.by_name[name].tensor(name)
+
+    def table(self, name: str) -> str:
+        """The stored tensor that an embedding or head is: of that name if it is there and differs from the shared one."""
+        if name in self.by_name and not torch.equal(self.tensor(name), self.tensor(self.row.embedding)):
+            return name
+        return self.row.embedding
+
+    def release(self) -> None:
+        """Give resident weight pages back to the system; tensors stay valid."""
+        for file in self.files:
+            file.release()
+
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
         """Read every tensor once; CheckpointError naming the first that holds NaN or infinity, or is quantised."""
         for name in progress(list(self.by_name)):
@@ -152,7 +187,7 @@ class EncoderDecoderCheckpoint:
             entry = self._entry(name)
             digest.update(f"{name} {entry.dtype} {entry.shape} {entry.begin}\n".encode())
             if len(entry.shape) == 1 or ".router." in name:
-                digest.update(self.by_name[name].tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(self.tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:

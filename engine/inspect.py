@@ -6,9 +6,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.artifact import compare_checksums, read_provenance
+from engine.artifact import FILE_NAME, compare_checksums, read_provenance
 from engine.checkpoint import Checkpoint, ModelDirectory, resolve
-from engine.encoder_decoder import EncoderDecoderCheckpoint, is_encoder_decoder
+from engine.encoder_decoder import (
+    EncoderDecoderCheckpoint,
+    EncoderDecoderDirectory,
+    is_encoder_decoder,
+    is_exported_encoder_decoder,
+)
+from engine.errors import CheckpointError
+from engine.onnx_encoder_decoder_runtime import OnnxEncoderDecoder
 from engine.onnx_runtime import is_exported, open_exported
 from engine.skip_tables import load_skip_tables
 
@@ -23,6 +30,8 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
     provenance = read_provenance(directory)
     if is_exported(directory):
         return _exported(directory, checksums)
+    if is_exported_encoder_decoder(directory):
+        return _exported_encoder_decoder(directory, checksums)
     if is_encoder_decoder(directory):
         return _encoder_decoder(directory, checksums, provenance, progress)
     checkpoint = Checkpoint(directory)
@@ -87,4 +96,27 @@ def _encoder_decoder(
         "valid": True,
         "checksums_compared": checksums,
         "provenance": provenance,
+    }
+
+
+def _exported_encoder_decoder(directory: Path, checksums: bool) -> dict[str, Any]:
+    """The same of an exported one. What its graphs do not say of experts and parameters is in the figures of the export."""
+    model = EncoderDecoderDirectory(directory)
+    exported = OnnxEncoderDecoder(directory, model.config)
+    figures = (model.provenance or {}).get("figures")
+    counted = ("experts_per_layer", "parameters", "active_parameters")
+    if not isinstance(figures, dict) or not set(counted) <= set(figures):
+        raise CheckpointError(f"{directory}: has no figures of its export ({FILE_NAME}); export the model again")
+    return {
+        "kind": "onnx",
+        "architecture": model.row.model_type,
+        "layers": sum(model.layers.values()),
+        "experts_per_token": int(bool(figures["experts_per_layer"])),
+        **{name: figures[name] for name in counted},
+        "bytes": exported.weights_bytes,
+        "dtype": str(exported.dtype).removeprefix("torch."),
+        "skip_tables": False,
+        "valid": True,
+        "checksums_compared": checksums,
+        "provenance": model.provenance,
     }

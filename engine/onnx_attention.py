@@ -102,16 +102,6 @@ class _Tables:
         return graph.node("Mul", graph.node("Cast", is_long, to=INT64), graph.integer(self.switch))
 
 
-def _size(graph: Graph, tensor: str, dimension: int) -> str:
-    """A dimension of a tensor, an int64 vector of one."""
-    return graph.node("Gather", graph.node("Shape", tensor), graph.integers(dimension))
-
-
-def _range(graph: Graph, end_1: str) -> str:
-    """0, 1, … up to a vector of one."""
-    return graph.node("Range", graph.integer(0), graph.node("Squeeze", end_1), graph.integer(1))
-
-
 def _cache(parts: Parts, layer: int, part: str, length: str) -> tuple[str, str]:
     """Names of a layer's cached keys or values before and after, declared as input and output; `length` names the first."""
     graph, config = parts.graph, parts.config
@@ -129,7 +119,7 @@ class GroupedQuery:
 
     def __init__(self, parts: Parts, tokens_BL: str, mask_BP: str) -> None:
         self._parts, graph = parts, parts.graph
-        new_1, total_1 = _size(graph, tokens_BL, 1), _size(graph, mask_BP, 1)
+        new_1, total_1 = graph.size(tokens_BL, 1), graph.size(mask_BP, 1)
         real_B1 = graph.node("ReduceSum", mask_BP, graph.integers(1), keepdims=1)
         last_B1 = graph.node("Sub", real_B1, graph.integer(1))
         self._last_B = graph.node("Cast", graph.node("Squeeze", last_B1, graph.integers(1)), to=INT32)
@@ -137,7 +127,7 @@ class GroupedQuery:
         # Only what is read first can be padded: afterwards each sequence's next token follows its own last one.
         is_first_1 = graph.node("Cast", graph.node("Equal", new_1, total_1), to=INT64)
         padding_B1 = graph.node("Mul", graph.node("ArgMax", mask_BP, axis=1, keepdims=1), is_first_1)
-        place_L = _range(graph, new_1)
+        place_L = graph.range(new_1)
         self._from_BL = graph.node("Mod", graph.node("Add", place_L, padding_B1), new_1)
         self._back_BL = graph.node("Mod", graph.node("Sub", place_L, padding_B1), new_1)
         self._tables = _Tables(graph, parts.config)
@@ -187,7 +177,7 @@ class Standard:
 
     def __init__(self, parts: Parts, tokens_BL: str, mask_BP: str) -> None:
         self._parts, graph = parts, parts.graph
-        new_1, total_1 = _size(graph, tokens_BL, 1), _size(graph, mask_BP, 1)
+        new_1, total_1 = graph.size(tokens_BL, 1), graph.size(mask_BP, 1)
         past_1 = graph.node("Sub", total_1, new_1)
         counted_BP = graph.node("Sub", graph.node("CumSum", mask_BP, graph.integer(1)), graph.integer(1))
         counted_BP = graph.node("Max", counted_BP, graph.integer(0))
@@ -201,8 +191,8 @@ class Standard:
             for table in (tables.cosine, tables.sine)
         )
         self._real_B1P = graph.node("Cast", graph.node("Unsqueeze", mask_BP, graph.integers(1)), to=BOOL)
-        self._key_P = _range(graph, total_1)
-        query_L = graph.node("Add", _range(graph, new_1), past_1)
+        self._key_P = graph.range(total_1)
+        query_L = graph.node("Add", graph.range(new_1), past_1)
         self._query_L1 = graph.node("Unsqueeze", query_L, graph.integers(1))
         self._masks: dict[int | None, str] = {}
 

@@ -20,7 +20,7 @@ from engine.checkpoint import Checkpoint
 from engine.json_file import writing
 from engine.onnx_attention import AttentionForm, attention, attention_form
 from engine.onnx_experts import feed_forward
-from engine.onnx_graph import INT64, MICROSOFT, Graph
+from engine.onnx_graph import INT64, Graph
 from engine.onnx_layers import Parts
 from engine.onnx_quantise import Written
 from engine.onnx_runtime import DATA_NAME, SHARES_CACHE, SKIPPED
@@ -28,8 +28,6 @@ from engine.routing import Routing
 
 EVERY_POSITION = 2**31 - 1
 EMBEDDING = "model.embed_tokens.weight"
-OUTER_BITS = 8
-"""Of embeddings and head where weights are of few bits: every token's error comes from them."""
 
 
 def write_decoder(
@@ -51,11 +49,18 @@ def write_decoder(
     data_path = directory / DATA_NAME
     with writing(data_path, "ONNX weights"), data_path.open("wb") as data:
         graph = Graph(directory, data, dtype)
-        parts = Parts(graph, checkpoint.source(dtype), config, portable, bits)
+        parts = Parts(
+            graph=graph,
+            source=checkpoint.source(dtype),
+            norm_epsilon=config.norm_epsilon,
+            portable=portable,
+            bits=bits,
+            config=config,
+        )
         tokens_BL = graph.input("input_ids", INT64, ("batch_size", "sequence_length"))
         mask_BP = graph.input("attention_mask", INT64, ("batch_size", "total_sequence_length"))
         form = attention_form(parts, tokens_BL, mask_BP)
-        x_BLD = _embedded(parts, form.arrange(tokens_BL))
+        x_BLD = parts.embedded(form.arrange(tokens_BL), EMBEDDING)
         for layer in progress(range(len(config.layers))):
             with graph.scope(f"layers.{layer}"):
                 x_BLD = _layer(parts, form, layer, x_BLD, by_layer.get(layer))
@@ -78,22 +83,6 @@ def _layer(parts: Parts, form: AttentionForm, layer: int, x_BLD: str, routing: R
         return graph.node("Add", x_BLD, feed_forward(parts, layer, normed, routing))
 
 
-def _embedded(parts: Parts, tokens_BL: str) -> str:
-    """[B, L, D]."""
-    if parts.bits is None:
-        return parts.graph.node("Gather", parts.stored(EMBEDDING), tokens_BL, axis=0)
-    packed = parts.quantised(EMBEDDING, OUTER_BITS)
-    return parts.graph.node(
-        "GatherBlockQuantized",
-        *(packed.values, tokens_BL, packed.scales),
-        domain=MICROSOFT,
-        bits=packed.bits,
-        block_size=packed.block,
-        gather_axis=0,
-        quantize_axis=1,
-    )
-
-
 def _skipped(parts: Parts, form: AttentionForm, tokens_BL: str) -> None:
     """How many slots of each token each MoE layer left empty, [B, L, M]."""
     graph, layers = parts.graph, parts.config.moe_layers
@@ -112,13 +101,5 @@ def _head(parts: Parts, x_BLD: str) -> None:
     kept_BKD = graph.node("Slice", x_BLD, first, graph.integers(EVERY_POSITION), graph.integers(1))
     normed_BKD = parts.rms_norm(kept_BKD, "model.norm.weight")
     head = EMBEDDING if config.tied_embeddings else "lm_head.weight"
-    if parts.bits is None:
-        # Tied embeddings are in the file once: Gemm reads them the other way round.
-        flat = graph.node("Reshape", normed_BKD, graph.integers(-1, config.hidden_size))
-        logits = graph.node("Gemm", flat, parts.stored(head), transB=1)
-        batch_length = graph.node("Slice", graph.node("Shape", normed_BKD), graph.integers(0), graph.integers(2))
-        shape = graph.node("Concat", batch_length, graph.integers(config.vocabulary_size), axis=0)
-        graph.node("Reshape", logits, shape, name="logits")
-    else:
-        graph.node("Identity", parts.product(normed_BKD, parts.quantised(head, OUTER_BITS)), name="logits")
+    parts.logits(normed_BKD, head, (config.vocabulary_size, config.hidden_size))
     graph.output("logits", graph.element_type, ("batch_size", "kept_length", config.vocabulary_size))

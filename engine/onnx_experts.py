@@ -14,7 +14,7 @@ R tokens of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,9 @@ from engine.architectures import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.onnx_graph import FLOAT, INT64, MICROSOFT
+from engine.onnx_graph import FLOAT, INT64, MICROSOFT, Graph
 from engine.onnx_layers import ROUNDED_ACTIVATIONS, Parts, cast, float32
-from engine.onnx_quantise import Packing, block_size, quantise
+from engine.onnx_quantise import Packing, block_size
 from engine.onnx_routing import Selected, expert_weights, select
 from engine.routing import Routing, Skipping, TopK
 
@@ -51,7 +51,7 @@ def feed_forward(parts: Parts, layer: int, x_BLD: str, routing: Routing | None) 
     moe, graph = parts.config.layers[layer].moe, parts.graph
     x_TD = graph.node("Reshape", x_BLD, graph.integers(-1, parts.config.hidden_size))
     if moe is None or routing is None:
-        y_TD = parts.swiglu(x_TD, [dense_tensor(layer, projection) for projection in range(3)])
+        y_TD = parts.feed_forward(x_TD, [dense_tensor(layer, projection) for projection in range(3)])
     else:
         y_TD = _routed(parts, layer, moe, x_TD, routing)
         y_TD = graph.node("Add", y_TD, _shared(parts, layer, x_TD)) if moe.shared_width else y_TD
@@ -61,7 +61,7 @@ def feed_forward(parts: Parts, layer: int, x_BLD: str, routing: Routing | None) 
 def _routed(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, routing: Routing) -> str:
     graph, row = parts.graph, parts.config.architecture
     if moe.experts == 1 and isinstance(routing, TopK):
-        y_TD = parts.swiglu(x_TD, [expert_tensor(row, layer, 0, projection) for projection in range(3)])
+        y_TD = parts.feed_forward(x_TD, [expert_tensor(row, layer, 0, projection) for projection in range(3)])
         return y_TD if routing.scale == 1.0 else graph.node("Mul", y_TD, graph.number(routing.scale))
     logits_TN = _router_logits(parts, layer, x_TD)
     form = _standard if parts.portable else _mixture if parts.bits is None else _quantised_mixture
@@ -90,7 +90,7 @@ def _shared(parts: Parts, layer: int, x_TD: str) -> str:
     """The shared expert, scaled by its gate."""
     row = parts.config.architecture
     gate = parts.graph.node("Sigmoid", parts.linear(x_TD, shared_gate_tensor(row, layer), exact=True))
-    return parts.graph.node("Mul", gate, parts.swiglu(x_TD, [shared_tensor(row, layer, p) for p in range(3)]))
+    return parts.graph.node("Mul", gate, parts.feed_forward(x_TD, [shared_tensor(row, layer, p) for p in range(3)]))
 
 
 def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
@@ -135,8 +135,8 @@ def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logi
     weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
     block = block_size(hidden, moe.expert_width)
     assert block is not None, f"{hidden} and {moe.expert_width} inputs"
-    gate_up, gate_up_scales = _stacked_in_bits(parts, layer, moe, "gate_up", bits, block)
-    down, down_scales = _stacked_in_bits(parts, layer, moe, "down", bits, block)
+    gate_up, gate_up_scales = _stacked_in_bits(parts, layer, moe, "gate_up", Packing(bits, block))
+    down, down_scales = _stacked_in_bits(parts, layer, moe, "down", Packing(bits, block))
     return graph.node(
         "QMoE",
         *(x_TD, weights_TN, gate_up, gate_up_scales, "", down, down_scales),
@@ -157,7 +157,7 @@ def _stacked(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
     hidden, width = parts.config.hidden_size, moe.expert_width
     shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
     name = f"{parts.config.architecture.block.format(layer=layer)}.experts.{what}"
-    return parts.graph.weight_of_parts(name, parts.graph.dtype, shape, _experts(parts, layer, moe, what))
+    return parts.stacked(name, shape, _experts(parts, layer, moe, what))
 
 
 def _experts(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[Tensor]:
@@ -171,40 +171,43 @@ def _experts(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[Te
             yield torch.stack((parts.source(gate), parts.source(up)), dim=1).flatten(0, 1)
 
 
-def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: int, block: int) -> tuple[str, str]:
-    """The same in few bits: values as bytes and scales. Only the scales of a layer are in memory together."""
-    hidden, width = parts.config.hidden_size, moe.expert_width
-    rows, inputs = (hidden, width) if what == "down" else (2 * width, hidden)
-    name = f"{parts.config.architecture.block.format(layer=layer)}.experts.{what}"
-    scales: list[Tensor] = []
+def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, packing: Packing) -> tuple[str, str]:
+    """The same in few bits: values and scales."""
+    row, hidden, width = parts.config.architecture, parts.config.hidden_size, moe.expert_width
     for expert in range(moe.experts):
         for projection in (DOWN,) if what == "down" else (GATE, UP):
-            parts.packings[expert_tensor(parts.config.architecture, layer, expert, projection)] = Packing(bits, block)
-
-    def values() -> Iterator[Tensor]:
-        for weight in _experts(parts, layer, moe, what):
-            quantised = quantise(weight, bits, block)
-            scales.append(quantised.scales)
-            yield quantised.values
-
-    shape = (moe.experts, rows, inputs * bits // 8)
-    packed = parts.graph.weight_of_parts(f"{name}.values", torch.uint8, shape, values())
-    return packed, parts.graph.weight(f"{name}.scales", lambda: torch.stack(scales))
+            parts.packings[expert_tensor(row, layer, expert, projection)] = packing
+    shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
+    name = f"{row.block.format(layer=layer)}.experts.{what}"
+    return parts.stacked_in_bits(name, shape, _experts(parts, layer, moe, what), packing)
 
 
 def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
-    """[T, D] by standard operators, a branch for each expert."""
-    graph = parts.graph
+    """[T, D] by standard operators."""
+    graph, row = parts.graph, parts.config.architecture
     weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
+
+    def run(expert: int, x_RD: str) -> str:
+        return parts.feed_forward(x_RD, [expert_tensor(row, layer, expert, projection) for projection in range(3)])
+
+    return branches(graph, x_TD, weights_TN, (moe.experts, parts.config.hidden_size), run)
+
+
+def branches(graph: Graph, x_TD: str, weights_TN: str, sizes: tuple[int, int], run: Callable[[int, str], str]) -> str:
+    """[T, D] by standard operators: what `run` makes of each expert's tokens [R, D], times their weights, a branch for each.
+
+    `sizes`: N and D.
+    """
+    experts, hidden = sizes
     largest_N = graph.node("ReduceMax", weights_TN, axes=[0], keepdims=0)
-    used_N = graph.nodes("Split", graph.node("Greater", largest_N, float32(graph, 0.0)), outputs=[""] * moe.experts, axis=0)
-    none = np.zeros((0, 1), dtype=np.int64), np.zeros((0, parts.config.hidden_size), dtype=graph.numpy_dtype)
+    used_N = graph.nodes("Split", graph.node("Greater", largest_N, float32(graph, 0.0)), outputs=[""] * experts, axis=0)
+    none = np.zeros((0, 1), dtype=np.int64), np.zeros((0, hidden), dtype=graph.numpy_dtype)
     rows, outputs = [], []
-    for expert in range(moe.experts):
+    for expert, used in enumerate(used_N):
         with graph.scope(f"expert.{expert}"):
             rows_R1, outputs_RD = graph.either(
-                used_N[expert],
-                partial(_expert_tokens, parts, layer, expert, x_TD, weights_TN),
+                used,
+                partial(_expert_tokens, graph, expert, x_TD, weights_TN, run),
                 lambda: [graph.node("Identity", graph.constant(each)) for each in none],
             )
             rows.append(rows_R1)
@@ -214,11 +217,10 @@ def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: st
     return graph.node("ScatterND", zeros_TD, rows_R1, outputs_RD, reduction="add")
 
 
-def _expert_tokens(parts: Parts, layer: int, expert: int, x_TD: str, weights_TN: str) -> list[str]:
+def _expert_tokens(graph: Graph, expert: int, x_TD: str, weights_TN: str, run: Callable[[int, str], str]) -> list[str]:
     """The tokens that chose an expert, [R, 1], and what it adds to them, [R, D]."""
-    graph, row = parts.graph, parts.config.architecture
     weights_T = graph.node("Gather", weights_TN, graph.integer(expert), axis=1)
     rows_R1 = graph.node("Transpose", graph.node("NonZero", weights_T), perm=[1, 0])
     weights_R1 = graph.node("Unsqueeze", graph.node("GatherND", weights_T, rows_R1), graph.integers(1))
-    output_RD = parts.swiglu(graph.node("GatherND", x_TD, rows_R1), [expert_tensor(row, layer, expert, p) for p in range(3)])
+    output_RD = run(expert, graph.node("GatherND", x_TD, rows_R1))
     return [rows_R1, graph.node("Mul", output_RD, cast(graph, weights_R1, FLOAT, graph.element_type))]

@@ -45,11 +45,15 @@ Shape = Sequence[int | str]
 class Graph:
     """A graph in the making. `node` returns the name of the node's output, to be an input of others."""
 
-    def __init__(self, directory: Path, data: BinaryIO, dtype: torch.dtype) -> None:
-        """`dtype` is what weights and activations are computed in; `data` is open for writing in `directory`."""
+    def __init__(self, directory: Path, data: BinaryIO, dtype: torch.dtype, beside: Graph | None = None) -> None:
+        """`dtype` is what weights and activations are computed in; `data` is open for writing in `directory`.
+
+        `beside`: a graph with the same data file; what it has written under a name is this one's weight of that name too.
+        """
         self.directory, self.dtype = directory, dtype
         self.element_type = ELEMENT_TYPES[dtype]
         self._data = data
+        self._written: dict[str, onnx.TensorProto] = {} if beside is None else beside._written
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: dict[str, onnx.TensorProto] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
@@ -108,6 +112,14 @@ class Graph:
         self._nodes = outside
         return branch
 
+    def size(self, tensor: str, dimension: int) -> str:
+        """A dimension of a tensor, an int64 vector of one."""
+        return self.node("Gather", self.node("Shape", tensor), self.integers(dimension))
+
+    def range(self, end_1: str) -> str:
+        """0, 1, … up to a vector of one."""
+        return self.node("Range", self.integer(0), self.node("Squeeze", end_1), self.integer(1))
+
     def integers(self, *values: int) -> str:
         """A constant int64 vector."""
         return self.constant(np.array(values, dtype=np.int64))
@@ -136,7 +148,9 @@ class Graph:
 
     def weight(self, name: str, make: Callable[[], Tensor]) -> str:
         """A tensor in the data file, made now unless there is one of that name already."""
-        if name not in self._initializers:
+        if name in self._written:
+            self._initializers[name] = self._written[name]
+        else:
             tensor = make()
             self.weight_of_parts(name, tensor.dtype, tuple(tensor.shape), [tensor])
         return name
@@ -154,7 +168,7 @@ class Graph:
         proto = TensorProto(name=name, data_type=ELEMENT_TYPES[dtype], dims=shape, data_location=TensorProto.EXTERNAL)
         for key, value in (("location", DATA_NAME), ("offset", offset), ("length", length)):
             proto.external_data.add(key=key, value=str(value))
-        self._initializers[name] = proto
+        self._initializers[name] = self._written[name] = proto
         self.weights_bytes += length
         return name
 
@@ -167,13 +181,13 @@ class Graph:
         self._initializers[name] = proto
         return name
 
-    def save(self, name: str, metadata: dict[str, str]) -> None:
+    def save(self, name: str, metadata: dict[str, str], file_name: str = ONNX_NAME) -> None:
         """Write the graph, once all weights are in the data file; `metadata` is what a loader asks it for."""
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, list(self._initializers.values()))
         domains = sorted({node.domain for node in self._nodes})
         versions = [helper.make_opsetid(domain, 1 if domain else STANDARD_OPSET) for domain in domains]
         model = helper.make_model(graph, opset_imports=versions, ir_version=8, producer_name="moe-compress")
         helper.set_model_props(model, metadata)
-        path = self.directory / ONNX_NAME
+        path = self.directory / file_name
         with writing(path, "the ONNX graph"):
             path.write_bytes(model.SerializeToString())

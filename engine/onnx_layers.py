@@ -1,17 +1,20 @@
-"""Norms, linear layers and dense feed-forward networks as ONNX nodes.
+"""Norms, linear layers, feed-forward networks, embeddings and heads as ONNX nodes.
 
 Standard operators in patterns that onnxruntime fuses when it loads a graph.
 
-Shape suffixes: D inputs, O outputs, F width of the feed-forward network, R rows: tokens of any sequences.
+Shape suffixes: B batch, L positions, D inputs, O outputs, F width of the feed-forward network, R rows: tokens of any
+sequences, N experts, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.architectures import DecoderConfig
@@ -21,7 +24,8 @@ from engine.onnx_quantise import Packing, block_size, quantise
 Source = Callable[[str], Tensor]
 """Gives the checkpoint's tensors by name, in the graph's dtype."""
 
-
+OUTER_BITS = 8
+"""Of embeddings and head where weights are of few bits: every token's error comes from them."""
 ROUNDED_ACTIVATIONS = 4
 """accuracy_level of block-wise products: activations in 8 bits, so that the processor multiplies integers."""
 
@@ -37,21 +41,19 @@ class Packed(NamedTuple):
     inputs: int
 
 
-@dataclass(frozen=True)
-class Parts:
+@dataclass(frozen=True, kw_only=True)
+class Layers:
     """Where nodes go, and what they are made from."""
 
     graph: Graph
     source: Source
-    config: DecoderConfig
+    norm_epsilon: float
     portable: bool
     """Standard operators only."""
     bits: int | None = None
     """Of the weights of products; None where they are of the graph's dtype."""
     packings: dict[str, Packing] = field(default_factory=dict)
     """Noted here: how each weight of few bits was rounded."""
-    skipped: dict[int, str] = field(default_factory=dict)
-    """Noted here: by layer, how many slots of each token a rule that skips left empty, [T, 1]."""
 
     def stored(self, name: str) -> str:
         """A tensor as it is in the checkpoint."""
@@ -62,7 +64,7 @@ class Parts:
         graph = self.graph
         wide = cast(graph, x, graph.element_type, FLOAT)
         mean = graph.node("ReduceMean", graph.node("Pow", wide, float32(graph, 2.0)), axes=[-1], keepdims=1)
-        rms = graph.node("Sqrt", graph.node("Add", mean, float32(graph, self.config.norm_epsilon)))
+        rms = graph.node("Sqrt", graph.node("Add", mean, float32(graph, self.norm_epsilon)))
         normed = cast(graph, graph.node("Div", wide, rms), FLOAT, graph.element_type)
         return graph.node("Mul", normed, self.stored(weight))
 
@@ -108,11 +110,71 @@ class Parts:
             return self.product(x_RD, self.quantised(weight, self.bits))
         return self.graph.node("Gemm", x_RD, self.stored(weight), transB=1)
 
-    def swiglu(self, x_RD: str, weights: Sequence[str]) -> str:
-        """down(silu(gate·x) ⊙ up·x), [R, D] of rows; the names of gate [F, D], up [F, D] and down [D, F]."""
-        gate, up = (self.rows(x_RD, weight) for weight in weights[:2])
-        silu = self.graph.node("Mul", gate, self.graph.node("Sigmoid", gate))
-        return self.rows(self.graph.node("Mul", silu, up), weights[2])
+    def feed_forward(self, x_RD: str, weights: Sequence[str], activation: str = "silu") -> str:
+        """down(act(gate·x) ⊙ up·x), [R, D] of rows; the names of gate [F, D], up [F, D] if there is one, and down [D, F]."""
+        *inner, down = weights
+        gate, *up = (self.rows(x_RD, weight) for weight in inner)
+        hidden = ACTIVATIONS[activation](self.graph, gate)
+        for factor in up:
+            hidden = self.graph.node("Mul", hidden, factor)
+        return self.rows(hidden, down)
+
+    def embedded(self, tokens_BL: str, weight: str) -> str:
+        """[B, L, D]: rows of a weight [V, D]."""
+        if self.bits is None:
+            return self.graph.node("Gather", self.stored(weight), tokens_BL, axis=0)
+        packed = self.quantised(weight, OUTER_BITS)
+        return self.graph.node(
+            "GatherBlockQuantized",
+            *(packed.values, tokens_BL, packed.scales),
+            domain=MICROSOFT,
+            bits=packed.bits,
+            block_size=packed.block,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+
+    def logits(self, x_BLD: str, weight: str, shape: tuple[int, int]) -> None:
+        """The graph's output `logits` [B, L, V] of a weight [V, D] of that shape."""
+        graph, (vocabulary, hidden) = self.graph, shape
+        if self.bits is None:
+            # Tied embeddings are in the file once: Gemm reads them the other way round.
+            logits = self.rows(graph.node("Reshape", x_BLD, graph.integers(-1, hidden)), weight)
+            batch_length = graph.node("Slice", graph.node("Shape", x_BLD), graph.integers(0), graph.integers(2))
+            whole = graph.node("Concat", batch_length, graph.integers(vocabulary), axis=0)
+            graph.node("Reshape", logits, whole, name="logits")
+        else:
+            graph.node("Identity", self.product(x_BLD, self.quantised(weight, OUTER_BITS)), name="logits")
+
+    def stacked(self, name: str, shape: tuple[int, int, int], weights: Iterable[Tensor]) -> str:
+        """A weight [N, O, D] of all experts, written expert by expert."""
+        return self.graph.weight_of_parts(name, self.graph.dtype, shape, weights)
+
+    def stacked_in_bits(
+        self, name: str, shape: tuple[int, int, int], weights: Iterable[Tensor], packing: Packing
+    ) -> tuple[str, str]:
+        """The same in few bits: values as bytes and scales. Only the scales of a layer are in memory together."""
+        scales: list[Tensor] = []
+
+        def values() -> Iterator[Tensor]:
+            for weight in weights:
+                quantised = quantise(weight, *packing)
+                scales.append(quantised.scales)
+                yield quantised.values
+
+        experts, outputs, inputs = shape
+        packed_shape = (experts, outputs, inputs * packing.bits // 8)
+        packed = self.graph.weight_of_parts(f"{name}.values", torch.uint8, packed_shape, values())
+        return packed, self.graph.weight(f"{name}.scales", lambda: torch.stack(scales))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(Layers):
+    """The same for a decoder."""
+
+    config: DecoderConfig
+    skipped: dict[int, str] = field(default_factory=dict)
+    """Noted here: by layer, how many slots of each token a rule that skips left empty, [T, 1]."""
 
 
 def cast(graph: Graph, x: str, before: int, after: int) -> str:
@@ -123,3 +185,23 @@ def cast(graph: Graph, x: str, before: int, after: int) -> str:
 def float32(graph: Graph, value: object) -> str:
     """A constant in float32: a number or a list of them."""
     return graph.constant(np.array(value, dtype=np.float32))
+
+
+def _relu(graph: Graph, x: str) -> str:
+    return graph.node("Relu", x)
+
+
+def _silu(graph: Graph, x: str) -> str:
+    return graph.node("Mul", x, graph.node("Sigmoid", x))
+
+
+def _gelu_of_tanh(graph: Graph, x: str) -> str:
+    """0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
+    cube = graph.node("Pow", x, graph.number(3.0))
+    inner = graph.node("Add", x, graph.node("Mul", cube, graph.number(0.044715)))
+    bent = graph.node("Tanh", graph.node("Mul", inner, graph.number(math.sqrt(2.0 / math.pi))))
+    return graph.node("Mul", graph.node("Mul", x, graph.number(0.5)), graph.node("Add", bent, graph.number(1.0)))
+
+
+ACTIVATIONS: dict[str, Callable[[Graph, str], str]] = {"relu": _relu, "silu": _silu, "gelu_new": _gelu_of_tanh}
+"""By the name that transformers has for them."""

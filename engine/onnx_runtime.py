@@ -27,7 +27,7 @@ HEAD_MULTIPLE = 16
 """Of a head's dimensions, which onnxruntime's grouped-query attention rotates."""
 SKIPPED = "experts_skipped"
 """The output that says what was skipped, of graphs that skip."""
-_TYPES = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
+TYPES = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
 
 
@@ -94,7 +94,7 @@ class OnnxDecoder:
         """By which; None where nobody knows."""
         self.observer: Callable[[Tensor], None] | None = None
         """Called after each run with how many slots of each token each MoE layer left empty, [T, M], where `skips`."""
-        self.dtype = _TYPES[types["past_key_values.0.key"]]
+        self.dtype = TYPES[types["past_key_values.0.key"]]
         """Of the cache and the logits."""
         self.weights_bytes = (directory / DATA_NAME).stat().st_size
         """Bytes of the weights as they are stored."""
@@ -107,7 +107,7 @@ class OnnxDecoder:
         cache = (config.key_value_heads, config.head_dimension)
         fits = (
             set(types) == caches | {"input_ids", "attention_mask"}
-            and all(types[name] in _TYPES and (shapes[name][1], shapes[name][3]) == cache for name in caches)
+            and all(types[name] in TYPES and (shapes[name][1], shapes[name][3]) == cache for name in caches)
             and shapes.get("logits", [0])[-1] == config.vocabulary_size
         )
         if not fits:

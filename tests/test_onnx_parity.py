@@ -58,11 +58,14 @@ def made(family: str, result: str, path: Path, **changes: Any) -> Checkpoint:
     return Checkpoint(path / "made")
 
 
-def operators(directory: Path) -> dict[str, set[str]]:
-    """The operators of a graph by domain; its control flow has none inside."""
+def operators(directory: Path, name: str = "model.onnx") -> dict[str, set[str]]:
+    """The operators of a graph by domain, those of its branches among them."""
     found: dict[str, set[str]] = {}
-    for node in onnx.load(directory / "model.onnx", load_external_data=False).graph.node:
-        found.setdefault(node.domain, set()).add(node.op_type)
+    graphs = [onnx.load(directory / name, load_external_data=False).graph]
+    for graph in graphs:
+        for node in graph.node:
+            found.setdefault(node.domain, set()).add(node.op_type)
+            graphs += [attribute.g for attribute in node.attribute if attribute.HasField("g")]
     return found
 
 
