@@ -15,6 +15,7 @@ from torch import Tensor
 from compress.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan
 from engine import remote_code
 from engine.architectures import (
+    architecture_of,
     as_dense,
     decoder_config,
     dense_tensor,
@@ -24,7 +25,7 @@ from engine.architectures import (
     shared_tensor,
     with_experts,
 )
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, computed_dtype
 from engine.errors import PlanError, UnsupportedError
 from engine.json_file import write_json
 from engine.model import Decoder
@@ -40,7 +41,7 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
     moes = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
     experts = {index: moe.experts for index, moe in moes.items() if moe is not None}
     width = next((moe.expert_width for moe in moes.values() if moe is not None), 0)
-    check_plan(plan, experts, width, checkpoint.config.architecture.shared_expert)
+    check_plan(plan, experts, width, any(moe is not None and moe.shared_width for moe in moes.values()))
     widths = set()
     for layer, planned in plan.layers.items():
         for index, expert in enumerate(planned):
@@ -59,7 +60,7 @@ def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
     """Raise UnsupportedError unless the result takes every tensor outside of the plan's MoE blocks, and needs no other."""
     config, own = decoder_config(planned_config(plan, checkpoint)), checkpoint.config
     theirs, ours = config.architecture.model_type, own.architecture.model_type
-    shapes, made = expected_tensors(config), _made_tensors(plan, checkpoint)
+    shapes, made = expected_tensors(config), _made_tensors(plan, checkpoint).keys() | dense_ffns(checkpoint)
     for name, shape in shapes.items():
         if name not in made and checkpoint.shapes.get(name) != shape:
             raise UnsupportedError(
@@ -89,14 +90,44 @@ def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
     if plan.kind == "dense":
         return as_dense(raw, _dense_width(plan, checkpoint))
     counts = [len(plan.layers[index]) if index in plan.layers else 0 for index in range(len(checkpoint.config.layers))]
-    changed = with_experts(raw, counts) | {"architectures": [checkpoint.config.architecture.causal_lm_class]}
-    needs_code = not plan.is_uniform and checkpoint.config.architecture.in_transformers
+    groups = {layer: _groups(plan, checkpoint, layer) for layer in plan.layers}
+    changed = with_experts(raw, counts, {layer: own for layer, own in groups.items() if own})
+    changed["architectures"] = [checkpoint.config.architecture.causal_lm_class]
+    needs_code = "block_configs" in changed and architecture_of(changed).in_transformers
     return changed | {"auto_map": remote_code.auto_map()} if needs_code else changed
 
 
+def _groups(plan: Plan, checkpoint: Checkpoint, layer: int) -> list[int]:
+    """The group of each expert of the result: that of the expert whose router row it has; nothing without groups."""
+    moe = checkpoint.config.layers[layer].moe
+    if moe is None or not moe.groups:
+        return []
+    rows = [max(expert.router, key=lambda row: row.coefficient) for expert in plan.layers[layer]]
+    return [moe.groups[int(row.expert)] for row in rows]
+
+
 def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
+    """Of every FFN of a dense sibling, which has one width for all: narrower ones get hidden units that are zero."""
     layer, (expert,) = next(iter(plan.layers.items()))
-    return sum(_width(part.sources[0], layer, checkpoint) for part in expert.parts)
+    width = sum(_width(part.sources[0], layer, checkpoint) for part in expert.parts)
+    if checkpoint.config.architecture.dense_sibling is None:
+        return width
+    return max([width, *(own.dense_width for own in checkpoint.config.layers if own.moe is None)])
+
+
+def dense_ffns(checkpoint: Checkpoint) -> set[str]:
+    """Names of the projections of layers that have no experts."""
+    dense = [index for index, layer in enumerate(checkpoint.config.layers) if layer.moe is None]
+    return {dense_tensor(index, projection) for index in dense for projection in range(3)}
+
+
+def _fitted(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Of an FFN that is narrower than the others, with hidden units of zero: they add nothing to its output."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    fitted = tensor.new_zeros(shape)
+    fitted[: tensor.shape[0], : tensor.shape[1]] = tensor
+    return fitted
 
 
 def apply(
@@ -121,7 +152,7 @@ def apply(
     read = 0
     with ShardWriter(directory, layout, shard_bytes) as writer:
         for name in progress(list(shapes)):
-            tensor = made[name]() if name in made else checkpoint.tensor(name)
+            tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
             writer.add(name, tensor.to(layout[name][0]))
             read += tensor.numel() * tensor.element_size()
             if read > _RELEASE_EVERY_BYTES:
@@ -144,12 +175,14 @@ def planned_decoder(
 ) -> Decoder:
     """What `apply` would write, as a decoder, without writing it; experts that are kept as they are stay mapped."""
     made = _made_tensors(plan, checkpoint) | _given(replaced)
+    config = decoder_config(planned_config(plan, checkpoint))
+    shapes = expected_tensors(config)
 
     def source(name: str) -> Tensor:
-        tensor = made[name]() if name in made else checkpoint.tensor(name)
-        return tensor.to(device=device, dtype=dtype)
+        tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
+        return tensor.to(device=device, dtype=computed_dtype(config.architecture, name, dtype))
 
-    return Decoder(decoder_config(planned_config(plan, checkpoint)), source)
+    return Decoder(config, source)
 
 
 def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
@@ -166,11 +199,11 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
             for projection in range(3):
                 name = ffn_tensor(plan, checkpoint, layer, index, projection)
                 made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
-        for name, (_, inputs) in expert_rows(checkpoint.config, layer).items():
+        for name, (_, *inputs) in expert_rows(checkpoint.config, layer).items():
             if plan.kind == "moe":
                 made[name] = _deferred(_rows, checkpoint, name, experts)
             elif row.dense_sibling is None:  # the softmax of one logit is 1, whatever the logit
-                made[name] = _deferred(torch.zeros, 1, inputs)
+                made[name] = _deferred(torch.zeros, 1, *inputs)
     return made
 
 
@@ -218,7 +251,8 @@ def _source_tensor(checkpoint: Checkpoint, layer: int, source: Source, projectio
 
 
 def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...]) -> Tensor:
-    """The result's router, [M, D], or another tensor like it: a weighted sum of source rows, one-hot in pruning."""
+    """The result's router, [M, D], or another tensor with a row for each expert: weighted sums of source rows, one-hot in
+    pruning."""
     weight = checkpoint.tensor(name)
     if all(expert.is_copy for expert in experts):
         return weight[[int(expert.router[0].expert) for expert in experts]]

@@ -38,7 +38,7 @@ from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import OptionError, PlanError
 from engine.experts import MoeBlock
 from engine.json_file import write_json, writing
-from engine.model import DecoderLayer
+from engine.model import DecoderLayer, own_routings
 from engine.progress import Progress, no_progress
 from engine.routing import NO_EXPERT, Selection
 from engine.skip_tables import SkipTables, load_skip_tables, skipping_routings
@@ -134,7 +134,8 @@ def _subject(name: str, label: str, checkpoint: Checkpoint, skip_threshold: floa
     tables = load_skip_tables(checkpoint.directory, checkpoint.config)
     can_skip = tables is not None and bool(checkpoint.config.moe_layers)
     subject = Subject(name, label, checkpoint, tables, skip_threshold if can_skip else 0.0)
-    skipping_routings(checkpoint.config, tables, subject.skip_threshold)  # refuses what is out of range
+    own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
+    skipping_routings(checkpoint.config, tables, subject.skip_threshold, own=own)  # refuses what is out of range
     return subject
 
 
@@ -232,8 +233,9 @@ def _perplexity(
 ) -> tuple[float, float | None]:
     """(perplexity, share of expert evaluations skipped, None for a dense model), with the model's skip threshold."""
     config = subject.checkpoint.config
-    own = skipping_routings(config, subject.tables, subject.skip_threshold, device=options.device)
-    routings = dict(zip(config.moe_layers, own, strict=True))
+    own = own_routings(config, subject.checkpoint.source(torch.float32, options.device))
+    skipping = skipping_routings(config, subject.tables, subject.skip_threshold, device=options.device, own=own)
+    routings = dict(zip(config.moe_layers, skipping, strict=True))
     skipped, slots = [], []
 
     def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from compress.apply import ffn_tensor, part_tensor, planned_config
+from compress.apply import dense_ffns, ffn_tensor, part_tensor, planned_config
 from compress.plan import Part, Plan
 from engine.architectures import decoder_config, expected_tensors
 from engine.checkpoint import Checkpoint
@@ -54,10 +54,10 @@ def ffn_sum(
 def dense_student(plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
     """The result of a dense plan as a decoder whose MoE layers' FFNs are still apart."""
     config = decoder_config(planned_config(plan, checkpoint))
-    shapes = expected_tensors(config)
+    shapes, narrower = expected_tensors(config), dense_ffns(checkpoint)
 
     def source(name: str) -> Tensor:
-        if name in checkpoint.shapes and checkpoint.shapes[name] == shapes[name]:
+        if name in narrower or checkpoint.shapes.get(name) == shapes[name]:
             return checkpoint.tensor(name).to(device=device, dtype=dtype)
         return torch.empty(shapes[name], dtype=dtype, device="meta")  # of the folded FFN, which is replaced below
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from engine.architectures import (
     ARCHITECTURES,
+    Architecture,
     DecoderConfig,
     decoder_config,
     expected_tensors,
     expert_tensor,
     fused_router_tensor,
     fused_tensors,
+    is_router_bias,
     router_tensor,
     router_tensors,
 )
@@ -204,7 +207,12 @@ class Checkpoint(ModelDirectory):
 
     def source(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Tensor]:
         """A tensor source for the decoder: mapped where dtype and device already fit, converted otherwise."""
-        return lambda name: self.tensor(name).to(device=device, dtype=dtype)
+        return lambda name: self.tensor(name).to(device=device, dtype=computed_dtype(self.config.architecture, name, dtype))
+
+
+def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor is computed with in a model of this dtype: a bias that chooses experts keeps float32."""
+    return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) else dtype
 
 
 class _View:
@@ -254,7 +262,10 @@ def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dic
 
 
 def _is_ignorable(name: str, config: DecoderConfig) -> bool:
-    """Tensors that older tools wrote and nobody reads."""
+    """Tensors that older tools wrote and nobody reads, and those of multi-token prediction."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is not None and 0 <= int(layer[1]) - len(config.layers) < config.prediction_layers:
+        return True
     tied_copy = config.tied_embeddings and name == "lm_head.weight"
     return tied_copy or name.endswith((".rotary_emb.inv_freq", ".masked_bias"))
 

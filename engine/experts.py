@@ -103,7 +103,7 @@ class CompiledExperts:
 
 
 class MoeBlock(nn.Module):
-    """Router, routed experts and, where the family has one, the shared expert scaled by its gate.
+    """Router, routed experts and, where the family has one, the shared expert, scaled by its gate where it has one.
 
     `routing` is the layer's rule and may be replaced at any time by another Routing. `observer`, when set, is called
     with (x_TD, logits_TN, selection) on each forward: this is how calibration and reports watch the layer. `noise_ND` is
@@ -119,9 +119,11 @@ class MoeBlock(nn.Module):
         shared_gate_1D: Tensor | None = None,
         gate_hidden_HD: Tensor | None = None,
         noise_ND: Tensor | None = None,
+        router_in_float32: bool = False,
     ) -> None:
         """router_ND: one row for each expert; [N, H] where `gate_hidden_HD` is the first layer of a gate network."""
         super().__init__()
+        self.router_in_float32 = router_in_float32
         self.router_ND = nn.Parameter(router_ND, requires_grad=False)
         self.experts = nn.ModuleList(experts)
         self.routing = routing
@@ -140,14 +142,22 @@ class MoeBlock(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
-        logits_TN = router_logits(x_TD, self.router_ND, self.gate_hidden_HD)
+        logits_TN = self.logits(x_TD)
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
         y_TD = self._routed(x_TD, selection)
-        if self.shared is not None and self.shared_gate_1D is not None:
-            y_TD = y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * self.shared(x_TD)
-        return y_TD
+        if self.shared is None:
+            return y_TD
+        shared_TD: Tensor = self.shared(x_TD)
+        if self.shared_gate_1D is None:
+            return y_TD + shared_TD
+        return y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * shared_TD
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """The router's, [T, N]."""
+        dtype = torch.promote_types(x_TD.dtype, torch.float32) if self.router_in_float32 else x_TD.dtype
+        return router_logits(x_TD.to(dtype), self.router_ND.to(dtype), self.gate_hidden_HD)
 
     def _routed(self, x_TD: Tensor, selection: Selection) -> Tensor:
         if is_decoding() and self.expert_observer is None and selection.experts.is_cpu:

@@ -23,6 +23,7 @@ from engine.architectures import (
     dense_tensor,
     expert_tensor,
     gate_hidden_tensor,
+    router_bias_tensor,
     router_noise_tensor,
     router_tensor,
     shared_gate_tensor,
@@ -31,9 +32,10 @@ from engine.architectures import (
 from engine.attention import Attention, Cache, Positions, Rotary, attention_mask, first_seen, rms_norm
 from engine.experts import Expert, MoeBlock
 from engine.kv_cache import KeyValueCache
+from engine.latent_attention import LatentAttention
 from engine.linear import linear
 from engine.paged_cache import PagedBatch
-from engine.routing import Routing, TopK
+from engine.routing import Gate, GroupedTopK, Routing, SigmoidTopK, TopK, sigmoid_shares, softmax
 
 TensorSource = Callable[[str], Tensor]
 
@@ -46,7 +48,7 @@ class DecoderLayer(nn.Module):
         prefix = f"model.layers.{layer}"
         self.epsilon = config.norm_epsilon
         self.attention_norm = _frozen(tensor(f"{prefix}.input_layernorm.weight"))
-        self.attention = Attention(config, layer, tensor)
+        self.attention = (Attention if config.latent is None else LatentAttention)(config, layer, tensor)
         self.feed_forward_norm = _frozen(tensor(f"{prefix}.post_attention_layernorm.weight"))
         self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
 
@@ -161,9 +163,33 @@ def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_
     return Positions(cosine, sine, False, masks)
 
 
-def own_routing(moe: MoeConfig) -> Routing:
-    """The model's own rule."""
+def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
+    """The model's own rule; `bias_N` is of a router that has one (router_bias_tensor)."""
+    groups = tuple(tuple(e for e, own in enumerate(moe.groups) if own == group) for group in sorted(set(moe.groups)))
+    if moe.scores == "sigmoid":
+        assert bias_N is not None
+        return SigmoidTopK(
+            moe.experts_per_token, moe.normalise_top_k, bias_N, moe.weight_scale, groups, moe.groups_per_token
+        )
+    if groups:
+        return GroupedTopK(moe.experts_per_token, groups, moe.groups_per_token, moe.weight_scale)
     return TopK(moe.experts_per_token, moe.normalise_top_k, moe.weight_scale)
+
+
+def gate_of(moe: MoeConfig) -> Gate:
+    """What the router makes of its logits, as shares that add up to one."""
+    return sigmoid_shares if moe.scores == "sigmoid" else softmax
+
+
+def own_routings(config: DecoderConfig, tensor: TensorSource) -> list[Routing]:
+    """The same of every MoE layer; `tensor` is asked for their biases, where they have any."""
+    moes = {layer: config.layers[layer].moe for layer in config.moe_layers}
+    return [_own_routing(config, layer, moe, tensor) for layer, moe in moes.items() if moe is not None]
+
+
+def _own_routing(config: DecoderConfig, layer: int, moe: MoeConfig, tensor: TensorSource) -> Routing:
+    bias = router_bias_tensor(config.architecture, layer)
+    return own_routing(moe) if bias is None else own_routing(moe, tensor(bias))
 
 
 @contextmanager
@@ -186,14 +212,16 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
         return Expert(*(tensor(dense_tensor(layer, projection)) for projection in range(3)))
     experts = [Expert(*(tensor(expert_tensor(row, layer, i, p)) for p in range(3))) for i in range(moe.experts)]
     shared = [tensor(shared_tensor(row, layer, projection)) for projection in range(3)] if moe.shared_width else []
+    shared_gate = shared_gate_tensor(row, layer) if shared else None
     return MoeBlock(
         tensor(router_tensor(row, layer)),
         experts,
-        own_routing(moe),
+        _own_routing(config, layer, moe, tensor),
         Expert(*shared) if shared else None,
-        tensor(shared_gate_tensor(row, layer)) if shared else None,
+        None if shared_gate is None else tensor(shared_gate),
         tensor(gate_hidden_tensor(row, layer)) if moe.gate_network_width else None,
         tensor(router_noise_tensor(row, layer)) if moe.noise_epsilon is not None else None,
+        moe.router_in_float32,
     )
 
 

@@ -87,10 +87,12 @@ def _router_logits(parts: Parts, layer: int, x_TD: str) -> str:
 
 
 def _shared(parts: Parts, layer: int, x_TD: str) -> str:
-    """The shared expert, scaled by its gate."""
+    """The shared expert, scaled by its gate where it has one."""
     row = parts.config.architecture
-    gate = parts.graph.node("Sigmoid", parts.linear(x_TD, shared_gate_tensor(row, layer), exact=True))
-    return parts.graph.node("Mul", gate, parts.swiglu(x_TD, [shared_tensor(row, layer, p) for p in range(3)]))
+    y_TD = parts.swiglu(x_TD, [shared_tensor(row, layer, p) for p in range(3)])
+    if (name := shared_gate_tensor(row, layer)) is None:
+        return y_TD
+    return parts.graph.node("Mul", parts.graph.node("Sigmoid", parts.linear(x_TD, name, exact=True)), y_TD)
 
 
 def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:

@@ -57,12 +57,13 @@ class Parts:
         """A tensor as it is in the checkpoint."""
         return self.graph.weight(name, lambda: self.source(name))
 
-    def rms_norm(self, x: str, weight: str) -> str:
-        """x / rms(x) · weight over the last dimension, the mean square taken in float32."""
+    def rms_norm(self, x: str, weight: str, epsilon: float | None = None) -> str:
+        """x / rms(x) · weight over the last dimension, the mean square taken in float32; epsilon: None for the config's."""
         graph = self.graph
         wide = cast(graph, x, graph.element_type, FLOAT)
         mean = graph.node("ReduceMean", graph.node("Pow", wide, float32(graph, 2.0)), axes=[-1], keepdims=1)
-        rms = graph.node("Sqrt", graph.node("Add", mean, float32(graph, self.config.norm_epsilon)))
+        least = self.config.norm_epsilon if epsilon is None else epsilon
+        rms = graph.node("Sqrt", graph.node("Add", mean, float32(graph, least)))
         normed = cast(graph, graph.node("Div", wide, rms), FLOAT, graph.element_type)
         return graph.node("Mul", normed, self.stored(weight))
 

@@ -16,7 +16,7 @@ import numpy as np
 from engine.errors import UnsupportedError
 from engine.onnx_graph import Graph
 from engine.onnx_layers import float32
-from engine.routing import Routing, SigmoidTopK, Skipping, TopK
+from engine.routing import GroupedTopK, Routing, SigmoidTopK, Skipping, TopK
 
 _END = 2**31 - 1
 
@@ -58,7 +58,7 @@ def _sigmoid_top_k(graph: Graph, routing: SigmoidTopK, logits_TN: str, experts: 
     scores_TN = graph.node("Sigmoid", logits_TN)
     choice_TN = graph.node("Add", scores_TN, float32(graph, routing.bias_N.tolist()))
     if routing.groups:
-        choice_TN = graph.node("Where", _in_best_groups(graph, routing, choice_TN), choice_TN, float32(graph, -np.inf))
+        choice_TN = _of_best_groups(graph, routing, choice_TN, judged_by=2)
     best_TK, experts_TK = _largest(graph, choice_TN, slots)
     weights_TK = graph.node("GatherElements", scores_TN, experts_TK, axis=1)
     empty_TK = graph.node("Equal", best_TK, float32(graph, -np.inf))
@@ -71,10 +71,23 @@ def _sigmoid_top_k(graph: Graph, routing: SigmoidTopK, logits_TN: str, experts: 
     return Selected(graph.node("GatherElements", experts_TK, order_TK, axis=1), weights_TK)
 
 
-def _in_best_groups(graph: Graph, routing: SigmoidTopK, choice_TN: str) -> str:
+def _grouped_top_k(graph: Graph, routing: GroupedTopK, logits_TN: str, experts: int) -> Selected:
+    probabilities_TN = _of_best_groups(graph, routing, graph.node("Softmax", logits_TN, axis=-1), judged_by=1)
+    weights_TK, experts_TK = _largest(graph, probabilities_TN, min(routing.experts_per_token, experts))
+    weights_TK = graph.node("Mul", graph.node("Max", weights_TK, float32(graph, 0.0)), float32(graph, routing.scale))
+    return Selected(experts_TK, weights_TK)
+
+
+def _of_best_groups(graph: Graph, routing: SigmoidTopK | GroupedTopK, choice_TN: str, judged_by: int) -> str:
+    """[T, N] with −∞ for experts whose group is not among the token's best."""
+    in_best_TN = _in_best_groups(graph, routing, choice_TN, judged_by)
+    return graph.node("Where", in_best_TN, choice_TN, float32(graph, -np.inf))
+
+
+def _in_best_groups(graph: Graph, routing: SigmoidTopK | GroupedTopK, choice_TN: str, judged_by: int) -> str:
     """[T, N] bool: the expert's group is among the token's best."""
     groups = [group for group in routing.groups if group]
-    scores_TG = graph.node("Concat", *(_group_score(graph, choice_TN, group) for group in groups), axis=1)
+    scores_TG = graph.node("Concat", *(_group_score(graph, choice_TN, group, judged_by) for group in groups), axis=1)
     _, best = _largest(graph, scores_TG, min(routing.groups_per_token, len(groups)))
     zeros_TG = graph.node("ConstantOfShape", graph.node("Shape", scores_TG))
     ones = graph.node("Add", graph.node("ConstantOfShape", graph.node("Shape", best)), float32(graph, 1.0))
@@ -84,10 +97,10 @@ def _in_best_groups(graph: Graph, routing: SigmoidTopK, choice_TN: str) -> str:
     return graph.node("Greater", best_TN, float32(graph, 0.5))
 
 
-def _group_score(graph: Graph, choice_TN: str, group: tuple[int, ...]) -> str:
-    """[T, 1] sum of the two best of a group's experts."""
+def _group_score(graph: Graph, choice_TN: str, group: tuple[int, ...], judged_by: int) -> str:
+    """[T, 1] sum of the best of a group's experts."""
     own_TM = graph.node("Gather", choice_TN, graph.integers(*group), axis=1)
-    return _sum(graph, _largest(graph, own_TM, min(2, len(group)))[0])
+    return _sum(graph, _largest(graph, own_TM, min(judged_by, len(group)))[0])
 
 
 def _skipping(graph: Graph, routing: Skipping, logits_TN: str, experts: int) -> Selected:
@@ -115,6 +128,7 @@ def _skipping(graph: Graph, routing: Skipping, logits_TN: str, experts: int) -> 
 SELECTIONS: dict[type, Callable[[Graph, Any, str, int], Selected]] = {
     TopK: _top_k,
     SigmoidTopK: _sigmoid_top_k,
+    GroupedTopK: _grouped_top_k,
     Skipping: _skipping,
 }
 

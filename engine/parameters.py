@@ -17,11 +17,15 @@ from engine.architectures import (
 )
 from engine.attention import Attention
 from engine.experts import Expert, MoeBlock
+from engine.latent_attention import LatentAttention
 from engine.model import Decoder, DecoderLayer
 
 
 def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """Every parameter by its name on disk; of tied embeddings only the one. Blocks of other kinds are left out."""
+    """Every parameter by its name on disk; of tied embeddings only the one. Blocks of other kinds are left out.
+
+    So are biases that only choose experts: no gradient reaches them.
+    """
     found = {"model.embed_tokens.weight": decoder.embedding_VD}
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
@@ -36,8 +40,28 @@ def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
     return found
 
 
-def _attention(attention: Attention) -> Iterator[tuple[str, nn.Parameter]]:
-    named = {
+def _attention(attention: Attention | LatentAttention) -> Iterator[tuple[str, nn.Parameter]]:
+    named = _latent(attention) if isinstance(attention, LatentAttention) else _grouped(attention)
+    return ((name, parameter) for name, parameter in named.items() if parameter is not None)
+
+
+def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | None]:
+    return {
+        "q_a_proj.weight": attention.query_down,
+        "q_a_proj.bias": attention.query_down_bias,
+        "q_a_layernorm.weight": attention.query_norm,
+        "q_proj.weight" if attention.query_down is None else "q_b_proj.weight": attention.query_up,
+        "kv_a_proj_with_mqa.weight": attention.latent_down,
+        "kv_a_proj_with_mqa.bias": attention.latent_down_bias,
+        "kv_a_layernorm.weight": attention.latent_norm,
+        "kv_b_proj.weight": attention.latent_up,
+        "o_proj.weight": attention.output,
+        "o_proj.bias": attention.output_bias,
+    }
+
+
+def _grouped(attention: Attention) -> dict[str, nn.Parameter | None]:
+    return {
         "q_proj.weight": attention.query,
         "q_proj.bias": attention.query_bias,
         "k_proj.weight": attention.key,
@@ -49,7 +73,6 @@ def _attention(attention: Attention) -> Iterator[tuple[str, nn.Parameter]]:
         "q_norm.weight": attention.query_norm,
         "k_norm.weight": attention.key_norm,
     }
-    return ((name, parameter) for name, parameter in named.items() if parameter is not None)
 
 
 def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -65,6 +88,7 @@ def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
             yield from ((expert_tensor(row, index, number, p), each) for p, each in enumerate(expert.projections))
-        if block.shared is not None and block.shared_gate_1D is not None:
+        if block.shared is not None:
             yield from ((shared_tensor(row, index, p), each) for p, each in enumerate(block.shared.projections))
-            yield shared_gate_tensor(row, index), block.shared_gate_1D
+        if block.shared_gate_1D is not None and (gate := shared_gate_tensor(row, index)) is not None:
+            yield gate, block.shared_gate_1D

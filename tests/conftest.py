@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+FINE_GRAINED = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT | FINE_GRAINED | GROUPS,
+}
+"""Of which only the matrix (family_matrix.py) goes through everything."""
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 EVERY_MOE_FAMILY = (*MOE_FAMILIES, "llama_moe")
 """With those that transformers has no class of."""
+NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe}
+"""Our own models in place of transformers' where it has none."""
+NAMES: dict[str, str] = {}
+"""Families that transformers has under another name."""
 
 
 def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -45,12 +70,13 @@ def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
     Of a family that transformers lacks it is our naive one.
     """
-    if family not in MOE_FAMILIES and family in EVERY_MOE_FAMILY:
-        return NaiveLlamaMoe.random(seed, **SIZES | FAMILIES[family] | changes)
+    settings = SIZES | (FAMILIES | FURTHER_FAMILIES)[family] | changes
+    if family in NAIVE:
+        return NAIVE[family].random(seed, **settings)
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**(SIZES | FAMILIES[family] | changes))
+    config = CONFIG_MAPPING[NAMES.get(family, family)](**settings)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -58,6 +84,9 @@ def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
                 parameter.normal_(0.0, 0.5 if "gate.weight" in name else 0.15)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.normal_(0.0, 0.3)
     return model
 
 
@@ -65,14 +94,19 @@ def save_reference(family: str, path: Path, seed: int = 0, **changes: Any) -> An
     """Save a tiny reference checkpoint (no tokenizer) and return the transformers model."""
     model = reference_model(family, seed, **changes)
     model.save_pretrained(path)
+    if family in NAMES:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"model_type": family}))
     return model
 
 
 PARITY = "parity"
 ONNX_PARITY = "onnx_parity"
+MATRIX = "matrix"
 TABLES = {
     PARITY: "logits: largest difference to transformers, float32",
     ONNX_PARITY: "logits of exported graphs: largest difference to our engine, float32",
+    MATRIX: "what each family can become: largest difference of a logit, float32",
 }
 
 
@@ -86,6 +120,12 @@ def parity(record_property: Any) -> Any:
 def onnx_parity(record_property: Any) -> Any:
     """The same for the table of exported graphs."""
     return _recorder(record_property, ONNX_PARITY)
+
+
+@pytest.fixture
+def matrix(record_property: Any) -> Any:
+    """The same for the matrix of families."""
+    return _recorder(record_property, MATRIX)
 
 
 def _recorder(record_property: Any, table: str) -> Any:

@@ -406,10 +406,18 @@ def test_dense_plans_that_the_sibling_cannot_hold_are_refused_with_nothing_writt
     plan = concatenation_plan({layer: [(0, 1.0)] for layer in range(3)})
     with pytest.raises(UnsupportedError, match="qwen2"):
         apply(plan, model("qwen2_moe", tmp_path / "unbiased", qkv_bias=False), tmp_path / "out")
-    some = concatenation_plan({0: [(0, 1.0)], 2: [(0, 1.0)]})
-    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp"):
-        apply(some, model("qwen2_moe", tmp_path / "mixed", mlp_only_layers=[1]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    same_width = model("qwen2_moe", tmp_path / "same", mlp_only_layers=[1], intermediate_size=24)
-    apply(some, same_width, tmp_path / "out")
-    assert worst(transformers_logits(tmp_path / "out"), logits(Checkpoint(tmp_path / "out"))) <= 1e-4
+
+
+@pytest.mark.parametrize("width", [24, 48, 20], ids=["equal", "wider", "narrower"])
+def test_a_layer_that_was_dense_and_those_made_dense_get_one_width(width: int, tmp_path: Path) -> None:
+    """Zero hidden units make up the difference."""
+    mixed = model("qwen2_moe", tmp_path / "mixed", mlp_only_layers=[1], intermediate_size=width)
+    apply(concatenation_plan({0: [(0, 1.0)], 2: [(0, 1.0)]}), mixed, tmp_path / "out")
+    dense = Checkpoint(tmp_path / "out")
+    assert dense.raw_config["intermediate_size"] == max(width, 24)
+    assert worst(transformers_logits(tmp_path / "out"), logits(dense)) <= 1e-4
+    before, after = (Decoder(each.config, each.source(torch.float32)).layers for each in (mixed, dense))
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
+    assert worst(after[1].feed_forward(x), before[1].feed_forward(x)) <= 1e-6
+    assert worst(after[0].feed_forward(x), before[0].feed_forward.experts[0](x)) <= 1e-6

@@ -16,6 +16,7 @@ from compress.apply import apply
 from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, pruning_plan
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import KeyValueCache
+from engine.model import own_routings
 from engine.routing import NO_EXPERT, Routing, SigmoidTopK
 from engine.skip_tables import SkipTables, skipping_routings
 
@@ -125,7 +126,8 @@ def test_skipping_in_the_graph_equals_the_engine_with_skipping(
         tuple(torch.rand(moe.experts_per_token - 1, generator=generator) for moe in layers),
         tuple(0.5 + torch.rand(moe.experts, moe.experts, generator=generator) for moe in layers),
     )
-    routings = skipping_routings(checkpoint.config, tables, 2.0, keep)
+    own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
+    routings = skipping_routings(checkpoint.config, tables, 2.0, keep, own=own)
     shares = [skipped_share(routing, moe.experts) for routing, moe in zip(routings, layers, strict=True)]
     assert shares[0] == 0.0 and all(0.05 < share < 0.7 for share in shares[1:]), "the tables skip some and not all"
     found = exported(checkpoint, tmp_path / "onnx", routings, portable=portable)
