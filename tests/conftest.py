@@ -53,6 +53,7 @@ FINE_GRAINED = {
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT | FINE_GRAINED | GROUPS | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT | FINE_GRAINED | GROUPS,
 }
 """Of which only the matrix (family_matrix.py) goes through everything."""
