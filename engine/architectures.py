@@ -262,6 +262,17 @@ ARCHITECTURES: dict[str, Architecture] = {
             rotary_pairs=True,
         ),
         _DEEPSEEK_V3,
+        Architecture(
+            model_type="glm4_moe",
+            causal_lm_class="Glm4MoeForCausalLM",
+            own_settings={"partial_rotary_factor": None},
+            dense_sibling="glm4_moe",
+            **_DEEPSEEK,
+            **_SIGMOID_GROUPS,
+            qk_norm="head",
+            qk_norm_key="use_qk_norm",
+            partial_rotary=True,
+        ),
         Architecture(model_type="mistral", causal_lm_class="MistralForCausalLM", windows="all"),
         Architecture(
             model_type="llama",

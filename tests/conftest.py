@@ -55,6 +55,7 @@ GROUPS = {"n_group": 4, "topk_group": 2}
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | FINE_GRAINED | GROUPS | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT | FINE_GRAINED | GROUPS,
+    "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
 }
 """Of which only the matrix (family_matrix.py) goes through everything."""
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")

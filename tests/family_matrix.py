@@ -37,6 +37,7 @@ ROWS = {
     "llama_moe": "LLaMA-MoE v1 ¹",
     "deepseek_v2": "DeepSeek V2",
     "deepseek_v3": "DeepSeek V3, R1",
+    "glm4_moe": "GLM-4-MoE",
 }
 NOTES = (
     "¹ transformers has no class of it: compared with a naive implementation (`tests/naive_*.py`); only this package loads "
