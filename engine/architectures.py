@@ -242,6 +242,23 @@ ARCHITECTURES: dict[str, Architecture] = {
             always_normalises_top_k=True,
         ),
         Architecture(
+            # DeepSeekMoE (arXiv 2401.06066; huggingface.co/deepseek-ai/deepseek-moe-16b-base, which has the classes).
+            model_type="deepseek",
+            causal_lm_class="DeepseekForCausalLM",
+            read_as="llama",
+            own_settings={
+                "scoring_func": ("softmax",),
+                "head_dim": (None,),  # which the family's class ignores
+                **dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")),
+                **dict.fromkeys(("first_k_dense_replace", "moe_layer_freq")),
+                **_DEEPSEEK_TRAINING,
+            },
+            dense_sibling="llama",
+            **_DEEPSEEK,
+            layer_step_key="moe_layer_freq",
+            output_bias="attention_bias",
+        ),
+        Architecture(
             model_type="deepseek_v2",
             causal_lm_class="DeepseekV2ForCausalLM",
             own_settings={

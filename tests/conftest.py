@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from naive_deepseek import NaiveDeepseek
 from naive_llama_moe import NaiveLlamaMoe
 
 SIZES: dict[str, Any] = {
@@ -53,6 +54,7 @@ FINE_GRAINED = {
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek": {},
     "deepseek_v2": LATENT | FINE_GRAINED | GROUPS | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT | FINE_GRAINED | GROUPS,
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
@@ -61,7 +63,7 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 EVERY_MOE_FAMILY = (*MOE_FAMILIES, "llama_moe")
 """With those that transformers has no class of."""
-NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe}
+NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe, "deepseek": NaiveDeepseek}
 """Our own models in place of transformers' where it has none."""
 NAMES: dict[str, str] = {}
 """Families that transformers has under another name."""

@@ -35,6 +35,7 @@ ROWS = {
     "qwen3_moe": "Qwen3-MoE",
     "olmoe": "OLMoE",
     "llama_moe": "LLaMA-MoE v1 ¹",
+    "deepseek": "DeepSeek-MoE (V1) ¹",
     "deepseek_v2": "DeepSeek V2",
     "deepseek_v3": "DeepSeek V3, R1",
     "glm4_moe": "GLM-4-MoE",
