@@ -8,7 +8,7 @@ the config asks for and the decoder lacks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
@@ -279,6 +279,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             rotary_pairs=True,
         ),
         _DEEPSEEK_V3,
+        # Kimi K2 is a DeepSeek V3 that needs code of its own for nothing but its name.
+        replace(_DEEPSEEK_V3, model_type="kimi_k2", read_as="deepseek_v3", written_as="deepseek_v3"),
         Architecture(
             model_type="glm4_moe",
             causal_lm_class="Glm4MoeForCausalLM",

@@ -57,6 +57,7 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek": {},
     "deepseek_v2": LATENT | FINE_GRAINED | GROUPS | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT | FINE_GRAINED | GROUPS,
+    "kimi_k2": LATENT | FINE_GRAINED | {"n_group": 1, "topk_group": 1},
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
 }
 """Of which only the matrix (family_matrix.py) goes through everything."""
@@ -65,7 +66,7 @@ EVERY_MOE_FAMILY = (*MOE_FAMILIES, "llama_moe")
 """With those that transformers has no class of."""
 NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe, "deepseek": NaiveDeepseek}
 """Our own models in place of transformers' where it has none."""
-NAMES: dict[str, str] = {}
+NAMES = {"kimi_k2": "deepseek_v3"}
 """Families that transformers has under another name."""
 
 

@@ -38,6 +38,7 @@ ROWS = {
     "deepseek": "DeepSeek-MoE (V1) ¹",
     "deepseek_v2": "DeepSeek V2",
     "deepseek_v3": "DeepSeek V3, R1",
+    "kimi_k2": "Kimi K2 ²",
     "glm4_moe": "GLM-4-MoE",
 }
 NOTES = (
