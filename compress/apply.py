@@ -30,6 +30,7 @@ from engine.errors import PlanError, UnsupportedError
 from engine.json_file import write_json
 from engine.model import Decoder
 from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
+from engine.stacks import Stored, joined, stored_tensors
 
 DOWN = 2
 """The projection whose columns, not rows, are the hidden units."""
@@ -147,22 +148,47 @@ def apply(
     check_nothing_is_lost(plan, checkpoint)
     raw = planned_config(plan, checkpoint)
     made = _made_tensors(plan, checkpoint) | _given(replaced)
-    shapes = expected_tensors(decoder_config(raw))
-    layout = {name: (_dtype(name, checkpoint), shape) for name, shape in shapes.items()}
-    read = 0
+    config = decoder_config(raw)
+    shapes, stored = expected_tensors(config), stored_tensors(config)
+    layout = {name: (_dtype(one.parts[0][0] if one.parts else name, checkpoint), one.shape) for name, one in stored.items()}
+
+    def given(name: str) -> Tensor:
+        return _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
+
+    releasing = _Releasing(checkpoint)
     with ShardWriter(directory, layout, shard_bytes) as writer:
-        for name in progress(list(shapes)):
-            tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
-            writer.add(name, tensor.to(layout[name][0]))
-            read += tensor.numel() * tensor.element_size()
-            if read > _RELEASE_EVERY_BYTES:
-                del tensor
-                checkpoint.release()
-                read = 0
+        for name in progress(list(stored)):
+            writer.add_rows(name, releasing.after(_pieces(name, stored[name], given, layout[name][0])))
     write_json(directory / "config.json", raw)
     if "auto_map" in raw:
-        source = remote_code.render(checkpoint.config.architecture.causal_lm_class)
+        source = remote_code.render(checkpoint.config.architecture)
         (directory / remote_code.FILE_NAME).write_text(source, encoding="utf-8")
+
+
+def _pieces(name: str, stored: Stored, given: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """A tensor of the result as it is written: whole, or of a stack one expert after the other."""
+    if stored.stack is None:
+        yield given(name).to(dtype)
+    else:
+        for names in stored.parts:
+            yield joined(stored.stack, [given(part).to(dtype) for part in names])
+
+
+class _Releasing:
+    """Lets go of the source's pages every now and then."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._read = checkpoint, 0
+
+    def after(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The same pieces."""
+        for piece in pieces:
+            yield piece
+            self._read += piece.numel() * piece.element_size()
+            if self._read > _RELEASE_EVERY_BYTES:
+                del piece
+                self._checkpoint.release()
+                self._read = 0
 
 
 def planned_decoder(

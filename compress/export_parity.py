@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention import Rotary, rms_norm
+from engine.attention import Rotary
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import CheckpointError, ExportError
 from engine.experts import MoeBlock
 from engine.kv_cache import KeyValueCache
 from engine.linear import linear
-from engine.model import DecoderLayer
+from engine.model import DecoderLayer, final_norm
 from engine.onnx_quantise import Packing, quantise, restored
 from engine.onnx_runtime import OnnxDecoder
 from engine.routing import Routing
@@ -149,13 +149,13 @@ class Reference:
 
         self.states: Activations = stream_layers(checkpoint, tokens_SL, route, dtype=torch.float32, progress=progress)
         source, config = checkpoint.source(torch.float32), checkpoint.config
-        self._norm, self._epsilon = source("model.norm.weight"), config.norm_epsilon
+        self._config, self._norm = config, source("model.norm.weight")
         self._head_VD = source("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
 
     def logits(self, row: int, begin: int, end: int) -> Tensor:
         """Of some positions of a sequence, [L, V]."""
         states_LD = self.states[row : row + 1][0, begin:end]
-        return linear(rms_norm(states_LD, self._norm, self._epsilon), self._head_VD)
+        return linear(final_norm(self._config, states_LD, self._norm), self._head_VD)
 
 
 @torch.inference_mode()

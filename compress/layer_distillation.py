@@ -16,15 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.divergences import LargestPredictions, Predictions, forward_kl, weighted_divergence
 from compress.losses import layer_distance, next_token_loss
 from compress.training import Batch
-from engine.attention import Rotary, rms_norm
+from engine.attention import Rotary
 from engine.checkpoint import Checkpoint
-from engine.model import Decoder, DecoderLayer, positions_for
+from engine.model import Decoder, DecoderLayer, embedded, final_norm, positions_for
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Teacher:
     def teach(self, tokens_BL: Tensor) -> Taught:
         """One forward of the batch."""
         config = self.checkpoint.config
-        x_BLD = F.embedding(tokens_BL, self._embedding_VD)
+        x_BLD = embedded(config, tokens_BL, self._embedding_VD)
         positions = positions_for(config, self._rotary, tokens_BL, None, 0, x_BLD.dtype)
         outputs: dict[int, Tensor] = {}
         for index in range(self._count):
@@ -84,7 +83,7 @@ class Teacher:
                 self.checkpoint.release()
         if not self.predicts:
             return Taught(outputs, None)
-        hidden_TD = rms_norm(x_BLD, self._norm_D, config.norm_epsilon).flatten(0, 1)
+        hidden_TD = final_norm(config, x_BLD, self._norm_D).flatten(0, 1)
         return Taught(outputs, Predictions(hidden_TD, self._head_VD))
 
 

@@ -39,6 +39,19 @@ class GateNetwork:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """One tensor on disk that holds some projections of all experts of a layer, [experts, outputs, inputs]."""
+
+    name: str
+    """Within the block."""
+    projections: tuple[int, ...]
+    """Which: their outputs one after the other."""
+
+
+GATE_UP, DOWN = (0, 1), (2,)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One model family, as it is on disk. Templates take `layer` and `expert`."""
 
@@ -81,6 +94,10 @@ class Architecture:
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate.weight"
     """Within the block: the matrix that has one row for each expert."""
+    stacks: tuple[Stack, ...] = ()
+    """How experts lie on disk where not one by one; the names of `expert` are then ours alone."""
+    modules: tuple[str, str] = ("mlp", "gate")
+    """What transformers calls the block within a layer, and the router within the block, once a model is loaded."""
     gate_network: GateNetwork | None = None
     always_normalises_top_k: bool = False
     sparse_step: bool = False
@@ -113,6 +130,8 @@ class Architecture:
     """Rotated dimensions are paired with their neighbours and not half against half: True, False, or the config key."""
     prediction_layers_key: str | None = None
     """Config key of how many layers for multi-token prediction follow the last one in a checkpoint; they are not read."""
+    multipliers: bool = False
+    """Embeddings, attention scores, what is added to the residual, and logits (a divisor) have factors in the config."""
 
     @property
     def in_transformers(self) -> bool:
@@ -292,6 +311,27 @@ ARCHITECTURES: dict[str, Architecture] = {
             qk_norm_key="use_qk_norm",
             partial_rotary=True,
         ),
+        Architecture(
+            model_type="granitemoe",
+            causal_lm_class="GraniteMoeForCausalLM",
+            dense_sibling="granite",
+            experts_keys=("num_local_experts",),
+            block="model.layers.{layer}.block_sparse_moe",
+            router="router.layer.weight",
+            stacks=(Stack("input_linear.weight", GATE_UP), Stack("output_linear.weight", DOWN)),
+            modules=("block_sparse_moe", "router"),
+            always_normalises_top_k=True,
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            multipliers=True,
+        ),
+        Architecture(
+            model_type="granite",
+            causal_lm_class="GraniteForCausalLM",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            multipliers=True,
+        ),
         Architecture(model_type="mistral", causal_lm_class="MistralForCausalLM", windows="all"),
         Architecture(
             model_type="llama",
@@ -413,6 +453,19 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Factors of a family that was trained with them; what is here changes nothing."""
+
+    embedding: float = 1.0
+    attention: float | None = None
+    """Of the scores; None for one over the root of the head dimension."""
+    residual: float = 1.0
+    """Of what attention and feed-forward add."""
+    logits: float = 1.0
+    """A divisor."""
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Everything the decoder is built from, in plain numbers."""
 
@@ -439,6 +492,7 @@ class DecoderConfig:
     prediction_layers: int
     """Layers for multi-token prediction, which follow the last one in a checkpoint and are not read."""
     layers: tuple[LayerConfig, ...]
+    multipliers: Multipliers
     transformers_config: Any = field(repr=False, compare=False)
     """The family's transformers config: rotary embeddings are initialised from it."""
 
@@ -585,6 +639,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         max_positions=_positive(family, "max_position_embeddings"),
         prediction_layers=_natural(family, row.prediction_layers_key) if row.prediction_layers_key else 0,
         layers=tuple(_layer_config(row, config, family, index, count) for index, count in enumerate(counts)),
+        multipliers=_multipliers(family) if row.multipliers else Multipliers(),
         transformers_config=family,
     )
 
@@ -636,6 +691,14 @@ def _clip(family: Any) -> float | None:
     if value is not None and not (isinstance(value, int | float) and 0 < value < 1e38):
         raise CheckpointError(f"config.json: clip_qkv is {shown(value)}; it must be a positive number")
     return value
+
+
+def _multipliers(family: Any) -> Multipliers:
+    keys = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    values = [_number(key, getattr(family, key)) for key in keys]
+    if not all(values):
+        raise CheckpointError(f"config.json: {', '.join(keys)} are {values}; they must be positive numbers")
+    return Multipliers(*values)
 
 
 def _flag(rule: bool | str, family: Any) -> bool:
@@ -915,15 +978,27 @@ def shared_tensor(row: Architecture, layer: int, projection: int) -> str:
     return f"{row.block.format(layer=layer)}.{row.shared_expert}.{part}.weight"
 
 
-def fused_tensors(row: Architecture, layer: int) -> tuple[str, str]:
-    """Names of the stacked form: gate rows then up rows [E, 2·width, hidden], and down [E, hidden, width]."""
-    block = f"model.layers.{layer}.mlp.experts"
-    return f"{block}.gate_up_proj", f"{block}.down_proj"
+def stacks_on_disk(row: Architecture, layer: int) -> tuple[Stack, ...]:
+    """Where a checkpoint of the family has a layer's experts, under full names; nothing where they lie one by one."""
+    return tuple(replace(stack, name=f"{row.block.format(layer=layer)}.{stack.name}") for stack in row.stacks)
 
 
-def fused_router_tensor(layer: int) -> str:
-    """The router's name in a checkpoint whose experts are stacked."""
-    return f"model.layers.{layer}.mlp.gate.weight"
+def stacks_in_memory(row: Architecture, layer: int) -> tuple[Stack, ...]:
+    """The same as transformers 5 holds them, and writes them if told to."""
+    block = f"model.layers.{layer}.{row.modules[0]}.experts"
+    return Stack(f"{block}.gate_up_proj", GATE_UP), Stack(f"{block}.down_proj", DOWN)
+
+
+def router_in_memory(row: Architecture, layer: int) -> str:
+    """The router's name beside them."""
+    return f"model.layers.{layer}.{'.'.join(row.modules)}.weight"
+
+
+def expert_shapes(config: DecoderConfig, layer: int) -> tuple[tuple[int, ...], ...]:
+    """Of each projection of one of a layer's experts."""
+    moe = config.layers[layer].moe
+    assert moe is not None
+    return tuple(shape for _, shape in _ffn(str, moe.expert_width, config.hidden_size))
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -167,6 +167,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.window = config.layers[layer].window
         self.head_dimension = config.head_dimension
+        self.scale = config.multipliers.attention or config.head_dimension**-0.5
         self.query_heads, self.key_heads = config.attention_heads, config.key_value_heads
         self.clip = config.clip_qkv
         self.epsilon = config.norm_epsilon
@@ -208,7 +209,7 @@ class Attention(nn.Module):
         else:
             if cache is not None:
                 key, value = cache.append(self.layer, key, value)
-            mixed = attend(query, key, value, positions.masks[self.window])
+            mixed = attend(query, key, value, positions.masks[self.window], self.scale)
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
@@ -217,7 +218,7 @@ class Attention(nn.Module):
         mixed = []
         for row, past in enumerate(cache.past):
             key, value = cache.of_sequence(self.layer, row, first_seen(past, self.window))
-            mixed.append(attend(query_BHLE[row : row + 1], key, value, positions.masks[self.window]))
+            mixed.append(attend(query_BHLE[row : row + 1], key, value, positions.masks[self.window], self.scale))
         return torch.cat(mixed)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
@@ -245,6 +246,7 @@ class Attention(nn.Module):
             cache.group_stride,
             cache.places,
             self.window,
+            self.scale,
         )
         return as_bfloat16(mixed).view(batch, 1, -1)
 

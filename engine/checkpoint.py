@@ -21,20 +21,23 @@ from engine.architectures import (
     ARCHITECTURES,
     Architecture,
     DecoderConfig,
+    Stack,
     decoder_config,
     expected_tensors,
-    expert_tensor,
-    fused_router_tensor,
-    fused_tensors,
+    expert_shapes,
     is_router_bias,
+    router_in_memory,
     router_tensor,
     router_tensors,
+    stacks_in_memory,
+    stacks_on_disk,
 )
 from engine.artifact import check_sizes, read_provenance
 from engine.attention import Rotary
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.safetensors_file import SafetensorsFile, open_shards
+from engine.stacks import stack_shape, stacked_names, taken
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
@@ -127,7 +130,7 @@ class Checkpoint(ModelDirectory):
         for layer, experts in self.config.experts_by_layer.items():
             own = router_tensor(self.config.architecture, layer)
             inputs = router_tensors(self.config, layer)[own][1]
-            names = [own, fused_router_tensor(layer)]
+            names = [own, router_in_memory(self.config.architecture, layer)]
             name = next((name for name in names if name in by_name), None)
             if name is None:
                 raise CheckpointError(f"{self.directory}: tensor {names[0]} is missing; {_SAME_MODEL}")
@@ -216,48 +219,52 @@ def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dt
 
 
 class _View:
-    """Where a tensor is: a whole stored tensor, or rows of one expert in a stacked one."""
+    """Where a tensor is: a whole stored tensor, or one projection of one expert in a stack."""
 
-    def __init__(self, file: SafetensorsFile, stored_name: str, expert: int | None = None, half: int | None = None):
-        self.file, self.stored_name, self.expert, self.half = file, stored_name, expert, half
-        entry = file.entries[stored_name]
-        self.dtype = entry.dtype
-        shape = entry.shape if expert is None else entry.shape[1:]
-        self.rows = shape[0] // 2 if half is not None else 0
-        self.shape = shape if half is None else (self.rows, *shape[1:])
+    def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
+        self.file, self.stored_name, self.shape = file, stored_name, shape
+        self.dtype = file.entries[stored_name].dtype
 
     def read(self) -> Tensor:
-        tensor = self.file.tensor(self.stored_name)
-        if self.expert is None:
-            return tensor
-        tensor = tensor[self.expert]
-        return tensor if self.half is None else tensor[self.half * self.rows : (self.half + 1) * self.rows]
+        return self.file.tensor(self.stored_name)
+
+
+class _StackedView(_View):
+    def __init__(self, file: SafetensorsFile, stack: Stack, expert: int, place: int, shape: tuple[int, ...]) -> None:
+        super().__init__(file, stack.name, shape)
+        self.stack, self.expert, self.place = stack, expert, place
+
+    def read(self) -> Tensor:
+        return taken(self.stack, super().read()[self.expert], self.place)
 
 
 def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, _View]:
     """Every name that can be served: stored ones as they are, stacked experts one by one."""
-    views = {name: _View(file, name) for name, file in by_name.items()}
+    views = {name: _View(file, name, file.entries[name].shape) for name, file in by_name.items()}
     row = config.architecture
     for layer in config.moe_layers:
-        gate_up, down = fused_tensors(row, layer)
-        if gate_up not in by_name or down not in by_name:
-            continue
-        moe = config.layers[layer].moe
-        assert moe is not None
-        stacks = {
-            gate_up: (moe.experts, 2 * moe.expert_width, config.hidden_size),
-            down: (moe.experts, config.hidden_size, moe.expert_width),
-        }
-        for name, shape in stacks.items():
-            if (stored := by_name[name].entries[name].shape) != shape:
-                raise CheckpointError(f"tensor {name} has shape {list(stored)} and config.json says {list(shape)}")
-        for expert in range(moe.experts):
-            views[expert_tensor(row, layer, expert, 0)] = _View(by_name[gate_up], gate_up, expert, 0)
-            views[expert_tensor(row, layer, expert, 1)] = _View(by_name[gate_up], gate_up, expert, 1)
-            views[expert_tensor(row, layer, expert, 2)] = _View(by_name[down], down, expert)
-        stacked_router = fused_router_tensor(layer)
+        for stacks in (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
+            if all(stack.name in by_name for stack in stacks):
+                views |= _of_stacks(config, layer, stacks, by_name)
+        stacked_router = router_in_memory(row, layer)
         if router_tensor(row, layer) not in views and stacked_router in by_name:
-            views[router_tensor(row, layer)] = _View(by_name[stacked_router], stacked_router)
+            views[router_tensor(row, layer)] = views[stacked_router]
+    return views
+
+
+def _of_stacks(
+    config: DecoderConfig, layer: int, stacks: Iterable[Stack], by_name: Mapping[str, SafetensorsFile]
+) -> dict[str, _View]:
+    """A layer's experts. Raises CheckpointError for a stack of another shape."""
+    views: dict[str, _View] = {}
+    shapes = expert_shapes(config, layer)
+    for stack in stacks:
+        file, expected = by_name[stack.name], stack_shape(config, layer, stack)
+        if (stored := file.entries[stack.name].shape) != expected:
+            raise CheckpointError(f"tensor {stack.name} has shape {list(stored)} and config.json says {list(expected)}")
+        for expert in range(config.experts_by_layer[layer]):
+            for place, name in enumerate(stacked_names(config, layer, stack, expert)):
+                views[name] = _StackedView(file, stack, expert, place, shapes[stack.projections[place]])
     return views
 
 

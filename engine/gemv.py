@@ -438,7 +438,8 @@ def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
 
 
 @_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64[::1], int64[::1], uint64[::1], int64, int64, int64[:, ::1], int64[::1], int64, int64, uint16[:, :, ::1])"
+    "void(uint64[::1], int64[::1], uint64[::1], int64, int64, int64[:, ::1], int64[::1], int64, int64, float32, "
+    "uint16[:, :, ::1])"
 )
 def _attend(
     inputs_5: Any,
@@ -450,12 +451,12 @@ def _attend(
     past_B: Any,
     block_size: Any,
     window: Any,
+    scale: Any,
     mixed_BHE: Any,
 ) -> None:
     """Rotate query and key, append key and value, attend within the window."""
     sequences, heads, size = mixed_BHE.shape
     per_group = heads // groups
-    scale = np.float32(1.0) / np.sqrt(np.float32(size))
     for work in numba.prange(sequences * groups):
         sequence, group = work // groups, work % groups
         past = past_B[sequence]
@@ -546,19 +547,20 @@ def attend(
     group_stride: int,
     places: tuple[Any, Any, int],
     window: int | None,
+    scale: float,
 ) -> Any:
     """One new position of each sequence: rotates queries and keys, appends keys and values to the cache, attends.
 
     inputs: addresses, as in `products`, of query [B, H, E], key and value [B, G, E], cosine and sine [B, E]; strides: values
     from one sequence's query, key and value to the next one's. cache: addresses of keys and values [G, slots, E], with
     `group_stride` values from one group to the next. shape: B, H, G and E. places: blocks int64 [B, M] of each sequence,
-    filled positions int64 [B], positions of a block. Returns [B, H, E] bits.
+    filled positions int64 [B], positions of a block. scale: of the scores. Returns [B, H, E] bits.
     """
     sequences, heads, groups, size = shape
     blocks_BM, past_B, block_size = places
     mixed_BHE = np.empty((sequences, heads, size), np.uint16)
     addresses = np.array(inputs, np.uint64), np.array(strides), np.array(cache, np.uint64)
-    _attend(*addresses, groups, group_stride, blocks_BM, past_B, block_size, window or 0, mixed_BHE)
+    _attend(*addresses, groups, group_stride, blocks_BM, past_B, block_size, window or 0, scale, mixed_BHE)
     return mixed_BHE
 
 

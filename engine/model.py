@@ -47,6 +47,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         prefix = f"model.layers.{layer}"
         self.epsilon = config.norm_epsilon
+        self.residual = config.multipliers.residual
         self.attention_norm = _frozen(tensor(f"{prefix}.input_layernorm.weight"))
         self.attention = (Attention if config.latent is None else LatentAttention)(config, layer, tensor)
         self.feed_forward_norm = _frozen(tensor(f"{prefix}.post_attention_layernorm.weight"))
@@ -54,10 +55,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        x_BLD = x_BLD + self.attention(rms_norm(x_BLD, self.attention_norm, self.epsilon), positions, cache)
+        attended = self.attention(rms_norm(x_BLD, self.attention_norm, self.epsilon), positions, cache)
+        x_BLD = x_BLD + times(attended, self.residual)
         normed = rms_norm(x_BLD, self.feed_forward_norm, self.epsilon)
         y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]))
-        return x_BLD + y_TD.view_as(x_BLD)
+        return x_BLD + times(y_TD.view_as(x_BLD), self.residual)
 
 
 class Decoder(nn.Module):
@@ -95,11 +97,11 @@ class Decoder(nn.Module):
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
 
     def hidden_states(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Final hidden states after the last norm, [B, L, D].
+        """Final hidden states after the last norm, as the head takes them, [B, L, D].
 
         real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow what it holds.
         """
-        x_BLD = F.embedding(tokens_BL, self.embedding_VD)
+        x_BLD = embedded(self.config, tokens_BL, self.embedding_VD)
         if isinstance(cache, PagedBatch):
             positions = paged_positions(self.config, self.rotary, cache, x_BLD)
         else:
@@ -112,7 +114,7 @@ class Decoder(nn.Module):
                 x_BLD = layer(x_BLD, positions, cache)
         if isinstance(cache, KeyValueCache):
             cache.advance(tokens_BL.shape[1])
-        return rms_norm(x_BLD, self.norm, self.config.norm_epsilon)
+        return final_norm(self.config, x_BLD, self.norm)
 
     def forward(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits of every new position, [B, L, V]."""
@@ -121,6 +123,21 @@ class Decoder(nn.Module):
     def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits of the last position only, [B, V]: what generation needs, without L·V logits in memory."""
         return linear(self.hidden_states(tokens_BL, real_BP, cache)[:, -1], self.head_VD)
+
+
+def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> Tensor:
+    """What the first layer is given, [B, L, D]."""
+    return times(F.embedding(tokens_BL, embedding_VD), config.multipliers.embedding)
+
+
+def final_norm(config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor) -> Tensor:
+    """What the head is given for the last layer's output: a divisor of the logits divides here, where they are few."""
+    return times(rms_norm(x_BLD, weight_D, config.norm_epsilon), 1.0 / config.multipliers.logits)
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    """factor · x."""
+    return x if factor == 1.0 else x * factor
 
 
 def positions_for(

@@ -187,6 +187,7 @@ class GroupedQuery:
             kv_num_heads=config.key_value_heads,
             local_window_size=-1 if window is None else window,
             do_rotary=1,
+            **({} if config.multipliers.attention is None else {"scale": config.multipliers.attention}),
         )
         return mixed
 
@@ -243,7 +244,7 @@ class Standard:
         query_BHLE = self._rotate_first(self._heads(projected.query))
         key_BGPE = self._extended(layer, "key", self._rotate_first(self._heads(projected.key)))
         value_BGPE = self._extended(layer, "value", self._heads(projected.value))
-        query_BHLE = graph.node("Mul", query_BHLE, graph.number(size**-0.5))
+        query_BHLE = self._parts.times(query_BHLE, config.multipliers.attention or size**-0.5)
         split = graph.integers(0, groups, config.attention_heads // groups, -1, size)
         query_BGQLE = graph.node("Reshape", query_BHLE, split)
         key_BG1EP = graph.node("Unsqueeze", graph.node("Transpose", key_BGPE, perm=[0, 1, 3, 2]), graph.integers(2))

@@ -72,14 +72,22 @@ def _layer(parts: Parts, form: AttentionForm, layer: int, x_BLD: str, routing: R
     graph, prefix = parts.graph, f"model.layers.{layer}"
     with graph.scope("attention"):
         normed = parts.rms_norm(x_BLD, f"{prefix}.input_layernorm.weight")
-        x_BLD = graph.node("Add", x_BLD, attention(parts, form, layer, normed))
+        x_BLD = _added(parts, x_BLD, attention(parts, form, layer, normed))
     with graph.scope("feed_forward"):
         normed = parts.rms_norm(x_BLD, f"{prefix}.post_attention_layernorm.weight")
-        return graph.node("Add", x_BLD, feed_forward(parts, layer, normed, routing))
+        return _added(parts, x_BLD, feed_forward(parts, layer, normed, routing))
+
+
+def _added(parts: Parts, x_BLD: str, y_BLD: str) -> str:
+    return parts.graph.node("Add", x_BLD, parts.times(y_BLD, parts.config.multipliers.residual))
 
 
 def _embedded(parts: Parts, tokens_BL: str) -> str:
     """[B, L, D]."""
+    return parts.times(_looked_up(parts, tokens_BL), parts.config.multipliers.embedding)
+
+
+def _looked_up(parts: Parts, tokens_BL: str) -> str:
     if parts.bits is None:
         return parts.graph.node("Gather", parts.stored(EMBEDDING), tokens_BL, axis=0)
     packed = parts.quantised(EMBEDDING, OUTER_BITS)
@@ -110,7 +118,7 @@ def _head(parts: Parts, x_BLD: str) -> None:
     keep = graph.optional_input("logits_to_keep", np.array([EVERY_POSITION], dtype=np.int64))
     first = graph.node("Neg", keep)
     kept_BKD = graph.node("Slice", x_BLD, first, graph.integers(EVERY_POSITION), graph.integers(1))
-    normed_BKD = parts.rms_norm(kept_BKD, "model.norm.weight")
+    normed_BKD = parts.times(parts.rms_norm(kept_BKD, "model.norm.weight"), 1.0 / config.multipliers.logits)
     head = EMBEDDING if config.tied_embeddings else "lm_head.weight"
     if parts.bits is None:
         # Tied embeddings are in the file once: Gemm reads them the other way round.

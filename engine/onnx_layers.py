@@ -67,6 +67,10 @@ class Parts:
         normed = cast(graph, graph.node("Div", wide, rms), FLOAT, graph.element_type)
         return graph.node("Mul", normed, self.stored(weight))
 
+    def times(self, x: str, factor: float) -> str:
+        """factor · x."""
+        return x if factor == 1.0 else self.graph.node("Mul", x, self.graph.number(factor))
+
     def linear(self, x: str, weight: str, bias: str | None = None, exact: bool = False) -> str:
         """x·Wᵀ + b for a weight [O, D] of the checkpoint; `exact`: never of fewer bits."""
         if self.bits is None or exact:

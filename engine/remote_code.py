@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.architectures import ARCHITECTURES
-from engine.errors import OptionError, UnsupportedError
+from engine.architectures import ARCHITECTURES, Architecture
+from engine.errors import OptionError
 from engine.json_file import load_json
 
 FILE_NAME = "modeling_compressed.py"
@@ -35,7 +35,7 @@ from transformers import {base}
 
 def _resize(block, count, top_k, groups):
     """Keep the first `count` rows: only shapes matter here, the checkpoint brings the values."""
-    for module in (block.experts, block.gate):
+    for module in (block.experts, block.{router}):
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if count > tensor.shape[0]:
                 raise ValueError(f"block_configs asks for {{count}} experts, config.json has {{tensor.shape[0]}}")
@@ -43,10 +43,10 @@ def _resize(block, count, top_k, groups):
             is_parameter = isinstance(tensor, nn.Parameter)
             setattr(module, name, nn.Parameter(kept, tensor.requires_grad) if is_parameter else kept)
         module.num_experts = count
-    block.gate.top_k = min(top_k, count)
-    if groups or hasattr(block.gate, "e_score_correction_bias"):
+    block.{router}.top_k = min(top_k, count)
+    if groups or hasattr(block.{router}, "e_score_correction_bias"):
         # The family's own rule has groups of equal size, of two experts or more.
-        block.gate.forward = functools.partial(_route, block.gate, groups or [0] * count)
+        block.{router}.forward = functools.partial(_route, block.{router}, groups or [0] * count)
 
 
 def _route(gate, groups, hidden_states):
@@ -77,7 +77,7 @@ class CompressedForCausalLM({base}):
         for layer, block_config in zip(self.model.layers, config.block_configs, strict=True):
             moe = (block_config.get("ffn") or {{}}).get("moe")
             if moe:
-                _resize(layer.mlp, moe["num_local_experts"], config.num_experts_per_tok, moe.get("expert_groups"))
+                _resize(layer.{block}, moe["num_local_experts"], config.num_experts_per_tok, moe.get("expert_groups"))
 
     @functools.wraps({base}.forward)
     def forward(self, *args, **kwargs):
@@ -87,11 +87,10 @@ class CompressedForCausalLM({base}):
 '''
 
 
-def render(causal_lm_class: str) -> str:
-    """The source of `modeling_compressed.py` for a model whose transformers class has this name."""
-    if not causal_lm_class.isidentifier():
-        raise UnsupportedError(f"{causal_lm_class!r} in `architectures` is not the name of a transformers class")
-    return _TEMPLATE.format(base=causal_lm_class)
+def render(row: Architecture) -> str:
+    """The source of `modeling_compressed.py` for a family."""
+    block, router = row.modules
+    return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router)
 
 
 def auto_map() -> dict[str, str]:
@@ -105,7 +104,7 @@ def is_ours(directory: Path) -> bool:
     if not config.is_file() or not source.is_file():
         return False
     row = ARCHITECTURES.get(str(load_json(config, "model config").get("model_type")))
-    return row is not None and source.read_bytes() == render(row.causal_lm_class).encode()
+    return row is not None and source.read_bytes() == render(row).encode()
 
 
 def is_needed(directory: Path, config: Mapping[str, Any]) -> bool:

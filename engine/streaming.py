@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import Positions, Rotary, rms_norm
+from engine.attention import Positions, Rotary
 from engine.checkpoint import Checkpoint
 from engine.linear import linear
-from engine.model import DecoderLayer, positions_for
+from engine.model import DecoderLayer, embedded, final_norm, positions_for
 
 # Each expert of each batch has another number of tokens, and oneDNN keeps compiled code of about 1 MB for each it has met,
 # 1,024 of them by default. It reads this when it first multiplies.
@@ -109,7 +109,7 @@ def stream_layers(
     states = Activations((count, length, config.hidden_size), dtype)
     embedding_VD = source("model.embed_tokens.weight")
     for rows in batches(count, length):
-        states[rows] = F.embedding(tokens_SL[rows].to(device), embedding_VD)
+        states[rows] = embedded(config, tokens_SL[rows].to(device), embedding_VD)
     del embedding_VD
     positions = _positions(checkpoint, tokens_SL[:1].to(device), dtype)
     for index in progress(range(len(config.layers))):
@@ -149,7 +149,7 @@ def stream_negative_log_likelihood(
         norm = source("model.norm.weight")
         head_VD = source("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
         for row in range(tokens_SL.shape[0]):
-            hidden_LD = rms_norm(states[row : row + 1].to(device), norm, config.norm_epsilon)[0, :-1]
+            hidden_LD = final_norm(config, states[row : row + 1].to(device), norm)[0, :-1]
             targets_L = tokens_SL[row, 1:].to(device)
             for part in torch.arange(targets_L.shape[0], device=device).split(512):
                 logits = linear(hidden_LD[part], head_VD).float()

@@ -25,17 +25,25 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "attn_implementation": "eager",
 }
+MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 3.0,
+}
 MOE_SIZES = {"num_experts_per_tok": 2, "num_experts": 6}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": MOE_SIZES | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
     "qwen3_moe": MOE_SIZES | {"moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
     "olmoe": MOE_SIZES,
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2} | MULTIPLIERS,
     "mistral": {},
     "llama": {},
     "llama_moe": {"score_scale_factor": [3.0, 2.0, 1.5]},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "granite": MULTIPLIERS,
 }
 LATENT = {
     "num_key_value_heads": 4,
@@ -61,7 +69,7 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
 }
 """Of which only the matrix (family_matrix.py) goes through everything."""
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
 EVERY_MOE_FAMILY = (*MOE_FAMILIES, "llama_moe")
 """With those that transformers has no class of."""
 NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe, "deepseek": NaiveDeepseek}
@@ -86,7 +94,7 @@ def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.5 if "gate.weight" in name else 0.15)
+                parameter.normal_(0.0, 0.5 if name.endswith(("gate.weight", "router.weight")) else 0.15)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():

@@ -25,7 +25,14 @@ from compress.plan import (
     pruning_plan,
 )
 from engine import architectures, remote_code
-from engine.architectures import expert_tensor, fused_router_tensor, fused_tensors, router_tensor, shared_tensor
+from engine.architectures import (
+    ARCHITECTURES,
+    expert_tensor,
+    router_in_memory,
+    router_tensor,
+    shared_tensor,
+    stacks_in_memory,
+)
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, PlanError, UnsupportedError
 from engine.model import Decoder, own_routing, routed_by
@@ -83,7 +90,7 @@ def worst(one: Tensor, other: Tensor) -> float:
 def test_removing_experts_equals_masking_their_logits(
     family: str, normalise: bool, kept: dict[int, list[int]], tmp_path: Path
 ) -> None:
-    changes = {} if family == "mixtral" else {"norm_topk_prob": normalise}
+    changes = {} if ARCHITECTURES[family].always_normalises_top_k else {"norm_topk_prob": normalise}
     full = model(family, tmp_path / "full", **changes)
     apply(pruning_plan(kept), full, tmp_path / "pruned")
     pruned = Checkpoint(tmp_path / "pruned")
@@ -229,7 +236,7 @@ def ffn(gate: Tensor, up: Tensor, down: Tensor, x: Tensor) -> Tensor:
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe"])
 def test_concatenated_experts_are_one_dense_ffn(family: str, tmp_path: Path) -> None:
     changes = {"tie_word_embeddings": True, "sliding_window": 9} if family == "mixtral" else {}
     full = model(family, tmp_path / "full", **changes)
@@ -302,10 +309,10 @@ def stacked(checkpoint: Checkpoint) -> dict[str, Tensor]:
         moe = checkpoint.config.layers[layer].moe
         assert moe is not None
         each = [[tensors.pop(expert_tensor(row, layer, e, p)) for p in range(3)] for e in range(moe.experts)]
-        gate_up, down = fused_tensors(row, layer)
+        gate_up, down = (stack.name for stack in stacks_in_memory(row, layer))
         tensors[gate_up] = torch.stack([torch.cat(parts[:2]) for parts in each])
         tensors[down] = torch.stack([parts[2] for parts in each])
-        tensors[fused_router_tensor(layer)] = tensors.pop(router_tensor(row, layer))
+        tensors[router_in_memory(row, layer)] = tensors.pop(router_tensor(row, layer))
     return tensors
 
 

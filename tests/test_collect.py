@@ -18,6 +18,7 @@ from calibrate.collect import collect
 from calibrate.similarity import linear_cka, rbf_cka
 from calibrate.skipping import relative_similarity, skip_tables
 from calibrate.statistics import LayerStatistics, Statistics, load_statistics
+from engine.architectures import expert_tensor, router_tensor
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, DataError, OutputError
 from engine.model import Decoder
@@ -59,16 +60,13 @@ def naive_statistics(checkpoint: Checkpoint, tokens: Tensor, sample: list[int]) 
 
 
 def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]) -> dict[str, Any]:
-    block = checkpoint.config.architecture.block.format(layer=index)
-    names = checkpoint.config.architecture.expert_projections
+    row = checkpoint.config.architecture
+    router = checkpoint.tensor(router_tensor(row, index)).double()
     moe = checkpoint.config.layers[index].moe
     assert moe is not None
 
-    def weight(name: str) -> Tensor:
-        return checkpoint.tensor(f"{block}.{name}.weight").double()
-
     def ffn(expert: int, token: Tensor) -> Tensor:
-        gate, up, down = (weight(f"experts.{expert}.{name}") for name in names)
+        gate, up, down = (checkpoint.tensor(expert_tensor(row, index, expert, p)).double() for p in range(3))
         return down @ (F.silu(gate @ token) * (up @ token))
 
     n, k = moe.experts, moe.experts_per_token
@@ -78,7 +76,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
     ratios: list[list[float]] = [[] for _ in range(k - 1)]
     unselected = 0.0
     for token in x:
-        z = weight("gate") @ token
+        z = router @ token
         gram += torch.outer(z, z)
         p = z.softmax(0).tolist()
         chosen = sorted(range(n), key=lambda i: -p[i])[:k]
@@ -102,7 +100,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
             if rank:
                 ratios[rank - 1].append(p[i] / p[chosen[0]])
     samples = torch.stack([torch.stack([ffn(i, x[t]) for t in sample]) for i in range(n)])
-    gates = [(weight("gate") @ x[t]).softmax(0) for t in sample]
+    gates = [(router @ x[t]).softmax(0) for t in sample]
     weighted = [sum(gates[at][i] * samples[i, at] for at in range(len(sample))) / len(sample) for i in range(n)]
     return per_expert | {
         "tokens": len(x),

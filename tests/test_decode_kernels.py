@@ -92,6 +92,7 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
         keys.stride(0),
         (blocks.numpy(), np.array(past), 4),
         window,
+        size**-0.5,
     )
     mixed, written = as_bfloat16(mixed), []
     for row, position in enumerate(past):

@@ -14,6 +14,7 @@ from conftest import FAMILIES, MOE_FAMILIES, save_reference
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import KeyValueCache
 from engine.model import Decoder
+from engine.stacks import stored_tensors
 
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -67,6 +68,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
 def test_logits_equal_transformers(family: str, variant: str, changes: dict[str, Any], tmp_path: Path, parity: Any) -> None:
     reference = save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
+    shapes = {name: entry.shape for file in checkpoint.files for name, entry in file.entries.items()}
+    assert {name: stored.shape for name, stored in stored_tensors(checkpoint.config).items()} == shapes
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
     compare(partial(parity, family, variant), variant, reference, decoder)
 
