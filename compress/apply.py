@@ -42,7 +42,12 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
     moes = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
     experts = {index: moe.experts for index, moe in moes.items() if moe is not None}
     width = next((moe.expert_width for moe in moes.values() if moe is not None), 0)
+    row = checkpoint.config.architecture
     check_plan(plan, experts, width, any(moe is not None and moe.shared_width for moe in moes.values()))
+    least = 1 if plan.kind == "dense" and row.dense_sibling is not None else row.least_experts
+    for layer, planned in plan.layers.items():
+        if len(planned) < least:
+            raise PlanError(f"plan, layer {layer}: has 1 expert, and the router of a {row.model_type} takes {least}")
     widths = set()
     for layer, planned in plan.layers.items():
         for index, expert in enumerate(planned):

@@ -21,8 +21,7 @@ from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import CheckpointError, ExportError
 from engine.experts import MoeBlock
 from engine.kv_cache import KeyValueCache
-from engine.linear import linear
-from engine.model import DecoderLayer, final_norm
+from engine.model import DecoderLayer, Outer
 from engine.onnx_quantise import Packing, quantise, restored
 from engine.onnx_runtime import OnnxDecoder
 from engine.routing import Routing
@@ -148,14 +147,11 @@ class Reference:
                 layer.feed_forward.routing = by_layer[index]
 
         self.states: Activations = stream_layers(checkpoint, tokens_SL, route, dtype=torch.float32, progress=progress)
-        source, config = checkpoint.source(torch.float32), checkpoint.config
-        self._config, self._norm = config, source("model.norm.weight")
-        self._head_VD = source("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
+        self._outer = Outer(checkpoint.config, checkpoint.source(torch.float32))
 
     def logits(self, row: int, begin: int, end: int) -> Tensor:
         """Of some positions of a sequence, [L, V]."""
-        states_LD = self.states[row : row + 1][0, begin:end]
-        return linear(final_norm(self._config, states_LD, self._norm), self._head_VD)
+        return self._outer.logits(self._outer.hidden_states(self.states[row : row + 1][0, begin:end]))
 
 
 @torch.inference_mode()

@@ -136,9 +136,13 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         return None
     if options.method == "naee" and budget.scope == "global":
         raise OptionError("naee compares subsets within a layer and cannot rank across layers; leave out --scope global")
+    needed = checkpoint.config.architecture.least_experts
     if budget.min_experts == 0:  # the default: at least max(1, k) in each layer
         least = per_token if budget.experts is None else min(per_token, budget.experts)
-        budget = replace(budget, min_experts=max(1, least))
+        budget = replace(budget, min_experts=max(needed, least))
+    elif budget.min_experts < needed:
+        name = checkpoint.config.architecture.model_type
+        raise OptionError(f"min-experts is {budget.min_experts}; the router of a {name} takes {needed} in each layer")
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint))
     if options.method == "naee" and budget.scope == "uniform" and groups_of(checkpoint):

@@ -165,7 +165,7 @@ class ResponseLoss:
 def predictions(decoder: Decoder, side: ResponseBatch) -> Predictions:
     device = decoder.embedding_VD.device
     hidden_BLD = decoder.hidden_states(side.tokens_BL.to(device))
-    return Predictions(hidden_BLD[side.asked_BL.to(device)], decoder.head_VD)
+    return Predictions(hidden_BLD[side.asked_BL.to(device)], decoder.head_VD, decoder.head_bias_V)
 
 
 def _cross_entropy(own: Predictions, side: ResponseBatch, weights_T: Tensor) -> Tensor:
@@ -174,4 +174,4 @@ def _cross_entropy(own: Predictions, side: ResponseBatch, weights_T: Tensor) -> 
     def measure(logits_TV: Tensor, part: slice) -> Tensor:
         return (weights_T[part] * F.cross_entropy(logits_TV, targets_T[part], reduction="none")).sum()
 
-    return head_loss(own.hidden_TD, own.head_VD, measure)
+    return head_loss(own.hidden_TD, own.head_VD, measure, own.head_bias_V)

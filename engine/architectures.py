@@ -49,6 +49,7 @@ class Stack:
 
 
 GATE_UP, DOWN = (0, 1), (2,)
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ class Architecture:
     """What transformers calls the block within a layer, and the router within the block, once a model is loaded."""
     gate_network: GateNetwork | None = None
     always_normalises_top_k: bool = False
+    mixer_jitter_key: str | None = None
+    """Config key of ε, where experts are chosen one after the other by sparsemixer (engine/routing.py)."""
+    least_experts: int = 1
+    """Experts that a layer must keep: the family's own router always takes so many."""
     sparse_step: bool = False
     """Some layers are dense FFNs, by `decoder_sparse_step` and `mlp_only_layers`."""
     dense_first_key: str | None = None
@@ -130,6 +135,13 @@ class Architecture:
     """Rotated dimensions are paired with their neighbours and not half against half: True, False, or the config key."""
     prediction_layers_key: str | None = None
     """Config key of how many layers for multi-token prediction follow the last one in a checkpoint; they are not read."""
+    layer_norm: bool = False
+    """Norms are layer norms with a bias, not root mean squares."""
+    head_bias: bool | str = False
+    """True, False, or the config key that says."""
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    rope_mscales: bool = False
+    """Long and short form of `longrope` have each a factor of their own, `long_mscale` and `short_mscale`."""
     multipliers: bool = False
     """Embeddings, attention scores, what is added to the residual, and logits (a divisor) have factors in the config."""
 
@@ -332,6 +344,24 @@ ARCHITECTURES: dict[str, Architecture] = {
             output_bias="attention_bias",
             multipliers=True,
         ),
+        Architecture(
+            model_type="phimoe",
+            causal_lm_class="PhimoeForCausalLM",
+            own_settings={"hidden_dropout": None, "original_max_position_embeddings": None},
+            experts_keys=("num_local_experts",),
+            block="model.layers.{layer}.block_sparse_moe",
+            expert_projections=("w1", "w3", "w2"),
+            modules=("mlp", "router"),
+            mixer_jitter_key="router_jitter_noise",
+            least_experts=2,
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            windows="all",
+            layer_norm=True,
+            head_bias="lm_head_bias",
+            rope_types=("default", "longrope"),
+            rope_mscales=True,
+        ),
         Architecture(model_type="mistral", causal_lm_class="MistralForCausalLM", windows="all"),
         Architecture(
             model_type="llama",
@@ -420,6 +450,8 @@ class MoeConfig:
     groups_per_token: int = 1
     """Groups that a token's experts are of, at most."""
     router_in_float32: bool = False
+    mixer_jitter: float | None = None
+    """ε of sparsemixer; None where experts are chosen together."""
     gate_network_width: int = 0
     """Hidden units of the router; 0 where the router is one matrix."""
     noise_epsilon: float | None = None
@@ -486,6 +518,7 @@ class DecoderConfig:
     norm_epsilon: float
     qkv_bias: bool
     output_bias: bool
+    head_bias: bool
     clip_qkv: float | None
     tied_embeddings: bool
     max_positions: int
@@ -634,6 +667,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         norm_epsilon=float(family.rms_norm_eps),
         qkv_bias=_flag(row.qkv_bias, family),
         output_bias=_flag(row.output_bias, family),
+        head_bias=_flag(row.head_bias, family),
         clip_qkv=_clip(family) if row.clip_qkv else None,
         tied_embeddings=bool(family.tie_word_embeddings),
         max_positions=_positive(family, "max_position_embeddings"),
@@ -712,7 +746,7 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
     if getattr(family, "mlp_bias", False):
         lacking.append("mlp_bias=true")
     rope = family.rope_parameters or {}
-    if rope.get("rope_type", "default") not in ROPE_TYPES:
+    if rope.get("rope_type", "default") not in row.rope_types:
         lacking.append(f"rope_type={rope.get('rope_type')!r}")
     if any(isinstance(value, dict) for value in rope.values()):
         lacking.append("rope_parameters for each kind of layer")
@@ -730,9 +764,6 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
             f"config.json of this {row.model_type} asks for what the engine does not have: {', '.join(lacking)[:500]}; "
             "remove it only if it has no effect on this model"
         )
-
-
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 def experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any) -> list[int]:
@@ -799,6 +830,7 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
             groups_per_token=_positive(family, row.groups_per_token_key) if groups else 1,
             router_in_float32=row.router_in_float32,
             weight_scale=_weight_scale(row, family, index),
+            mixer_jitter=_mixer_jitter(row, family),
             gate_network_width=_gate_network_width(row, family),
             noise_epsilon=_noise_epsilon(row, family),
         )
@@ -875,6 +907,17 @@ def _weight_scale(row: Architecture, family: Any, index: int) -> float:
     if isinstance(value, list) and len(value) == _positive(family, "num_hidden_layers"):
         value = value[index]
     return _number(row.weight_scale_key, value)
+
+
+def _mixer_jitter(row: Architecture, family: Any) -> float | None:
+    key = row.mixer_jitter_key
+    if key is None:
+        return None
+    if (used := _positive(family, row.experts_per_token_key)) != row.least_experts:
+        raise UnsupportedError(
+            f"config.json: {row.experts_per_token_key} is {used}; the router of a {row.model_type} takes {row.least_experts}"
+        )
+    return _number(key, getattr(family, key))
 
 
 def _gate_network_width(row: Architecture, family: Any) -> int:
@@ -1006,19 +1049,26 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocabulary_size, config.hidden_size)}
     for index in range(len(config.layers)):
         shapes.update(layer_tensors(config, index))
-    shapes["model.norm.weight"] = (config.hidden_size,)
+    shapes.update(_norm_tensors(config, "model.norm"))
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocabulary_size, config.hidden_size)
+    if config.head_bias:
+        shapes["lm_head.bias"] = (config.vocabulary_size,)
     return shapes
+
+
+def _norm_tensors(config: DecoderConfig, name: str) -> dict[str, tuple[int, ...]]:
+    parts = ("weight", "bias") if config.architecture.layer_norm else ("weight",)
+    return {f"{name}.{part}": (config.hidden_size,) for part in parts}
 
 
 def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
     """The tensors of one decoder layer with their shapes."""
     row, layer, hidden = config.architecture, config.layers[index], config.hidden_size
     prefix = f"model.layers.{index}"
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.input_layernorm.weight": (hidden,)}
+    shapes = _norm_tensors(config, f"{prefix}.input_layernorm")
     shapes.update(_attention_tensors(config, f"{prefix}.self_attn"))
-    shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+    shapes.update(_norm_tensors(config, f"{prefix}.post_attention_layernorm"))
     if layer.moe is None:
         shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
         return shapes

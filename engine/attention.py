@@ -60,6 +60,9 @@ class Rotary:
         if self.kind == "longrope":
             # transformers switches the frequencies and keeps the attention factor of the short form.
             self._long = (self._checked(self._original_max + 1)[0], self._scaling)
+            if config.architecture.rope_mscales:
+                # transformers 5 keeps the short frequencies beyond the switch; older versions and the authors' code do not.
+                self._scaling, self._long = parameters["short_mscale"], (self._long[0], parameters["long_mscale"])
 
     def _checked(self, length: int | None) -> tuple[Tensor, float]:
         """Initialise. Raises CheckpointError for parameters that give no frequencies to rotate by."""
@@ -318,6 +321,11 @@ def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int,
     for start in range(0, length, size):
         end = min(start + size, length)
         yield start, end, total - length + end
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """A layer norm where there is a bias (Ba et al. 2016), `rms_norm` where there is none."""
+    return rms_norm(x, weight, epsilon) if bias is None else F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -29,15 +29,16 @@ from engine.architectures import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.attention import Attention, Cache, Positions, Rotary, attention_mask, first_seen, rms_norm
+from engine.attention import Attention, Cache, Positions, Rotary, attention_mask, first_seen, norm
 from engine.experts import Expert, MoeBlock
 from engine.kv_cache import KeyValueCache
 from engine.latent_attention import LatentAttention
 from engine.linear import linear
 from engine.paged_cache import PagedBatch
-from engine.routing import Gate, GroupedTopK, Routing, SigmoidTopK, TopK, sigmoid_shares, softmax
+from engine.routing import Gate, GroupedTopK, Routing, SigmoidTopK, SparseMixer, TopK, sigmoid_shares, softmax
 
 TensorSource = Callable[[str], Tensor]
+FINAL_NORM = "model.norm"
 
 
 class DecoderLayer(nn.Module):
@@ -48,16 +49,16 @@ class DecoderLayer(nn.Module):
         prefix = f"model.layers.{layer}"
         self.epsilon = config.norm_epsilon
         self.residual = config.multipliers.residual
-        self.attention_norm = _frozen(tensor(f"{prefix}.input_layernorm.weight"))
+        self.attention_norm, self.attention_norm_bias = _norm(config, f"{prefix}.input_layernorm", tensor)
         self.attention = (Attention if config.latent is None else LatentAttention)(config, layer, tensor)
-        self.feed_forward_norm = _frozen(tensor(f"{prefix}.post_attention_layernorm.weight"))
+        self.feed_forward_norm, self.feed_forward_norm_bias = _norm(config, f"{prefix}.post_attention_layernorm", tensor)
         self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        attended = self.attention(rms_norm(x_BLD, self.attention_norm, self.epsilon), positions, cache)
-        x_BLD = x_BLD + times(attended, self.residual)
-        normed = rms_norm(x_BLD, self.feed_forward_norm, self.epsilon)
+        normed = norm(x_BLD, self.attention_norm, self.attention_norm_bias, self.epsilon)
+        x_BLD = x_BLD + times(self.attention(normed, positions, cache), self.residual)
+        normed = norm(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, self.epsilon)
         y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]))
         return x_BLD + times(y_TD.view_as(x_BLD), self.residual)
 
@@ -70,8 +71,9 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding_VD = _frozen(tensor("model.embed_tokens.weight"))
         self.layers = nn.ModuleList(DecoderLayer(config, index, tensor) for index in range(len(config.layers)))
-        self.norm = _frozen(tensor("model.norm.weight"))
+        self.norm, self.norm_bias = _norm(config, FINAL_NORM, tensor)
         self.head_VD = self.embedding_VD if config.tied_embeddings else _frozen(tensor("lm_head.weight"))
+        self.head_bias_V = _frozen(tensor("lm_head.bias")) if config.head_bias else None
         self.rotary = Rotary(config)
         self.checkpoint_activations = False
         """Recompute each layer in the backward pass, so that only one layer's activations are held at a time."""
@@ -114,15 +116,19 @@ class Decoder(nn.Module):
                 x_BLD = layer(x_BLD, positions, cache)
         if isinstance(cache, KeyValueCache):
             cache.advance(tokens_BL.shape[1])
-        return final_norm(self.config, x_BLD, self.norm)
+        return final_norm(self.config, x_BLD, self.norm, self.norm_bias)
 
     def forward(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits of every new position, [B, L, V]."""
-        return linear(self.hidden_states(tokens_BL, real_BP, cache), self.head_VD)
+        return self.logits(self.hidden_states(tokens_BL, real_BP, cache))
 
     def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits of the last position only, [B, V]: what generation needs, without L·V logits in memory."""
-        return linear(self.hidden_states(tokens_BL, real_BP, cache)[:, -1], self.head_VD)
+        return self.logits(self.hidden_states(tokens_BL, real_BP, cache)[:, -1])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[…, V] of final hidden states [..., D]."""
+        return linear(hidden, self.head_VD, self.head_bias_V)
 
 
 def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> Tensor:
@@ -130,9 +136,27 @@ def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> 
     return times(F.embedding(tokens_BL, embedding_VD), config.multipliers.embedding)
 
 
-def final_norm(config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor) -> Tensor:
-    """What the head is given for the last layer's output: a divisor of the logits divides here, where they are few."""
-    return times(rms_norm(x_BLD, weight_D, config.norm_epsilon), 1.0 / config.multipliers.logits)
+def final_norm(config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
+    """What the head is given for the last layer's output: a divisor of the logits divides here, where numbers are few."""
+    return times(norm(x_BLD, weight_D, bias_D, config.norm_epsilon), 1.0 / config.multipliers.logits)
+
+
+class Outer:
+    """What follows the last layer, from a tensor source: for those that run layers one by one."""
+
+    def __init__(self, config: DecoderConfig, tensor: TensorSource) -> None:
+        self._config = config
+        self._norm, self._norm_bias = _norm(config, FINAL_NORM, tensor)
+        self.head_VD = tensor("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
+        self.head_bias_V = tensor("lm_head.bias") if config.head_bias else None
+
+    def hidden_states(self, x_BLD: Tensor) -> Tensor:
+        """As `Decoder.hidden_states` gives them, [B, L, D]."""
+        return final_norm(self._config, x_BLD, self._norm, self._norm_bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[…, V] of final hidden states [..., D]."""
+        return linear(hidden, self.head_VD, self.head_bias_V)
 
 
 def times(x: Tensor, factor: float) -> Tensor:
@@ -190,6 +214,8 @@ def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
         )
     if groups:
         return GroupedTopK(moe.experts_per_token, groups, moe.groups_per_token, moe.weight_scale)
+    if moe.mixer_jitter is not None:
+        return SparseMixer(moe.experts_per_token, moe.mixer_jitter)
     return TopK(moe.experts_per_token, moe.normalise_top_k, moe.weight_scale)
 
 
@@ -240,6 +266,11 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
         tensor(router_noise_tensor(row, layer)) if moe.noise_epsilon is not None else None,
         moe.router_in_float32,
     )
+
+
+def _norm(config: DecoderConfig, name: str, tensor: TensorSource) -> tuple[nn.Parameter, nn.Parameter | None]:
+    bias = _frozen(tensor(f"{name}.bias")) if config.architecture.layer_norm else None
+    return _frozen(tensor(f"{name}.weight")), bias
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -18,6 +18,7 @@ import torch
 
 from engine.checkpoint import Checkpoint
 from engine.json_file import writing
+from engine.model import FINAL_NORM
 from engine.onnx_attention import AttentionForm, attention, attention_form
 from engine.onnx_experts import feed_forward
 from engine.onnx_graph import INT64, MICROSOFT, Graph
@@ -71,10 +72,10 @@ def _layer(parts: Parts, form: AttentionForm, layer: int, x_BLD: str, routing: R
     """Attention, then the feed-forward, each after its norm and added to the residual."""
     graph, prefix = parts.graph, f"model.layers.{layer}"
     with graph.scope("attention"):
-        normed = parts.rms_norm(x_BLD, f"{prefix}.input_layernorm.weight")
+        normed = parts.norm(x_BLD, f"{prefix}.input_layernorm")
         x_BLD = _added(parts, x_BLD, attention(parts, form, layer, normed))
     with graph.scope("feed_forward"):
-        normed = parts.rms_norm(x_BLD, f"{prefix}.post_attention_layernorm.weight")
+        normed = parts.norm(x_BLD, f"{prefix}.post_attention_layernorm")
         return _added(parts, x_BLD, feed_forward(parts, layer, normed, routing))
 
 
@@ -118,15 +119,20 @@ def _head(parts: Parts, x_BLD: str) -> None:
     keep = graph.optional_input("logits_to_keep", np.array([EVERY_POSITION], dtype=np.int64))
     first = graph.node("Neg", keep)
     kept_BKD = graph.node("Slice", x_BLD, first, graph.integers(EVERY_POSITION), graph.integers(1))
-    normed_BKD = parts.times(parts.rms_norm(kept_BKD, "model.norm.weight"), 1.0 / config.multipliers.logits)
+    normed_BKD = parts.times(parts.norm(kept_BKD, FINAL_NORM), 1.0 / config.multipliers.logits)
     head = EMBEDDING if config.tied_embeddings else "lm_head.weight"
     if parts.bits is None:
         # Tied embeddings are in the file once: Gemm reads them the other way round.
         flat = graph.node("Reshape", normed_BKD, graph.integers(-1, config.hidden_size))
-        logits = graph.node("Gemm", flat, parts.stored(head), transB=1)
+        bias = [parts.stored("lm_head.bias")] if config.head_bias else []
+        logits = graph.node("Gemm", flat, parts.stored(head), *bias, transB=1)
         batch_length = graph.node("Slice", graph.node("Shape", normed_BKD), graph.integers(0), graph.integers(2))
         shape = graph.node("Concat", batch_length, graph.integers(config.vocabulary_size), axis=0)
         graph.node("Reshape", logits, shape, name="logits")
     else:
-        graph.node("Identity", parts.product(normed_BKD, parts.quantised(head, OUTER_BITS)), name="logits")
+        logits = parts.product(normed_BKD, parts.quantised(head, OUTER_BITS))
+        if config.head_bias:
+            graph.node("Add", logits, parts.stored("lm_head.bias"), name="logits")
+        else:
+            graph.node("Identity", logits, name="logits")
     graph.output("logits", graph.element_type, ("batch_size", "kept_length", config.vocabulary_size))

@@ -57,6 +57,13 @@ class Parts:
         """A tensor as it is in the checkpoint."""
         return self.graph.weight(name, lambda: self.source(name))
 
+    def norm(self, x: str, name: str) -> str:
+        """A norm before a block, or the last one, as the family has it."""
+        if not self.config.architecture.layer_norm:
+            return self.rms_norm(x, f"{name}.weight")
+        weights = self.stored(f"{name}.weight"), self.stored(f"{name}.bias")
+        return self.graph.node("LayerNormalization", x, *weights, axis=-1, epsilon=self.config.norm_epsilon)
+
     def rms_norm(self, x: str, weight: str, epsilon: float | None = None) -> str:
         """x / rms(x) · weight over the last dimension, the mean square taken in float32; epsilon: None for the config's."""
         graph = self.graph

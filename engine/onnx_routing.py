@@ -16,9 +16,11 @@ import numpy as np
 from engine.errors import UnsupportedError
 from engine.onnx_graph import Graph
 from engine.onnx_layers import float32
-from engine.routing import GroupedTopK, Routing, SigmoidTopK, Skipping, TopK
+from engine.routing import GroupedTopK, Routing, SigmoidTopK, Skipping, SparseMixer, TopK
 
 _END = 2**31 - 1
+NEVER = -1e30
+"""In place of −∞, which would give 0 · ∞."""
 
 
 class Selected(NamedTuple):
@@ -69,6 +71,25 @@ def _sigmoid_top_k(graph: Graph, routing: SigmoidTopK, logits_TN: str, experts: 
     # Largest first, as those that wrap this rule expect.
     weights_TK, order_TK = _largest(graph, weights_TK, slots)
     return Selected(graph.node("GatherElements", experts_TK, order_TK, axis=1), weights_TK)
+
+
+def _sparse_mixer(graph: Graph, routing: SparseMixer, logits_TN: str, experts: int) -> Selected:
+    left_TN, chosen, weights = logits_TN, [], []
+    size_TN = graph.node("Abs", logits_TN)
+    nothing = float32(graph, NEVER)
+    for _ in range(min(routing.experts_per_token, experts)):
+        best_T1, expert_T1 = _largest(graph, left_TN, 1)
+        behind_TN = graph.node("Sub", best_T1, logits_TN)
+        # Not as a quotient, which would be 0 / 0 where all logits are zero.
+        allowed_TN = graph.node("Mul", graph.node("Max", size_TN, best_T1), float32(graph, 2.0 * routing.jitter))
+        near_TN = graph.node("Where", graph.node("Greater", behind_TN, allowed_TN), nothing, left_TN)
+        weights.append(graph.node("GatherElements", graph.node("Softmax", near_TN, axis=-1), expert_T1, axis=1))
+        chosen.append(expert_T1)
+        never_T1 = graph.node("Add", graph.node("Mul", best_T1, float32(graph, 0.0)), nothing)
+        left_TN = graph.node("ScatterElements", left_TN, expert_T1, never_T1, axis=1)
+    weights_TS, order_TS = _largest(graph, graph.node("Concat", *weights, axis=1), len(weights))
+    experts_TS = graph.node("Concat", *chosen, axis=1)
+    return Selected(graph.node("GatherElements", experts_TS, order_TS, axis=1), weights_TS)
 
 
 def _grouped_top_k(graph: Graph, routing: GroupedTopK, logits_TN: str, experts: int) -> Selected:
@@ -129,6 +150,7 @@ SELECTIONS: dict[type, Callable[[Graph, Any, str, int], Selected]] = {
     TopK: _top_k,
     SigmoidTopK: _sigmoid_top_k,
     GroupedTopK: _grouped_top_k,
+    SparseMixer: _sparse_mixer,
     Skipping: _skipping,
 }
 

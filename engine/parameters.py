@@ -18,7 +18,7 @@ from engine.architectures import (
 from engine.attention import Attention
 from engine.experts import Expert, MoeBlock
 from engine.latent_attention import LatentAttention
-from engine.model import Decoder, DecoderLayer
+from engine.model import FINAL_NORM, Decoder, DecoderLayer
 
 
 def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
@@ -30,14 +30,20 @@ def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         prefix = f"model.layers.{index}"
-        found[f"{prefix}.input_layernorm.weight"] = layer.attention_norm
+        found |= _named(f"{prefix}.input_layernorm", layer.attention_norm, layer.attention_norm_bias)
         found.update({f"{prefix}.self_attn.{name}": parameter for name, parameter in _attention(layer.attention)})
-        found[f"{prefix}.post_attention_layernorm.weight"] = layer.feed_forward_norm
+        found |= _named(f"{prefix}.post_attention_layernorm", layer.feed_forward_norm, layer.feed_forward_norm_bias)
         found.update(_feed_forward(decoder, index, layer))
-    found["model.norm.weight"] = decoder.norm
+    found |= _named(FINAL_NORM, decoder.norm, decoder.norm_bias)
     if decoder.head_VD is not decoder.embedding_VD:
         found["lm_head.weight"] = decoder.head_VD
+    if decoder.head_bias_V is not None:
+        found["lm_head.bias"] = decoder.head_bias_V
     return found
+
+
+def _named(name: str, weight: nn.Parameter, bias: nn.Parameter | None) -> dict[str, nn.Parameter]:
+    return {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
 
 
 def _attention(attention: Attention | LatentAttention) -> Iterator[tuple[str, nn.Parameter]]:

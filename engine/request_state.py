@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.block_pool import BlockTable
-from engine.linear import linear
 from engine.request import Listener, Request, Timings, TokenLogprob, Update
 from engine.sampling import penalised, sample
 from engine.text_stream import TextStream
@@ -69,14 +68,14 @@ class RequestState:
         """Log-probabilities of prompt tokens are still to be computed."""
         return self.request.prompt_logprobs and len(self.prompt_logprobs) < len(self.request.prompt) - 1
 
-    def take_prompt(self, start: int, hidden_LD: Tensor, head_VD: Tensor) -> None:
+    def take_prompt(self, start: int, hidden_LD: Tensor, head: Callable[[Tensor], Tensor]) -> None:
         """Keep what the positions from `start` on say of the prompt tokens that follow them."""
         begin = len(self.prompt_logprobs)
         following = self.request.prompt[begin + 1 : start + len(hidden_LD) + 1]
         for first in range(0, len(following), HEAD_ROWS):
             targets = following[first : first + HEAD_ROWS]
             place = begin - start + first
-            logits_LV = linear(hidden_LD[place : place + len(targets)], head_VD)
+            logits_LV = head(hidden_LD[place : place + len(targets)])
             self.prompt_logprobs += described(logits_LV, targets, self.request.top_logprobs or 0)
 
     def next_token(self, logits_V: Tensor, greedy: int) -> int:

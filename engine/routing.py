@@ -173,6 +173,37 @@ class SigmoidTopK:
 
 
 @dataclass(frozen=True)
+class SparseMixer:
+    """sparsemixer's choice without its noise of training (GRIN MoE, arXiv 2409.12136; thresholds as in transformers' code).
+
+    Experts are chosen one after the other: the largest logit z_b, of those not chosen yet. Its weight is its share of the
+    softmax among those of them that are near: all but where (z_b − z_i) / max(|z_i|, z_b) > 2ε. So weights do not add up to
+    one: an expert that is well ahead of the rest weighs one, also as the second. Slots are sorted by weight, largest first.
+
+    In training this has the gradient of the weights themselves; the paper estimates one for the choice too.
+    """
+
+    experts_per_token: int
+    jitter: float
+    """ε."""
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        scores_TN = logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32))
+        left_TN, slots = scores_TN, []
+        for _ in range(min(self.experts_per_token, logits_TN.shape[-1])):
+            best_T1, expert_T1 = left_TN.max(dim=-1, keepdim=True)
+            empty_T1 = best_T1 == -torch.inf
+            far_TN = (best_T1 - scores_TN) / scores_TN.abs().maximum(best_T1) > 2.0 * self.jitter
+            near_TN = left_TN.masked_fill(far_TN, -torch.inf).masked_fill(empty_T1, 0.0)
+            weight_T1 = near_TN.softmax(dim=-1).gather(-1, expert_T1).masked_fill(empty_T1, 0.0)
+            slots.append((expert_T1.masked_fill(empty_T1, NO_EXPERT), weight_T1))
+            left_TN = left_TN.scatter(-1, expert_T1, -torch.inf)
+        experts_TS, weights_TS = (torch.cat(parts, dim=-1) for parts in zip(*slots, strict=True))
+        weights_TS, order_TS = weights_TS.sort(dim=-1, descending=True, stable=True)
+        return Selection(experts_TS.gather(-1, order_TS), weights_TS)
+
+
+@dataclass(frozen=True)
 class Masked:
     """A Routing in which only some experts exist: the others' logits become −∞. What pruning must equal."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.block_pool import OutOfBlocksError
 from engine.errors import OptionError
 from engine.generate import Engine, decode_kernels
-from engine.linear import linear, prepare_decoding
+from engine.linear import prepare_decoding
 from engine.paged_cache import BLOCK_SIZE, PagedBatch, PagedCache, position_bytes
 from engine.request import Request
 from engine.request_state import RequestState
@@ -190,14 +190,14 @@ class Scheduler:
         if step.decoding:
             with decode_kernels(len(step.decoding), self._engine.dtype, self._engine.device):
                 hidden_BLD = self._forward(step.decoding, 1)
-                results.append((step.decoding, linear(hidden_BLD[:, 0], self._decoder.head_VD)))
+                results.append((step.decoding, self._decoder.logits(hidden_BLD[:, 0])))
         for state, end in step.reading:
             start = state.table.length
             hidden_LD = self._forward([state], end - start)[0]
             if state.asks_for_prompt:
-                state.take_prompt(start, hidden_LD, self._decoder.head_VD)
+                state.take_prompt(start, hidden_LD, self._decoder.logits)
             if not state.unread:
-                results.append(([state], linear(hidden_LD[-1:], self._decoder.head_VD)))
+                results.append(([state], self._decoder.logits(hidden_LD[-1:])))
         return results
 
     def _forward(self, states: list[RequestState], new: int) -> Tensor:

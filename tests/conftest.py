@@ -12,6 +12,10 @@ import torch
 from naive_deepseek import NaiveDeepseek
 from naive_llama_moe import NaiveLlamaMoe
 
+from engine.architectures import ARCHITECTURES
+from engine.checkpoint import Checkpoint
+from engine.stacks import joined, stored_tensors
+
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -38,6 +42,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": MOE_SIZES | {"moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
     "olmoe": MOE_SIZES,
     "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2} | MULTIPLIERS,
+    "phimoe": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.2,
+    },
     "mistral": {},
     "llama": {},
     "llama_moe": {"score_scale_factor": [3.0, 2.0, 1.5]},
@@ -69,13 +80,16 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
 }
 """Of which only the matrix (family_matrix.py) goes through everything."""
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe")
 EVERY_MOE_FAMILY = (*MOE_FAMILIES, "llama_moe")
 """With those that transformers has no class of."""
 NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe, "deepseek": NaiveDeepseek}
 """Our own models in place of transformers' where it has none."""
 NAMES = {"kimi_k2": "deepseek_v3"}
 """Families that transformers has under another name."""
+NOT_DENSE = ("phimoe",)
+"""Those that densify refuses."""
+DENSIFIED = tuple(family for family in EVERY_MOE_FAMILY if family not in NOT_DENSE)
 
 
 def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -103,6 +117,12 @@ def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
+def enough(family: str, kept: dict[int, list[int]]) -> dict[int, list[int]]:
+    """The same plan where no layer has fewer experts than the family must have."""
+    least = ARCHITECTURES[family].least_experts
+    return {layer: sorted({*experts, *range(least - len(experts))}) for layer, experts in kept.items()}
+
+
 def save_reference(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
     """Save a tiny reference checkpoint (no tokenizer) and return the transformers model."""
     model = reference_model(family, seed, **changes)
@@ -111,6 +131,19 @@ def save_reference(family: str, path: Path, seed: int = 0, **changes: Any) -> An
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {"model_type": family}))
     return model
+
+
+def save_tensors(tensors: dict[str, Any], checkpoint: Checkpoint, path: Path) -> None:
+    """Write tensors, by the names that a checkpoint gives them, as its family has them on disk."""
+    from safetensors.torch import save_file
+
+    stored = {
+        name: torch.cat([joined(one.stack, [tensors[part] for part in parts])[None] for parts in one.parts])
+        if one.stack
+        else tensors[name].contiguous()
+        for name, one in stored_tensors(checkpoint.config).items()
+    }
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
 
 
 PARITY = "parity"

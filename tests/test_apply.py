@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EVERY_MOE_FAMILY, MOE_FAMILIES, save_reference
+from conftest import EVERY_MOE_FAMILY, MOE_FAMILIES, enough, save_reference
 from torch import Tensor
 
 from compress.apply import apply
+from compress.densify import DensifyOptions, checked_mixture
 from compress.plan import (
     SHARED_EXPERT,
     Part,
@@ -24,6 +25,8 @@ from compress.plan import (
     kept_expert,
     pruning_plan,
 )
+from compress.prune import PruneOptions, checked_budget
+from compress.selection import Budget
 from engine import architectures, remote_code
 from engine.architectures import (
     ARCHITECTURES,
@@ -34,7 +37,7 @@ from engine.architectures import (
     stacks_in_memory,
 )
 from engine.checkpoint import Checkpoint
-from engine.errors import CheckpointError, PlanError, UnsupportedError
+from engine.errors import CheckpointError, OptionError, PlanError, UnsupportedError
 from engine.model import Decoder, own_routing, routed_by
 from engine.routing import Masked
 
@@ -91,7 +94,7 @@ def test_removing_experts_equals_masking_their_logits(
     family: str, normalise: bool, kept: dict[int, list[int]], tmp_path: Path
 ) -> None:
     changes = {} if ARCHITECTURES[family].always_normalises_top_k else {"norm_topk_prob": normalise}
-    full = model(family, tmp_path / "full", **changes)
+    full, kept = model(family, tmp_path / "full", **changes), enough(family, kept)
     apply(pruning_plan(kept), full, tmp_path / "pruned")
     pruned = Checkpoint(tmp_path / "pruned")
     assert pruned.config.experts_per_layer == tuple(map(len, kept.values()))
@@ -127,14 +130,15 @@ def test_a_non_uniform_result_brings_its_counts_and_its_modelling_file(tmp_path:
 @EVERY_FAMILY
 def test_pruning_again_what_is_pruned_and_non_uniform(family: str, tmp_path: Path) -> None:
     full = model(family, tmp_path / "full")
-    apply(pruning_plan(NON_UNIFORM), full, tmp_path / "once")
+    apply(pruning_plan({0: [3, 4], 1: [0, 1, 2, 3, 4, 5], 2: [0, 2, 3]}), full, tmp_path / "once")
     once = Checkpoint(tmp_path / "once")
-    apply(pruning_plan({0: [0], 1: [1, 3, 5, 0], 2: [0, 2]}), once, tmp_path / "twice")
-    assert worst(logits(Checkpoint(tmp_path / "twice")), masked_logits(full, {0: [4], 1: [0, 1, 3, 5], 2: [0, 3]})) <= 1e-5
-    apply(pruning_plan({0: [0], 1: [5], 2: [2]}), once, tmp_path / "uniform")
+    apply(pruning_plan({0: [0, 1], 1: [1, 3, 5, 0], 2: [0, 2]}), once, tmp_path / "twice")
+    kept = {0: [3, 4], 1: [0, 1, 3, 5], 2: [0, 3]}
+    assert worst(logits(Checkpoint(tmp_path / "twice")), masked_logits(full, kept)) <= 1e-5
+    apply(pruning_plan({0: [0, 1], 1: [2, 5], 2: [1, 2]}), once, tmp_path / "uniform")
     uniform = Checkpoint(tmp_path / "uniform")
     assert "block_configs" not in uniform.raw_config and "auto_map" not in uniform.raw_config
-    assert worst(logits(uniform), masked_logits(full, {0: [4], 1: [5], 2: [3]})) <= 1e-5
+    assert worst(logits(uniform), masked_logits(full, {0: [3, 4], 1: [2, 5], 2: [2, 3]})) <= 1e-5
 
 
 def test_layers_without_experts_stay_as_they_are(tmp_path: Path) -> None:
@@ -326,8 +330,9 @@ def test_stacked_experts_read_as_single_ones(family: str, tmp_path: Path) -> Non
     assert all(torch.equal(fused.tensor(name), single.tensor(name)) for name in single.shapes)
     assert worst(logits(fused), logits(single)) <= 1e-5, "to the bit only where the data is aligned alike"
     fused.check_finite()
-    apply(pruning_plan(NON_UNIFORM), fused, tmp_path / "pruned")
-    assert worst(logits(Checkpoint(tmp_path / "pruned")), masked_logits(single, NON_UNIFORM)) <= 1e-5
+    kept = enough(family, NON_UNIFORM)
+    apply(pruning_plan(kept), fused, tmp_path / "pruned")
+    assert worst(logits(Checkpoint(tmp_path / "pruned")), masked_logits(single, kept)) <= 1e-5
 
 
 def test_stacks_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -389,6 +394,23 @@ def test_a_sibling_that_would_lose_a_tensor_is_refused_by_the_tensor_s_name(
     plan = concatenation_plan({layer: [(0, 1.0)] for layer in range(3)})
     with pytest.raises(UnsupportedError, match=r"llama has no place for model\.layers\.0\.self_attn\.q_norm\.weight"):
         apply(plan, model("qwen3_moe", tmp_path / "full"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_keeps_as_many_experts_as_the_family_s_router_takes(tmp_path: Path) -> None:
+    """sparsemixer of transformers takes two, and gives NaN where there is one: refused wherever it could come about."""
+    full = model("phimoe", tmp_path / "full")
+    one = {0: [1], 1: [0, 1], 2: [0, 1]}
+    with pytest.raises(PlanError, match="layer 0: has 1 expert, and the router of a phimoe takes 2"):
+        apply(pruning_plan(one), full, tmp_path / "out")
+    options = {"model": str(tmp_path / "full"), "output": tmp_path / "out"}
+    for budget in (Budget(sparsity=0.5, min_experts=1), Budget(experts=1, scope="layer", min_experts=0)):
+        with pytest.raises(OptionError, match="min"):
+            checked_budget(PruneOptions(**options, budget=budget), full)
+    kept = checked_budget(PruneOptions(**options, budget=Budget(experts=2, min_experts=0)), full)
+    assert kept is not None and kept.min_experts == 2
+    with pytest.raises(UnsupportedError, match="phimoe has no dense sibling, and its router takes 2 experts"):
+        checked_mixture(DensifyOptions(**options))
     assert not (tmp_path / "out").exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EVERY_MOE_FAMILY, FAMILIES, save_reference
+from conftest import DENSIFIED, FAMILIES, save_reference
 from torch import Tensor
 
 from calibrate.collect import collect
@@ -29,7 +29,7 @@ from engine.parameters import parameters_on_disk
 
 TOKENS = torch.randint(3, 96, (6, 12), generator=torch.Generator().manual_seed(1))
 OPTIONS = DenseTrainingOptions(6, 4, learning_rate=1e-2, batch_size=4, validate_every=3, save_every=2)
-EVERY = pytest.mark.parametrize("family", EVERY_MOE_FAMILY)
+EVERY = pytest.mark.parametrize("family", DENSIFIED)
 
 
 def prepared(family: str, path: Path, ffns: int = 2) -> tuple[Checkpoint, Plan]:

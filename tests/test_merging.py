@@ -275,6 +275,7 @@ def test_the_artifact_is_the_naive_merged_model(
     models: dict[str, tuple[Checkpoint, Statistics]], method: str, family: str, experts: int, tmp_path: Path
 ) -> None:
     full, statistics = models[family]
+    experts = max(experts, full.config.architecture.least_experts)
     groups = merge_groups(method, statistics, experts)
     apply(merging_plan(groups, full), full, tmp_path / "merged")
     merged = Checkpoint(tmp_path / "merged")

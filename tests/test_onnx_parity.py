@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from conftest import EVERY_MOE_FAMILY, FAMILIES, save_reference
+from conftest import EVERY_MOE_FAMILY, FAMILIES, NOT_DENSE, enough, save_reference
 from onnx_for_tests import differences, exported
 from test_parity import ROPES, VARIANTS
 
@@ -36,13 +36,15 @@ def results(family: str) -> dict[str, Plan | None]:
     if family not in EVERY_MOE_FAMILY:
         return {"full": None}
     shared = [(SHARED_EXPERT, 0.5)] if family == "qwen2_moe" else []
-    return {
+    plans: dict[str, Plan | None] = {
         "full": None,
         "pruned": pruning_plan({layer: [1, 2, 4, 5] for layer in range(3)}),
         # One expert; fewer than the two experts of a token are none; all of them.
-        "pruned non-uniform": pruning_plan({0: [3], 1: [0, 2, 5], 2: range(EXPERTS)}),
-        "densified": concatenation_plan({layer: [(1, 0.75), (4, 0.5), *shared] for layer in range(3)}),
+        "pruned non-uniform": pruning_plan(enough(family, {0: [3], 1: [0, 2, 5], 2: [*range(EXPERTS)]})),
     }
+    if family not in NOT_DENSE:
+        plans["densified"] = concatenation_plan({layer: [(1, 0.75), (4, 0.5), *shared] for layer in range(3)})
+    return plans
 
 
 CELLS = [(family, result) for family in FAMILIES for result in results(family)]
