@@ -5,7 +5,7 @@ Shape suffixes: F expert width, D hidden, M experts of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from torch import Tensor
 from compress.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan
 from engine import remote_code
 from engine.architectures import (
+    DOWN,
+    DOWN_BIAS,
     architecture_of,
     as_dense,
     decoder_config,
     dense_tensor,
     expected_tensors,
+    expert_parts,
     expert_rows,
     expert_tensor,
     shared_tensor,
@@ -32,8 +35,6 @@ from engine.model import Decoder
 from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.stacks import Stored, joined, stored_tensors
 
-DOWN = 2
-"""The projection whose columns, not rows, are the hidden units."""
 _RELEASE_EVERY_BYTES = 64 << 20
 
 
@@ -227,7 +228,7 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
     made: dict[str, Callable[[], Tensor]] = {}
     for layer, experts in plan.layers.items():
         for index, expert in enumerate(experts):
-            for projection in range(3):
+            for projection in expert_parts(row):
                 name = ffn_tensor(plan, checkpoint, layer, index, projection)
                 made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
         for name, (_, *inputs) in expert_rows(checkpoint.config, layer).items():
@@ -257,18 +258,25 @@ def _deferred(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], 
 def _projection(checkpoint: Checkpoint, layer: int, expert: PlannedExpert, projection: int) -> Tensor:
     """One projection of a planned expert: its parts side by side along the hidden units."""
     blocks = [part_tensor(checkpoint, layer, part, projection) for part in expert.parts]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1 if projection == DOWN else 0)
+    return blocks[0] if len(blocks) == 1 else side_by_side(blocks, projection)
+
+
+def side_by_side(blocks: Sequence[Tensor], projection: int) -> Tensor:
+    """A tensor of the FFN that adds up what several FFNs give: the hidden units of all, which their last biases know not."""
+    if projection == DOWN_BIAS:
+        return torch.stack(list(blocks)).sum(0)
+    return torch.cat(list(blocks), dim=1 if projection == DOWN else 0)
 
 
 def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
-    """Σ coefficient · permuted source; the down projection times the part's scale. A plain copy stays a mapped view."""
-    scale = part.scale if projection == DOWN else 1.0
+    """Σ coefficient · permuted source; of the down projection times the part's scale. A plain copy stays a mapped view."""
+    scale = part.scale if projection in (DOWN, DOWN_BIAS) else 1.0
     tensors = [(source, _source_tensor(checkpoint, layer, source, projection)) for source in part.sources]
     if len(tensors) == 1 and tensors[0][0].coefficient * scale == 1.0 and tensors[0][0].permutation is None:
         return tensors[0][1]
     total = torch.zeros(tensors[0][1].shape, dtype=torch.float32)
     for source, tensor in tensors:
-        if source.permutation is not None:
+        if source.permutation is not None and projection != DOWN_BIAS:
             tensor = tensor.index_select(1 if projection == DOWN else 0, torch.tensor(source.permutation))
         total += source.coefficient * scale * tensor.float()
     return total

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.responses import batch_of
-from engine.architectures import router_tensors
 from engine.experts import router_logits
 from engine.model import Decoder, routed_by
 from engine.routing import NO_EXPERT, Routing, Selection, probabilities
@@ -36,8 +35,8 @@ class RouterReport:
 class OldRouter:
     """A layer's router before it was trained."""
 
-    tensors: list[Tensor]
-    """What its logits are made of: the matrix and, of a gate network, the first layer."""
+    tensors: tuple[Tensor, Tensor | None, Tensor | None]
+    """What its logits are made of: the matrix, the first layer of a gate network, a bias."""
     rule: Routing
     """The model's own."""
 
@@ -45,11 +44,18 @@ class OldRouter:
 def old_routers(decoder: Decoder) -> dict[int, OldRouter]:
     """Copies of a decoder's routers by layer; its blocks still have the model's own rules."""
     layers = zip(decoder.config.moe_layers, decoder.moe_blocks, strict=True)
-    tensors = {index: ((block.router_ND, block.gate_hidden_HD), block.routing) for index, block in layers}
     return {
-        index: OldRouter([own.detach().clone() for own in both if own is not None], rule)
-        for index, (both, rule) in tensors.items()
+        index: OldRouter((_copy(block.router_ND), _copied(block.gate_hidden_HD), _copied(block.logit_bias_N)), block.routing)
+        for index, block in layers
     }
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _copy(tensor)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 @torch.no_grad()
@@ -62,7 +68,6 @@ def router_report(
 
     def watch(index: int, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
         tensors, rule = old[index].tensors, old[index].rule
-        assert len(tensors) == len(router_tensors(decoder.config, index))
         old_TN = router_logits(x_TD[real_T], *tensors).double()
         before_TN, now_TN = probabilities(rule, old_TN), probabilities(rule, logits_TN[real_T].double())
         chosen_TK = rule(old_TN).experts

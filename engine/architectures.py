@@ -46,9 +46,22 @@ class Stack:
     """Within the block."""
     projections: tuple[int, ...]
     """Which: their outputs one after the other."""
+    transposed: bool = False
+    """[experts, inputs, outputs]."""
+    interleaved: bool = False
+    """The outputs of several projections in turns."""
 
 
-GATE_UP, DOWN = (0, 1), (2,)
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """(u + 1) · g · σ(α·g) in place of silu(g) · u, with g at most `limit` and u within ± `limit`."""
+
+    alpha: float
+    limit: float
+
+
+GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(6)
+"""The tensors of an expert, as they are numbered everywhere; some families have no biases."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -71,6 +84,8 @@ class Architecture:
     experts_keys: tuple[str, ...] = ()
     """Config keys that hold the expert count, best first; all are written."""
     experts_per_token_key: str = "num_experts_per_tok"
+    experts_per_token_copy: str | None = None
+    """Config key that says the same once more, and may be missing."""
     expert_width_key: str = "intermediate_size"
     expert_sizes_key: str | None = None
     """Config key of a list of expert widths for each layer: `expert_width_key` is then what a layer's experts have
@@ -95,10 +110,16 @@ class Architecture:
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate.weight"
     """Within the block: the matrix that has one row for each expert."""
+    expert_biases: bool = False
+    """All three projections of an expert have one."""
+    swiglu_keys: tuple[str, str] | None = None
+    """Config keys of α and limit, where experts have a ClampedSwiglu."""
     stacks: tuple[Stack, ...] = ()
     """How experts lie on disk where not one by one; the names of `expert` are then ours alone."""
     modules: tuple[str, str] = ("mlp", "gate")
     """What transformers calls the block within a layer, and the router within the block, once a model is loaded."""
+    logit_bias: str | None = None
+    """Within the block: one number for each expert that is added to its router logit."""
     gate_network: GateNetwork | None = None
     always_normalises_top_k: bool = False
     mixer_jitter_key: str | None = None
@@ -124,6 +145,8 @@ class Architecture:
     qkv_bias: bool | str = False
     """True, False, or the config key that says."""
     output_bias: bool | str = False
+    sinks: bool = False
+    """Each head has a learnt score beside those of the keys, which takes its share of the softmax and adds nothing."""
     windows: str = "none"
     """Sliding window: "none", "all" layers (by `sliding_window`), or by "layer_types"."""
     clip_qkv: bool = False
@@ -330,7 +353,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             experts_keys=("num_local_experts",),
             block="model.layers.{layer}.block_sparse_moe",
             router="router.layer.weight",
-            stacks=(Stack("input_linear.weight", GATE_UP), Stack("output_linear.weight", DOWN)),
+            stacks=(Stack("input_linear.weight", (GATE, UP)), Stack("output_linear.weight", (DOWN,))),
             modules=("block_sparse_moe", "router"),
             always_normalises_top_k=True,
             qkv_bias="attention_bias",
@@ -361,6 +384,29 @@ ARCHITECTURES: dict[str, Architecture] = {
             head_bias="lm_head_bias",
             rope_types=("default", "longrope"),
             rope_mscales=True,
+        ),
+        Architecture(
+            model_type="gpt_oss",
+            causal_lm_class="GptOssForCausalLM",
+            own_settings={"experts_per_token": None, "initial_context_length": None},
+            experts_keys=("num_local_experts",),
+            experts_per_token_copy="experts_per_token",
+            router="router.weight",
+            logit_bias="router.bias",
+            expert_biases=True,
+            swiglu_keys=("swiglu_alpha", "swiglu_limit"),
+            stacks=(
+                Stack("experts.gate_up_proj", (GATE, UP), transposed=True, interleaved=True),
+                Stack("experts.gate_up_proj_bias", (GATE_BIAS, UP_BIAS), interleaved=True),
+                Stack("experts.down_proj", (DOWN,), transposed=True),
+                Stack("experts.down_proj_bias", (DOWN_BIAS,)),
+            ),
+            modules=("mlp", "router"),
+            always_normalises_top_k=True,
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            sinks=True,
+            windows="layer_types",
         ),
         Architecture(model_type="mistral", causal_lm_class="MistralForCausalLM", windows="all"),
         Architecture(
@@ -450,6 +496,8 @@ class MoeConfig:
     groups_per_token: int = 1
     """Groups that a token's experts are of, at most."""
     router_in_float32: bool = False
+    swiglu: ClampedSwiglu | None = None
+    """What is between an expert's projections; None for silu(g) · u."""
     mixer_jitter: float | None = None
     """ε of sparsemixer; None where experts are chosen together."""
     gate_network_width: int = 0
@@ -830,6 +878,7 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
             groups_per_token=_positive(family, row.groups_per_token_key) if groups else 1,
             router_in_float32=row.router_in_float32,
             weight_scale=_weight_scale(row, family, index),
+            swiglu=_swiglu(row, family),
             mixer_jitter=_mixer_jitter(row, family),
             gate_network_width=_gate_network_width(row, family),
             noise_epsilon=_noise_epsilon(row, family),
@@ -909,6 +958,15 @@ def _weight_scale(row: Architecture, family: Any, index: int) -> float:
     return _number(row.weight_scale_key, value)
 
 
+def _swiglu(row: Architecture, family: Any) -> ClampedSwiglu | None:
+    if row.swiglu_keys is None:
+        return None
+    alpha, limit = (_number(key, getattr(family, key)) for key in row.swiglu_keys)
+    if not limit:
+        raise CheckpointError(f"config.json: {row.swiglu_keys[1]} is {limit}; it must be a positive number")
+    return ClampedSwiglu(alpha, limit)
+
+
 def _mixer_jitter(row: Architecture, family: Any) -> float | None:
     key = row.mixer_jitter_key
     if key is None:
@@ -948,9 +1006,16 @@ def _window(row: Architecture, family: Any, index: int) -> int | None:
 
 
 def expert_tensor(row: Architecture, layer: int, expert: int, projection: int) -> str:
-    """Name on disk of an expert's gate (0), up (1) or down (2) projection."""
-    name = row.expert.format(expert=expert, projection=row.expert_projections[projection])
+    """Name on disk of an expert's gate (0), up (1) or down (2) projection, or of its bias (3 more)."""
+    name = row.expert.format(expert=expert, projection=row.expert_projections[projection % GATE_BIAS])
+    if projection >= GATE_BIAS:
+        name = name.removesuffix("weight") + "bias"
     return f"{row.block.format(layer=layer)}.{name}"
+
+
+def expert_parts(row: Architecture) -> range:
+    """Of how many tensors an expert is, as they are numbered."""
+    return range(DOWN_BIAS + 1 if row.expert_biases else DOWN + 1)
 
 
 def router_tensor(row: Architecture, layer: int) -> str:
@@ -980,12 +1045,20 @@ def router_noise_tensor(row: Architecture, layer: int) -> str:
     return f"{row.block.format(layer=layer)}.{row.gate_network.noise}"
 
 
-def router_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+def logit_bias_tensor(row: Architecture, layer: int) -> str:
+    """Name on disk of what is added to a layer's router logits [experts]."""
+    return f"{row.block.format(layer=layer)}.{row.logit_bias}"
+
+
+def router_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """What a layer's router logits are made of, with shapes."""
     row, moe = config.architecture, config.layers[layer].moe
     assert moe is not None
     if not moe.gate_network_width:
-        return {router_tensor(row, layer): (moe.experts, config.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {router_tensor(row, layer): (moe.experts, config.hidden_size)}
+        if row.logit_bias is not None:
+            shapes[logit_bias_tensor(row, layer)] = (moe.experts,)
+        return shapes
     return {
         gate_hidden_tensor(row, layer): (moe.gate_network_width, config.hidden_size),
         router_tensor(row, layer): (moe.experts, moe.gate_network_width),
@@ -1003,10 +1076,11 @@ def noise_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int
 
 def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer that have one row for each expert, with shapes."""
-    router, bias = router_tensor(config.architecture, layer), router_bias_tensor(config.architecture, layer)
-    shapes: dict[str, tuple[int, ...]] = {router: router_tensors(config, layer)[router]}
+    row, bias = config.architecture, router_bias_tensor(config.architecture, layer)
+    hidden = {gate_hidden_tensor(row, layer)} if row.gate_network is not None else set()
+    shapes = {name: shape for name, shape in router_tensors(config, layer).items() if name not in hidden}
     if bias is not None:
-        shapes[bias] = shapes[router][:1]
+        shapes[bias] = (config.experts_by_layer[layer],)
     return shapes | noise_tensors(config, layer)
 
 
@@ -1027,9 +1101,11 @@ def stacks_on_disk(row: Architecture, layer: int) -> tuple[Stack, ...]:
 
 
 def stacks_in_memory(row: Architecture, layer: int) -> tuple[Stack, ...]:
-    """The same as transformers 5 holds them, and writes them if told to."""
+    """The same as transformers 5 holds them, and writes them if told to; some families have them so on disk too."""
     block = f"model.layers.{layer}.{row.modules[0]}.experts"
-    return Stack(f"{block}.gate_up_proj", GATE_UP), Stack(f"{block}.down_proj", DOWN)
+    stacks = Stack(f"{block}.gate_up_proj", (GATE, UP)), Stack(f"{block}.down_proj", (DOWN,))
+    on_disk = stacks_on_disk(row, layer)
+    return on_disk if {stack.name for stack in stacks} <= {stack.name for stack in on_disk} else stacks
 
 
 def router_in_memory(row: Architecture, layer: int) -> str:
@@ -1038,10 +1114,12 @@ def router_in_memory(row: Architecture, layer: int) -> str:
 
 
 def expert_shapes(config: DecoderConfig, layer: int) -> tuple[tuple[int, ...], ...]:
-    """Of each projection of one of a layer's experts."""
-    moe = config.layers[layer].moe
+    """Of each tensor of one of a layer's experts."""
+    moe, hidden = config.layers[layer].moe, config.hidden_size
     assert moe is not None
-    return tuple(shape for _, shape in _ffn(str, moe.expert_width, config.hidden_size))
+    weights = tuple(shape for _, shape in _ffn(str, moe.expert_width, hidden))
+    biases = ((moe.expert_width,), (moe.expert_width,), (hidden,)) if config.architecture.expert_biases else ()
+    return weights + biases
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -1073,8 +1151,9 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...
         shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
         return shapes
     shapes.update(router_tensors(config, index) | expert_rows(config, index))
+    of_expert = expert_shapes(config, index)
     for expert in range(layer.moe.experts):
-        shapes.update(_ffn(lambda p, e=expert: expert_tensor(row, index, e, p), layer.moe.expert_width, hidden))
+        shapes.update((expert_tensor(row, index, expert, part), shape) for part, shape in enumerate(of_expert))
     if layer.moe.shared_width:
         shapes.update(_ffn(lambda p: shared_tensor(row, index, p), layer.moe.shared_width, hidden))
         if (gate := shared_gate_tensor(row, index)) is not None:
@@ -1131,6 +1210,8 @@ def _attention_tensors(config: DecoderConfig, prefix: str) -> Iterator[tuple[str
         per_head = config.qk_norm == "head"
         yield f"{prefix}.q_norm.weight", (size if per_head else query,)
         yield f"{prefix}.k_norm.weight", (size if per_head else key,)
+    if config.architecture.sinks:
+        yield f"{prefix}.sinks", (config.attention_heads,)
 
 
 def with_experts(
@@ -1154,6 +1235,8 @@ def with_experts(
     if is_plain and group_count > 1:
         per_token = min(per_token, _positive(family, row.groups_per_token_key) * (largest // group_count))
     changed[row.experts_per_token_key] = min(per_token, largest)
+    if row.experts_per_token_copy in config:
+        changed[row.experts_per_token_copy] = min(per_token, largest)
     changed |= _changed_widths(row, config, experts_per_decoder_layer)
     if not is_plain:
         changed["block_configs"] = [

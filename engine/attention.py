@@ -192,6 +192,7 @@ class Attention(nn.Module):
         self.output_bias = optional("o_proj.bias", config.output_bias)
         self.query_norm = optional("q_norm.weight", self.qk_norm != "none")
         self.key_norm = optional("k_norm.weight", self.qk_norm != "none")
+        self.sinks = optional("sinks", config.architecture.sinks)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
@@ -212,7 +213,7 @@ class Attention(nn.Module):
         else:
             if cache is not None:
                 key, value = cache.append(self.layer, key, value)
-            mixed = attend(query, key, value, positions.masks[self.window], self.scale)
+            mixed = attend(query, key, value, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
@@ -221,7 +222,8 @@ class Attention(nn.Module):
         mixed = []
         for row, past in enumerate(cache.past):
             key, value = cache.of_sequence(self.layer, row, first_seen(past, self.window))
-            mixed.append(attend(query_BHLE[row : row + 1], key, value, positions.masks[self.window], self.scale))
+            query, mask = query_BHLE[row : row + 1], positions.masks[self.window]
+            mixed.append(attend(query, key, value, mask, self.scale, self.sinks))
         return torch.cat(mixed)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
@@ -250,6 +252,7 @@ class Attention(nn.Module):
             cache.places,
             self.window,
             self.scale,
+            None if self.sinks is None else self.sinks.detach().float().numpy(),
         )
         return as_bfloat16(mixed).view(batch, 1, -1)
 
@@ -265,11 +268,22 @@ class Attention(nn.Module):
 
 
 def attend(
-    query_BHLE: Tensor, key_BGPE: Tensor, value_BGPV: Tensor, mask: Tensor | None, scale: float | None = None
+    query_BHLE: Tensor,
+    key_BGPE: Tensor,
+    value_BGPV: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of H query heads over G key-value heads, [B, H, L, V]; `scale`: of the scores, None for 1/√E."""
+    """Softmax attention of H query heads over G key-value heads, [B, H, L, V]; `scale`: of the scores, None for 1/√E.
+
+    sinks_H: for each head one more score, whose share of the softmax goes nowhere.
+    """
     if is_emulated(query_BHLE):
-        return attend(query_BHLE.float(), key_BGPE.float(), value_BGPV.float(), mask, scale).to(query_BHLE.dtype)
+        wide = (query_BHLE.float(), key_BGPE.float(), value_BGPV.float())
+        return attend(*wide, mask, scale, sinks_H).to(query_BHLE.dtype)
+    if sinks_H is not None:
+        return attend_with_sinks(query_BHLE, key_BGPE, value_BGPV, mask, scale, sinks_H)
     batch, heads, length, size = query_BHLE.shape
     groups = key_BGPE.shape[1]
     if length == 1:
@@ -310,6 +324,29 @@ def attend_in_blocks(
         probabilities = scores.softmax(-1).view(batch, groups, -1, seen)
         mixed_BHLV[:, :, start:end] = (probabilities @ value_BGPV[:, :, :seen]).view(batch, heads, end - start, -1)
     return mixed_BHLV
+
+
+def attend_with_sinks(
+    query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tensor | None, scale: float | None, sinks_H: Tensor
+) -> Tensor:
+    """The same with sinks, a block of queries at a time; differentiable."""
+    batch, heads, length, size = query_BHLE.shape
+    groups, total = key_BGPE.shape[1:3]
+    key_BGEP, mixed = key_BGPE.transpose(2, 3), []
+    for start, end, seen in query_blocks(batch * heads, length, total):
+        query = (query_BHLE[:, :, start:end] * (scale or size**-0.5)).reshape(batch, groups, -1, size)
+        scores = (query @ key_BGEP[..., :seen]).view(batch, heads, end - start, seen)
+        if mask is None:
+            place = torch.arange(seen, device=scores.device)
+            allowed = place <= place[seen - (end - start) :, None]
+        else:
+            allowed = mask[:, :, start:end, :seen]
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        sinks = sinks_H.to(scores.dtype)[:, None, None].expand(batch, heads, end - start, 1)
+        shares = torch.cat((scores, sinks), dim=-1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        shares = shares[..., :-1].to(value_BGPE.dtype).reshape(batch, groups, -1, seen)
+        mixed.append((shares @ value_BGPE[:, :, :seen]).view(batch, heads, -1, size))
+    return torch.cat(mixed, dim=2)
 
 
 def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int, int]]:

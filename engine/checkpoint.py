@@ -105,10 +105,10 @@ class ModelDirectory:
     def active_parameters(self) -> int:
         """Parameters that one token uses: of the routed experts, the top-k only."""
         total = self.parameters
-        for layer in self.config.layers:
+        for index, layer in enumerate(self.config.layers):
             if layer.moe is not None:
                 idle = layer.moe.experts - layer.moe.experts_per_token
-                total -= idle * 3 * layer.moe.expert_width * self.config.hidden_size
+                total -= idle * sum(_count(shape) for shape in expert_shapes(self.config, index))
         return total
 
 

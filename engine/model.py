@@ -21,8 +21,10 @@ from engine.architectures import (
     DecoderConfig,
     MoeConfig,
     dense_tensor,
+    expert_parts,
     expert_tensor,
     gate_hidden_tensor,
+    logit_bias_tensor,
     router_bias_tensor,
     router_noise_tensor,
     router_tensor,
@@ -253,7 +255,10 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
     row, moe = config.architecture, config.layers[layer].moe
     if moe is None:
         return Expert(*(tensor(dense_tensor(layer, projection)) for projection in range(3)))
-    experts = [Expert(*(tensor(expert_tensor(row, layer, i, p)) for p in range(3))) for i in range(moe.experts)]
+    experts = [
+        Expert(*(tensor(expert_tensor(row, layer, i, p)) for p in expert_parts(row)), swiglu=moe.swiglu)
+        for i in range(moe.experts)
+    ]
     shared = [tensor(shared_tensor(row, layer, projection)) for projection in range(3)] if moe.shared_width else []
     shared_gate = shared_gate_tensor(row, layer) if shared else None
     return MoeBlock(
@@ -265,6 +270,7 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
         tensor(gate_hidden_tensor(row, layer)) if moe.gate_network_width else None,
         tensor(router_noise_tensor(row, layer)) if moe.noise_epsilon is not None else None,
         moe.router_in_float32,
+        tensor(logit_bias_tensor(row, layer)) if row.logit_bias is not None else None,
     )
 
 

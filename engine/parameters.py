@@ -10,6 +10,7 @@ from engine.architectures import (
     dense_tensor,
     expert_tensor,
     gate_hidden_tensor,
+    logit_bias_tensor,
     router_noise_tensor,
     router_tensor,
     shared_gate_tensor,
@@ -78,6 +79,7 @@ def _grouped(attention: Attention) -> dict[str, nn.Parameter | None]:
         "o_proj.bias": attention.output_bias,
         "q_norm.weight": attention.query_norm,
         "k_norm.weight": attention.key_norm,
+        "sinks": attention.sinks,
     }
 
 
@@ -91,6 +93,8 @@ def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator
             yield gate_hidden_tensor(row, index), block.gate_hidden_HD
         if block.noise_ND is not None:
             yield router_noise_tensor(row, index), block.noise_ND
+        if block.logit_bias_N is not None:
+            yield logit_bias_tensor(row, index), block.logit_bias_N
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
             yield from ((expert_tensor(row, index, number, p), each) for p, each in enumerate(expert.projections))

@@ -48,16 +48,21 @@ def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) 
 
 
 def stack_shape(config: DecoderConfig, layer: int, stack: Stack) -> tuple[int, ...]:
-    """[N, O, I]."""
+    """[N, O, I] or, transposed, [N, I, O]; [N, O] of biases."""
     shapes = [expert_shapes(config, layer)[projection] for projection in stack.projections]
-    return config.experts_by_layer[layer], sum(shape[0] for shape in shapes), *shapes[0][1:]
+    own = sum(shape[0] for shape in shapes), *shapes[0][1:]
+    return config.experts_by_layer[layer], *(own[::-1] if stack.transposed else own)
 
 
-def taken(stack: Stack, expert_OI: Tensor, place: int) -> Tensor:
+def taken(stack: Stack, expert: Tensor, place: int) -> Tensor:
     """One of a stack's projections of an expert, as other families have it on disk; a view where it lies so."""
-    return expert_OI.chunk(len(stack.projections))[place]
+    expert_OI = expert.T if stack.transposed else expert
+    count = len(stack.projections)
+    return (expert_OI[place::count] if stack.interleaved else expert_OI.chunk(count)[place]).contiguous()
 
 
 def joined(stack: Stack, projections: Sequence[Tensor]) -> Tensor:
     """What a stack holds of an expert."""
-    return projections[0] if len(projections) == 1 else torch.cat(list(projections))
+    parts = list(projections)
+    expert_OI = torch.stack(parts, dim=1).flatten(0, 1) if stack.interleaved else torch.cat(parts)
+    return expert_OI.T.contiguous() if stack.transposed else expert_OI

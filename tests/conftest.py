@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from naive_deepseek import NaiveDeepseek
 from naive_llama_moe import NaiveLlamaMoe
+from torch import Tensor
 
 from engine.architectures import ARCHITECTURES
 from engine.checkpoint import Checkpoint
@@ -49,6 +50,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "lm_head_bias": True,
         "router_jitter_noise": 0.2,
     },
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "swiglu_limit": 0.4,
+    },
     "mistral": {},
     "llama": {},
     "llama_moe": {"score_scale_factor": [3.0, 2.0, 1.5]},
@@ -80,7 +88,7 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
 }
 """Of which only the matrix (family_matrix.py) goes through everything."""
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe")
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "gpt_oss")
 EVERY_MOE_FAMILY = (*MOE_FAMILIES, "llama_moe")
 """With those that transformers has no class of."""
 NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe, "deepseek": NaiveDeepseek}
@@ -131,6 +139,20 @@ def save_reference(family: str, path: Path, seed: int = 0, **changes: Any) -> An
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {"model_type": family}))
     return model
+
+
+def naive_ffn(parts: Sequence[Tensor], swiglu: Any, x: Tensor) -> Tensor:
+    """What an expert gives for some tokens [T, D] or one [D], straight from the definition."""
+    gate, up, down, *biases = parts
+    gate_bias, up_bias, down_bias = biases or (0.0, 0.0, 0.0)
+    g, u = x @ gate.T + gate_bias, x @ up.T + up_bias
+    if swiglu is not None:
+        g, u = (
+            torch.where(g > swiglu.limit, swiglu.limit, g),
+            torch.where(u.abs() > swiglu.limit, u.sign() * swiglu.limit, u),
+        )
+    alpha, shift = (1.0, 0.0) if swiglu is None else (swiglu.alpha, 1.0)
+    return (g / (1.0 + torch.exp(-alpha * g)) * (u + shift)) @ down.T + down_bias
 
 
 def save_tensors(tensors: dict[str, Any], checkpoint: Checkpoint, path: Path) -> None:

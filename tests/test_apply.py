@@ -30,6 +30,7 @@ from compress.selection import Budget
 from engine import architectures, remote_code
 from engine.architectures import (
     ARCHITECTURES,
+    expert_parts,
     expert_tensor,
     router_in_memory,
     router_tensor,
@@ -40,6 +41,7 @@ from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, OptionError, PlanError, UnsupportedError
 from engine.model import Decoder, own_routing, routed_by
 from engine.routing import Masked
+from engine.stacks import joined
 
 TOKENS = torch.randint(3, 96, (2, 17), generator=torch.Generator().manual_seed(1))
 UNIFORM = {0: [1, 4, 5], 1: [0, 2, 3], 2: [0, 1, 5]}
@@ -312,10 +314,9 @@ def stacked(checkpoint: Checkpoint) -> dict[str, Tensor]:
     for layer in checkpoint.config.moe_layers:
         moe = checkpoint.config.layers[layer].moe
         assert moe is not None
-        each = [[tensors.pop(expert_tensor(row, layer, e, p)) for p in range(3)] for e in range(moe.experts)]
-        gate_up, down = (stack.name for stack in stacks_in_memory(row, layer))
-        tensors[gate_up] = torch.stack([torch.cat(parts[:2]) for parts in each])
-        tensors[down] = torch.stack([parts[2] for parts in each])
+        each = [[tensors.pop(expert_tensor(row, layer, e, p)) for p in expert_parts(row)] for e in range(moe.experts)]
+        for stack in stacks_in_memory(row, layer):
+            tensors[stack.name] = torch.stack([joined(stack, [parts[p] for p in stack.projections]) for parts in each])
         tensors[router_in_memory(row, layer)] = tensors.pop(router_tensor(row, layer))
     return tensors
 

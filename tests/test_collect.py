@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import MOE_FAMILIES, save_reference
+from conftest import MOE_FAMILIES, naive_ffn, save_reference
 from torch import Tensor
 
 import calibrate.collect
@@ -20,7 +19,7 @@ from calibrate.similarity import linear_cka, rbf_cka
 from calibrate.skipping import relative_similarity, skip_tables
 from calibrate.statistics import LayerStatistics, Statistics, load_statistics
 from compress.losses import next_token_loss
-from engine.architectures import MoeConfig, expert_tensor, router_tensor
+from engine.architectures import MoeConfig, expert_parts, expert_tensor, router_tensors
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, DataError, OutputError
 from engine.model import Decoder
@@ -80,13 +79,14 @@ def naive_weights(moe: MoeConfig, z: Tensor) -> dict[int, float]:
 
 def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]) -> dict[str, Any]:
     row = checkpoint.config.architecture
-    router = checkpoint.tensor(router_tensor(row, index)).double()
+    router, *bias = (checkpoint.tensor(name).double() for name in router_tensors(checkpoint.config, index))
+    shift = bias[0] if bias else 0.0
     moe = checkpoint.config.layers[index].moe
     assert moe is not None
 
     def ffn(expert: int, token: Tensor) -> Tensor:
-        gate, up, down = (checkpoint.tensor(expert_tensor(row, index, expert, p)).double() for p in range(3))
-        return down @ (F.silu(gate @ token) * (up @ token))
+        parts = [checkpoint.tensor(expert_tensor(row, index, expert, part)).double() for part in expert_parts(row)]
+        return naive_ffn(parts, moe.swiglu, token)
 
     n, k = moe.experts, moe.experts_per_token
     per_expert = {name: [0.0] * n for name in SUMS}
@@ -95,7 +95,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
     ratios: list[list[float]] = [[] for _ in range(k - 1)]
     unselected = 0.0
     for token in x:
-        z = router @ token
+        z = router @ token + shift
         gram += torch.outer(z, z)
         p = z.softmax(0).tolist()
         weights = naive_weights(moe, z)
@@ -119,7 +119,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
             if rank:
                 ratios[rank - 1].append(w / first)
     samples = torch.stack([torch.stack([ffn(i, x[t]) for t in sample]) for i in range(n)])
-    gates = [(router @ x[t]).softmax(0) for t in sample]
+    gates = [(router @ x[t] + shift).softmax(0) for t in sample]
     weighted = [sum(gates[at][i] * samples[i, at] for at in range(len(sample))) / len(sample) for i in range(n)]
     return per_expert | {
         "tokens": len(x),

@@ -20,7 +20,7 @@ import compress.dense_training
 from compress.dense_plan import SELECTIONS
 from compress.layer_distillation import DistillationLoss
 from engine import architectures
-from engine.architectures import ARCHITECTURES, expert_tensor, router_tensor, shared_gate_tensor
+from engine.architectures import ARCHITECTURES, expert_parts, expert_tensor, router_tensor, shared_gate_tensor
 from engine.checkpoint import Checkpoint
 from engine.model import Decoder
 
@@ -57,7 +57,7 @@ def make_experts_alike(path: Path) -> None:
     tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.shapes}
     for layer, experts in checkpoint.config.experts_by_layer.items():
         for expert in range(experts):
-            for projection in range(3):
+            for projection in expert_parts(row):
                 first = tensors[expert_tensor(row, layer, 0, projection)]
                 tensors[expert_tensor(row, layer, expert, projection)] = first.clone()
         if row.shared_expert:
