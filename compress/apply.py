@@ -39,16 +39,18 @@ _RELEASE_EVERY_BYTES = 64 << 20
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise PlanError unless the plan is for this checkpoint."""
+    """Raise PlanError unless the plan is for this checkpoint, UnsupportedError for one that its family cannot carry out."""
     moes = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
     experts = {index: moe.experts for index, moe in moes.items() if moe is not None}
     width = next((moe.expert_width for moe in moes.values() if moe is not None), 0)
     row = checkpoint.config.architecture
     check_plan(plan, experts, width, any(moe is not None and moe.shared_width for moe in moes.values()))
-    least = 1 if plan.kind == "dense" and row.dense_sibling is not None else row.least_experts
+    if plan.kind == "dense" and row.not_dense is not None:
+        raise UnsupportedError(f"{checkpoint.directory}: a {row.model_type} cannot be made dense: {row.not_dense}")
     for layer, planned in plan.layers.items():
-        if len(planned) < least:
-            raise PlanError(f"plan, layer {layer}: has 1 expert, and the router of a {row.model_type} takes {least}")
+        if plan.kind == "moe" and len(planned) < row.least_experts:
+            needed = f"the router of a {row.model_type} takes {row.least_experts}"
+            raise PlanError(f"plan, layer {layer}: has {len(planned)} expert, and {needed}")
     widths = set()
     for layer, planned in plan.layers.items():
         for index, expert in enumerate(planned):

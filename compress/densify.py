@@ -27,7 +27,7 @@ from compress.training import Trained
 from compress.work_directory import WorkDirectory
 from engine.architectures import ARCHITECTURES, Architecture
 from engine.checkpoint import Checkpoint, load_tokenizer
-from engine.errors import OptionError, UnsupportedError
+from engine.errors import OptionError
 from engine.progress import Progress, no_progress
 
 ERROR_SEQUENCES = 16
@@ -116,12 +116,6 @@ def checked_mixture(options: DensifyOptions) -> Checkpoint:
     if options.select not in SELECTIONS:
         raise OptionError(f"select is {options.select!r}; it must be one of {', '.join(SELECTIONS)}")
     checkpoint = open_mixture(options.model)
-    row = checkpoint.config.architecture
-    if row.dense_sibling is None and row.least_experts > 1:
-        raise UnsupportedError(
-            f"{options.model}: a {row.model_type} has no dense sibling, and its router takes {row.least_experts} experts: "
-            "one cannot stand for a dense layer; prune or merge it instead"
-        )
     ffns = ffns_of(options, checkpoint)
     check_ffns(ffns, checkpoint.config.experts_by_layer)
     layers = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}

@@ -62,6 +62,7 @@ class ClampedSwiglu:
 
 GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(6)
 """The tensors of an expert, as they are numbered everywhere; some families have no biases."""
+SINKS = "sinks"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -81,6 +82,8 @@ class Architecture:
     honours; None where any will do: those keys are read elsewhere, or matter only in training."""
     dense_sibling: str | None = None
     """model_type of the family that the same weights form when each MoE layer becomes one FFN; None where there is none."""
+    not_dense: str | None = None
+    """Why no model of the family can be made dense; None where it can."""
     experts_keys: tuple[str, ...] = ()
     """Config keys that hold the expert count, best first; all are written."""
     experts_per_token_key: str = "num_experts_per_tok"
@@ -377,6 +380,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             modules=("mlp", "router"),
             mixer_jitter_key="router_jitter_noise",
             least_experts=2,
+            not_dense="it has no dense sibling, and its router takes two experts, so that one cannot be a dense layer",
             qkv_bias="attention_bias",
             output_bias="attention_bias",
             windows="all",
@@ -1193,6 +1197,11 @@ def _latent_tensors(config: DecoderConfig, latent: LatentConfig, prefix: str) ->
         yield f"{prefix}.o_proj.bias", (hidden,)
 
 
+def sinks_tensor(layer: int) -> str:
+    """Name on disk of a layer's attention sinks [heads]."""
+    return f"model.layers.{layer}.self_attn.{SINKS}"
+
+
 def _attention_tensors(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     if config.latent is not None:
         yield from _latent_tensors(config, config.latent, prefix)
@@ -1211,7 +1220,7 @@ def _attention_tensors(config: DecoderConfig, prefix: str) -> Iterator[tuple[str
         yield f"{prefix}.q_norm.weight", (size if per_head else query,)
         yield f"{prefix}.k_norm.weight", (size if per_head else key,)
     if config.architecture.sinks:
-        yield f"{prefix}.sinks", (config.attention_heads,)
+        yield f"{prefix}.{SINKS}", (config.attention_heads,)
 
 
 def with_experts(

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
+from engine.architectures import DecoderConfig, sinks_tensor
 from engine.attention import Rotary
 from engine.latent_attention import LATENT_NORM_EPSILON, softmax_scale
 from engine.onnx_graph import BOOL, INT32, INT64, MICROSOFT, Graph
@@ -180,7 +180,7 @@ class GroupedQuery:
             self._total,
             self._tables.cosine,
             self._tables.sine,
-            *([self._positions] if self._positions else []),
+            *self._optional(layer),
             outputs=["", key, value],
             domain=MICROSOFT,
             num_heads=config.attention_heads,
@@ -190,6 +190,11 @@ class GroupedQuery:
             **({} if config.multipliers.attention is None else {"scale": config.multipliers.attention}),
         )
         return mixed
+
+    def _optional(self, layer: int) -> list[str]:
+        """The node's last inputs: positions, a bias of scores, sinks."""
+        sinks = ["", self._parts.stored(sinks_tensor(layer))] if self._parts.config.architecture.sinks else []
+        return [self._positions, *sinks] if self._positions or sinks else []
 
 
 class Standard:
@@ -250,10 +255,27 @@ class Standard:
         key_BG1EP = graph.node("Unsqueeze", graph.node("Transpose", key_BGPE, perm=[0, 1, 3, 2]), graph.integers(2))
         mask_B11LP = self._mask(config.layers[layer].window)
         scores_BGQLP = graph.node("Add", graph.node("MatMul", query_BGQLE, key_BG1EP), mask_B11LP)
-        weights_BGQLP = graph.node("Softmax", scores_BGQLP, axis=-1)
+        weights_BGQLP = self._shares(layer, scores_BGQLP)
         mixed_BGQLE = graph.node("MatMul", weights_BGQLP, graph.node("Unsqueeze", value_BGPE, graph.integers(2)))
         mixed_BLGQE = graph.node("Transpose", mixed_BGQLE, perm=[0, 3, 1, 2, 4])
         return graph.node("Reshape", mixed_BLGQE, graph.integers(0, 0, config.attention_heads * size))
+
+    def _shares(self, layer: int, scores_BGQLP: str) -> str:
+        """Softmax over the keys, and the sink where a head has one, whose share is dropped."""
+        graph, config = self._parts.graph, self._parts.config
+        if not config.architecture.sinks:
+            return graph.node("Softmax", scores_BGQLP, axis=-1)
+        per_group = config.attention_heads // config.key_value_heads
+        sinks = graph.node(
+            "Reshape",
+            self._parts.stored(sinks_tensor(layer)),
+            graph.integers(1, config.key_value_heads, per_group, 1, 1),
+        )
+        shape = graph.node("Slice", graph.node("Shape", scores_BGQLP), graph.integers(0), graph.integers(4))
+        shape = graph.node("Concat", shape, graph.integers(1), axis=0)
+        scores = graph.node("Concat", scores_BGQLP, graph.node("Expand", sinks, shape), axis=-1)
+        shares = graph.node("Softmax", scores, axis=-1)
+        return graph.node("Slice", shares, graph.integers(0), graph.integers(-1), graph.integers(-1))
 
     def _heads(self, x: str) -> str:
         """[B, L, heads · E] to [B, heads, L, E]."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
+from engine.architectures import ClampedSwiglu, DecoderConfig
 from engine.onnx_graph import FLOAT, MICROSOFT, Graph
 from engine.onnx_quantise import Packing, block_size, quantise
 
@@ -114,17 +114,29 @@ class Parts:
             accuracy_level=ROUNDED_ACTIVATIONS,
         )
 
-    def rows(self, x_RD: str, weight: str) -> str:
-        """x·Wᵀ of a matrix of rows: Gemm reads the weight as it is stored, and a single row at the memory's speed."""
+    def rows(self, x_RD: str, weight: str, bias: str | None = None) -> str:
+        """x·Wᵀ + b of a matrix of rows: Gemm reads the weight as it is stored, and a single row at the memory's speed."""
         if self.bits is not None:
-            return self.product(x_RD, self.quantised(weight, self.bits))
-        return self.graph.node("Gemm", x_RD, self.stored(weight), transB=1)
+            y_RO = self.product(x_RD, self.quantised(weight, self.bits))
+            return y_RO if bias is None else self.graph.node("Add", y_RO, self.stored(bias))
+        return self.graph.node("Gemm", x_RD, self.stored(weight), *([] if bias is None else [self.stored(bias)]), transB=1)
 
-    def swiglu(self, x_RD: str, weights: Sequence[str]) -> str:
-        """down(silu(gate·x) ⊙ up·x), [R, D] of rows; the names of gate [F, D], up [F, D] and down [D, F]."""
-        gate, up = (self.rows(x_RD, weight) for weight in weights[:2])
-        silu = self.graph.node("Mul", gate, self.graph.node("Sigmoid", gate))
-        return self.rows(self.graph.node("Mul", silu, up), weights[2])
+    def swiglu(self, x_RD: str, tensors: Sequence[str], clamp: ClampedSwiglu | None = None) -> str:
+        """down(silu(gate·x) ⊙ up·x), [R, D] of rows.
+
+        tensors: the names of gate [F, D], up [F, D], down [D, F] and, where there are any, of their biases. `clamp` stands
+        in place of silu(g) ⊙ u.
+        """
+        graph, biases = self.graph, tensors[3:] or (None, None, None)
+        gate, up = (self.rows(x_RD, tensors[place], biases[place]) for place in range(2))
+        slope = gate
+        if clamp is not None:
+            gate = graph.node("Min", gate, graph.number(clamp.limit))
+            slope = self.times(gate, clamp.alpha)
+            up = graph.node("Clip", up, graph.number(-clamp.limit), graph.number(clamp.limit))
+            up = graph.node("Add", up, graph.number(1.0))
+        silu = graph.node("Mul", gate, graph.node("Sigmoid", slope))
+        return self.rows(graph.node("Mul", silu, up), tensors[2], biases[2])
 
 
 def cast(graph: Graph, x: str, before: int, after: int) -> str:

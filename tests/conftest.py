@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
-        "head_dim": 8,
+        "head_dim": 16,
         "sliding_window": 7,
         "swiglu_limit": 0.4,
     },

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import FAMILIES, FURTHER_FAMILIES, NAIVE, save_reference
+from conftest import FAMILIES, FURTHER_FAMILIES, NAIVE, enough, save_reference
 from onnx_for_tests import differences, exported
 from torch import Tensor
 
@@ -40,7 +40,12 @@ ROWS = {
     "deepseek_v3": "DeepSeek V3, R1",
     "kimi_k2": "Kimi K2 ²",
     "glm4_moe": "GLM-4-MoE",
+    "granitemoe": "Granite-MoE",
+    "phimoe": "Phi-3.5-MoE",
+    "gpt_oss": "GPT-OSS",
 }
+REFUSED = {("phimoe", "dense"): "it has no dense sibling, and its router takes two experts"}
+"""Cells that are no number, with what the refusal says."""
 NOTES = (
     "¹ transformers has no class of it: compared with a naive implementation (`tests/naive_*.py`); only this package loads "
     "results that are not made dense. ² Results are written as DeepSeek V3, which it is.",
@@ -217,7 +222,8 @@ def skipped_by(made: Made, rule: Callable[[int, list[int], list[float]], list[fl
 
         return changed
 
-    gates = {layer: made.reference.model.layers[layer].mlp.gate for layer in made.layers}
+    path = ".".join(made.checkpoint.config.architecture.modules)
+    gates = {layer: made.reference.model.layers[layer].get_submodule(path) for layer in made.layers}
     handles = [gate.register_forward_hook(hook(layer)) for layer, gate in gates.items()]
     try:
         yield
@@ -248,7 +254,7 @@ def pruned_non_uniform(made: Made) -> float:
     """Layers of different counts, groups that lost unequal numbers, a group without any, one expert."""
     experts = made.moe(made.layers[0]).experts
     several = [0, 1, 2, 3, 6, 7] if experts == 12 else [0, 2, 5]
-    kept = {layer: several if layer == made.layers[0] else [4] for layer in made.layers}
+    kept = enough(made.family, {layer: several if layer == made.layers[0] else [4] for layer in made.layers})
     return _pruned(made, "non-uniform", kept, plain=made.is_naive)
 
 
