@@ -13,45 +13,49 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from engine.architectures import expert_tensor
+from engine.architectures import expert_parts, expert_tensor
 from engine.checkpoint import Checkpoint
 
 BLOCK = 512
 """Hidden dimensions widened to float32 at a time."""
 
-Projections = tuple[Tensor, Tensor, Tensor]
-"""gate_FD, up_FD, down_DF of one SwiGLU expert, in any floating dtype."""
+Projections = tuple[Tensor, ...]
+"""gate_FD, up_FD, down_DF of one SwiGLU expert, and where it has biases gate_F, up_F, down_D; in any floating dtype."""
 
 
 def expert_weights(checkpoint: Checkpoint, layer: int, expert: int) -> Projections:
-    """An expert's three projections as stored, mapped from disk."""
+    """An expert's projections as stored, mapped from disk."""
     row = checkpoint.config.architecture
-    gate_FD, up_FD, down_DF = (checkpoint.tensor(expert_tensor(row, layer, expert, p)) for p in range(3))
-    return gate_FD, up_FD, down_DF
+    return tuple(checkpoint.tensor(expert_tensor(row, layer, expert, part)) for part in expert_parts(row))
 
 
 def alignment(centre: Projections, expert: Projections, device: torch.device | str = "cpu") -> tuple[int, ...] | None:
     """The permutation π that brings `expert` closest to `centre`, None where that is the order it has.
 
-    Rows W_j = gate_j ⊕ up_j ⊕ downᵀ_j are a hidden unit's weights. π minimises Σ_j ‖W_j^centre − W_π(j)^expert‖², which is
-    maximising Σ_j ⟨W_j^centre, W_π(j)^expert⟩; unit π(j) of the expert is to be added to unit j of the centre, as
-    `Source.permutation` has it. The order as stored is among the candidates, so aligned experts are never further apart.
+    Rows W_j = gate_j ⊕ up_j ⊕ downᵀ_j, and the unit's two biases where there are any, are a hidden unit's weights. π
+    minimises Σ_j ‖W_j^centre − W_π(j)^expert‖², which is maximising Σ_j ⟨W_j^centre, W_π(j)^expert⟩; unit π(j) of the expert
+    is to be added to unit j of the centre, as `Source.permutation` has it. The order as stored is among the candidates, so
+    aligned experts are never further apart.
 
     Products are in float32, BLOCK dimensions at a time. The assignment (Jonker–Volgenant, on the processor) needs the F × F
     similarities in float32 and then in float64, 12·F² bytes at most. Measured on one core with unrelated experts, it takes
     0.02 s for F = 768 and 1.4 s for 4,096, less for related ones; the time grows a little faster than F². A pair with
     F = 14,336 and D = 4,096 takes 2.5 GB, 2.5 · 10¹² multiply-adds and, by that growth, about half a minute of assignment.
     """
-    gate_FD, up_FD, down_DF = centre
-    width, hidden = gate_FD.shape
+    width = len(centre[0])
     cost_FF = torch.zeros(width, width, device=device)
-    for start in range(0, hidden, BLOCK):
-        columns = slice(start, start + BLOCK)
-        for ours_FD, theirs_FD in zip((gate_FD, up_FD, down_DF.T), (*expert[:2], expert[2].T), strict=True):
-            ours_FB, theirs_FB = (x_FD[:, columns].to(device, torch.float32) for x_FD in (ours_FD, theirs_FD))
+    for ours_FD, theirs_FD in zip(_of_units(centre), _of_units(expert), strict=True):
+        for start in range(0, ours_FD.shape[1], BLOCK):
+            ours_FB, theirs_FB = (x_FD[:, start : start + BLOCK].to(device, torch.float32) for x_FD in (ours_FD, theirs_FD))
             cost_FF.addmm_(ours_FB, theirs_FB.T, alpha=-1.0)
     costs = cost_FF.cpu().double().numpy()  # what the solver works on; given anything else, it makes a copy of its own
     del cost_FF
     _, units = linear_sum_assignment(costs)
     permutation = tuple(units.tolist())
     return None if permutation == tuple(range(width)) else permutation
+
+
+def _of_units(projections: Projections) -> list[Tensor]:
+    """The same with a row for each hidden unit: [F, D] or [F, 1] each."""
+    gate_FD, up_FD, down_DF, *biases = projections
+    return [gate_FD, up_FD, down_DF.T, *(bias_F[:, None] for bias_F in biases[:2])]

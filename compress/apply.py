@@ -5,7 +5,7 @@ Shape suffixes: F expert width, D hidden, M experts of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +15,42 @@ from torch import Tensor
 from compress.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan
 from engine import remote_code
 from engine.architectures import (
+    DOWN,
+    DOWN_BIAS,
+    architecture_of,
     as_dense,
     decoder_config,
     dense_tensor,
     expected_tensors,
+    expert_parts,
     expert_rows,
     expert_tensor,
     shared_tensor,
     with_experts,
 )
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, computed_dtype
 from engine.errors import PlanError, UnsupportedError
 from engine.json_file import write_json
 from engine.model import Decoder
 from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
+from engine.stacks import Stored, joined, stored_tensors
 
-DOWN = 2
-"""The projection whose columns, not rows, are the hidden units."""
 _RELEASE_EVERY_BYTES = 64 << 20
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise PlanError unless the plan is for this checkpoint."""
+    """Raise PlanError unless the plan is for this checkpoint, UnsupportedError for one that its family cannot carry out."""
     moes = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
     experts = {index: moe.experts for index, moe in moes.items() if moe is not None}
     width = next((moe.expert_width for moe in moes.values() if moe is not None), 0)
-    check_plan(plan, experts, width, checkpoint.config.architecture.shared_expert)
+    row = checkpoint.config.architecture
+    check_plan(plan, experts, width, any(moe is not None and moe.shared_width for moe in moes.values()))
+    if plan.kind == "dense" and row.not_dense is not None:
+        raise UnsupportedError(f"{checkpoint.directory}: a {row.model_type} cannot be made dense: {row.not_dense}")
+    for layer, planned in plan.layers.items():
+        if plan.kind == "moe" and len(planned) < row.least_experts:
+            needed = f"the router of a {row.model_type} takes {row.least_experts}"
+            raise PlanError(f"plan, layer {layer}: has {len(planned)} expert, and {needed}")
     widths = set()
     for layer, planned in plan.layers.items():
         for index, expert in enumerate(planned):
@@ -59,7 +69,7 @@ def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
     """Raise UnsupportedError unless the result takes every tensor outside of the plan's MoE blocks, and needs no other."""
     config, own = decoder_config(planned_config(plan, checkpoint)), checkpoint.config
     theirs, ours = config.architecture.model_type, own.architecture.model_type
-    shapes, made = expected_tensors(config), _made_tensors(plan, checkpoint)
+    shapes, made = expected_tensors(config), _made_tensors(plan, checkpoint).keys() | dense_ffns(checkpoint)
     for name, shape in shapes.items():
         if name not in made and checkpoint.shapes.get(name) != shape:
             raise UnsupportedError(
@@ -89,14 +99,44 @@ def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
     if plan.kind == "dense":
         return as_dense(raw, _dense_width(plan, checkpoint))
     counts = [len(plan.layers[index]) if index in plan.layers else 0 for index in range(len(checkpoint.config.layers))]
-    changed = with_experts(raw, counts) | {"architectures": [checkpoint.config.architecture.causal_lm_class]}
-    needs_code = not plan.is_uniform and checkpoint.config.architecture.in_transformers
+    groups = {layer: _groups(plan, checkpoint, layer) for layer in plan.layers}
+    changed = with_experts(raw, counts, {layer: own for layer, own in groups.items() if own})
+    changed["architectures"] = [checkpoint.config.architecture.causal_lm_class]
+    needs_code = "block_configs" in changed and architecture_of(changed).in_transformers
     return changed | {"auto_map": remote_code.auto_map()} if needs_code else changed
 
 
+def _groups(plan: Plan, checkpoint: Checkpoint, layer: int) -> list[int]:
+    """The group of each expert of the result: that of the expert whose router row it has; nothing without groups."""
+    moe = checkpoint.config.layers[layer].moe
+    if moe is None or not moe.groups:
+        return []
+    rows = [max(expert.router, key=lambda row: row.coefficient) for expert in plan.layers[layer]]
+    return [moe.groups[int(row.expert)] for row in rows]
+
+
 def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
+    """Of every FFN of a dense sibling, which has one width for all: narrower ones get hidden units that are zero."""
     layer, (expert,) = next(iter(plan.layers.items()))
-    return sum(_width(part.sources[0], layer, checkpoint) for part in expert.parts)
+    width = sum(_width(part.sources[0], layer, checkpoint) for part in expert.parts)
+    if checkpoint.config.architecture.dense_sibling is None:
+        return width
+    return max([width, *(own.dense_width for own in checkpoint.config.layers if own.moe is None)])
+
+
+def dense_ffns(checkpoint: Checkpoint) -> set[str]:
+    """Names of the projections of layers that have no experts."""
+    dense = [index for index, layer in enumerate(checkpoint.config.layers) if layer.moe is None]
+    return {dense_tensor(index, projection) for index in dense for projection in range(3)}
+
+
+def _fitted(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Of an FFN that is narrower than the others, with hidden units of zero: they add nothing to its output."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    fitted = tensor.new_zeros(shape)
+    fitted[: tensor.shape[0], : tensor.shape[1]] = tensor
+    return fitted
 
 
 def apply(
@@ -116,22 +156,47 @@ def apply(
     check_nothing_is_lost(plan, checkpoint)
     raw = planned_config(plan, checkpoint)
     made = _made_tensors(plan, checkpoint) | _given(replaced)
-    shapes = expected_tensors(decoder_config(raw))
-    layout = {name: (_dtype(name, checkpoint), shape) for name, shape in shapes.items()}
-    read = 0
+    config = decoder_config(raw)
+    shapes, stored = expected_tensors(config), stored_tensors(config)
+    layout = {name: (_dtype(one.parts[0][0] if one.parts else name, checkpoint), one.shape) for name, one in stored.items()}
+
+    def given(name: str) -> Tensor:
+        return _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
+
+    releasing = _Releasing(checkpoint)
     with ShardWriter(directory, layout, shard_bytes) as writer:
-        for name in progress(list(shapes)):
-            tensor = made[name]() if name in made else checkpoint.tensor(name)
-            writer.add(name, tensor.to(layout[name][0]))
-            read += tensor.numel() * tensor.element_size()
-            if read > _RELEASE_EVERY_BYTES:
-                del tensor
-                checkpoint.release()
-                read = 0
+        for name in progress(list(stored)):
+            writer.add_rows(name, releasing.after(_pieces(name, stored[name], given, layout[name][0])))
     write_json(directory / "config.json", raw)
     if "auto_map" in raw:
-        source = remote_code.render(checkpoint.config.architecture.causal_lm_class)
+        source = remote_code.render(checkpoint.config.architecture)
         (directory / remote_code.FILE_NAME).write_text(source, encoding="utf-8")
+
+
+def _pieces(name: str, stored: Stored, given: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """A tensor of the result as it is written: whole, or of a stack one expert after the other."""
+    if stored.stack is None:
+        yield given(name).to(dtype)
+    else:
+        for names in stored.parts:
+            yield joined(stored.stack, [given(part).to(dtype) for part in names])
+
+
+class _Releasing:
+    """Lets go of the source's pages every now and then."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._read = checkpoint, 0
+
+    def after(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The same pieces."""
+        for piece in pieces:
+            yield piece
+            self._read += piece.numel() * piece.element_size()
+            if self._read > _RELEASE_EVERY_BYTES:
+                del piece
+                self._checkpoint.release()
+                self._read = 0
 
 
 def planned_decoder(
@@ -144,12 +209,14 @@ def planned_decoder(
 ) -> Decoder:
     """What `apply` would write, as a decoder, without writing it; experts that are kept as they are stay mapped."""
     made = _made_tensors(plan, checkpoint) | _given(replaced)
+    config = decoder_config(planned_config(plan, checkpoint))
+    shapes = expected_tensors(config)
 
     def source(name: str) -> Tensor:
-        tensor = made[name]() if name in made else checkpoint.tensor(name)
-        return tensor.to(device=device, dtype=dtype)
+        tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
+        return tensor.to(device=device, dtype=computed_dtype(config.architecture, name, dtype))
 
-    return Decoder(decoder_config(planned_config(plan, checkpoint)), source)
+    return Decoder(config, source)
 
 
 def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
@@ -163,14 +230,14 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
     made: dict[str, Callable[[], Tensor]] = {}
     for layer, experts in plan.layers.items():
         for index, expert in enumerate(experts):
-            for projection in range(3):
+            for projection in expert_parts(row):
                 name = ffn_tensor(plan, checkpoint, layer, index, projection)
                 made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
-        for name, (_, inputs) in expert_rows(checkpoint.config, layer).items():
+        for name, (_, *inputs) in expert_rows(checkpoint.config, layer).items():
             if plan.kind == "moe":
                 made[name] = _deferred(_rows, checkpoint, name, experts)
             elif row.dense_sibling is None:  # the softmax of one logit is 1, whatever the logit
-                made[name] = _deferred(torch.zeros, 1, inputs)
+                made[name] = _deferred(torch.zeros, 1, *inputs)
     return made
 
 
@@ -193,18 +260,25 @@ def _deferred(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], 
 def _projection(checkpoint: Checkpoint, layer: int, expert: PlannedExpert, projection: int) -> Tensor:
     """One projection of a planned expert: its parts side by side along the hidden units."""
     blocks = [part_tensor(checkpoint, layer, part, projection) for part in expert.parts]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1 if projection == DOWN else 0)
+    return blocks[0] if len(blocks) == 1 else side_by_side(blocks, projection)
+
+
+def side_by_side(blocks: Sequence[Tensor], projection: int) -> Tensor:
+    """A tensor of the FFN that adds up what several FFNs give: the hidden units of all, which their last biases know not."""
+    if projection == DOWN_BIAS:
+        return torch.stack(list(blocks)).sum(0)
+    return torch.cat(list(blocks), dim=1 if projection == DOWN else 0)
 
 
 def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
-    """Σ coefficient · permuted source; the down projection times the part's scale. A plain copy stays a mapped view."""
-    scale = part.scale if projection == DOWN else 1.0
+    """Σ coefficient · permuted source; of the down projection times the part's scale. A plain copy stays a mapped view."""
+    scale = part.scale if projection in (DOWN, DOWN_BIAS) else 1.0
     tensors = [(source, _source_tensor(checkpoint, layer, source, projection)) for source in part.sources]
     if len(tensors) == 1 and tensors[0][0].coefficient * scale == 1.0 and tensors[0][0].permutation is None:
         return tensors[0][1]
     total = torch.zeros(tensors[0][1].shape, dtype=torch.float32)
     for source, tensor in tensors:
-        if source.permutation is not None:
+        if source.permutation is not None and projection != DOWN_BIAS:
             tensor = tensor.index_select(1 if projection == DOWN else 0, torch.tensor(source.permutation))
         total += source.coefficient * scale * tensor.float()
     return total
@@ -218,7 +292,8 @@ def _source_tensor(checkpoint: Checkpoint, layer: int, source: Source, projectio
 
 
 def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...]) -> Tensor:
-    """The result's router, [M, D], or another tensor like it: a weighted sum of source rows, one-hot in pruning."""
+    """The result's router, [M, D], or another tensor with a row for each expert: weighted sums of source rows, one-hot in
+    pruning."""
     weight = checkpoint.tensor(name)
     if all(expert.is_copy for expert in experts):
         return weight[[int(expert.router[0].expert) for expert in experts]]

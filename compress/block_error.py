@@ -39,9 +39,11 @@ def shared_gates(
     device: torch.device | str = "cpu",
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, float]:
-    """Mean over tokens of the shared expert's gate σ(g·x), by decoder layer; nothing for a family that has none."""
-    if not checkpoint.config.architecture.shared_expert:
-        return {}
+    """Mean over tokens of the shared expert's gate σ(g·x), by decoder layer: 1 where it has none; nothing without it."""
+    layers = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
+    shared = [index for index, moe in layers.items() if moe is not None and moe.shared_width]
+    if not checkpoint.config.architecture.shared_gate:
+        return dict.fromkeys(shared, 1.0)
     means: dict[int, _Mean] = {}
 
     def see(index: int, block: MoeBlock, x_TD: Tensor, y_TD: Tensor) -> None:
@@ -71,7 +73,7 @@ def block_errors(
             ffns[index] = ffn_sum(plan, checkpoint, index, dtype, device)
         lengths_T = y_TD.float().norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
         whole.setdefault(index, _Mean()).add((ffns[index](x_TD) - y_TD).float().norm(dim=1) / lengths_T)
-        if block.shared is not None:
+        if block.shared is not None and block.shared_gate_1D is not None:
             off_T = (_gate(block, x_TD) - _folded_gate(plan, index)).abs()
             gate.setdefault(index, _Mean()).add(off_T * block.shared(x_TD).float().norm(dim=1) / lengths_T)
 

@@ -39,7 +39,7 @@ from engine.errors import OptionError, PlanError
 from engine.experts import MoeBlock
 from engine.generate import resolve_device
 from engine.json_file import write_json, writing
-from engine.model import DecoderLayer
+from engine.model import DecoderLayer, own_routings
 from engine.onnx_runtime import is_exported, open_exported
 from engine.progress import Progress, no_progress
 from engine.report import ExportedSkipCounter
@@ -146,7 +146,8 @@ def _subject(name: str, label: str, options: CompareOptions) -> Subject:
     tables = load_skip_tables(directory, checkpoint.config)
     can_skip = tables is not None and bool(checkpoint.config.moe_layers)
     threshold = options.skip_threshold if can_skip else 0.0
-    skipping_routings(checkpoint.config, tables, threshold)  # refuses what is out of range
+    own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
+    skipping_routings(checkpoint.config, tables, threshold, own=own)  # refuses what is out of range
     return Subject(name, label, checkpoint, checkpoint.bytes, tables, threshold)
 
 
@@ -265,8 +266,9 @@ def _perplexity(
     checkpoint, config = subject.model, subject.model.config
     if not isinstance(checkpoint, Checkpoint):
         return _exported_perplexity(subject, tokens_SL, progress)
-    own = skipping_routings(config, subject.tables, subject.skip_threshold or 0.0, device=options.device)
-    routings = dict(zip(config.moe_layers, own, strict=True))
+    own = own_routings(config, checkpoint.source(torch.float32, options.device))
+    skipping = skipping_routings(config, subject.tables, subject.skip_threshold or 0.0, device=options.device, own=own)
+    routings = dict(zip(config.moe_layers, skipping, strict=True))
     skipped, slots = [], []
 
     def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:

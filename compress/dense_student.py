@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from compress.apply import ffn_tensor, part_tensor, planned_config
+from compress.apply import dense_ffns, ffn_tensor, part_tensor, planned_config, side_by_side
 from compress.plan import Part, Plan
-from engine.architectures import decoder_config, expected_tensors
+from engine.architectures import DOWN, DOWN_BIAS, GATE_BIAS, decoder_config, expected_tensors, expert_parts
 from engine.checkpoint import Checkpoint
 from engine.experts import Expert
 from engine.model import Decoder
@@ -43,21 +43,23 @@ def ffn_sum(
 ) -> FfnSum:
     """What a dense plan makes of a layer, its parts still apart."""
     (planned,) = plan.layers[layer]
+    moe = checkpoint.config.layers[layer].moe
+    assert moe is not None
     ffns = []
     for part in planned.parts:
         unscaled = Part(part.sources)
-        tensors = [part_tensor(checkpoint, layer, unscaled, projection) for projection in range(3)]
-        ffns.append(Expert(*(tensor.to(device=device, dtype=dtype) for tensor in tensors)))
+        tensors = [part_tensor(checkpoint, layer, unscaled, p) for p in expert_parts(checkpoint.config.architecture)]
+        ffns.append(Expert(*(tensor.to(device=device, dtype=dtype) for tensor in tensors), swiglu=moe.swiglu))
     return FfnSum(ffns, [part.scale for part in planned.parts], device)
 
 
 def dense_student(plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
     """The result of a dense plan as a decoder whose MoE layers' FFNs are still apart."""
     config = decoder_config(planned_config(plan, checkpoint))
-    shapes = expected_tensors(config)
+    shapes, narrower = expected_tensors(config), dense_ffns(checkpoint)
 
     def source(name: str) -> Tensor:
-        if name in checkpoint.shapes and checkpoint.shapes[name] == shapes[name]:
+        if name in narrower or checkpoint.shapes.get(name) == shapes[name]:
             return checkpoint.tensor(name).to(device=device, dtype=dtype)
         return torch.empty(shapes[name], dtype=dtype, device="meta")  # of the folded FFN, which is replaced below
 
@@ -86,19 +88,26 @@ def sums(student: Decoder) -> dict[int, FfnSum]:
 
 
 def folded(ffns: Iterable[Sequence[Tensor]], a_K: Tensor) -> tuple[Tensor, ...]:
-    """K FFNs (…_FD, out_DF) as one of width K·F: rows on top of each other, columns of the last times a_i side by side."""
+    """K FFNs (…_FD, out_DF) as one of width K·F: rows on top of each other, columns of the last times a_i side by side.
+
+    Of their biases (…_F, out_D) too: the last ones, times a_i, are added up.
+    """
     *ins, outs = zip(*ffns, strict=True)
-    return *map(torch.cat, ins), torch.cat([a * out_DF for a, out_DF in zip(a_K, outs, strict=True)], dim=1)
+    scaled = [a * out for a, out in zip(a_K, outs, strict=True)]
+    return *map(torch.cat, ins), side_by_side(scaled, DOWN if outs[0].dim() > 1 else DOWN_BIAS)
 
 
 def saved_tensors(trained: Mapping[str, Tensor], plan: Plan, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """What was trained (by the names of `student_parameters`, float32), folded, by its names in the result."""
     result = {name: tensor for name, tensor in trained.items() if not name.startswith("layers.")}
+    every = expert_parts(checkpoint.config.architecture)
     for layer, (planned,) in plan.layers.items():
         places = range(len(planned.parts))
-        ffns = [[trained[f"layers.{layer}.ffns.{place}.{p}"].float() for p in range(3)] for place in places]
-        for projection, tensor in enumerate(folded(ffns, trained[f"layers.{layer}.a"].float())):
-            result[ffn_tensor(plan, checkpoint, layer, 0, projection)] = tensor
+        a_K = trained[f"layers.{layer}.a"].float()
+        for parts in (every[:GATE_BIAS], every[GATE_BIAS:]):
+            ffns = [[trained[f"layers.{layer}.ffns.{place}.{p}"].float() for p in parts] for place in places]
+            for projection, tensor in zip(parts, folded(ffns, a_K) if parts else (), strict=True):
+                result[ffn_tensor(plan, checkpoint, layer, 0, projection)] = tensor
     return result
 
 

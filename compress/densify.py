@@ -25,7 +25,7 @@ from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_jso
 from compress.result import carry_out, check_outputs, finished_before
 from compress.training import Trained
 from compress.work_directory import WorkDirectory
-from engine.architectures import Architecture
+from engine.architectures import ARCHITECTURES, Architecture
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import OptionError
 from engine.progress import Progress, no_progress
@@ -118,8 +118,9 @@ def checked_mixture(options: DensifyOptions) -> Checkpoint:
     checkpoint = open_mixture(options.model)
     ffns = ffns_of(options, checkpoint)
     check_ffns(ffns, checkpoint.config.experts_by_layer)
-    shared = [(SHARED_EXPERT, 1.0)] if checkpoint.config.architecture.shared_expert else []
-    trial = concatenation_plan({layer: [*((0, 1.0),) * ffns, *shared] for layer in checkpoint.config.moe_layers})
+    layers = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
+    shared = {index: [(SHARED_EXPERT, 1.0)] if moe is not None and moe.shared_width else [] for index, moe in layers.items()}
+    trial = concatenation_plan({index: [*((0, 1.0),) * ffns, *own] for index, own in shared.items()})
     check_fits(trial, checkpoint)
     check_nothing_is_lost(trial, checkpoint)
     return checkpoint
@@ -216,7 +217,7 @@ def _figures(
         "family": row.dense_sibling or row.model_type,
         "family_note": _family_note(row),
         "block_error_per_layer": [errors[layer].whole for layer in layers],
-        "shared_gate_error_per_layer": [errors[layer].shared_gate for layer in layers] if row.shared_expert else None,
+        "shared_gate_error_per_layer": [errors[layer].shared_gate for layer in layers] if row.shared_gate else None,
         "top_expert_share_per_layer": [float(usage_shares(statistics.layers[layer]).max()) for layer in layers],
         "effective_experts_per_layer": [effective_experts(statistics.layers[layer]) for layer in layers],
     }
@@ -228,6 +229,8 @@ def _family_note(row: Architecture) -> str:
             f"{row.model_type} has no dense sibling: the result is a {row.model_type} with one expert in each layer, which "
             "every token uses with weight 1"
         )
+    if ARCHITECTURES[row.dense_sibling].experts_keys:
+        return f"a {row.dense_sibling} whose layers are all dense"
     return f"an ordinary {row.dense_sibling}"
 
 

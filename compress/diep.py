@@ -251,7 +251,7 @@ def gradients(
         target = full.select(chosen).to(tokens.device)
         with routed_by(decoder, relaxed_routings(decoder, state, options)):
             hidden = decoder.hidden_states(tokens)
-            loss = next_token_loss(hidden, decoder.head_VD, tokens) / predictions
+            loss = next_token_loss(hidden, decoder.head_VD, tokens, decoder.head_bias_V) / predictions
             loss = loss + options.reconstruction_weight * reconstruction_loss(hidden, target) / len(rows)
             loss.backward(inputs=trained)
         total += float(loss.detach())

@@ -74,10 +74,11 @@ class Predictions:
     hidden_TD: Tensor
     """After the last norm."""
     head_VD: Tensor
+    head_bias_V: Tensor | None = None
 
     def logs(self, part: slice, temperature: float) -> Tensor:
         """log p of some places at a temperature, [t, V]."""
-        return (wide(linear(self.hidden_TD[part], self.head_VD)) / temperature).log_softmax(-1)
+        return (wide(linear(self.hidden_TD[part], self.head_VD, self.head_bias_V)) / temperature).log_softmax(-1)
 
     def outcomes(self, logs_tV: Tensor, part: slice) -> Tensor:
         """Another model's log-probabilities at those places, of the outcomes that are told apart here: every token."""
@@ -144,7 +145,7 @@ def weighted_divergence(
         values_T = divergence(own_TC, fixed_TC) if teacher_learns else divergence(fixed_TC, own_TC)
         return values_T.sum() if weights_T is None else (weights_T[part].to(values_T.dtype) * values_T).sum()
 
-    return head_loss(learner.hidden_TD, learner.head_VD, measure)
+    return head_loss(learner.hidden_TD, learner.head_VD, measure, learner.head_bias_V)
 
 
 def _kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:

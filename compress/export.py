@@ -22,6 +22,7 @@ from engine.checkpoint import ONNX_NAME, Checkpoint, resolve
 from engine.encoder_decoder import EncoderDecoderCheckpoint
 from engine.errors import ExportError, OptionError, UnsupportedError
 from engine.json_file import write_json
+from engine.model import own_routings
 from engine.onnx_quantise import BLOCKS, Written, block_size
 from engine.progress import Progress, no_progress
 from engine.report import peak_memory_bytes
@@ -90,7 +91,8 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
     if options.format == "onnx-genai":
         check_genai(checkpoint, options.experts == "portable")
     tables = load_skip_tables(checkpoint.directory, checkpoint.config) if options.skip_threshold else None
-    routings = skipping_routings(checkpoint.config, tables, options.skip_threshold, options.skip_min_experts)
+    own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
+    routings = skipping_routings(checkpoint.config, tables, options.skip_threshold, options.skip_min_experts, own=own)
     with whole_or_nothing(options.output, options.overwrite, ONNX_NAME) as directory:
         written = _write(options, checkpoint, routings, directory, progress)
         difference = _compare(options, checkpoint, routings, written, directory, progress)
@@ -116,7 +118,10 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
 def _check_sizes(options: ExportOptions, checkpoint: Checkpoint) -> None:
     """check_blocks of all sizes that there are."""
     config = checkpoint.config
-    sizes = {"hidden size": config.hidden_size, "attention width": config.attention_heads * config.head_dimension}
+    value = config.head_dimension if config.latent is None else config.latent.value_dimension
+    sizes = {"hidden size": config.hidden_size, "attention width": config.attention_heads * value}
+    if config.latent is not None and config.latent.query_rank:
+        sizes["query rank"] = config.latent.query_rank
     for layer in config.layers:
         widths = {"FFN width": layer.dense_width} if layer.moe is None else {"expert width": layer.moe.expert_width}
         sizes |= widths | ({"shared expert's width": layer.moe.shared_width} if layer.moe and layer.moe.shared_width else {})

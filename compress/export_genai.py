@@ -17,6 +17,11 @@ def check_genai(checkpoint: Checkpoint, portable: bool) -> None:
     """Raise an error of input where the graph's cache could not be shared, which is what this runtime runs on."""
     if portable:
         raise OptionError("format 'onnx-genai' needs operators of onnxruntime; leave out --experts portable")
+    if checkpoint.config.latent is not None:
+        raise UnsupportedError(
+            f"{checkpoint.directory}: its latent attention caches no keys and values of heads, as onnx-genai's cache has; "
+            "use --format onnx"
+        )
     if checkpoint.config.head_dimension % HEAD_MULTIPLE:
         raise UnsupportedError(
             f"{checkpoint.directory}: its heads have {checkpoint.config.head_dimension} dimensions, and onnx-genai takes "

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention import Rotary, rms_norm
+from engine.attention import Rotary
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import CheckpointError, ExportError
 from engine.experts import MoeBlock
 from engine.kv_cache import KeyValueCache
-from engine.linear import linear
-from engine.model import DecoderLayer
+from engine.model import DecoderLayer, Outer
 from engine.onnx_quantise import Packing, quantise, restored
 from engine.onnx_runtime import OnnxDecoder
 from engine.routing import Routing
@@ -150,14 +149,11 @@ class Reference:
                 layer.feed_forward.routing = by_layer[index]
 
         self.states: Activations = stream_layers(checkpoint, tokens_SL, route, dtype=torch.float32, progress=progress)
-        source, config = checkpoint.source(torch.float32), checkpoint.config
-        self._norm, self._epsilon = source("model.norm.weight"), config.norm_epsilon
-        self._head_VD = source("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
+        self._outer = Outer(checkpoint.config, checkpoint.source(torch.float32))
 
     def logits(self, row: int, begin: int, end: int) -> Tensor:
         """Of some positions of a sequence, [L, V]."""
-        states_LD = self.states[row : row + 1][0, begin:end]
-        return linear(rms_norm(states_LD, self._norm, self._epsilon), self._head_VD)
+        return self._outer.logits(self._outer.hidden_states(self.states[row : row + 1][0, begin:end]))
 
 
 @torch.inference_mode()

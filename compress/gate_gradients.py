@@ -104,21 +104,28 @@ def _of_batch(decoder: Decoder, tokens_BL: Tensor, generator: torch.Generator | 
         hidden_BLD = decoder.hidden_states(tokens_BL)
         targets_BL = tokens_BL
         if generator is not None:
-            drawn = hidden_BLD.detach()
+            rows = zip(hidden_BLD.detach().split(1), tokens_BL.split(1), strict=True)
             targets_BL = torch.cat(
-                [_sample_next(drawn[s : s + 1], decoder.head_VD, tokens_BL[s : s + 1], generator) for s in range(len(drawn))]
+                [_sample_next(states, decoder.head_VD, tokens, generator, decoder.head_bias_V) for states, tokens in rows]
             )
         # Within the routing: checkpointed layers run again in the backward pass.
-        gradients = torch.autograd.grad(next_token_loss(hidden_BLD, decoder.head_VD, targets_BL), gates)
+        loss = next_token_loss(hidden_BLD, decoder.head_VD, targets_BL, decoder.head_bias_V)
+        gradients = torch.autograd.grad(loss, gates)
     return [gradient_BN.double().cpu() for gradient_BN in gradients]
 
 
 @torch.no_grad()
-def _sample_next(hidden_1LD: Tensor, head_VD: Tensor, tokens_1L: Tensor, generator: torch.Generator) -> Tensor:
+def _sample_next(
+    hidden_1LD: Tensor,
+    head_VD: Tensor,
+    tokens_1L: Tensor,
+    generator: torch.Generator,
+    bias_V: Tensor | None = None,
+) -> Tensor:
     """The text with each next token replaced by one drawn from the model's prediction at its place."""
     drawn = [tokens_1L[0, :1]]
     for hidden in hidden_1LD[0, :-1].split(chunk_tokens(len(head_VD))):
-        probabilities = linear(hidden, head_VD).float().softmax(-1)
+        probabilities = linear(hidden, head_VD, bias_V).float().softmax(-1)
         drawn.append(probabilities.multinomial(1, generator=generator)[:, 0])
     return torch.cat(drawn)[None]
 

@@ -16,15 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.divergences import LargestPredictions, Predictions, forward_kl, weighted_divergence
 from compress.losses import layer_distance, next_token_loss
 from compress.training import Batch
-from engine.attention import Rotary, rms_norm
+from engine.attention import Rotary
 from engine.checkpoint import Checkpoint
-from engine.model import Decoder, DecoderLayer, positions_for
+from engine.model import Decoder, DecoderLayer, Outer, embedded, positions_for
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Teacher:
         config, self._source = checkpoint.config, checkpoint.source(dtype, device)
         self._embedding_VD = self._source("model.embed_tokens.weight")
         if predicts:
-            self._norm_D = self._source("model.norm.weight")
-            self._head_VD = self._embedding_VD if config.tied_embeddings else self._source("lm_head.weight")
+            self._outer = Outer(config, self._source)
         self._rotary = Rotary(config)
         # What comes behind the last MoE block is in the predictions only.
         self._count = len(config.layers) if predicts else 1 + max(config.moe_layers)
@@ -70,7 +68,7 @@ class Teacher:
     def teach(self, tokens_BL: Tensor) -> Taught:
         """One forward of the batch."""
         config = self.checkpoint.config
-        x_BLD = F.embedding(tokens_BL, self._embedding_VD)
+        x_BLD = embedded(config, tokens_BL, self._embedding_VD)
         positions = positions_for(config, self._rotary, tokens_BL, None, 0, x_BLD.dtype)
         outputs: dict[int, Tensor] = {}
         for index in range(self._count):
@@ -84,8 +82,8 @@ class Teacher:
                 self.checkpoint.release()
         if not self.predicts:
             return Taught(outputs, None)
-        hidden_TD = rms_norm(x_BLD, self._norm_D, config.norm_epsilon).flatten(0, 1)
-        return Taught(outputs, Predictions(hidden_TD, self._head_VD))
+        hidden_TD = self._outer.hidden_states(x_BLD).flatten(0, 1)
+        return Taught(outputs, Predictions(hidden_TD, self._outer.head_VD, self._outer.head_bias_V))
 
 
 def feed_forwards(decoder: Decoder) -> dict[int, nn.Module]:
@@ -141,13 +139,13 @@ class DistillationLoss:
             hidden_BLD = self.student.hidden_states(tokens_BL)
         terms = {}
         if self.weights.supervised:
-            entropy = next_token_loss(hidden_BLD, self.student.head_VD, tokens_BL)
+            entropy = next_token_loss(hidden_BLD, self.student.head_VD, tokens_BL, self.student.head_bias_V)
             terms["supervised"] = self.weights.supervised * entropy / (sequences * (length - 1))
         if targets:
             distances = torch.stack([layer_distance(targets[index], outputs[index]) for index in targets])
             terms["layers"] = self.weights.layer * distances.sum() * len(batch.group_G) / sequences
         if taught.predictions is not None:
-            made = Predictions(hidden_BLD.flatten(0, 1), self.student.head_VD)
+            made = Predictions(hidden_BLD.flatten(0, 1), self.student.head_VD, self.student.head_bias_V)
             divergence = weighted_divergence(forward_kl, taught.predictions, made)
             terms["predictions"] = self.weights.prediction * divergence / (sequences * length)
         return terms
@@ -158,5 +156,6 @@ def decoder_perplexity(decoder: Decoder, tokens_SL: Tensor, group_size: int) -> 
     """Perplexity of a decoder in memory, `group_size` sequences at a time."""
     total = 0.0
     for tokens_BL in tokens_SL.to(decoder.embedding_VD.device).split(group_size):
-        total += float(next_token_loss(decoder.hidden_states(tokens_BL), decoder.head_VD, tokens_BL))
+        hidden_BLD = decoder.hidden_states(tokens_BL)
+        total += float(next_token_loss(hidden_BLD, decoder.head_VD, tokens_BL, decoder.head_bias_V))
     return math.exp(min(total / (tokens_SL.numel() - len(tokens_SL)), 700.0)) if math.isfinite(total) else math.nan

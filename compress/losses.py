@@ -30,9 +30,9 @@ def chunk_tokens(vocabulary: int) -> int:
     return min(MOST_CHUNK_TOKENS, max(16, MOST_CHUNK_LOGITS // vocabulary))
 
 
-def head_loss(hidden_TD: Tensor, head_VD: Tensor, measure: Measure) -> Tensor:
-    """Σ of what `measure` makes of the logits head · hidden; differentiable once, in both."""
-    loss: Tensor = _HeadLoss.apply(hidden_TD, head_VD, measure)  # type: ignore[no-untyped-call]
+def head_loss(hidden_TD: Tensor, head_VD: Tensor, measure: Measure, bias_V: Tensor | None = None) -> Tensor:
+    """Σ of what `measure` makes of the logits head · hidden + bias; differentiable once, in all three."""
+    loss: Tensor = _HeadLoss.apply(hidden_TD, head_VD, measure, bias_V)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -40,16 +40,17 @@ class _HeadLoss(torch.autograd.Function):
     """Value and gradients chunk by chunk, in the forward pass; the backward pass scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor, measure: Measure) -> Tensor:
+    def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor, measure: Measure, bias_V: Tensor | None) -> Tensor:
         total = hidden_TD.new_zeros((), dtype=_wide_dtype(hidden_TD))
-        of_hidden, of_head = ctx.needs_input_grad[:2]
+        of_hidden, of_head, _, of_bias = ctx.needs_input_grad
         grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
         grad_VD = torch.zeros_like(head_VD, dtype=_wide_dtype(head_VD)) if of_head else None
+        grad_V = torch.zeros_like(bias_V, dtype=_wide_dtype(head_VD)) if of_bias and bias_V is not None else None
         step = chunk_tokens(head_VD.shape[0])
         for start in range(0, len(hidden_TD), step):
             part = slice(start, start + step)
-            logits_TV = wide(linear(hidden_TD[part], head_VD))
-            if grad_TD is None and grad_VD is None:
+            logits_TV = wide(linear(hidden_TD[part], head_VD, bias_V))
+            if not any(ctx.needs_input_grad):
                 total += measure(logits_TV, part)
                 continue
             value, own_TV = _with_gradient(measure, logits_TV, part)
@@ -59,18 +60,21 @@ class _HeadLoss(torch.autograd.Function):
                 grad_TD[part] = linear(own_TV, head_VD.T)
             if grad_VD is not None:
                 grad_VD += linear(own_TV.T, hidden_TD[part].T)
-        ctx.save_for_backward(grad_TD, grad_VD)
+            if grad_V is not None:
+                grad_V += own_TV.sum(0, dtype=grad_V.dtype)
+        ctx.save_for_backward(grad_TD, grad_VD, grad_V)
         ctx.dtype = head_VD.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad_TD, grad_VD = ctx.saved_tensors
+        grad_TD, grad_VD, grad_V = ctx.saved_tensors
         scale = grads[0]
         return (
             None if grad_TD is None else grad_TD * scale,
             None if grad_VD is None else (grad_VD * scale).to(ctx.dtype),
             None,
+            None if grad_V is None else (grad_V * scale).to(ctx.dtype),
         )
 
 
@@ -81,11 +85,15 @@ def _with_gradient(measure: Measure, logits_TV: Tensor, part: slice) -> tuple[Te
     return value.detach(), own_TV
 
 
-def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor) -> Tensor:
+def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor, bias_V: Tensor | None = None) -> Tensor:
     """Cross-entropy of each next token in nats, summed over the B·(L−1) predictions."""
     hidden_TD = hidden_BLD[:, :-1].reshape(-1, hidden_BLD.shape[-1])
     targets_T = tokens_BL[:, 1:].reshape(-1)
-    return head_loss(hidden_TD, head_VD, lambda logits, part: F.cross_entropy(logits, targets_T[part], reduction="sum"))
+
+    def measure(logits_TV: Tensor, part: slice) -> Tensor:
+        return F.cross_entropy(logits_TV, targets_T[part], reduction="sum")
+
+    return head_loss(hidden_TD, head_VD, measure, bias_V)
 
 
 def layer_distance(teacher_TD: Tensor, student_TD: Tensor, weights_T: Tensor | None = None) -> Tensor:

@@ -68,11 +68,6 @@ class Plan:
         """Experts of each MoE layer, in the order of the layers."""
         return tuple(len(self.layers[layer]) for layer in sorted(self.layers))
 
-    @property
-    def is_uniform(self) -> bool:
-        """Every MoE layer has as many experts as the others."""
-        return len(set(self.experts_per_layer)) == 1
-
 
 def kept_expert(expert: int) -> PlannedExpert:
     """A source expert as it is, with its router row."""

@@ -25,10 +25,11 @@ from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.recover import RecoverOptions, recover
 from compress.result import carry_out, check_outputs, finished_before
 from compress.saliency import SCORES, scores
-from compress.selection import Budget
+from compress.selection import Budget, check_groups
 from compress.training import Trained
 from compress.whole_recovery import WholeRecoveryOptions, recover_all
 from compress.work_directory import WorkDirectory
+from engine.architectures import MoeConfig
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import OptionError
 from engine.json_file import load_json
@@ -135,11 +136,31 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         return None
     if options.method == "naee" and budget.scope == "global":
         raise OptionError("naee compares subsets within a layer and cannot rank across layers; leave out --scope global")
+    needed = checkpoint.config.architecture.least_experts
     if budget.min_experts == 0:  # the default: at least max(1, k) in each layer
         least = per_token if budget.experts is None else min(per_token, budget.experts)
-        budget = replace(budget, min_experts=max(1, least))
+        budget = replace(budget, min_experts=max(needed, least))
+    elif budget.min_experts < needed:
+        name = checkpoint.config.architecture.model_type
+        raise OptionError(f"min-experts is {budget.min_experts}; the router of a {name} takes {needed} in each layer")
     budget.check(checkpoint.config.experts_by_layer)
+    check_groups(budget, moe_configs(checkpoint))
+    if options.method == "naee" and budget.scope == "uniform" and groups_of(checkpoint):
+        raise OptionError(
+            "naee compares all subsets of a layer's experts, and a uniform result keeps as many of each group; leave out "
+            "--uniform, or choose another method"
+        )
     return budget
+
+
+def moe_configs(checkpoint: Checkpoint) -> dict[int, MoeConfig]:
+    """Of each layer that holds experts."""
+    return {index: moe for index, layer in enumerate(checkpoint.config.layers) if (moe := layer.moe) is not None}
+
+
+def groups_of(checkpoint: Checkpoint) -> dict[int, tuple[int, ...]]:
+    """The group of each expert by layer; nothing for a model without groups."""
+    return {index: moe.groups for index, moe in moe_configs(checkpoint).items() if moe.groups}
 
 
 def prepare_pruning(options: PruneOptions) -> Prunable:
@@ -171,7 +192,7 @@ def make_plan(options: PruneOptions, prepared: Prunable, work: WorkDirectory, pr
     if options.method == "naee":
         kept = _best_subsets(options, prepared, work, progress)
     else:
-        kept = prepared.budget.select(_scores(options, prepared, work, progress))
+        kept = prepared.budget.select(_scores(options, prepared, work, progress), groups_of(prepared.checkpoint))
     if options.merge == "cka":
         groups = merge_pruned(kept, statistics_of(options, prepared, work, progress))
         return _merged(groups, options, prepared, work, progress)

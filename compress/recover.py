@@ -81,11 +81,10 @@ def recover(
 
 def trained_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
     """Routers and norms, by their names on disk."""
-    layers = range(len(decoder.layers))
-    norms = [f"model.layers.{index}.{norm}.weight" for index in layers for norm in LAYER_NORMS]
+    norms = ["model.norm", *(f"model.layers.{i}.{norm}" for i in range(len(decoder.layers)) for norm in LAYER_NORMS)]
     routers = [name for index in decoder.config.moe_layers for name in router_tensors(decoder.config, index)]
-    every = parameters_on_disk(decoder)
-    return {name: every[name] for name in ("model.norm.weight", *norms, *routers)}
+    wanted = {f"{norm}.{part}" for norm in norms for part in ("weight", "bias")}.union(routers)
+    return {name: parameter for name, parameter in parameters_on_disk(decoder).items() if name in wanted}
 
 
 class PredictionLoss:
@@ -100,7 +99,8 @@ class PredictionLoss:
         device = self.decoder.embedding_VD.device
         target = self.full.select(batch.group_G.tolist()).to(device)
         hidden = self.decoder.hidden_states(self.tokens_SL[batch.group_G].to(device))
-        full, own = (Predictions(states.flatten(0, 1), self.decoder.head_VD) for states in (target, hidden))
+        head = self.decoder.head_VD, self.decoder.head_bias_V
+        full, own = (Predictions(states.flatten(0, 1), *head) for states in (target, hidden))
         divergence = weighted_divergence(forward_kl, full, own)
         return {"divergence": divergence / (len(batch.rows_B) * self.tokens_SL.shape[1])}
 

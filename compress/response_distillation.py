@@ -27,7 +27,7 @@ from compress.losses import head_loss, layer_distance
 from compress.recipes import Recipe
 from compress.responses import ResponseBatch, batch_of, write_responses
 from compress.training import Batch
-from engine.model import Decoder, routed_by
+from engine.model import Decoder, gate_of, routed_by
 from engine.routing import AllExperts, Routing, SampledExperts
 from engine.sampling import SamplingOptions
 
@@ -105,18 +105,16 @@ class ResponseTeacher:
 
     def gates(self, generator: torch.Generator, real_T: Tensor | None = None) -> list[Routing]:
         """One for each MoE layer. Sampled ones draw from the generator; of `real_T`'s tokens is what they share."""
-        blocks, scales = self.decoder.moe_blocks, weight_scales(self.decoder)
+        moes = [layer.moe for layer in self.decoder.config.layers if layer.moe is not None]
         if self.recipe.gate == "all":
-            return [AllExperts(scale) for scale in scales]
+            return [AllExperts(moe.weight_scale, gate_of(moe)) for moe in moes]
         if self.recipe.gate == "sampled":
             own = self.augmentation
-            return [SampledExperts(own.probability, generator, own.per_token, scale, real_T) for scale in scales]
-        return [block.routing for block in blocks]
-
-
-def weight_scales(decoder: Decoder) -> list[float]:
-    """The factor on routed weights of each MoE layer."""
-    return [layer.moe.weight_scale for layer in decoder.config.layers if layer.moe is not None]
+            return [
+                SampledExperts(own.probability, generator, own.per_token, moe.weight_scale, real_T, gate_of(moe))
+                for moe in moes
+            ]
+        return [block.routing for block in self.decoder.moe_blocks]
 
 
 @contextmanager
@@ -167,7 +165,7 @@ class ResponseLoss:
 def predictions(decoder: Decoder, side: ResponseBatch) -> Predictions:
     device = decoder.embedding_VD.device
     hidden_BLD = decoder.hidden_states(side.tokens_BL.to(device))
-    return Predictions(hidden_BLD[side.asked_BL.to(device)], decoder.head_VD)
+    return Predictions(hidden_BLD[side.asked_BL.to(device)], decoder.head_VD, decoder.head_bias_V)
 
 
 def _cross_entropy(own: Predictions, side: ResponseBatch, weights_T: Tensor) -> Tensor:
@@ -176,4 +174,4 @@ def _cross_entropy(own: Predictions, side: ResponseBatch, weights_T: Tensor) -> 
     def measure(logits_TV: Tensor, part: slice) -> Tensor:
         return (weights_T[part] * F.cross_entropy(logits_TV, targets_T[part], reduction="none")).sum()
 
-    return head_loss(own.hidden_TD, own.head_VD, measure)
+    return head_loss(own.hidden_TD, own.head_VD, measure, own.head_bias_V)

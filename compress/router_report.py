@@ -16,10 +16,9 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.responses import batch_of
-from engine.architectures import router_tensors
 from engine.experts import router_logits
-from engine.model import Decoder, own_routing, routed_by
-from engine.routing import Selection, softmax
+from engine.model import Decoder, routed_by
+from engine.routing import NO_EXPERT, Routing, Selection, probabilities
 
 
 @dataclass(frozen=True)
@@ -32,32 +31,53 @@ class RouterReport:
     """KL(old ‖ new) in nats, on the same inputs."""
 
 
-def old_routers(decoder: Decoder) -> dict[int, list[Tensor]]:
-    """Copies of what a layer's logits are made of: the router's matrix and, of a gate network, its first layer."""
+@dataclass(frozen=True)
+class OldRouter:
+    """A layer's router before it was trained."""
+
+    tensors: tuple[Tensor, Tensor | None, Tensor | None]
+    """What its logits are made of: the matrix, the first layer of a gate network, a bias."""
+    rule: Routing
+    """The model's own."""
+
+
+def old_routers(decoder: Decoder) -> dict[int, OldRouter]:
+    """Copies of a decoder's routers by layer; its blocks still have the model's own rules."""
     layers = zip(decoder.config.moe_layers, decoder.moe_blocks, strict=True)
-    tensors = {index: (block.router_ND, block.gate_hidden_HD) for index, block in layers}
-    return {index: [own.detach().clone() for own in both if own is not None] for index, both in tensors.items()}
+    return {
+        index: OldRouter((_copy(block.router_ND), _copied(block.gate_hidden_HD), _copied(block.logit_bias_N)), block.routing)
+        for index, block in layers
+    }
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _copy(tensor)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 @torch.no_grad()
 def router_report(
-    decoder: Decoder, old: Mapping[int, Sequence[Tensor]], examples: Sequence[Example], group_size: int
+    decoder: Decoder, old: Mapping[int, OldRouter], examples: Sequence[Example], group_size: int
 ) -> RouterReport:
     """Of the decoder as it is now, by its own rule, on some examples; `old`: what `old_routers` gave before."""
     totals: dict[int, list[float]] = {index: [0.0, 0.0] for index in decoder.config.moe_layers}
     real_T, tokens = torch.empty(0), 0
 
     def watch(index: int, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
-        moe = decoder.config.layers[index].moe
-        assert moe is not None and len(old[index]) == len(router_tensors(decoder.config, index))
-        before_TN = softmax(router_logits(x_TD[real_T], *old[index]).double()).log()
-        chosen_TK = own_routing(moe)(before_TN).experts
-        totals[index][0] += float((1.0 - before_TN.exp().gather(1, chosen_TK).sum(1)).sum())
-        totals[index][1] += float((before_TN.exp() * (before_TN - softmax(logits_TN[real_T].double()).log())).sum())
+        tensors, rule = old[index].tensors, old[index].rule
+        old_TN = router_logits(x_TD[real_T], *tensors).double()
+        before_TN, now_TN = probabilities(rule, old_TN), probabilities(rule, logits_TN[real_T].double())
+        chosen_TK = rule(old_TN).experts
+        chosen_probability_TK = before_TN.gather(1, chosen_TK.clamp_min(0)).masked_fill(chosen_TK == NO_EXPERT, 0.0)
+        totals[index][0] += float((1.0 - chosen_probability_TK.sum(1)).sum())
+        totals[index][1] += float((before_TN * (before_TN.log() - now_TN.log())).sum())
 
     for index, block in zip(decoder.config.moe_layers, decoder.moe_blocks, strict=True):
         block.observer = lambda x, logits, selection, index=index: watch(index, x, logits, selection)
-    rules = [own_routing(layer.moe) for layer in decoder.config.layers if layer.moe is not None]
+    rules = [old[index].rule for index in decoder.config.moe_layers]
     for start in range(0, len(examples), group_size):
         side = batch_of([examples[place] for place in range(start, min(start + group_size, len(examples)))])
         real_T = side.real_BL.flatten().to(decoder.embedding_VD.device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.architectures import MoeConfig
 from engine.errors import OptionError
 
 
@@ -80,13 +81,20 @@ class Budget:
         assert self.sparsity is not None
         return count - round(self.sparsity * count)
 
-    def select(self, scores: Mapping[int, Tensor]) -> dict[int, list[int]]:
-        """The experts of each layer that stay, ascending. Ties go to the earlier layer and lower index."""
+    def select(
+        self, scores: Mapping[int, Tensor], groups: Mapping[int, Sequence[int]] | None = None
+    ) -> dict[int, list[int]]:
+        """The experts of each layer that stay, ascending. Ties go to the earlier layer and lower index.
+
+        groups: of each expert of a layer that has any, by layer. Scope "uniform" keeps as many of each.
+        """
         counts = {layer: len(values) for layer, values in scores.items()}
         self.check(counts)
         ranked = {layer: values.argsort(descending=True, stable=True).tolist() for layer, values in scores.items()}
         if self.scope != "global":
             number = self.kept_per_layer(counts)
+            if self.scope == "uniform" and groups:
+                ranked = {layer: _in_turns(order, groups[layer]) for layer, order in ranked.items()}
             return {layer: sorted(order[: number[layer]]) for layer, order in ranked.items()}
         # The minimum of each layer stays whatever its score; the rest of the budget goes to the best of all others.
         kept = {layer: order[: min(self.min_experts, len(order))] for layer, order in ranked.items()}
@@ -99,3 +107,30 @@ class Budget:
         for _, layer, expert in sorted(others)[:left]:
             kept[layer].append(expert)
         return {layer: sorted(experts) for layer, experts in kept.items()}
+
+
+def check_groups(budget: Budget, layers: Mapping[int, MoeConfig]) -> None:
+    """Raise OptionError where a uniform result would not have as many experts in every group of a layer.
+
+    A plain checkpoint of a family says nothing of its groups but how many they are. Those of sigmoid scores are judged by
+    two experts each (DeepSeek-V3, §2.1.2), so transformers wants as many.
+    """
+    if budget.scope != "uniform":
+        return
+    kept = budget.kept_per_layer({layer: moe.experts for layer, moe in layers.items()})
+    for layer, moe in layers.items():
+        groups, least = len(set(moe.groups)) or 1, 2 if moe.scores == "sigmoid" else 1
+        if kept[layer] % groups or kept[layer] < groups * least:
+            raise OptionError(
+                f"a uniform result would keep {kept[layer]} experts in layer {layer}, and its {groups} groups need as many "
+                f"each, at least {least}; keep a multiple of {groups} (--experts), or leave out --uniform"
+            )
+
+
+def _in_turns(order: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """Experts best first, so that any multiple of the number of groups has as many of each: one of each group in turn."""
+    turn: dict[int, int] = {}
+    turns = {}
+    for expert in order:
+        turns[expert] = turn[groups[expert]] = turn.get(groups[expert], -1) + 1
+    return sorted(order, key=lambda expert: turns[expert])

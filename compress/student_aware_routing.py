@@ -21,9 +21,9 @@ from compress.divergences import forward_kl, weighted_divergence
 from compress.response_distillation import Responses, predictions
 from compress.training import Batch, Trainer
 from engine.architectures import noise_tensors, router_tensors
-from engine.model import Decoder
+from engine.model import Decoder, gate_of
 from engine.parameters import parameters_on_disk
-from engine.routing import NO_EXPERT, AllExperts, Noisy, Routing, Selection, softmax
+from engine.routing import NO_EXPERT, AllExperts, Noisy, Routing, Selection, probabilities
 
 
 def router_parameters(teacher: Decoder) -> dict[str, nn.Parameter]:
@@ -85,7 +85,7 @@ class RouterLoss:
         """All experts in every layer, with noise where the model has it."""
         layers = [layer.moe for layer in self.teacher.config.layers if layer.moe is not None]
         for place, (block, moe) in enumerate(zip(self.teacher.moe_blocks, layers, strict=True)):
-            block.routing = Watched(AllExperts(moe.weight_scale), self._seen, place)
+            block.routing = Watched(AllExperts(moe.weight_scale, gate_of(moe)), self._seen, place)
             if block.noise_ND is not None and moe.noise_epsilon is not None:
                 seed = int(torch.randint(2**62, (), generator=generator))
                 block.routing = Noisy(block.routing, block.noise_ND, moe.noise_epsilon, seed)
@@ -114,7 +114,8 @@ def load_balance(rules: Sequence[Routing], logits: Mapping[int, Tensor], real_T:
         real_TN = logits_TN[real_T.to(logits_TN.device)]
         chosen = rules[place](real_TN.detach()).experts
         counts_N = torch.bincount(chosen[chosen != NO_EXPERT], minlength=real_TN.shape[1])
-        terms += [squared_variation(counts_N.float()), squared_variation(softmax(real_TN).sum(0))]
+        gates_TN = probabilities(rules[place], real_TN)
+        terms += [squared_variation(counts_N.float()), squared_variation(gates_TN.sum(0))]
     return torch.stack(terms).sum()
 
 

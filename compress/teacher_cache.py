@@ -41,18 +41,22 @@ SHARD_BYTES = 256_000_000
 WHAT = "the teacher's predictions"
 
 
+Head = tuple[Tensor, Tensor | None]
+"""head_VD, and its bias [V] where it has one."""
+
+
 class CachedTeacher:
     """What a teacher would say, from disk."""
 
-    def __init__(self, files: TokenFiles, head_VD: Tensor | None, device: torch.device, clock: Clock) -> None:
-        """head_VD: where the files hold hidden states."""
-        self.files, self.head_VD, self.device, self.clock = files, head_VD, device, clock
+    def __init__(self, files: TokenFiles, head: Head | None, device: torch.device, clock: Clock) -> None:
+        """head: where the files hold hidden states."""
+        self.files, self.head, self.device, self.clock = files, head, device, clock
 
     def teach(self, batch: Batch, side: ResponseBatch) -> Taught:
         """Predictions at the places whose next token is of a response."""
         with self.clock.of("teacher"):
             kept = {name: tensor.to(self.device) for name, tensor in self.files.read(batch.group_G.tolist()).items()}
-        return Taught({}, LargestPredictions(**kept) if self.head_VD is None else Predictions(**kept, head_VD=self.head_VD))
+        return Taught({}, LargestPredictions(**kept) if self.head is None else Predictions(kept["hidden_TD"], *self.head))
 
 
 def cached_teacher(
@@ -81,7 +85,8 @@ def cached_teacher(
 
     with clock.of("teacher"), torch.no_grad():
         files.fill(kept_of, progress)
-    return CachedTeacher(files, head_VD if count is None else None, head_VD.device, clock)
+    head = (head_VD, decoder.head_bias_V) if count is None else None
+    return CachedTeacher(files, head, head_VD.device, clock)
 
 
 def _kept(made: Predictions, count: int | None, temperature: float) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ the config asks for and the decoder lacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
@@ -16,6 +16,8 @@ from engine.json_file import shown
 
 GATE_WIDTH_KEY = "gate_network_width"
 """Config key of our own: hidden units of a gate network that are not as many as experts."""
+GROUPS_KEY = "expert_groups"
+"""In block_configs[i].ffn.moe, of our own: the group of each expert, where groups have lost unequal numbers of them."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,34 @@ class GateNetwork:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """One tensor on disk that holds some projections of all experts of a layer, [experts, outputs, inputs]."""
+
+    name: str
+    """Within the block."""
+    projections: tuple[int, ...]
+    """Which: their outputs one after the other."""
+    transposed: bool = False
+    """[experts, inputs, outputs]."""
+    interleaved: bool = False
+    """The outputs of several projections in turns."""
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """(u + 1) · g · σ(α·g) in place of silu(g) · u, with g at most `limit` and u within ± `limit`."""
+
+    alpha: float
+    limit: float
+
+
+GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(6)
+"""The tensors of an expert, as they are numbered everywhere; some families have no biases."""
+SINKS = "sinks"
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One model family, as it is on disk. Templates take `layer` and `expert`."""
 
@@ -45,20 +75,37 @@ class Architecture:
     """The transformers class, for the modelling file of non-uniform artifacts and for `architectures` in config.json."""
     read_as: str | None = None
     """model_type whose transformers config reads this family's config.json, where transformers has none for the family."""
+    written_as: str | None = None
+    """model_type that results are given, where the family is another one under a name of its own."""
     own_settings: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict, hash=False)
     """Config keys that the transformers config does not know or does not check, each with the values that the decoder
     honours; None where any will do: those keys are read elsewhere, or matter only in training."""
     dense_sibling: str | None = None
     """model_type of the family that the same weights form when each MoE layer becomes one FFN; None where there is none."""
+    not_dense: str | None = None
+    """Why no model of the family can be made dense; None where it can."""
     experts_keys: tuple[str, ...] = ()
     """Config keys that hold the expert count, best first; all are written."""
     experts_per_token_key: str = "num_experts_per_tok"
+    experts_per_token_copy: str | None = None
+    """Config key that says the same once more, and may be missing."""
     expert_width_key: str = "intermediate_size"
     expert_sizes_key: str | None = None
     """Config key of a list of expert widths for each layer: `expert_width_key` is then what a layer's experts have
     together, shared out evenly where there is no list."""
     weight_scale_key: str | None = None
     """Config key of the factor that routed weights are multiplied by: one number, or one for each layer."""
+    router_scores: str = "softmax"
+    """What a router makes of its logits: "softmax" over all experts, or the "sigmoid" of each."""
+    router_in_float32: bool = False
+    """The router's product is taken in float32 whatever the model's dtype."""
+    router_bias: str | None = None
+    """Within the block: one number for each expert that is added to its score to choose it, and never weighs it."""
+    groups_key: str | None = None
+    """Config key of the number of groups that experts are in, of which a token takes its experts from the best few."""
+    groups_per_token_key: str = "topk_group"
+    grouped_if: tuple[str, str] | None = None
+    """Config key and the value under which there are groups; None where there always are."""
     block: str = "model.layers.{layer}.mlp"
     """Prefix of the MoE block; a dense FFN is always at `model.layers.{layer}.mlp`."""
     expert: str = "experts.{expert}.{projection}.weight"
@@ -66,26 +113,104 @@ class Architecture:
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate.weight"
     """Within the block: the matrix that has one row for each expert."""
+    expert_biases: bool = False
+    """All three projections of an expert have one."""
+    swiglu_keys: tuple[str, str] | None = None
+    """Config keys of α and limit, where experts have a ClampedSwiglu."""
+    stacks: tuple[Stack, ...] = ()
+    """How experts lie on disk where not one by one; the names of `expert` are then ours alone."""
+    modules: tuple[str, str] = ("mlp", "gate")
+    """What transformers calls the block within a layer, and the router within the block, once a model is loaded."""
+    logit_bias: str | None = None
+    """Within the block: one number for each expert that is added to its router logit."""
     gate_network: GateNetwork | None = None
     always_normalises_top_k: bool = False
+    mixer_jitter_key: str | None = None
+    """Config key of ε, where experts are chosen one after the other by sparsemixer (engine/routing.py)."""
+    least_experts: int = 1
+    """Experts that a layer must keep: the family's own router always takes so many."""
     sparse_step: bool = False
     """Some layers are dense FFNs, by `decoder_sparse_step` and `mlp_only_layers`."""
-    shared_expert: bool = False
-    """A shared expert scaled by sigmoid(shared_expert_gate · x)."""
+    dense_first_key: str | None = None
+    """Config key of how many layers at the beginning are dense FFNs."""
+    layer_step_key: str | None = None
+    """Config key of n, where after those only the layers whose number is a multiple of n hold experts."""
+    shared_expert: str | None = None
+    """Within the block: prefix of an expert that every token uses; None where there is none."""
+    shared_gate: str | None = None
+    """Within the block: what scales the shared expert by sigmoid(gate · x); None where nothing does."""
+    shared_experts_key: str | None = None
+    """Config key of how many experts wide the shared one is; None where `shared_expert_intermediate_size` says its width."""
     qk_norm: str = "none"
     """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
+    qk_norm_key: str | None = None
+    """Config key that says whether there is one; None where there always is."""
     qkv_bias: bool | str = False
     """True, False, or the config key that says."""
     output_bias: bool | str = False
+    sinks: bool = False
+    """Each head has a learnt score beside those of the keys, which takes its share of the softmax and adds nothing."""
     windows: str = "none"
     """Sliding window: "none", "all" layers (by `sliding_window`), or by "layer_types"."""
     clip_qkv: bool = False
+    partial_rotary: bool = False
+    """Only the share `partial_rotary_factor` of a head's dimensions, the first ones, is rotated."""
+    latent_attention: bool = False
+    """Keys and values are made of a latent vector (engine/latent_attention.py)."""
+    rotary_pairs: bool | str = False
+    """Rotated dimensions are paired with their neighbours and not half against half: True, False, or the config key."""
+    prediction_layers_key: str | None = None
+    """Config key of how many layers for multi-token prediction follow the last one in a checkpoint; they are not read."""
+    layer_norm: bool = False
+    """Norms are layer norms with a bias, not root mean squares."""
+    head_bias: bool | str = False
+    """True, False, or the config key that says."""
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    rope_mscales: bool = False
+    """Long and short form of `longrope` have each a factor of their own, `long_mscale` and `short_mscale`."""
+    multipliers: bool = False
+    """Embeddings, attention scores, what is added to the residual, and logits (a divisor) have factors in the config."""
 
     @property
     def in_transformers(self) -> bool:
         """Whether transformers has a class of the family."""
         return self.read_as is None
 
+
+_DEEPSEEK: dict[str, Any] = {
+    "experts_keys": ("n_routed_experts",),
+    "expert_width_key": "moe_intermediate_size",
+    "dense_first_key": "first_k_dense_replace",
+    "shared_expert": "shared_experts",
+    "shared_experts_key": "n_shared_experts",
+    "qkv_bias": "attention_bias",
+}
+"""What DeepSeek's families and those after them have in common."""
+_SIGMOID_GROUPS: dict[str, Any] = {
+    "weight_scale_key": "routed_scaling_factor",
+    "router_scores": "sigmoid",
+    "router_bias": "gate.e_score_correction_bias",
+    "router_in_float32": True,
+    "groups_key": "n_group",
+    "prediction_layers_key": "num_nextn_predict_layers",
+}
+_DEEPSEEK_TRAINING = dict.fromkeys(("aux_loss_alpha", "seq_aux", "ep_size"))
+_DEEPSEEK_V3 = Architecture(
+    model_type="deepseek_v3",
+    causal_lm_class="DeepseekV3ForCausalLM",
+    own_settings={
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+        **_DEEPSEEK_TRAINING,
+    },
+    dense_sibling="deepseek_v3",
+    **_DEEPSEEK,
+    **_SIGMOID_GROUPS,
+    output_bias="attention_bias",
+    latent_attention=True,
+    rotary_pairs="rope_interleave",
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     row.model_type: row
@@ -107,7 +232,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             experts_keys=("num_experts",),
             expert_width_key="moe_intermediate_size",
             sparse_step=True,
-            shared_expert=True,
+            shared_expert="shared_expert",
+            shared_gate="shared_expert_gate.weight",
             qkv_bias="qkv_bias",
             windows="layer_types",
         ),
@@ -171,6 +297,120 @@ ARCHITECTURES: dict[str, Architecture] = {
                 epsilon_key="gate_noise_epsilon",
             ),
             always_normalises_top_k=True,
+        ),
+        Architecture(
+            # DeepSeekMoE (arXiv 2401.06066; huggingface.co/deepseek-ai/deepseek-moe-16b-base, which has the classes).
+            model_type="deepseek",
+            causal_lm_class="DeepseekForCausalLM",
+            read_as="llama",
+            own_settings={
+                "scoring_func": ("softmax",),
+                "head_dim": (None,),  # which the family's class ignores
+                **dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")),
+                **dict.fromkeys(("first_k_dense_replace", "moe_layer_freq")),
+                **_DEEPSEEK_TRAINING,
+            },
+            dense_sibling="llama",
+            **_DEEPSEEK,
+            layer_step_key="moe_layer_freq",
+            output_bias="attention_bias",
+        ),
+        Architecture(
+            model_type="deepseek_v2",
+            causal_lm_class="DeepseekV2ForCausalLM",
+            own_settings={
+                "scoring_func": ("softmax",),
+                "topk_method": ("greedy", "group_limited_greedy"),
+                "norm_topk_prob": (False,),
+                "moe_layer_freq": (1,),
+                **_DEEPSEEK_TRAINING,
+            },
+            dense_sibling="deepseek_v2",
+            **_DEEPSEEK,
+            weight_scale_key="routed_scaling_factor",
+            router_in_float32=True,
+            groups_key="n_group",
+            grouped_if=("topk_method", "group_limited_greedy"),
+            output_bias="attention_bias",
+            latent_attention=True,
+            rotary_pairs=True,
+        ),
+        _DEEPSEEK_V3,
+        # Kimi K2 is a DeepSeek V3 that needs code of its own for nothing but its name.
+        replace(_DEEPSEEK_V3, model_type="kimi_k2", read_as="deepseek_v3", written_as="deepseek_v3"),
+        Architecture(
+            model_type="glm4_moe",
+            causal_lm_class="Glm4MoeForCausalLM",
+            own_settings={"partial_rotary_factor": None},
+            dense_sibling="glm4_moe",
+            **_DEEPSEEK,
+            **_SIGMOID_GROUPS,
+            qk_norm="head",
+            qk_norm_key="use_qk_norm",
+            partial_rotary=True,
+        ),
+        Architecture(
+            model_type="granitemoe",
+            causal_lm_class="GraniteMoeForCausalLM",
+            dense_sibling="granite",
+            experts_keys=("num_local_experts",),
+            block="model.layers.{layer}.block_sparse_moe",
+            router="router.layer.weight",
+            stacks=(Stack("input_linear.weight", (GATE, UP)), Stack("output_linear.weight", (DOWN,))),
+            modules=("block_sparse_moe", "router"),
+            always_normalises_top_k=True,
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            multipliers=True,
+        ),
+        Architecture(
+            model_type="granite",
+            causal_lm_class="GraniteForCausalLM",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            multipliers=True,
+        ),
+        Architecture(
+            model_type="phimoe",
+            causal_lm_class="PhimoeForCausalLM",
+            own_settings={"hidden_dropout": None, "original_max_position_embeddings": None},
+            experts_keys=("num_local_experts",),
+            block="model.layers.{layer}.block_sparse_moe",
+            expert_projections=("w1", "w3", "w2"),
+            modules=("mlp", "router"),
+            mixer_jitter_key="router_jitter_noise",
+            least_experts=2,
+            not_dense="it has no dense sibling, and its router takes two experts, so that one cannot be a dense layer",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            windows="all",
+            layer_norm=True,
+            head_bias="lm_head_bias",
+            rope_types=("default", "longrope"),
+            rope_mscales=True,
+        ),
+        Architecture(
+            model_type="gpt_oss",
+            causal_lm_class="GptOssForCausalLM",
+            own_settings={"experts_per_token": None, "initial_context_length": None},
+            experts_keys=("num_local_experts",),
+            experts_per_token_copy="experts_per_token",
+            router="router.weight",
+            logit_bias="router.bias",
+            expert_biases=True,
+            swiglu_keys=("swiglu_alpha", "swiglu_limit"),
+            stacks=(
+                Stack("experts.gate_up_proj", (GATE, UP), transposed=True, interleaved=True),
+                Stack("experts.gate_up_proj_bias", (GATE_BIAS, UP_BIAS), interleaved=True),
+                Stack("experts.down_proj", (DOWN,), transposed=True),
+                Stack("experts.down_proj_bias", (DOWN_BIAS,)),
+            ),
+            modules=("mlp", "router"),
+            always_normalises_top_k=True,
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            sinks=True,
+            windows="layer_types",
         ),
         Architecture(model_type="mistral", causal_lm_class="MistralForCausalLM", windows="all"),
         Architecture(
@@ -259,10 +499,37 @@ class MoeConfig:
     """Width of the shared expert, 0 for none."""
     weight_scale: float = 1.0
     """Factor of the routed weights."""
+    scores: str = "softmax"
+    """What the router makes of its logits: "softmax", or the "sigmoid" of each beside a bias that chooses."""
+    groups: tuple[int, ...] = ()
+    """The group of each expert; empty where a token may use any."""
+    groups_per_token: int = 1
+    """Groups that a token's experts are of, at most."""
+    router_in_float32: bool = False
+    swiglu: ClampedSwiglu | None = None
+    """What is between an expert's projections; None for silu(g) · u."""
+    mixer_jitter: float | None = None
+    """ε of sparsemixer; None where experts are chosen together."""
     gate_network_width: int = 0
     """Hidden units of the router; 0 where the router is one matrix."""
     noise_epsilon: float | None = None
     """Least deviation of noisy top-k; None where the router has no noise."""
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of multi-head latent attention (DeepSeek-V2, §2.1)."""
+
+    query_rank: int
+    """d_c′, of the queries' latent vector; 0 where queries are made of the hidden state itself."""
+    key_value_rank: int
+    """d_c, of the vector that keys and values are made of."""
+    plain_dimension: int
+    """d_h, of what a head's query and key have besides rotated dimensions."""
+    rotary_dimension: int
+    """d_h^R, of the rotated part, which all heads' keys share."""
+    value_dimension: int
+    """Of a head's value."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +543,19 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Factors of a family that was trained with them; what is here changes nothing."""
+
+    embedding: float = 1.0
+    attention: float | None = None
+    """Of the scores; None for one over the root of the head dimension."""
+    residual: float = 1.0
+    """Of what attention and feed-forward add."""
+    logits: float = 1.0
+    """A divisor."""
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Everything the decoder is built from, in plain numbers."""
 
@@ -285,15 +565,37 @@ class DecoderConfig:
     attention_heads: int
     key_value_heads: int
     head_dimension: int
+    """Of queries and keys."""
+    rotary_dimension: int
+    """The first dimensions of a head, which are rotated; the last ones of latent attention."""
+    rotary_pairs: bool
+    """Neighbours are rotated together, not half against half."""
+    latent: LatentConfig | None
+    """None where heads have keys and values of their own."""
+    qk_norm: str
     norm_epsilon: float
     qkv_bias: bool
     output_bias: bool
+    head_bias: bool
     clip_qkv: float | None
     tied_embeddings: bool
     max_positions: int
+    prediction_layers: int
+    """Layers for multi-token prediction, which follow the last one in a checkpoint and are not read."""
     layers: tuple[LayerConfig, ...]
+    multipliers: Multipliers
     transformers_config: Any = field(repr=False, compare=False)
     """The family's transformers config: rotary embeddings are initialised from it."""
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """What attention keeps of a position: groups, and dimensions of a group's key and of its value.
+
+        Latent attention has one group: the latent vector in place of the key, the rotated key in place of the value.
+        """
+        if self.latent is None:
+            return self.key_value_heads, self.head_dimension, self.head_dimension
+        return 1, self.latent.key_value_rank, self.latent.rotary_dimension
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -404,21 +706,32 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     hidden = _positive(family, "hidden_size")
     if getattr(family, "head_dim", 0) is None:
         family.head_dim = hidden // heads  # transformers' rope initialisers take None for a number
-    _check_heads(config, family, hidden, heads)
+    latent = _latent(family) if row.latent_attention else None
+    _check_heads(config, family, hidden, heads, latent)
+    size = latent.plain_dimension + latent.rotary_dimension if latent else getattr(family, "head_dim", None)
+    size = size or hidden // heads
+    partial = family.rope_parameters.get("partial_rotary_factor", 1.0) if row.partial_rotary else 1.0
     return DecoderConfig(
         architecture=row,
         vocabulary_size=_positive(family, "vocab_size"),
         hidden_size=hidden,
         attention_heads=heads,
         key_value_heads=_positive(family, "num_key_value_heads"),
-        head_dimension=getattr(family, "head_dim", None) or hidden // heads,
+        head_dimension=size,
+        rotary_dimension=latent.rotary_dimension if latent else int(size * partial),
+        rotary_pairs=_flag(row.rotary_pairs, family),
+        latent=latent,
+        qk_norm=row.qk_norm if row.qk_norm_key is None or getattr(family, row.qk_norm_key, False) else "none",
         norm_epsilon=float(family.rms_norm_eps),
         qkv_bias=_flag(row.qkv_bias, family),
         output_bias=_flag(row.output_bias, family),
+        head_bias=_flag(row.head_bias, family),
         clip_qkv=_clip(family) if row.clip_qkv else None,
         tied_embeddings=bool(family.tie_word_embeddings),
         max_positions=_positive(family, "max_position_embeddings"),
-        layers=tuple(_layer_config(row, family, index, count) for index, count in enumerate(counts)),
+        prediction_layers=_natural(family, row.prediction_layers_key) if row.prediction_layers_key else 0,
+        layers=tuple(_layer_config(row, config, family, index, count) for index, count in enumerate(counts)),
+        multipliers=_multipliers(family) if row.multipliers else Multipliers(),
         transformers_config=family,
     )
 
@@ -430,9 +743,33 @@ def _positive(family: Any, key: str) -> int:
     return value
 
 
-def _check_heads(config: Mapping[str, Any], family: Any, hidden: int, heads: int) -> None:
+def _natural(family: Any, key: str) -> int:
+    """0 for None."""
+    return 0 if getattr(family, key, None) in (None, 0) else _positive(family, key)
+
+
+def _latent(family: Any) -> LatentConfig:
+    return LatentConfig(
+        query_rank=_natural(family, "q_lora_rank"),
+        key_value_rank=_positive(family, "kv_lora_rank"),
+        plain_dimension=_positive(family, "qk_nope_head_dim"),
+        rotary_dimension=_positive(family, "qk_rope_head_dim"),
+        value_dimension=_positive(family, "v_head_dim"),
+    )
+
+
+def _check_heads(
+    config: Mapping[str, Any], family: Any, hidden: int, heads: int, latent: LatentConfig | None = None
+) -> None:
     """Raise CheckpointError for sizes that do not divide, which shapes alone would not show."""
     groups, size = _positive(family, "num_key_value_heads"), getattr(family, "head_dim", None) or hidden // heads
+    if latent is not None:
+        if heads != groups or latent.rotary_dimension % 2:
+            raise CheckpointError(
+                f"config.json: latent attention of {heads} heads has num_key_value_heads {groups} and rotates "
+                f"{latent.rotary_dimension} dimensions; it needs as many of the one as of the other, and an even number"
+            )
+        return
     if heads % groups:
         raise CheckpointError(f"config.json: {heads} attention heads cannot share {groups} key-value heads evenly")
     if not config.get("head_dim") and hidden % heads:
@@ -448,6 +785,14 @@ def _clip(family: Any) -> float | None:
     return value
 
 
+def _multipliers(family: Any) -> Multipliers:
+    keys = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    values = [_number(key, getattr(family, key)) for key in keys]
+    if not all(values):
+        raise CheckpointError(f"config.json: {', '.join(keys)} are {values}; they must be positive numbers")
+    return Multipliers(*values)
+
+
 def _flag(rule: bool | str, family: Any) -> bool:
     return bool(getattr(family, rule, False)) if isinstance(rule, str) else rule
 
@@ -459,11 +804,11 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
     if getattr(family, "mlp_bias", False):
         lacking.append("mlp_bias=true")
     rope = family.rope_parameters or {}
-    if rope.get("rope_type", "default") not in ROPE_TYPES:
+    if rope.get("rope_type", "default") not in row.rope_types:
         lacking.append(f"rope_type={rope.get('rope_type')!r}")
     if any(isinstance(value, dict) for value in rope.values()):
         lacking.append("rope_parameters for each kind of layer")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not row.partial_rotary:
         lacking.append(f"partial_rotary_factor={rope['partial_rotary_factor']}")
     if any("chunked" in kind or "linear" in kind for kind in getattr(family, "layer_types", None) or ()):
         lacking.append(f"layer_types={sorted(set(family.layer_types))}")
@@ -479,9 +824,6 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
         )
 
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-
-
 def experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any) -> list[int]:
     """Routed experts per decoder layer, 0 where the layer is dense."""
     layers = _positive(family, "num_hidden_layers")
@@ -495,11 +837,19 @@ def experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any)
         raise CheckpointError(
             f"config.json: a token cannot use {per_token} of {experts} experts ({row.experts_per_token_key})"
         )
-    only_dense = set(getattr(family, "mlp_only_layers", None) or ()) if row.sparse_step else set()
-    step = _positive(family, "decoder_sparse_step") if row.sparse_step else 1
-    counts = [0 if index in only_dense or (index + 1) % step else experts for index in range(layers)]
+    counts = [experts if _holds_experts(row, family, index) else 0 for index in range(layers)]
     blocks = config.get("block_configs")
     return counts if blocks is None else _block_config_counts(blocks, counts)
+
+
+def _holds_experts(row: Architecture, family: Any, index: int) -> bool:
+    only_dense = set(getattr(family, "mlp_only_layers", None) or ()) if row.sparse_step else set()
+    step = _positive(family, "decoder_sparse_step") if row.sparse_step else 1
+    if index in only_dense or (index + 1) % step:
+        return False
+    if row.dense_first_key is not None and index < _natural(family, row.dense_first_key):
+        return False
+    return row.layer_step_key is None or index % (_natural(family, row.layer_step_key) or 1) == 0
 
 
 def _block_config_counts(blocks: Any, counts: list[int]) -> list[int]:
@@ -522,21 +872,69 @@ def _block_config_counts(blocks: Any, counts: list[int]) -> list[int]:
     return result
 
 
-def _layer_config(row: Architecture, family: Any, index: int, experts: int) -> LayerConfig:
+def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> LayerConfig:
     moe = None
     if experts:
+        groups = _groups(row, config, family, index, experts)
         moe = MoeConfig(
             experts=experts,
             # Where pruning left fewer than k, the layer's own top-k shrinks to what is left.
             experts_per_token=min(_positive(family, row.experts_per_token_key), experts),
             expert_width=_expert_width(row, family, index, experts),
-            normalise_top_k=row.always_normalises_top_k or bool(family.norm_topk_prob),
-            shared_width=_positive(family, "shared_expert_intermediate_size") if row.shared_expert else 0,
+            normalise_top_k=row.always_normalises_top_k or bool(getattr(family, "norm_topk_prob", False)),
+            shared_width=_shared_width(row, family),
+            scores=row.router_scores,
+            groups=groups,
+            groups_per_token=_positive(family, row.groups_per_token_key) if groups else 1,
+            router_in_float32=row.router_in_float32,
             weight_scale=_weight_scale(row, family, index),
+            swiglu=_swiglu(row, family),
+            mixer_jitter=_mixer_jitter(row, family),
             gate_network_width=_gate_network_width(row, family),
             noise_epsilon=_noise_epsilon(row, family),
         )
     return LayerConfig(_window(row, family, index), moe, _positive(family, "intermediate_size"))
+
+
+def _shared_width(row: Architecture, family: Any) -> int:
+    if row.shared_expert is None:
+        return 0
+    if row.shared_experts_key is None:
+        return _positive(family, "shared_expert_intermediate_size")
+    return _natural(family, row.shared_experts_key) * _positive(family, row.expert_width_key)
+
+
+def _group_count(row: Architecture, family: Any) -> int:
+    """1 where experts are in no groups."""
+    if row.groups_key is None or (row.grouped_if and getattr(family, row.grouped_if[0], None) != row.grouped_if[1]):
+        return 1
+    return _natural(family, row.groups_key) or 1
+
+
+def _groups(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> tuple[int, ...]:
+    """The group of each of a layer's experts: as `block_configs` says, or all of equal size, one after the other."""
+    count = _group_count(row, family)
+    if count == 1:
+        return ()
+    used, per_token = _positive(family, row.groups_per_token_key), _positive(family, row.experts_per_token_key)
+    if used > count:
+        raise CheckpointError(f"config.json: a token cannot use {used} of {count} groups ({row.groups_per_token_key})")
+    blocks = config.get("block_configs")
+    groups = None if blocks is None else blocks[index]["ffn"]["moe"].get(GROUPS_KEY)
+    if groups is not None:
+        if not isinstance(groups, list) or len(groups) != experts or not set(groups) <= set(range(count)):
+            raise CheckpointError(
+                f"config.json: block_configs[{index}].ffn.moe.{GROUPS_KEY} is {shown(groups)}; it must be a list of "
+                f"{experts} groups from 0 to {count - 1}"
+            )
+        return tuple(groups)
+    if experts % count:
+        raise CheckpointError(f"config.json: {experts} experts cannot share {count} groups evenly ({row.groups_key})")
+    if per_token > used * (experts // count):
+        raise CheckpointError(
+            f"config.json: a token cannot use {per_token} experts of {used} groups that have {experts // count} each"
+        )
+    return tuple(expert // (experts // count) for expert in range(experts))
 
 
 def _expert_width(row: Architecture, family: Any, index: int, experts: int) -> int:
@@ -570,6 +968,26 @@ def _weight_scale(row: Architecture, family: Any, index: int) -> float:
     return _number(row.weight_scale_key, value)
 
 
+def _swiglu(row: Architecture, family: Any) -> ClampedSwiglu | None:
+    if row.swiglu_keys is None:
+        return None
+    alpha, limit = (_number(key, getattr(family, key)) for key in row.swiglu_keys)
+    if not limit:
+        raise CheckpointError(f"config.json: {row.swiglu_keys[1]} is {limit}; it must be a positive number")
+    return ClampedSwiglu(alpha, limit)
+
+
+def _mixer_jitter(row: Architecture, family: Any) -> float | None:
+    key = row.mixer_jitter_key
+    if key is None:
+        return None
+    if (used := _positive(family, row.experts_per_token_key)) != row.least_experts:
+        raise UnsupportedError(
+            f"config.json: {row.experts_per_token_key} is {used}; the router of a {row.model_type} takes {row.least_experts}"
+        )
+    return _number(key, getattr(family, key))
+
+
 def _gate_network_width(row: Architecture, family: Any) -> int:
     if row.gate_network is None:
         return 0
@@ -598,9 +1016,16 @@ def _window(row: Architecture, family: Any, index: int) -> int | None:
 
 
 def expert_tensor(row: Architecture, layer: int, expert: int, projection: int) -> str:
-    """Name on disk of an expert's gate (0), up (1) or down (2) projection."""
-    name = row.expert.format(expert=expert, projection=row.expert_projections[projection])
+    """Name on disk of an expert's gate (0), up (1) or down (2) projection, or of its bias (3 more)."""
+    name = row.expert.format(expert=expert, projection=row.expert_projections[projection % GATE_BIAS])
+    if projection >= GATE_BIAS:
+        name = name.removesuffix("weight") + "bias"
     return f"{row.block.format(layer=layer)}.{name}"
+
+
+def expert_parts(row: Architecture) -> range:
+    """Of how many tensors an expert is, as they are numbered."""
+    return range(DOWN_BIAS + 1 if row.expert_biases else DOWN + 1)
 
 
 def router_tensor(row: Architecture, layer: int) -> str:
@@ -614,18 +1039,36 @@ def gate_hidden_tensor(row: Architecture, layer: int) -> str:
     return f"{row.block.format(layer=layer)}.{row.gate_network.hidden}"
 
 
+def router_bias_tensor(row: Architecture, layer: int) -> str | None:
+    """Name on disk of what is added to the scores of a layer's experts to choose them [experts]; None where nothing is."""
+    return None if row.router_bias is None else f"{row.block.format(layer=layer)}.{row.router_bias}"
+
+
+def is_router_bias(row: Architecture, name: str) -> bool:
+    """Whether a tensor is what is added to scores to choose experts."""
+    return row.router_bias is not None and name.endswith(f".{row.router_bias}")
+
+
 def router_noise_tensor(row: Architecture, layer: int) -> str:
     """Name on disk of what noisy top-k is made of in training [experts, hidden]."""
     assert row.gate_network is not None
     return f"{row.block.format(layer=layer)}.{row.gate_network.noise}"
 
 
-def router_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+def logit_bias_tensor(row: Architecture, layer: int) -> str:
+    """Name on disk of what is added to a layer's router logits [experts]."""
+    return f"{row.block.format(layer=layer)}.{row.logit_bias}"
+
+
+def router_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """What a layer's router logits are made of, with shapes."""
     row, moe = config.architecture, config.layers[layer].moe
     assert moe is not None
     if not moe.gate_network_width:
-        return {router_tensor(row, layer): (moe.experts, config.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {router_tensor(row, layer): (moe.experts, config.hidden_size)}
+        if row.logit_bias is not None:
+            shapes[logit_bias_tensor(row, layer)] = (moe.experts,)
+        return shapes
     return {
         gate_hidden_tensor(row, layer): (moe.gate_network_width, config.hidden_size),
         router_tensor(row, layer): (moe.experts, moe.gate_network_width),
@@ -641,10 +1084,14 @@ def noise_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int
     return {router_noise_tensor(config.architecture, layer): (moe.experts, config.hidden_size)}
 
 
-def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer that have one row for each expert, with shapes."""
-    router = router_tensor(config.architecture, layer)
-    return {router: router_tensors(config, layer)[router]} | noise_tensors(config, layer)
+    row, bias = config.architecture, router_bias_tensor(config.architecture, layer)
+    hidden = {gate_hidden_tensor(row, layer)} if row.gate_network is not None else set()
+    shapes = {name: shape for name, shape in router_tensors(config, layer).items() if name not in hidden}
+    if bias is not None:
+        shapes[bias] = (config.experts_by_layer[layer],)
+    return shapes | noise_tensors(config, layer)
 
 
 def dense_tensor(layer: int, projection: int) -> str:
@@ -654,18 +1101,35 @@ def dense_tensor(layer: int, projection: int) -> str:
 
 def shared_tensor(row: Architecture, layer: int, projection: int) -> str:
     """Name on disk of the shared expert's gate (0), up (1) or down (2) projection."""
-    return f"{row.block.format(layer=layer)}.shared_expert.{('gate_proj', 'up_proj', 'down_proj')[projection]}.weight"
+    part = ("gate_proj", "up_proj", "down_proj")[projection]
+    return f"{row.block.format(layer=layer)}.{row.shared_expert}.{part}.weight"
 
 
-def fused_tensors(row: Architecture, layer: int) -> tuple[str, str]:
-    """Names of the stacked form: gate rows then up rows [E, 2·width, hidden], and down [E, hidden, width]."""
-    block = f"model.layers.{layer}.mlp.experts"
-    return f"{block}.gate_up_proj", f"{block}.down_proj"
+def stacks_on_disk(row: Architecture, layer: int) -> tuple[Stack, ...]:
+    """Where a checkpoint of the family has a layer's experts, under full names; nothing where they lie one by one."""
+    return tuple(replace(stack, name=f"{row.block.format(layer=layer)}.{stack.name}") for stack in row.stacks)
 
 
-def fused_router_tensor(layer: int) -> str:
-    """The router's name in a checkpoint whose experts are stacked."""
-    return f"model.layers.{layer}.mlp.gate.weight"
+def stacks_in_memory(row: Architecture, layer: int) -> tuple[Stack, ...]:
+    """The same as transformers 5 holds them, and writes them if told to; some families have them so on disk too."""
+    block = f"model.layers.{layer}.{row.modules[0]}.experts"
+    stacks = Stack(f"{block}.gate_up_proj", (GATE, UP)), Stack(f"{block}.down_proj", (DOWN,))
+    on_disk = stacks_on_disk(row, layer)
+    return on_disk if {stack.name for stack in stacks} <= {stack.name for stack in on_disk} else stacks
+
+
+def router_in_memory(row: Architecture, layer: int) -> str:
+    """The router's name beside them."""
+    return f"model.layers.{layer}.{'.'.join(row.modules)}.weight"
+
+
+def expert_shapes(config: DecoderConfig, layer: int) -> tuple[tuple[int, ...], ...]:
+    """Of each tensor of one of a layer's experts."""
+    moe, hidden = config.layers[layer].moe, config.hidden_size
+    assert moe is not None
+    weights = tuple(shape for _, shape in _ffn(str, moe.expert_width, hidden))
+    biases = ((moe.expert_width,), (moe.expert_width,), (hidden,)) if config.architecture.expert_biases else ()
+    return weights + biases
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -673,34 +1137,43 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocabulary_size, config.hidden_size)}
     for index in range(len(config.layers)):
         shapes.update(layer_tensors(config, index))
-    shapes["model.norm.weight"] = (config.hidden_size,)
+    shapes.update(_norm_tensors(config, "model.norm"))
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocabulary_size, config.hidden_size)
+    if config.head_bias:
+        shapes["lm_head.bias"] = (config.vocabulary_size,)
     return shapes
+
+
+def _norm_tensors(config: DecoderConfig, name: str) -> dict[str, tuple[int, ...]]:
+    parts = ("weight", "bias") if config.architecture.layer_norm else ("weight",)
+    return {f"{name}.{part}": (config.hidden_size,) for part in parts}
 
 
 def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
     """The tensors of one decoder layer with their shapes."""
     row, layer, hidden = config.architecture, config.layers[index], config.hidden_size
     prefix = f"model.layers.{index}"
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.input_layernorm.weight": (hidden,)}
+    shapes = _norm_tensors(config, f"{prefix}.input_layernorm")
     shapes.update(_attention_tensors(config, f"{prefix}.self_attn"))
-    shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+    shapes.update(_norm_tensors(config, f"{prefix}.post_attention_layernorm"))
     if layer.moe is None:
         shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
         return shapes
     shapes.update(router_tensors(config, index) | expert_rows(config, index))
+    of_expert = expert_shapes(config, index)
     for expert in range(layer.moe.experts):
-        shapes.update(_ffn(lambda p, e=expert: expert_tensor(row, index, e, p), layer.moe.expert_width, hidden))
+        shapes.update((expert_tensor(row, index, expert, part), shape) for part, shape in enumerate(of_expert))
     if layer.moe.shared_width:
         shapes.update(_ffn(lambda p: shared_tensor(row, index, p), layer.moe.shared_width, hidden))
-        shapes[shared_gate_tensor(row, index)] = (1, hidden)
+        if (gate := shared_gate_tensor(row, index)) is not None:
+            shapes[gate] = (1, hidden)
     return shapes
 
 
-def shared_gate_tensor(row: Architecture, layer: int) -> str:
-    """Name on disk of the gate that scales the shared expert, [1, hidden]."""
-    return f"{row.block.format(layer=layer)}.shared_expert_gate.weight"
+def shared_gate_tensor(row: Architecture, layer: int) -> str | None:
+    """Name on disk of the gate that scales the shared expert, [1, hidden]; None where nothing scales it."""
+    return None if row.shared_gate is None else f"{row.block.format(layer=layer)}.{row.shared_gate}"
 
 
 def _ffn(name: Any, width: int, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -709,7 +1182,36 @@ def _ffn(name: Any, width: int, hidden: int) -> Iterator[tuple[str, tuple[int, i
     yield name(2), (hidden, width)
 
 
+def _latent_tensors(config: DecoderConfig, latent: LatentConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, rank = config.hidden_size, latent.key_value_rank
+    query = config.attention_heads * config.head_dimension
+    if latent.query_rank:
+        yield f"{prefix}.q_a_proj.weight", (latent.query_rank, hidden)
+        if config.qkv_bias:
+            yield f"{prefix}.q_a_proj.bias", (latent.query_rank,)
+        yield f"{prefix}.q_a_layernorm.weight", (latent.query_rank,)
+        yield f"{prefix}.q_b_proj.weight", (query, latent.query_rank)
+    else:
+        yield f"{prefix}.q_proj.weight", (query, hidden)
+    yield f"{prefix}.kv_a_proj_with_mqa.weight", (rank + latent.rotary_dimension, hidden)
+    if config.qkv_bias:
+        yield f"{prefix}.kv_a_proj_with_mqa.bias", (rank + latent.rotary_dimension,)
+    yield f"{prefix}.kv_a_layernorm.weight", (rank,)
+    yield f"{prefix}.kv_b_proj.weight", (config.attention_heads * (latent.plain_dimension + latent.value_dimension), rank)
+    yield f"{prefix}.o_proj.weight", (hidden, config.attention_heads * latent.value_dimension)
+    if config.output_bias:
+        yield f"{prefix}.o_proj.bias", (hidden,)
+
+
+def sinks_tensor(layer: int) -> str:
+    """Name on disk of a layer's attention sinks [heads]."""
+    return f"model.layers.{layer}.self_attn.{SINKS}"
+
+
 def _attention_tensors(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if config.latent is not None:
+        yield from _latent_tensors(config, config.latent, prefix)
+        return
     hidden, size = config.hidden_size, config.head_dimension
     query, key = config.attention_heads * size, config.key_value_heads * size
     for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
@@ -719,32 +1221,66 @@ def _attention_tensors(config: DecoderConfig, prefix: str) -> Iterator[tuple[str
     yield f"{prefix}.o_proj.weight", (hidden, query)
     if config.output_bias:
         yield f"{prefix}.o_proj.bias", (hidden,)
-    if config.architecture.qk_norm != "none":
-        per_head = config.architecture.qk_norm == "head"
+    if config.qk_norm != "none":
+        per_head = config.qk_norm == "head"
         yield f"{prefix}.q_norm.weight", (size if per_head else query,)
         yield f"{prefix}.k_norm.weight", (size if per_head else key,)
+    if config.architecture.sinks:
+        yield f"{prefix}.{SINKS}", (config.attention_heads,)
 
 
-def with_experts(config: dict[str, Any], experts_per_decoder_layer: list[int]) -> dict[str, Any]:
+def with_experts(
+    config: dict[str, Any], experts_per_decoder_layer: list[int], groups: Mapping[int, Sequence[int]] | None = None
+) -> dict[str, Any]:
     """config.json of the same model with other expert counts (0 = the layer was dense and stays so).
 
-    Uniform counts give a plain config of the family. Others add `block_configs`; the caller adds `auto_map`.
+    groups: of each expert of a layer that has groups, by layer. Uniform counts, also in all groups, give a plain config of
+    the family. Others add `block_configs`; the caller adds `auto_map`.
     """
-    row = architecture_of(config)
+    row, family = architecture_of(config), load_transformers_config(config)
     counts = sorted({count for count in experts_per_decoder_layer if count})
-    changed = {key: value for key, value in config.items() if key not in ("block_configs", "auto_map", GATE_WIDTH_KEY)}
+    changed = {key: value for key, value in config.items() if key not in _OF_ANOTHER}
+    changed |= {"model_type": row.written_as or row.model_type} | _without_prediction_layers(row)
     largest = counts[-1]
     for key in row.experts_keys:
         changed[key] = largest
     # A config may leave its family's default out.
-    per_token = getattr(load_transformers_config(config), row.experts_per_token_key)
+    per_token, group_count = getattr(family, row.experts_per_token_key), _group_count(row, family)
+    is_plain = len(counts) == 1 and _is_plain(row, largest, group_count, (groups or {}).values())
+    if is_plain and group_count > 1:
+        per_token = min(per_token, _positive(family, row.groups_per_token_key) * (largest // group_count))
     changed[row.experts_per_token_key] = min(per_token, largest)
+    if row.experts_per_token_copy in config:
+        changed[row.experts_per_token_copy] = min(per_token, largest)
     changed |= _changed_widths(row, config, experts_per_decoder_layer)
-    if len(counts) > 1:
+    if not is_plain:
         changed["block_configs"] = [
-            {"ffn": {"moe": {"num_local_experts": count} if count else None}} for count in experts_per_decoder_layer
+            {"ffn": {"moe": _block_config(count, (groups or {}).get(index)) if count else None}}
+            for index, count in enumerate(experts_per_decoder_layer)
         ]
     return changed
+
+
+_OF_ANOTHER = frozenset(["block_configs", "auto_map", "quantization_config", GATE_WIDTH_KEY])
+"""Config keys that say something of the weights that a result is made from."""
+
+
+def _without_prediction_layers(row: Architecture) -> dict[str, Any]:
+    return {} if row.prediction_layers_key is None else {row.prediction_layers_key: 0}
+
+
+def _is_plain(row: Architecture, experts: int, groups: int, of_layers: Iterable[Sequence[int]]) -> bool:
+    """Whether the family's own classes build layers of so many experts, whose groups are `of_layers`."""
+    each, rest = divmod(experts, groups)
+    even = [expert // max(each, 1) for expert in range(experts)]
+    if rest or any(list(own) != even for own in of_layers):
+        return False
+    # transformers judges every group by its two best experts, also where all experts are one group.
+    return each >= 2 or row.router_scores != "sigmoid" or not row.in_transformers
+
+
+def _block_config(count: int, groups: Sequence[int] | None) -> dict[str, Any]:
+    return {"num_local_experts": count} | ({GROUPS_KEY: list(groups)} if groups else {})
 
 
 def _changed_widths(row: Architecture, config: dict[str, Any], counts: list[int]) -> dict[str, Any]:
@@ -767,9 +1303,10 @@ def loading_note(config: Mapping[str, Any]) -> str | None:
     if row.in_transformers:
         return None
     if "block_configs" in config or GATE_WIDTH_KEY in config:
+        network = " and as many hidden units in every gate network" if row.gate_network else ""
         return (
             f"only moe-compress loads it: transformers has no {row.model_type}, and the class that its authors publish "
-            "needs as many experts in every layer and as many hidden units in every gate network"
+            f"needs as many experts in every layer{network}"
         )
     return f"transformers has no {row.model_type}: moe-compress loads it, and the class that its authors publish"
 
@@ -785,6 +1322,11 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
         counts = [int(layer.moe is not None) for layer in decoder_config(config).layers]
         return with_experts(config, counts) | {row.expert_width_key: width, "architectures": [row.causal_lm_class]}
     sibling = ARCHITECTURES[row.dense_sibling]
+    kind = {"model_type": sibling.model_type, "architectures": [sibling.causal_lm_class], "intermediate_size": width}
+    if sibling.dense_first_key is not None:  # the mixture's own family, of which all layers may be dense
+        kept = {key: value for key, value in config.items() if key not in _OF_ANOTHER}
+        kind[sibling.dense_first_key] = _positive(load_transformers_config(config), "num_hidden_layers")
+        return kept | kind | _without_prediction_layers(sibling)
     from transformers import CONFIG_MAPPING
 
     # What the config says, and what it leaves to its family's defaults where the sibling's are others. The rotary
@@ -794,7 +1336,7 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key in known or key in ("rope_theta", "torch_dtype")}
     kept |= {key: meant[key] for key in known if key not in config and key in meant and meant[key] != known[key]}
     kept["rope_parameters"] = meant["rope_parameters"]
-    kept |= {"model_type": sibling.model_type, "architectures": [sibling.causal_lm_class], "intermediate_size": width}
+    kept |= kind
     kept.setdefault("sliding_window", None)
     return kept
 

@@ -1,7 +1,7 @@
 """Grouped-query attention with rotary positions, optional qk-norm, biases, clipping and sliding window.
 
 Shape suffixes: B batch, L new positions, P all positions so far, H query heads, G key-value heads, E head dimension,
-D hidden.
+R its rotated dimensions, V a value's dimensions, D hidden.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Positions(NamedTuple):
     """What every layer of one forward shares."""
 
     cosine: Tensor
-    """[B or 1, 1, L, E] in the model's dtype."""
+    """[B or 1, 1, L, R] in the model's dtype."""
     sine: Tensor
     is_padded: bool
     """Some positions are padding."""
@@ -47,7 +47,7 @@ class Rotary:
 
     def __init__(self, config: DecoderConfig) -> None:
         self._config = config.transformers_config
-        self._dimension = config.head_dimension
+        self._dimension = config.rotary_dimension
         parameters = self._config.rope_parameters
         self.kind: str = parameters.get("rope_type", "default")
         self.varies = self.kind in ("dynamic", "longrope")
@@ -60,6 +60,9 @@ class Rotary:
         if self.kind == "longrope":
             # transformers switches the frequencies and keeps the attention factor of the short form.
             self._long = (self._checked(self._original_max + 1)[0], self._scaling)
+            if config.architecture.rope_mscales:
+                # transformers 5 keeps the short frequencies beyond the switch; older versions and the authors' code do not.
+                self._scaling, self._long = parameters["short_mscale"], (self._long[0], parameters["long_mscale"])
 
     def _checked(self, length: int | None) -> tuple[Tensor, float]:
         """Initialise. Raises CheckpointError for parameters that give no frequencies to rotate by."""
@@ -95,7 +98,7 @@ class Rotary:
         return int(self.kind == "longrope" and length > self._original_max)
 
     def __call__(self, positions_BL: Tensor, dtype: torch.dtype, lengths_BL: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, 1, L, E] for integer positions [B, L].
+        """Cosines and sines [B, 1, L, R] for integer positions [B, L].
 
         lengths_BL: of the text that each position is read as part of; None for the longest of this call.
         """
@@ -122,9 +125,13 @@ class Rotary:
 
 
 def rotate(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Apply rotary positions, halves paired as in the checkpoints of every family here."""
-    first, second = x_BHLE.chunk(2, dim=-1)
-    return x_BHLE * cosine + torch.cat((-second, first), dim=-1) * sine
+    """Apply rotary positions to the first R dimensions, of which each half is paired with the other."""
+    rotated = x_BHLE[..., : cosine.shape[-1]]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cosine + torch.cat((-second, first), dim=-1) * sine
+    if rotated.shape == x_BHLE.shape:
+        return rotated
+    return torch.cat((rotated, x_BHLE[..., cosine.shape[-1] :]), dim=-1)
 
 
 def attention_mask(
@@ -163,10 +170,11 @@ class Attention(nn.Module):
         self.layer = layer
         self.window = config.layers[layer].window
         self.head_dimension = config.head_dimension
+        self.scale = config.multipliers.attention or config.head_dimension**-0.5
         self.query_heads, self.key_heads = config.attention_heads, config.key_value_heads
         self.clip = config.clip_qkv
         self.epsilon = config.norm_epsilon
-        self.qk_norm = config.architecture.qk_norm
+        self.qk_norm = config.qk_norm
 
         def parameter(name: str) -> nn.Parameter:
             return nn.Parameter(tensor(f"{prefix}.{name}"), requires_grad=False)
@@ -184,6 +192,7 @@ class Attention(nn.Module):
         self.output_bias = optional("o_proj.bias", config.output_bias)
         self.query_norm = optional("q_norm.weight", self.qk_norm != "none")
         self.key_norm = optional("k_norm.weight", self.qk_norm != "none")
+        self.sinks = optional("sinks", config.architecture.sinks)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
@@ -204,7 +213,7 @@ class Attention(nn.Module):
         else:
             if cache is not None:
                 key, value = cache.append(self.layer, key, value)
-            mixed = attend(query, key, value, positions.masks[self.window])
+            mixed = attend(query, key, value, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
@@ -213,7 +222,8 @@ class Attention(nn.Module):
         mixed = []
         for row, past in enumerate(cache.past):
             key, value = cache.of_sequence(self.layer, row, first_seen(past, self.window))
-            mixed.append(attend(query_BHLE[row : row + 1], key, value, positions.masks[self.window]))
+            query, mask = query_BHLE[row : row + 1], positions.masks[self.window]
+            mixed.append(attend(query, key, value, mask, self.scale, self.sinks))
         return torch.cat(mixed)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
@@ -226,6 +236,12 @@ class Attention(nn.Module):
         self, kernels: Any, query_key_value: tuple[Tensor, ...], positions: Positions, cache: Cache
     ) -> Tensor:
         batch, heads, _, size = query_key_value[0].shape
+        if positions.cosine.shape[-1] != size:
+            # The kernel rotates whole heads: those that are rotated in part come to it rotated, and it turns by nothing.
+            rotated = [rotate(each, positions.cosine, positions.sine).contiguous() for each in query_key_value[:2]]
+            query_key_value = (*rotated, query_key_value[2])
+            whole = positions.cosine.new_ones(1, 1, 1, size)
+            positions = positions._replace(cosine=whole, sine=torch.zeros_like(whole))
         angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in positions[:2]]
         mixed = kernels.attend(
             [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
@@ -235,6 +251,8 @@ class Attention(nn.Module):
             cache.group_stride,
             cache.places,
             self.window,
+            self.scale,
+            None if self.sinks is None else self.sinks.detach().float().numpy(),
         )
         return as_bfloat16(mixed).view(batch, 1, -1)
 
@@ -249,25 +267,43 @@ class Attention(nn.Module):
         return split.transpose(1, 2)
 
 
-def attend(query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention of H query heads over G key-value heads, [B, H, L, E]."""
+def attend(
+    query_BHLE: Tensor,
+    key_BGPE: Tensor,
+    value_BGPV: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of H query heads over G key-value heads, [B, H, L, V]; `scale`: of the scores, None for 1/√E.
+
+    sinks_H: for each head one more score, whose share of the softmax goes nowhere.
+    """
     if is_emulated(query_BHLE):
-        return attend(query_BHLE.float(), key_BGPE.float(), value_BGPE.float(), mask).to(query_BHLE.dtype)
+        wide = (query_BHLE.float(), key_BGPE.float(), value_BGPV.float())
+        return attend(*wide, mask, scale, sinks_H).to(query_BHLE.dtype)
+    if sinks_H is not None:
+        return attend_with_sinks(query_BHLE, key_BGPE, value_BGPV, mask, scale, sinks_H)
     batch, heads, length, size = query_BHLE.shape
     groups = key_BGPE.shape[1]
     if length == 1:
         # The query heads of one group become its query positions: no key or value is copied or expanded.
         grouped = query_BHLE.reshape(batch, groups, heads // groups, size)
-        return F.scaled_dot_product_attention(grouped, key_BGPE, value_BGPE, attn_mask=mask).reshape_as(query_BHLE)
+        mixed = F.scaled_dot_product_attention(grouped, key_BGPE, value_BGPV, attn_mask=mask, scale=scale)
+        return mixed.reshape(batch, heads, 1, -1)
     if multiplies_bfloat16(query_BHLE) and not torch.is_grad_enabled():
-        return attend_in_blocks(query_BHLE, key_BGPE, value_BGPE, mask)
+        return attend_in_blocks(query_BHLE, key_BGPE, value_BGPV, mask, scale)
     if heads != groups:
         key_BGPE = key_BGPE.repeat_interleave(heads // groups, dim=1)
-        value_BGPE = value_BGPE.repeat_interleave(heads // groups, dim=1)
-    return F.scaled_dot_product_attention(query_BHLE, key_BGPE, value_BGPE, attn_mask=mask, is_causal=mask is None)
+        value_BGPV = value_BGPV.repeat_interleave(heads // groups, dim=1)
+    return F.scaled_dot_product_attention(
+        query_BHLE, key_BGPE, value_BGPV, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
 
 
-def attend_in_blocks(query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tensor | None) -> Tensor:
+def attend_in_blocks(
+    query_BHLE: Tensor, key_BGPE: Tensor, value_BGPV: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
     """The same for a processor with bfloat16 products: three times as fast as torch's own kernel at 512 positions.
 
     A block of queries meets only the keys that it may look at, all query heads of a group in one product; scores are
@@ -275,8 +311,8 @@ def attend_in_blocks(query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, m
     """
     batch, heads, length, size = query_BHLE.shape
     groups, total = key_BGPE.shape[1:3]
-    key_BGEP, scale = key_BGPE.transpose(2, 3), size**-0.5
-    mixed_BHLE = torch.empty_like(query_BHLE, memory_format=torch.contiguous_format)
+    key_BGEP, scale = key_BGPE.transpose(2, 3), size**-0.5 if scale is None else scale
+    mixed_BHLV = query_BHLE.new_empty(batch, heads, length, value_BGPV.shape[-1])
     for start, end, seen in query_blocks(batch * heads, length, total):
         query = (query_BHLE[:, :, start:end] * scale).reshape(batch, groups, -1, size)
         scores = (query @ key_BGEP[..., :seen]).view(batch, heads, end - start, seen)
@@ -286,8 +322,31 @@ def attend_in_blocks(query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, m
         else:
             scores.masked_fill_(~mask[:, :, start:end, :seen], -torch.inf)
         probabilities = scores.softmax(-1).view(batch, groups, -1, seen)
-        mixed_BHLE[:, :, start:end] = (probabilities @ value_BGPE[:, :, :seen]).view(batch, heads, -1, size)
-    return mixed_BHLE
+        mixed_BHLV[:, :, start:end] = (probabilities @ value_BGPV[:, :, :seen]).view(batch, heads, end - start, -1)
+    return mixed_BHLV
+
+
+def attend_with_sinks(
+    query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tensor | None, scale: float | None, sinks_H: Tensor
+) -> Tensor:
+    """The same with sinks, a block of queries at a time; differentiable."""
+    batch, heads, length, size = query_BHLE.shape
+    groups, total = key_BGPE.shape[1:3]
+    key_BGEP, mixed = key_BGPE.transpose(2, 3), []
+    for start, end, seen in query_blocks(batch * heads, length, total):
+        query = (query_BHLE[:, :, start:end] * (scale or size**-0.5)).reshape(batch, groups, -1, size)
+        scores = (query @ key_BGEP[..., :seen]).view(batch, heads, end - start, seen)
+        if mask is None:
+            place = torch.arange(seen, device=scores.device)
+            allowed = place <= place[seen - (end - start) :, None]
+        else:
+            allowed = mask[:, :, start:end, :seen]
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        sinks = sinks_H.to(scores.dtype)[:, None, None].expand(batch, heads, end - start, 1)
+        shares = torch.cat((scores, sinks), dim=-1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        shares = shares[..., :-1].to(value_BGPE.dtype).reshape(batch, groups, -1, seen)
+        mixed.append((shares @ value_BGPE[:, :, :seen]).view(batch, heads, -1, size))
+    return torch.cat(mixed, dim=2)
 
 
 def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int, int]]:
@@ -299,6 +358,11 @@ def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int,
     for start in range(0, length, size):
         end = min(start + size, length)
         yield start, end, total - length + end
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """A layer norm where there is a bias (Ba et al. 2016), `rms_norm` where there is none."""
+    return rms_norm(x, weight, epsilon) if bias is None else F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -18,20 +19,25 @@ from torch import Tensor
 
 from engine.architectures import (
     ARCHITECTURES,
+    Architecture,
     DecoderConfig,
+    Stack,
     decoder_config,
     expected_tensors,
-    expert_tensor,
-    fused_router_tensor,
-    fused_tensors,
+    expert_shapes,
+    is_router_bias,
+    router_in_memory,
     router_tensor,
     router_tensors,
+    stacks_in_memory,
+    stacks_on_disk,
 )
 from engine.artifact import check_sizes, read_provenance
 from engine.attention import Rotary
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.safetensors_file import SafetensorsFile, open_shards
+from engine.stacks import stack_shape, stacked_names, taken
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
@@ -99,10 +105,10 @@ class ModelDirectory:
     def active_parameters(self) -> int:
         """Parameters that one token uses: of the routed experts, the top-k only."""
         total = self.parameters
-        for layer in self.config.layers:
+        for index, layer in enumerate(self.config.layers):
             if layer.moe is not None:
                 idle = layer.moe.experts - layer.moe.experts_per_token
-                total -= idle * 3 * layer.moe.expert_width * self.config.hidden_size
+                total -= idle * sum(_count(shape) for shape in expert_shapes(self.config, index))
         return total
 
 
@@ -124,7 +130,7 @@ class Checkpoint(ModelDirectory):
         for layer, experts in self.config.experts_by_layer.items():
             own = router_tensor(self.config.architecture, layer)
             inputs = router_tensors(self.config, layer)[own][1]
-            names = [own, fused_router_tensor(layer)]
+            names = [own, router_in_memory(self.config.architecture, layer)]
             name = next((name for name in names if name in by_name), None)
             if name is None:
                 raise CheckpointError(f"{self.directory}: tensor {names[0]} is missing; {_SAME_MODEL}")
@@ -204,57 +210,69 @@ class Checkpoint(ModelDirectory):
 
     def source(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Tensor]:
         """A tensor source for the decoder: mapped where dtype and device already fit, converted otherwise."""
-        return lambda name: self.tensor(name).to(device=device, dtype=dtype)
+        return lambda name: self.tensor(name).to(device=device, dtype=computed_dtype(self.config.architecture, name, dtype))
+
+
+def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor is computed with in a model of this dtype: a bias that chooses experts keeps float32."""
+    return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) else dtype
 
 
 class _View:
-    """Where a tensor is: a whole stored tensor, or rows of one expert in a stacked one."""
+    """Where a tensor is: a whole stored tensor, or one projection of one expert in a stack."""
 
-    def __init__(self, file: SafetensorsFile, stored_name: str, expert: int | None = None, half: int | None = None):
-        self.file, self.stored_name, self.expert, self.half = file, stored_name, expert, half
-        entry = file.entries[stored_name]
-        self.dtype = entry.dtype
-        shape = entry.shape if expert is None else entry.shape[1:]
-        self.rows = shape[0] // 2 if half is not None else 0
-        self.shape = shape if half is None else (self.rows, *shape[1:])
+    def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
+        self.file, self.stored_name, self.shape = file, stored_name, shape
+        self.dtype = file.entries[stored_name].dtype
 
     def read(self) -> Tensor:
-        tensor = self.file.tensor(self.stored_name)
-        if self.expert is None:
-            return tensor
-        tensor = tensor[self.expert]
-        return tensor if self.half is None else tensor[self.half * self.rows : (self.half + 1) * self.rows]
+        return self.file.tensor(self.stored_name)
+
+
+class _StackedView(_View):
+    def __init__(self, file: SafetensorsFile, stack: Stack, expert: int, place: int, shape: tuple[int, ...]) -> None:
+        super().__init__(file, stack.name, shape)
+        self.stack, self.expert, self.place = stack, expert, place
+
+    def read(self) -> Tensor:
+        return taken(self.stack, super().read()[self.expert], self.place)
 
 
 def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, _View]:
     """Every name that can be served: stored ones as they are, stacked experts one by one."""
-    views = {name: _View(file, name) for name, file in by_name.items()}
+    views = {name: _View(file, name, file.entries[name].shape) for name, file in by_name.items()}
     row = config.architecture
     for layer in config.moe_layers:
-        gate_up, down = fused_tensors(row, layer)
-        if gate_up not in by_name or down not in by_name:
-            continue
-        moe = config.layers[layer].moe
-        assert moe is not None
-        stacks = {
-            gate_up: (moe.experts, 2 * moe.expert_width, config.hidden_size),
-            down: (moe.experts, config.hidden_size, moe.expert_width),
-        }
-        for name, shape in stacks.items():
-            if (stored := by_name[name].entries[name].shape) != shape:
-                raise CheckpointError(f"tensor {name} has shape {list(stored)} and config.json says {list(shape)}")
-        for expert in range(moe.experts):
-            views[expert_tensor(row, layer, expert, 0)] = _View(by_name[gate_up], gate_up, expert, 0)
-            views[expert_tensor(row, layer, expert, 1)] = _View(by_name[gate_up], gate_up, expert, 1)
-            views[expert_tensor(row, layer, expert, 2)] = _View(by_name[down], down, expert)
-        stacked_router = fused_router_tensor(layer)
+        for stacks in (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
+            if all(stack.name in by_name for stack in stacks):
+                views |= _of_stacks(config, layer, stacks, by_name)
+        stacked_router = router_in_memory(row, layer)
         if router_tensor(row, layer) not in views and stacked_router in by_name:
-            views[router_tensor(row, layer)] = _View(by_name[stacked_router], stacked_router)
+            views[router_tensor(row, layer)] = views[stacked_router]
+    return views
+
+
+def _of_stacks(
+    config: DecoderConfig, layer: int, stacks: Iterable[Stack], by_name: Mapping[str, SafetensorsFile]
+) -> dict[str, _View]:
+    """A layer's experts. Raises CheckpointError for a stack of another shape."""
+    views: dict[str, _View] = {}
+    shapes = expert_shapes(config, layer)
+    for stack in stacks:
+        file, expected = by_name[stack.name], stack_shape(config, layer, stack)
+        if (stored := file.entries[stack.name].shape) != expected:
+            raise CheckpointError(f"tensor {stack.name} has shape {list(stored)} and config.json says {list(expected)}")
+        for expert in range(config.experts_by_layer[layer]):
+            for place, name in enumerate(stacked_names(config, layer, stack, expert)):
+                views[name] = _StackedView(file, stack, expert, place, shapes[stack.projections[place]])
     return views
 
 
 def _is_ignorable(name: str, config: DecoderConfig) -> bool:
-    """Tensors that older tools wrote and nobody reads."""
+    """Tensors that older tools wrote and nobody reads, and those of multi-token prediction."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is not None and 0 <= int(layer[1]) - len(config.layers) < config.prediction_layers:
+        return True
     tied_copy = config.tied_embeddings and name == "lm_head.weight"
     return tied_copy or name.endswith((".rotary_emb.inv_freq", ".masked_bias"))
 

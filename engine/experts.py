@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.architectures import ClampedSwiglu
 from engine.linear import as_bfloat16, compiled_kernels, is_decoding, linear, linears, multiplies_bfloat16
 from engine.routing import NO_EXPERT, Routing, Selection, select
 
@@ -32,19 +33,37 @@ call, and so it is the tokens that are rearranged and not the weight."""
 
 
 class Expert(nn.Module):
-    """One SwiGLU feed-forward network: down(silu(gate·x) ⊙ up·x). Also the dense FFN and the shared expert."""
+    """One SwiGLU feed-forward network: down(silu(gate·x) ⊙ up·x). Also the dense FFN and the shared expert.
 
-    def __init__(self, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+    With biases, all three products have one. `swiglu` stands in place of silu(g) ⊙ u.
+    """
+
+    def __init__(
+        self,
+        gate_FD: Tensor,
+        up_FD: Tensor,
+        down_DF: Tensor,
+        gate_F: Tensor | None = None,
+        up_F: Tensor | None = None,
+        down_D: Tensor | None = None,
+        *,
+        swiglu: ClampedSwiglu | None = None,
+    ) -> None:
         super().__init__()
         self.gate_FD = nn.Parameter(gate_FD, requires_grad=False)
         self.up_FD = nn.Parameter(up_FD, requires_grad=False)
         self.down_DF = nn.Parameter(down_DF, requires_grad=False)
+        self.gate_F, self.up_F, self.down_D = _frozen(gate_F), _frozen(up_F), _frozen(down_D)
+        self.swiglu = swiglu
+        self.is_plain = swiglu is None and gate_F is None
+        """Neither biases nor a clamp."""
         self._compiled = CompiledExperts()
 
     @property
-    def projections(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-        """Gate, up and down, in the order that they are numbered in."""
-        return self.gate_FD, self.up_FD, self.down_DF
+    def projections(self) -> tuple[nn.Parameter, ...]:
+        """Gate, up and down, and their biases where there are any, in the order that they are numbered in."""
+        biases = (self.gate_F, self.up_F, self.down_D)
+        return self.gate_FD, self.up_FD, self.down_DF, *(bias for bias in biases if bias is not None)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
@@ -53,11 +72,20 @@ class Expert(nn.Module):
             alone, ones = np.zeros((tokens, 1), np.int64), np.ones((tokens, 1), np.float32)
             if (y_TD := self._compiled(x_TD, (self,), alone, ones)) is not None:
                 return y_TD
-        if x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
+        is_large = x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS
+        if self.is_plain and is_large and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
             x_DT = x_TD.T
             return (self.down_DF @ F.silu(self.gate_FD @ x_DT, inplace=True).mul_(self.up_FD @ x_DT)).T
-        gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (None, None))
-        return linear(F.silu(gate_TF) * up_TF, self.down_DF)
+        gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (self.gate_F, self.up_F))
+        return linear(gated(gate_TF, up_TF, self.swiglu), self.down_DF, self.down_D)
+
+
+def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: ClampedSwiglu | None) -> Tensor:
+    """What an expert's last product is given."""
+    if swiglu is None:
+        return F.silu(gate_TF) * up_TF
+    gate_TF, up_TF = gate_TF.clamp(max=swiglu.limit), up_TF.clamp(-swiglu.limit, swiglu.limit)
+    return (up_TF + 1.0) * gate_TF * torch.sigmoid(swiglu.alpha * gate_TF)
 
 
 class CompiledExperts:
@@ -66,7 +94,8 @@ class CompiledExperts:
     def __init__(self) -> None:
         self._experts: Any = None
         self._weights: list[Tensor] = []
-        self._table_N3 = np.empty((0, 3), np.uint64)
+        self._table_NA = np.empty((0, 3), np.uint64)
+        self._clamp: tuple[float, float] | None = None
         self._width = 0
         """0 for experts that the kernels cannot serve."""
 
@@ -83,27 +112,30 @@ class CompiledExperts:
             self._look_up(experts)
         if not self._width:
             return None
-        made = kernels.swiglu(x_TD.data_ptr(), self._table_N3, chosen_TS, weights_TS, hidden, self._width)
+        sizes = hidden, self._width
+        made = kernels.swiglu(x_TD.data_ptr(), self._table_NA, chosen_TS, weights_TS, sizes, self._clamp)
         return as_bfloat16(made)
 
     def _knows(self, experts: Any) -> bool:
         """Whether these are still the same: weights are moved all together or not at all."""
-        if self._experts != experts or 3 * len(experts) != len(self._weights):
+        if self._experts != experts or self._table_NA.size != len(self._weights) or not self._weights:
             return False
         first, last = self._weights[0].data_ptr(), self._weights[-1].data_ptr()
-        return bool(first == self._table_N3[0, 0] and last == self._table_N3[-1, 2])
+        return bool(first == self._table_NA[0, 0] and last == self._table_NA[-1, -1])
 
     def _look_up(self, experts: Any) -> None:
         every = [weight for expert in experts for weight in expert.projections]
         self._experts, self._weights = experts, every
-        self._table_N3 = np.array([weight.data_ptr() for weight in every], np.uint64).reshape(-1, 3)
+        self._table_NA = np.array([weight.data_ptr() for weight in every], np.uint64).reshape(len(experts), -1)
+        swiglu: ClampedSwiglu | None = experts[0].swiglu
+        self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
         usable = all(w.dtype == torch.bfloat16 and w.is_cpu and w.is_contiguous() for w in every)
-        widths = {gate.shape[0] for gate in every[::3]}
+        widths = {expert.gate_FD.shape[0] for expert in experts}
         self._width = widths.pop() if usable and len(widths) == 1 else 0
 
 
 class MoeBlock(nn.Module):
-    """Router, routed experts and, where the family has one, the shared expert scaled by its gate.
+    """Router, routed experts and, where the family has one, the shared expert, scaled by its gate where it has one.
 
     `routing` is the layer's rule and may be replaced at any time by another Routing. `observer`, when set, is called
     with (x_TD, logits_TN, selection) on each forward: this is how calibration and reports watch the layer. `noise_ND` is
@@ -119,9 +151,12 @@ class MoeBlock(nn.Module):
         shared_gate_1D: Tensor | None = None,
         gate_hidden_HD: Tensor | None = None,
         noise_ND: Tensor | None = None,
+        router_in_float32: bool = False,
+        logit_bias_N: Tensor | None = None,
     ) -> None:
         """router_ND: one row for each expert; [N, H] where `gate_hidden_HD` is the first layer of a gate network."""
         super().__init__()
+        self.router_in_float32 = router_in_float32
         self.router_ND = nn.Parameter(router_ND, requires_grad=False)
         self.experts = nn.ModuleList(experts)
         self.routing = routing
@@ -129,6 +164,7 @@ class MoeBlock(nn.Module):
         self.shared_gate_1D = _frozen(shared_gate_1D)
         self.gate_hidden_HD = _frozen(gate_hidden_HD)
         self.noise_ND = _frozen(noise_ND)
+        self.logit_bias_N = _frozen(logit_bias_N)
         self.observer: Callable[[Tensor, Tensor, Selection], None] | None = None
         self.expert_observer: ExpertObserver | None = None
         self._compiled = CompiledExperts()
@@ -140,14 +176,23 @@ class MoeBlock(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
-        logits_TN = router_logits(x_TD, self.router_ND, self.gate_hidden_HD)
+        logits_TN = self.logits(x_TD)
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
         y_TD = self._routed(x_TD, selection)
-        if self.shared is not None and self.shared_gate_1D is not None:
-            y_TD = y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * self.shared(x_TD)
-        return y_TD
+        if self.shared is None:
+            return y_TD
+        shared_TD: Tensor = self.shared(x_TD)
+        if self.shared_gate_1D is None:
+            return y_TD + shared_TD
+        return y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * shared_TD
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """The router's, [T, N]."""
+        dtype = torch.promote_types(x_TD.dtype, torch.float32) if self.router_in_float32 else x_TD.dtype
+        bias_N = None if self.logit_bias_N is None else self.logit_bias_N.to(dtype)
+        return router_logits(x_TD.to(dtype), self.router_ND.to(dtype), self.gate_hidden_HD, bias_N)
 
     def _routed(self, x_TD: Tensor, selection: Selection) -> Tensor:
         if is_decoding() and self.expert_observer is None and selection.experts.is_cpu:
@@ -157,10 +202,12 @@ class MoeBlock(nn.Module):
         return route_through(x_TD, selection, self.experts, self.expert_observer)
 
 
-def router_logits(x_TD: Tensor, router_ND: Tensor, gate_hidden_HD: Tensor | None = None) -> Tensor:
-    """[T, N] W·x; of a gate network W2·tanh(W1·x), where W2 [N, H] is the router and W1 the hidden layer."""
+def router_logits(
+    x_TD: Tensor, router_ND: Tensor, gate_hidden_HD: Tensor | None = None, logit_bias_N: Tensor | None = None
+) -> Tensor:
+    """[T, N] W·x + b; of a gate network W2·tanh(W1·x), where W2 [N, H] is the router and W1 the hidden layer."""
     if gate_hidden_HD is None:
-        return linear(x_TD, router_ND)
+        return linear(x_TD, router_ND, logit_bias_N)
     return linear(torch.tanh(linear(x_TD, gate_hidden_HD)), router_ND)
 
 

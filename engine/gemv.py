@@ -14,7 +14,7 @@ Optional (`pip install moe-compress[fast]`); without Numba the same products run
 
 Shape suffixes: T tokens, O output features, I input features, S slots (chosen experts), N experts, D hidden, F expert width,
 M matrices or pairs of token and slot, B sequences, G key-value heads, H query heads, R query heads of one group,
-P positions, E head dimension, W matrix rows of a block.
+P positions, E head dimension, W matrix rows of a block, A addresses of an expert's tensors.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _MATHS = {"reassoc", "contract", "nsz"}
 _LANES = 16
 _SUMS = 4
 """Vector registers that one product is added up in."""
+_NO_SINKS = np.empty(0, np.float32)
 _FLOAT, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, _LANES)
 
@@ -344,23 +345,38 @@ def _products(x_address: Any, rows: Any, weights_M: Any, ends_M: Any, inputs: An
                 y_TO[row, first + place] = _narrow(wide_TW[row, place])
 
 
+@_inline
+def _add_bias(address: Any, first: Any, count: Any, y_TW: Any) -> None:
+    """Add `count` of the bfloat16 values at an address, from the one numbered `first`, to each row."""
+    bias_W = _wide_vector(address + np.uint64(2) * np.uint64(first), count)
+    for row in range(y_TW.shape[0]):
+        for index in range(count):
+            y_TW[row, index] += bias_W[index]
+
+
 @_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64, uint64[:, ::1], int64[:, ::1], float32[:, ::1], int64, uint16[:, ::1])"
+    "void(uint64, uint64[:, ::1], int64[:, ::1], float32[:, ::1], int64, float32, float32, uint16[:, ::1])"
 )
-def _swiglu(x_address: Any, experts_N3: Any, chosen_TS: Any, weights_TS: Any, width: Any, y_TD: Any) -> None:
-    """y = Σ_s w_s · down_s(silu(gate_s·x) ⊙ up_s·x), slots sorted by expert; a negative one is empty."""
+def _swiglu(
+    x_address: Any, experts_NA: Any, chosen_TS: Any, weights_TS: Any, width: Any, alpha: Any, limit: Any, y_TD: Any
+) -> None:
+    """y = Σ_s w_s · down_s(silu(gate_s·x) ⊙ up_s·x), slots sorted by expert; a negative one is empty.
+
+    With six addresses of an expert the last are of biases; with a limit above 0 the units are of ClampedSwiglu.
+    """
+    biased = experts_NA.shape[1] > 3
     (tokens, slots), hidden = chosen_TS.shape, y_TD.shape[1]
-    ends_N = np.zeros(experts_N3.shape[0] + 1, np.int64)
+    ends_N = np.zeros(experts_NA.shape[0] + 1, np.int64)
     for token in range(tokens):
         for slot in range(slots):
             ends_N[chosen_TS[token, slot] + 1] += chosen_TS[token, slot] >= 0
     used = 0
-    for expert in range(experts_N3.shape[0]):
+    for expert in range(experts_NA.shape[0]):
         used += ends_N[expert + 1] > 0
         ends_N[expert + 1] += ends_N[expert]
     used_N, begins_N = np.empty(used, np.int64), ends_N[:-1].copy()
     place = 0
-    for expert in range(experts_N3.shape[0]):
+    for expert in range(experts_NA.shape[0]):
         if ends_N[expert + 1] > ends_N[expert]:
             used_N[place] = expert
             place += 1
@@ -385,12 +401,21 @@ def _swiglu(x_address: Any, experts_N3: Any, chosen_TS: Any, weights_TS: Any, wi
         x = _address(x_MD) + np.uint64(begin) * x_bytes
         skipped = np.uint64(2) * np.uint64(first * hidden)
         gate, up = np.empty((rows, BLOCK_ROWS), np.float32), np.empty((rows, BLOCK_ROWS), np.float32)
-        _multiply(experts_N3[expert, 0] + skipped, count, hidden, x, rows, _address(gate), BLOCK_ROWS)
-        _multiply(experts_N3[expert, 1] + skipped, count, hidden, x, rows, _address(up), BLOCK_ROWS)
+        _multiply(experts_NA[expert, 0] + skipped, count, hidden, x, rows, _address(gate), BLOCK_ROWS)
+        _multiply(experts_NA[expert, 1] + skipped, count, hidden, x, rows, _address(up), BLOCK_ROWS)
+        if biased:
+            _add_bias(experts_NA[expert, 3], first, count, gate)
+            _add_bias(experts_NA[expert, 4], first, count, up)
         for row in range(rows):
-            for index in range(count):
-                g = gate[row, index]
-                middle_MF[begin + row, first + index] = g / (np.float32(1.0) + _exp(-g)) * up[row, index]
+            if limit > np.float32(0.0):
+                for index in range(count):
+                    g = min(gate[row, index], limit)
+                    u = max(-limit, min(up[row, index], limit)) + np.float32(1.0)
+                    middle_MF[begin + row, first + index] = g / (np.float32(1.0) + _exp(-alpha * g)) * u
+            else:
+                for index in range(count):
+                    g = gate[row, index]
+                    middle_MF[begin + row, first + index] = g / (np.float32(1.0) + _exp(-g)) * up[row, index]
     for place in numba.prange((hidden + BLOCK_ROWS - 1) // BLOCK_ROWS):
         first = place * BLOCK_ROWS
         count = min(BLOCK_ROWS, hidden - first)
@@ -399,8 +424,10 @@ def _swiglu(x_address: Any, experts_N3: Any, chosen_TS: Any, weights_TS: Any, wi
             begin, rows = ends_N[chosen], ends_N[chosen + 1] - ends_N[chosen]
             middle = _address(middle_MF) + np.uint64(begin) * middle_bytes
             results = _address(down_MW) + np.uint64(4) * np.uint64(begin * BLOCK_ROWS)
-            weights = experts_N3[chosen, 2] + np.uint64(2) * np.uint64(first * width)
+            weights = experts_NA[chosen, 2] + np.uint64(2) * np.uint64(first * width)
             _multiply(weights, count, width, middle, rows, results, BLOCK_ROWS)
+            if biased:
+                _add_bias(experts_NA[chosen, 5], first, count, down_MW[begin : begin + rows])
         for token in range(tokens):
             for index in range(count):
                 total = np.float32(0.0)
@@ -438,7 +465,8 @@ def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
 
 
 @_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64[::1], int64[::1], uint64[::1], int64, int64, int64[:, ::1], int64[::1], int64, int64, uint16[:, :, ::1])"
+    "void(uint64[::1], int64[::1], uint64[::1], int64, int64, int64[:, ::1], int64[::1], int64, int64, float32, "
+    "float32[::1], uint16[:, :, ::1])"
 )
 def _attend(
     inputs_5: Any,
@@ -450,12 +478,13 @@ def _attend(
     past_B: Any,
     block_size: Any,
     window: Any,
+    scale: Any,
+    sinks_H: Any,
     mixed_BHE: Any,
 ) -> None:
     """Rotate query and key, append key and value, attend within the window."""
     sequences, heads, size = mixed_BHE.shape
     per_group = heads // groups
-    scale = np.float32(1.0) / np.sqrt(np.float32(size))
     for work in numba.prange(sequences * groups):
         sequence, group = work // groups, work % groups
         past = past_B[sequence]
@@ -491,10 +520,13 @@ def _attend(
             place += count
         total_R = np.zeros(per_group, np.float32)
         for head in range(per_group):
-            largest = np.float32(-np.inf)
+            sink = sinks_H[group * per_group + head] if sinks_H.shape[0] else np.float32(-np.inf)
+            largest = sink
             for place in range(positions):
                 scores_RP[head, place] *= scale
                 largest = max(largest, scores_RP[head, place])
+            if sinks_H.shape[0]:
+                total_R[head] = _exp(sink - largest)
             for place in range(positions):
                 scores_RP[head, place] = _exp(scores_RP[head, place] - largest)
                 total_R[head] += scores_RP[head, place]
@@ -520,14 +552,24 @@ def products(x_address: int, rows: int, weights: list[int], outputs: list[int], 
     return y_TO
 
 
-def swiglu(x_address: int, experts_N3: Any, chosen_TS: Any, weights_TS: Any, hidden: int, width: int) -> Any:
+def swiglu(
+    x_address: int,
+    experts_NA: Any,
+    chosen_TS: Any,
+    weights_TS: Any,
+    sizes: tuple[int, int],
+    clamp: tuple[float, float] | None = None,
+) -> Any:
     """Σ_s w_s · FFN_s(x), [T, D]; an expert is read once for all tokens that chose it.
 
-    x [T, D] and each expert's gate [F, D], up [F, D], down [D, F]: addresses, as in `products`. chosen_TS: int64, negative
-    for an empty slot; weights_TS: float32.
+    x [T, D] and each expert's gate [F, D], up [F, D], down [D, F], and where it has biases those of all three: addresses, as
+    in `products`. chosen_TS: int64, negative for an empty slot; weights_TS: float32. sizes: D and F. clamp: α and limit of a
+    ClampedSwiglu.
     """
+    hidden, width = sizes
+    alpha, limit = clamp or (1.0, 0.0)
     y_TD = np.empty((chosen_TS.shape[0], hidden), np.uint16)
-    _swiglu(x_address, experts_N3, chosen_TS, weights_TS, width, y_TD)
+    _swiglu(x_address, experts_NA, chosen_TS, weights_TS, width, alpha, limit, y_TD)
     return y_TD
 
 
@@ -546,19 +588,23 @@ def attend(
     group_stride: int,
     places: tuple[Any, Any, int],
     window: int | None,
+    scale: float,
+    sinks_H: Any = None,
 ) -> Any:
     """One new position of each sequence: rotates queries and keys, appends keys and values to the cache, attends.
 
     inputs: addresses, as in `products`, of query [B, H, E], key and value [B, G, E], cosine and sine [B, E]; strides: values
     from one sequence's query, key and value to the next one's. cache: addresses of keys and values [G, slots, E], with
     `group_stride` values from one group to the next. shape: B, H, G and E. places: blocks int64 [B, M] of each sequence,
-    filled positions int64 [B], positions of a block. Returns [B, H, E] bits.
+    filled positions int64 [B], positions of a block. scale: of the scores. sinks_H: float32, where
+    heads have them. Returns [B, H, E] bits.
     """
     sequences, heads, groups, size = shape
     blocks_BM, past_B, block_size = places
     mixed_BHE = np.empty((sequences, heads, size), np.uint16)
     addresses = np.array(inputs, np.uint64), np.array(strides), np.array(cache, np.uint64)
-    _attend(*addresses, groups, group_stride, blocks_BM, past_B, block_size, window or 0, mixed_BHE)
+    sinks_H = _NO_SINKS if sinks_H is None else sinks_H
+    _attend(*addresses, groups, group_stride, blocks_BM, past_B, block_size, window or 0, scale, sinks_H, mixed_BHE)
     return mixed_BHE
 
 

@@ -24,7 +24,7 @@ from engine.checkpoint import Checkpoint, ModelDirectory, end_tokens, load_token
 from engine.errors import OptionError
 from engine.kv_cache import KeyValueCache
 from engine.linear import decoding, prepare_decoding
-from engine.model import Decoder
+from engine.model import Decoder, own_routings
 from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
 from engine.report import ExportedSkipCounter, Report, SkipCounter, peak_memory_bytes, rate
 from engine.sampling import SamplingOptions, sample
@@ -99,8 +99,10 @@ class Engine:
         checkpoint = Checkpoint(directory)
         config = checkpoint.config
         tables = load_skip_tables(checkpoint.directory, config) if skip_threshold > 0 else None
-        routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place)
-        decoder = Decoder(config, checkpoint.source(resolve_dtype(dtype, checkpoint), place)).eval()
+        source = checkpoint.source(resolve_dtype(dtype, checkpoint), place)
+        own = own_routings(config, source)
+        routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own)
+        decoder = Decoder(config, source).eval()
         for block, routing in zip(decoder.moe_blocks, routings, strict=True):
             block.routing = routing
         return cls(checkpoint, decoder, skipping=skip_threshold > 0)

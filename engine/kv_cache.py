@@ -1,5 +1,7 @@
 """Keys and values of what was already read, for a batch that moves in step (left padding keeps it aligned).
 
+Latent attention keeps its latent vectors in the place of keys and its rotated keys in that of values (DecoderConfig.cached).
+
 Shape suffixes: B batch, G key-value heads, L positions, E head dimension.
 """
 
@@ -21,16 +23,16 @@ class KeyValueCache:
     def __init__(
         self, config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        shape = (len(config.layers), batch, config.key_value_heads, capacity, config.head_dimension)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        groups, *sizes = config.cached
+        shape = (len(config.layers), batch, groups, capacity)
+        self.keys, self.values = (torch.empty((*shape, size), dtype=dtype, device=device) for size in sizes)
         self.capacity = capacity
         self.length = 0
 
     @property
     def bytes(self) -> int:
         """Bytes held, filled or not."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return self.keys.nbytes + self.values.nbytes
 
     def addresses(self, layer: int) -> list[int]:
         """Of one layer's keys and values, for the compiled kernels."""

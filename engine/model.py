@@ -21,21 +21,26 @@ from engine.architectures import (
     DecoderConfig,
     MoeConfig,
     dense_tensor,
+    expert_parts,
     expert_tensor,
     gate_hidden_tensor,
+    logit_bias_tensor,
+    router_bias_tensor,
     router_noise_tensor,
     router_tensor,
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.attention import Attention, Cache, Positions, Rotary, attention_mask, first_seen, rms_norm
+from engine.attention import Attention, Cache, Positions, Rotary, attention_mask, first_seen, norm
 from engine.experts import Expert, MoeBlock
 from engine.kv_cache import KeyValueCache
+from engine.latent_attention import LatentAttention
 from engine.linear import linear
 from engine.paged_cache import PagedBatch
-from engine.routing import Routing, TopK
+from engine.routing import Gate, GroupedTopK, Routing, SigmoidTopK, SparseMixer, TopK, sigmoid_shares, softmax
 
 TensorSource = Callable[[str], Tensor]
+FINAL_NORM = "model.norm"
 
 
 class DecoderLayer(nn.Module):
@@ -45,17 +50,19 @@ class DecoderLayer(nn.Module):
         super().__init__()
         prefix = f"model.layers.{layer}"
         self.epsilon = config.norm_epsilon
-        self.attention_norm = _frozen(tensor(f"{prefix}.input_layernorm.weight"))
-        self.attention = Attention(config, layer, tensor)
-        self.feed_forward_norm = _frozen(tensor(f"{prefix}.post_attention_layernorm.weight"))
+        self.residual = config.multipliers.residual
+        self.attention_norm, self.attention_norm_bias = _norm(config, f"{prefix}.input_layernorm", tensor)
+        self.attention = (Attention if config.latent is None else LatentAttention)(config, layer, tensor)
+        self.feed_forward_norm, self.feed_forward_norm_bias = _norm(config, f"{prefix}.post_attention_layernorm", tensor)
         self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        x_BLD = x_BLD + self.attention(rms_norm(x_BLD, self.attention_norm, self.epsilon), positions, cache)
-        normed = rms_norm(x_BLD, self.feed_forward_norm, self.epsilon)
+        normed = norm(x_BLD, self.attention_norm, self.attention_norm_bias, self.epsilon)
+        x_BLD = x_BLD + times(self.attention(normed, positions, cache), self.residual)
+        normed = norm(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, self.epsilon)
         y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]))
-        return x_BLD + y_TD.view_as(x_BLD)
+        return x_BLD + times(y_TD.view_as(x_BLD), self.residual)
 
 
 class Decoder(nn.Module):
@@ -66,8 +73,9 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding_VD = _frozen(tensor("model.embed_tokens.weight"))
         self.layers = nn.ModuleList(DecoderLayer(config, index, tensor) for index in range(len(config.layers)))
-        self.norm = _frozen(tensor("model.norm.weight"))
+        self.norm, self.norm_bias = _norm(config, FINAL_NORM, tensor)
         self.head_VD = self.embedding_VD if config.tied_embeddings else _frozen(tensor("lm_head.weight"))
+        self.head_bias_V = _frozen(tensor("lm_head.bias")) if config.head_bias else None
         self.rotary = Rotary(config)
         self.checkpoint_activations = False
         """Recompute each layer in the backward pass, so that only one layer's activations are held at a time."""
@@ -93,11 +101,11 @@ class Decoder(nn.Module):
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
 
     def hidden_states(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Final hidden states after the last norm, [B, L, D].
+        """Final hidden states after the last norm, as the head takes them, [B, L, D].
 
         real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow what it holds.
         """
-        x_BLD = F.embedding(tokens_BL, self.embedding_VD)
+        x_BLD = embedded(self.config, tokens_BL, self.embedding_VD)
         if isinstance(cache, PagedBatch):
             positions = paged_positions(self.config, self.rotary, cache, x_BLD)
         else:
@@ -110,15 +118,52 @@ class Decoder(nn.Module):
                 x_BLD = layer(x_BLD, positions, cache)
         if isinstance(cache, KeyValueCache):
             cache.advance(tokens_BL.shape[1])
-        return rms_norm(x_BLD, self.norm, self.config.norm_epsilon)
+        return final_norm(self.config, x_BLD, self.norm, self.norm_bias)
 
     def forward(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits of every new position, [B, L, V]."""
-        return linear(self.hidden_states(tokens_BL, real_BP, cache), self.head_VD)
+        return self.logits(self.hidden_states(tokens_BL, real_BP, cache))
 
     def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits of the last position only, [B, V]: what generation needs, without L·V logits in memory."""
-        return linear(self.hidden_states(tokens_BL, real_BP, cache)[:, -1], self.head_VD)
+        return self.logits(self.hidden_states(tokens_BL, real_BP, cache)[:, -1])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[…, V] of final hidden states [..., D]."""
+        return linear(hidden, self.head_VD, self.head_bias_V)
+
+
+def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> Tensor:
+    """What the first layer is given, [B, L, D]."""
+    return times(F.embedding(tokens_BL, embedding_VD), config.multipliers.embedding)
+
+
+def final_norm(config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
+    """What the head is given for the last layer's output: a divisor of the logits divides here, where numbers are few."""
+    return times(norm(x_BLD, weight_D, bias_D, config.norm_epsilon), 1.0 / config.multipliers.logits)
+
+
+class Outer:
+    """What follows the last layer, from a tensor source: for those that run layers one by one."""
+
+    def __init__(self, config: DecoderConfig, tensor: TensorSource) -> None:
+        self._config = config
+        self._norm, self._norm_bias = _norm(config, FINAL_NORM, tensor)
+        self.head_VD = tensor("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
+        self.head_bias_V = tensor("lm_head.bias") if config.head_bias else None
+
+    def hidden_states(self, x_BLD: Tensor) -> Tensor:
+        """As `Decoder.hidden_states` gives them, [B, L, D]."""
+        return final_norm(self._config, x_BLD, self._norm, self._norm_bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[…, V] of final hidden states [..., D]."""
+        return linear(hidden, self.head_VD, self.head_bias_V)
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    """factor · x."""
+    return x if factor == 1.0 else x * factor
 
 
 def positions_for(
@@ -161,9 +206,35 @@ def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_
     return Positions(cosine, sine, False, masks)
 
 
-def own_routing(moe: MoeConfig) -> Routing:
-    """The model's own rule."""
+def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
+    """The model's own rule; `bias_N` is of a router that has one (router_bias_tensor)."""
+    groups = tuple(tuple(e for e, own in enumerate(moe.groups) if own == group) for group in sorted(set(moe.groups)))
+    if moe.scores == "sigmoid":
+        assert bias_N is not None
+        return SigmoidTopK(
+            moe.experts_per_token, moe.normalise_top_k, bias_N, moe.weight_scale, groups, moe.groups_per_token
+        )
+    if groups:
+        return GroupedTopK(moe.experts_per_token, groups, moe.groups_per_token, moe.weight_scale)
+    if moe.mixer_jitter is not None:
+        return SparseMixer(moe.experts_per_token, moe.mixer_jitter)
     return TopK(moe.experts_per_token, moe.normalise_top_k, moe.weight_scale)
+
+
+def gate_of(moe: MoeConfig) -> Gate:
+    """What the router makes of its logits, as shares that add up to one."""
+    return sigmoid_shares if moe.scores == "sigmoid" else softmax
+
+
+def own_routings(config: DecoderConfig, tensor: TensorSource) -> list[Routing]:
+    """The same of every MoE layer; `tensor` is asked for their biases, where they have any."""
+    moes = {layer: config.layers[layer].moe for layer in config.moe_layers}
+    return [_own_routing(config, layer, moe, tensor) for layer, moe in moes.items() if moe is not None]
+
+
+def _own_routing(config: DecoderConfig, layer: int, moe: MoeConfig, tensor: TensorSource) -> Routing:
+    bias = router_bias_tensor(config.architecture, layer)
+    return own_routing(moe) if bias is None else own_routing(moe, tensor(bias))
 
 
 @contextmanager
@@ -184,17 +255,28 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
     row, moe = config.architecture, config.layers[layer].moe
     if moe is None:
         return Expert(*(tensor(dense_tensor(layer, projection)) for projection in range(3)))
-    experts = [Expert(*(tensor(expert_tensor(row, layer, i, p)) for p in range(3))) for i in range(moe.experts)]
+    experts = [
+        Expert(*(tensor(expert_tensor(row, layer, i, p)) for p in expert_parts(row)), swiglu=moe.swiglu)
+        for i in range(moe.experts)
+    ]
     shared = [tensor(shared_tensor(row, layer, projection)) for projection in range(3)] if moe.shared_width else []
+    shared_gate = shared_gate_tensor(row, layer) if shared else None
     return MoeBlock(
         tensor(router_tensor(row, layer)),
         experts,
-        own_routing(moe),
+        _own_routing(config, layer, moe, tensor),
         Expert(*shared) if shared else None,
-        tensor(shared_gate_tensor(row, layer)) if shared else None,
+        None if shared_gate is None else tensor(shared_gate),
         tensor(gate_hidden_tensor(row, layer)) if moe.gate_network_width else None,
         tensor(router_noise_tensor(row, layer)) if moe.noise_epsilon is not None else None,
+        moe.router_in_float32,
+        tensor(logit_bias_tensor(row, layer)) if row.logit_bias is not None else None,
     )
+
+
+def _norm(config: DecoderConfig, name: str, tensor: TensorSource) -> tuple[nn.Parameter, nn.Parameter | None]:
+    bias = _frozen(tensor(f"{name}.bias")) if config.architecture.layer_norm else None
+    return _frozen(tensor(f"{name}.weight")), bias
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

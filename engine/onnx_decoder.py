@@ -18,6 +18,7 @@ import torch
 
 from engine.checkpoint import Checkpoint
 from engine.json_file import writing
+from engine.model import FINAL_NORM
 from engine.onnx_attention import AttentionForm, attention, attention_form
 from engine.onnx_experts import feed_forward
 from engine.onnx_graph import INT64, Graph
@@ -60,7 +61,7 @@ def write_decoder(
         tokens_BL = graph.input("input_ids", INT64, ("batch_size", "sequence_length"))
         mask_BP = graph.input("attention_mask", INT64, ("batch_size", "total_sequence_length"))
         form = attention_form(parts, tokens_BL, mask_BP)
-        x_BLD = parts.embedded(form.arrange(tokens_BL), EMBEDDING)
+        x_BLD = parts.times(parts.embedded(form.arrange(tokens_BL), EMBEDDING), config.multipliers.embedding)
         for layer in progress(range(len(config.layers))):
             with graph.scope(f"layers.{layer}"):
                 x_BLD = _layer(parts, form, layer, x_BLD, by_layer.get(layer))
@@ -76,11 +77,15 @@ def _layer(parts: Parts, form: AttentionForm, layer: int, x_BLD: str, routing: R
     """Attention, then the feed-forward, each after its norm and added to the residual."""
     graph, prefix = parts.graph, f"model.layers.{layer}"
     with graph.scope("attention"):
-        normed = parts.rms_norm(x_BLD, f"{prefix}.input_layernorm.weight")
-        x_BLD = graph.node("Add", x_BLD, attention(parts, form, layer, normed))
+        normed = parts.norm(x_BLD, f"{prefix}.input_layernorm")
+        x_BLD = _added(parts, x_BLD, attention(parts, form, layer, normed))
     with graph.scope("feed_forward"):
-        normed = parts.rms_norm(x_BLD, f"{prefix}.post_attention_layernorm.weight")
-        return graph.node("Add", x_BLD, feed_forward(parts, layer, normed, routing))
+        normed = parts.norm(x_BLD, f"{prefix}.post_attention_layernorm")
+        return _added(parts, x_BLD, feed_forward(parts, layer, normed, routing))
+
+
+def _added(parts: Parts, x_BLD: str, y_BLD: str) -> str:
+    return parts.graph.node("Add", x_BLD, parts.times(y_BLD, parts.config.multipliers.residual))
 
 
 def _skipped(parts: Parts, form: AttentionForm, tokens_BL: str) -> None:
@@ -99,7 +104,8 @@ def _head(parts: Parts, x_BLD: str) -> None:
     keep = graph.optional_input("logits_to_keep", np.array([EVERY_POSITION], dtype=np.int64))
     first = graph.node("Neg", keep)
     kept_BKD = graph.node("Slice", x_BLD, first, graph.integers(EVERY_POSITION), graph.integers(1))
-    normed_BKD = parts.rms_norm(kept_BKD, "model.norm.weight")
+    normed_BKD = parts.times(parts.norm(kept_BKD, FINAL_NORM), 1.0 / config.multipliers.logits)
     head = EMBEDDING if config.tied_embeddings else "lm_head.weight"
-    parts.logits(normed_BKD, head, (config.vocabulary_size, config.hidden_size))
+    bias = "lm_head.bias" if config.head_bias else None
+    parts.logits(normed_BKD, head, (config.vocabulary_size, config.hidden_size), bias)
     graph.output("logits", graph.element_type, ("batch_size", "kept_length", config.vocabulary_size))

@@ -23,10 +23,18 @@ import torch
 from torch import Tensor
 
 from engine.architectures import (
+    DOWN,
+    DOWN_BIAS,
+    GATE,
+    GATE_BIAS,
+    UP,
+    UP_BIAS,
     MoeConfig,
     dense_tensor,
+    expert_parts,
     expert_tensor,
     gate_hidden_tensor,
+    logit_bias_tensor,
     router_tensor,
     shared_gate_tensor,
     shared_tensor,
@@ -37,11 +45,8 @@ from engine.onnx_quantise import Packing, block_size
 from engine.onnx_routing import Selected, expert_weights, select
 from engine.routing import Routing, Skipping, TopK
 
-SWIGLU: dict[str, Any] = {"activation_type": "swiglu", "activation_alpha": 1.0, "activation_beta": 0.0, "swiglu_fusion": 1}
-"""silu(gate) · up, with the rows of both in turns."""
 ROUTER_WEIGHTS = 14
 """Place among QMoE's inputs of the weights that outputs are multiplied by."""
-GATE, UP, DOWN = range(3)
 NOT_CHOSEN = -6e4
 """In place of log 0: its exponential is zero, and float16 can hold it."""
 
@@ -59,9 +64,9 @@ def feed_forward(parts: Parts, layer: int, x_BLD: str, routing: Routing | None) 
 
 
 def _routed(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, routing: Routing) -> str:
-    graph, row = parts.graph, parts.config.architecture
+    graph = parts.graph
     if moe.experts == 1 and isinstance(routing, TopK):
-        y_TD = parts.feed_forward(x_TD, [expert_tensor(row, layer, 0, projection) for projection in range(3)])
+        y_TD = _expert(parts, layer, moe, 0, x_TD)
         return y_TD if routing.scale == 1.0 else graph.node("Mul", y_TD, graph.number(routing.scale))
     logits_TN = _router_logits(parts, layer, x_TD)
     form = _standard if parts.portable else _mixture if parts.bits is None else _quantised_mixture
@@ -83,14 +88,17 @@ def _router_logits(parts: Parts, layer: int, x_TD: str) -> str:
     row, graph = parts.config.architecture, parts.graph
     if row.gate_network is not None:
         x_TD = graph.node("Tanh", parts.linear(x_TD, gate_hidden_tensor(row, layer), exact=True))
-    return cast(graph, parts.linear(x_TD, router_tensor(row, layer), exact=True), graph.element_type, FLOAT)
+    bias = None if row.logit_bias is None else logit_bias_tensor(row, layer)
+    return cast(graph, parts.linear(x_TD, router_tensor(row, layer), bias, exact=True), graph.element_type, FLOAT)
 
 
 def _shared(parts: Parts, layer: int, x_TD: str) -> str:
-    """The shared expert, scaled by its gate."""
+    """The shared expert, scaled by its gate where it has one."""
     row = parts.config.architecture
-    gate = parts.graph.node("Sigmoid", parts.linear(x_TD, shared_gate_tensor(row, layer), exact=True))
-    return parts.graph.node("Mul", gate, parts.feed_forward(x_TD, [shared_tensor(row, layer, p) for p in range(3)]))
+    y_TD = parts.feed_forward(x_TD, [shared_tensor(row, layer, p) for p in range(3)])
+    if (name := shared_gate_tensor(row, layer)) is None:
+        return y_TD
+    return parts.graph.node("Mul", parts.graph.node("Sigmoid", parts.linear(x_TD, name, exact=True)), y_TD)
 
 
 def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
@@ -102,14 +110,24 @@ def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str
         x_TD,
         cast(graph, logits_TN, FLOAT, graph.element_type),
         _stacked(parts, layer, moe, "gate_up"),
-        "",
+        _stacked_biases(parts, layer, moe, "gate_up"),
         _stacked(parts, layer, moe, "down"),
+        _stacked_biases(parts, layer, moe, "down"),
         domain=MICROSOFT,
         k=moe.experts_per_token,
         normalize_routing_weights=1,
-        **SWIGLU,
+        **_swiglu(moe),
     )
     return y_TD if total_T1 is None else graph.node("Mul", y_TD, cast(graph, total_T1, FLOAT, graph.element_type))
+
+
+def _swiglu(moe: MoeConfig) -> dict[str, Any]:
+    """The attributes of a mixture for G · σ(α·G) · (U + β), with the rows of both projections in turns."""
+    if moe.swiglu is None:
+        values = {"activation_alpha": 1.0, "activation_beta": 0.0}
+    else:
+        values = {"activation_alpha": moe.swiglu.alpha, "activation_beta": 1.0, "swiglu_limit": moe.swiglu.limit}
+    return {"activation_type": "swiglu", "swiglu_fusion": 1} | values
 
 
 def _as_softmax(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> tuple[str, str | None]:
@@ -139,8 +157,9 @@ def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logi
     down, down_scales = _stacked_in_bits(parts, layer, moe, "down", Packing(bits, block))
     return graph.node(
         "QMoE",
-        *(x_TD, weights_TN, gate_up, gate_up_scales, "", down, down_scales),
-        *[""] * (ROUTER_WEIGHTS - 7),
+        *(x_TD, weights_TN, gate_up, gate_up_scales, _stacked_biases(parts, layer, moe, "gate_up")),
+        *(down, down_scales, _stacked_biases(parts, layer, moe, "down")),
+        *[""] * (ROUTER_WEIGHTS - 8),
         weights_TN,
         domain=MICROSOFT,
         k=moe.experts_per_token,
@@ -148,7 +167,7 @@ def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logi
         expert_weight_bits=bits,
         block_size=block,
         accuracy_level=ROUNDED_ACTIVATIONS,
-        **SWIGLU,
+        **_swiglu(moe),
     )
 
 
@@ -171,6 +190,24 @@ def _experts(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[Te
             yield torch.stack((parts.source(gate), parts.source(up)), dim=1).flatten(0, 1)
 
 
+def _stacked_biases(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
+    """Of the same products, [N, 2F] or [N, D]; nothing where experts have none."""
+    row = parts.config.architecture
+    if not row.expert_biases:
+        return ""
+
+    def made() -> Tensor:
+        each = [
+            [parts.source(expert_tensor(row, layer, expert, part)) for part in (GATE_BIAS, UP_BIAS, DOWN_BIAS)]
+            for expert in range(moe.experts)
+        ]
+        if what == "down":
+            return torch.stack([down for _, _, down in each])
+        return torch.stack([torch.stack((gate, up), dim=1).flatten() for gate, up, _ in each])
+
+    return parts.graph.weight(f"{row.block.format(layer=layer)}.experts.{what}.biases", made)
+
+
 def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, packing: Packing) -> tuple[str, str]:
     """The same in few bits: values and scales."""
     row, hidden, width = parts.config.architecture, parts.config.hidden_size, moe.expert_width
@@ -184,13 +221,16 @@ def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, packin
 
 def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
     """[T, D] by standard operators."""
-    graph, row = parts.graph, parts.config.architecture
+    graph = parts.graph
     weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
+    sizes = moe.experts, parts.config.hidden_size
+    return branches(graph, x_TD, weights_TN, sizes, partial(_expert, parts, layer, moe))
 
-    def run(expert: int, x_RD: str) -> str:
-        return parts.feed_forward(x_RD, [expert_tensor(row, layer, expert, projection) for projection in range(3)])
 
-    return branches(graph, x_TD, weights_TN, (moe.experts, parts.config.hidden_size), run)
+def _expert(parts: Parts, layer: int, moe: MoeConfig, expert: int, x_RD: str) -> str:
+    row = parts.config.architecture
+    tensors = [expert_tensor(row, layer, expert, part) for part in expert_parts(row)]
+    return parts.feed_forward(x_RD, tensors[:3], biases=tensors[3:], clamp=moe.swiglu)
 
 
 def branches(graph: Graph, x_TD: str, weights_TN: str, sizes: tuple[int, int], run: Callable[[int, str], str]) -> str:

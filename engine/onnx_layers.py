@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
+from engine.architectures import ClampedSwiglu, DecoderConfig
 from engine.onnx_graph import FLOAT, MICROSOFT, Graph
 from engine.onnx_quantise import Packing, block_size, quantise
 
@@ -59,14 +60,19 @@ class Layers:
         """A tensor as it is in the checkpoint."""
         return self.graph.weight(name, lambda: self.source(name))
 
-    def rms_norm(self, x: str, weight: str) -> str:
-        """x / rms(x) · weight over the last dimension, the mean square taken in float32."""
+    def rms_norm(self, x: str, weight: str, epsilon: float | None = None) -> str:
+        """x / rms(x) · weight over the last dimension, the mean square taken in float32; epsilon: None for the config's."""
         graph = self.graph
         wide = cast(graph, x, graph.element_type, FLOAT)
         mean = graph.node("ReduceMean", graph.node("Pow", wide, float32(graph, 2.0)), axes=[-1], keepdims=1)
-        rms = graph.node("Sqrt", graph.node("Add", mean, float32(graph, self.norm_epsilon)))
+        least = self.norm_epsilon if epsilon is None else epsilon
+        rms = graph.node("Sqrt", graph.node("Add", mean, float32(graph, least)))
         normed = cast(graph, graph.node("Div", wide, rms), FLOAT, graph.element_type)
         return graph.node("Mul", normed, self.stored(weight))
+
+    def times(self, x: str, factor: float) -> str:
+        """factor · x."""
+        return x if factor == 1.0 else self.graph.node("Mul", x, self.graph.number(factor))
 
     def linear(self, x: str, weight: str, bias: str | None = None, exact: bool = False) -> str:
         """x·Wᵀ + b for a weight [O, D] of the checkpoint; `exact`: never of fewer bits."""
@@ -104,20 +110,40 @@ class Layers:
             accuracy_level=ROUNDED_ACTIVATIONS,
         )
 
-    def rows(self, x_RD: str, weight: str) -> str:
-        """x·Wᵀ of a matrix of rows: Gemm reads the weight as it is stored, and a single row at the memory's speed."""
+    def rows(self, x_RD: str, weight: str, bias: str | None = None) -> str:
+        """x·Wᵀ + b of a matrix of rows: Gemm reads the weight as it is stored, and a single row at the memory's speed."""
         if self.bits is not None:
-            return self.product(x_RD, self.quantised(weight, self.bits))
-        return self.graph.node("Gemm", x_RD, self.stored(weight), transB=1)
+            y_RO = self.product(x_RD, self.quantised(weight, self.bits))
+            return y_RO if bias is None else self.graph.node("Add", y_RO, self.stored(bias))
+        return self.graph.node("Gemm", x_RD, self.stored(weight), *([] if bias is None else [self.stored(bias)]), transB=1)
 
-    def feed_forward(self, x_RD: str, weights: Sequence[str], activation: str = "silu") -> str:
-        """down(act(gate·x) ⊙ up·x), [R, D] of rows; the names of gate [F, D], up [F, D] if there is one, and down [D, F]."""
-        *inner, down = weights
-        gate, *up = (self.rows(x_RD, weight) for weight in inner)
+    def feed_forward(
+        self,
+        x_RD: str,
+        weights: Sequence[str],
+        activation: str = "silu",
+        biases: Sequence[str] = (),
+        clamp: ClampedSwiglu | None = None,
+    ) -> str:
+        """down(act(gate·x) ⊙ up·x), [R, D] of rows; the names of gate [F, D], up [F, D] if there is one, and down [D, F].
+
+        biases: the names of as many. `clamp` stands in place of act(g) ⊙ u.
+        """
+        *inner, down = zip_longest(weights, biases)
+        gate, *up = (self.rows(x_RD, *names) for names in inner)
+        if clamp is not None:
+            return self.rows(self._clamped(gate, up[0], clamp), *down)
         hidden = ACTIVATIONS[activation](self.graph, gate)
         for factor in up:
             hidden = self.graph.node("Mul", hidden, factor)
-        return self.rows(hidden, down)
+        return self.rows(hidden, *down)
+
+    def _clamped(self, gate: str, up: str, clamp: ClampedSwiglu) -> str:
+        graph = self.graph
+        gate = graph.node("Min", gate, graph.number(clamp.limit))
+        up = graph.node("Clip", up, graph.number(-clamp.limit), graph.number(clamp.limit))
+        sigmoid = graph.node("Sigmoid", self.times(gate, clamp.alpha))
+        return graph.node("Mul", graph.node("Mul", gate, sigmoid), graph.node("Add", up, graph.number(1.0)))
 
     def embedded(self, tokens_BL: str, weight: str) -> str:
         """[B, L, D]: rows of a weight [V, D]."""
@@ -134,17 +160,21 @@ class Layers:
             quantize_axis=1,
         )
 
-    def logits(self, x_BLD: str, weight: str, shape: tuple[int, int]) -> None:
+    def logits(self, x_BLD: str, weight: str, shape: tuple[int, int], bias: str | None = None) -> None:
         """The graph's output `logits` [B, L, V] of a weight [V, D] of that shape."""
         graph, (vocabulary, hidden) = self.graph, shape
         if self.bits is None:
             # Tied embeddings are in the file once: Gemm reads them the other way round.
-            logits = self.rows(graph.node("Reshape", x_BLD, graph.integers(-1, hidden)), weight)
+            logits = self.rows(graph.node("Reshape", x_BLD, graph.integers(-1, hidden)), weight, bias)
             batch_length = graph.node("Slice", graph.node("Shape", x_BLD), graph.integers(0), graph.integers(2))
             whole = graph.node("Concat", batch_length, graph.integers(vocabulary), axis=0)
             graph.node("Reshape", logits, whole, name="logits")
+            return
+        logits = self.product(x_BLD, self.quantised(weight, OUTER_BITS))
+        if bias is None:
+            graph.node("Identity", logits, name="logits")
         else:
-            graph.node("Identity", self.product(x_BLD, self.quantised(weight, OUTER_BITS)), name="logits")
+            graph.node("Add", logits, self.stored(bias), name="logits")
 
     def stacked(self, name: str, shape: tuple[int, int, int], weights: Iterable[Tensor]) -> str:
         """A weight [N, O, D] of all experts, written expert by expert."""
@@ -175,6 +205,13 @@ class Parts(Layers):
     config: DecoderConfig
     skipped: dict[int, str] = field(default_factory=dict)
     """Noted here: by layer, how many slots of each token a rule that skips left empty, [T, 1]."""
+
+    def norm(self, x: str, name: str) -> str:
+        """A norm before a block, or the last one, as the family has it."""
+        if not self.config.architecture.layer_norm:
+            return self.rms_norm(x, f"{name}.weight")
+        weights = self.stored(f"{name}.weight"), self.stored(f"{name}.bias")
+        return self.graph.node("LayerNormalization", x, *weights, axis=-1, epsilon=self.config.norm_epsilon)
 
 
 def cast(graph: Graph, x: str, before: int, after: int) -> str:

@@ -16,9 +16,11 @@ import numpy as np
 from engine.errors import UnsupportedError
 from engine.onnx_graph import Graph
 from engine.onnx_layers import float32
-from engine.routing import Routing, SigmoidTopK, Skipping, TopK
+from engine.routing import GroupedTopK, Routing, SigmoidTopK, Skipping, SparseMixer, TopK
 
 _END = 2**31 - 1
+NEVER = -1e30
+"""In place of −∞, which would give 0 · ∞."""
 
 
 class Selected(NamedTuple):
@@ -58,7 +60,7 @@ def _sigmoid_top_k(graph: Graph, routing: SigmoidTopK, logits_TN: str, experts: 
     scores_TN = graph.node("Sigmoid", logits_TN)
     choice_TN = graph.node("Add", scores_TN, float32(graph, routing.bias_N.tolist()))
     if routing.groups:
-        choice_TN = graph.node("Where", _in_best_groups(graph, routing, choice_TN), choice_TN, float32(graph, -np.inf))
+        choice_TN = _of_best_groups(graph, routing, choice_TN, judged_by=2)
     best_TK, experts_TK = _largest(graph, choice_TN, slots)
     weights_TK = graph.node("GatherElements", scores_TN, experts_TK, axis=1)
     empty_TK = graph.node("Equal", best_TK, float32(graph, -np.inf))
@@ -71,10 +73,42 @@ def _sigmoid_top_k(graph: Graph, routing: SigmoidTopK, logits_TN: str, experts: 
     return Selected(graph.node("GatherElements", experts_TK, order_TK, axis=1), weights_TK)
 
 
-def _in_best_groups(graph: Graph, routing: SigmoidTopK, choice_TN: str) -> str:
+def _sparse_mixer(graph: Graph, routing: SparseMixer, logits_TN: str, experts: int) -> Selected:
+    left_TN, chosen, weights = logits_TN, [], []
+    size_TN = graph.node("Abs", logits_TN)
+    nothing = float32(graph, NEVER)
+    for _ in range(min(routing.experts_per_token, experts)):
+        best_T1, expert_T1 = _largest(graph, left_TN, 1)
+        behind_TN = graph.node("Sub", best_T1, logits_TN)
+        # Not as a quotient, which would be 0 / 0 where all logits are zero.
+        allowed_TN = graph.node("Mul", graph.node("Max", size_TN, best_T1), float32(graph, 2.0 * routing.jitter))
+        near_TN = graph.node("Where", graph.node("Greater", behind_TN, allowed_TN), nothing, left_TN)
+        weights.append(graph.node("GatherElements", graph.node("Softmax", near_TN, axis=-1), expert_T1, axis=1))
+        chosen.append(expert_T1)
+        never_T1 = graph.node("Add", graph.node("Mul", best_T1, float32(graph, 0.0)), nothing)
+        left_TN = graph.node("ScatterElements", left_TN, expert_T1, never_T1, axis=1)
+    weights_TS, order_TS = _largest(graph, graph.node("Concat", *weights, axis=1), len(weights))
+    experts_TS = graph.node("Concat", *chosen, axis=1)
+    return Selected(graph.node("GatherElements", experts_TS, order_TS, axis=1), weights_TS)
+
+
+def _grouped_top_k(graph: Graph, routing: GroupedTopK, logits_TN: str, experts: int) -> Selected:
+    probabilities_TN = _of_best_groups(graph, routing, graph.node("Softmax", logits_TN, axis=-1), judged_by=1)
+    weights_TK, experts_TK = _largest(graph, probabilities_TN, min(routing.experts_per_token, experts))
+    weights_TK = graph.node("Mul", graph.node("Max", weights_TK, float32(graph, 0.0)), float32(graph, routing.scale))
+    return Selected(experts_TK, weights_TK)
+
+
+def _of_best_groups(graph: Graph, routing: SigmoidTopK | GroupedTopK, choice_TN: str, judged_by: int) -> str:
+    """[T, N] with −∞ for experts whose group is not among the token's best."""
+    in_best_TN = _in_best_groups(graph, routing, choice_TN, judged_by)
+    return graph.node("Where", in_best_TN, choice_TN, float32(graph, -np.inf))
+
+
+def _in_best_groups(graph: Graph, routing: SigmoidTopK | GroupedTopK, choice_TN: str, judged_by: int) -> str:
     """[T, N] bool: the expert's group is among the token's best."""
     groups = [group for group in routing.groups if group]
-    scores_TG = graph.node("Concat", *(_group_score(graph, choice_TN, group) for group in groups), axis=1)
+    scores_TG = graph.node("Concat", *(_group_score(graph, choice_TN, group, judged_by) for group in groups), axis=1)
     _, best = _largest(graph, scores_TG, min(routing.groups_per_token, len(groups)))
     zeros_TG = graph.node("ConstantOfShape", graph.node("Shape", scores_TG))
     ones = graph.node("Add", graph.node("ConstantOfShape", graph.node("Shape", best)), float32(graph, 1.0))
@@ -84,10 +118,10 @@ def _in_best_groups(graph: Graph, routing: SigmoidTopK, choice_TN: str) -> str:
     return graph.node("Greater", best_TN, float32(graph, 0.5))
 
 
-def _group_score(graph: Graph, choice_TN: str, group: tuple[int, ...]) -> str:
-    """[T, 1] sum of the two best of a group's experts."""
+def _group_score(graph: Graph, choice_TN: str, group: tuple[int, ...], judged_by: int) -> str:
+    """[T, 1] sum of the best of a group's experts."""
     own_TM = graph.node("Gather", choice_TN, graph.integers(*group), axis=1)
-    return _sum(graph, _largest(graph, own_TM, min(2, len(group)))[0])
+    return _sum(graph, _largest(graph, own_TM, min(judged_by, len(group)))[0])
 
 
 def _skipping(graph: Graph, routing: Skipping, logits_TN: str, experts: int) -> Selected:
@@ -115,6 +149,8 @@ def _skipping(graph: Graph, routing: Skipping, logits_TN: str, experts: int) -> 
 SELECTIONS: dict[type, Callable[[Graph, Any, str, int], Selected]] = {
     TopK: _top_k,
     SigmoidTopK: _sigmoid_top_k,
+    GroupedTopK: _grouped_top_k,
+    SparseMixer: _sparse_mixer,
     Skipping: _skipping,
 }
 

@@ -104,10 +104,14 @@ class OnnxDecoder:
         config, layers = self.config, range(len(self.config.layers))
         caches = {f"past_key_values.{layer}.{part}" for layer in layers for part in ("key", "value")}
         shapes = {each.name: each.shape for each in (*self._session.get_inputs(), *self._session.get_outputs())}
-        cache = (config.key_value_heads, config.head_dimension)
+        heads, key, value = config.cached
+        cache = {"key": (heads, key), "value": (heads, value)}
         fits = (
             set(types) == caches | {"input_ids", "attention_mask"}
-            and all(types[name] in TYPES and (shapes[name][1], shapes[name][3]) == cache for name in caches)
+            and all(
+                types[name] in TYPES and (shapes[name][1], shapes[name][3]) == cache[name.rpartition(".")[2]]
+                for name in caches
+            )
             and shapes.get("logits", [0])[-1] == config.vocabulary_size
         )
         if not fits:

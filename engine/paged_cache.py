@@ -35,9 +35,9 @@ class PagedCache:
         """`size`: bytes of keys and values together; whole blocks of it are used."""
         self.block_bytes = position_bytes(config, dtype) * block_size
         self.pool = BlockPool(size // self.block_bytes, block_size)
-        shape = (2, len(config.layers), config.key_value_heads, self.pool.count * block_size, config.head_dimension)
-        keys, values = torch.zeros(shape, dtype=dtype, device=device)
-        self.keys_GSE, self.values_GSE = list(keys), list(values)
+        groups, *sizes = config.cached
+        shape = (len(config.layers), groups, self.pool.count * block_size)
+        self.keys_GSE, self.values_GSE = (list(torch.zeros((*shape, size), dtype=dtype, device=device)) for size in sizes)
         """One for each layer."""
 
     @property
@@ -61,7 +61,8 @@ class PagedCache:
 
 def position_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one position in all layers."""
-    return 2 * len(config.layers) * config.key_value_heads * config.head_dimension * dtype.itemsize
+    groups, key, value = config.cached
+    return len(config.layers) * groups * (key + value) * dtype.itemsize
 
 
 class PagedBatch:
@@ -113,9 +114,8 @@ class PagedBatch:
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> None:
         """Write one layer's new positions."""
-        groups, size = keys_BGLE.shape[1], keys_BGLE.shape[3]
         for target_GSE, new_BGLE in ((self.cache.keys_GSE, keys_BGLE), (self.cache.values_GSE, values_BGLE)):
-            target_GSE[layer][:, self._new_slots_T] = new_BGLE.transpose(0, 1).reshape(groups, -1, size)
+            target_GSE[layer][:, self._new_slots_T] = new_BGLE.transpose(0, 1).flatten(1, 2)
 
     def of_sequence(self, layer: int, row: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values [1, G, P, E] of one sequence in one layer, from position `first` on."""

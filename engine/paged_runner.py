@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.block_pool import BlockPool
 from engine.generate import Engine, decode_kernels
-from engine.linear import linear, prepare_decoding
+from engine.linear import prepare_decoding
 from engine.model import Decoder
 from engine.paged_cache import PagedBatch, PagedCache
 from engine.request_state import RequestState
@@ -56,14 +56,14 @@ class PagedRunner:
 
     def decode(self, states: Sequence[RequestState]) -> Tensor:
         with decode_kernels(len(states), self._dtype, self._device):
-            return linear(self._forward(states, 1)[:, 0], self._decoder.head_VD)
+            return self._decoder.logits(self._forward(states, 1)[:, 0])
 
     def read(self, state: RequestState, end: int) -> Tensor | None:
-        start, head_VD = state.table.length, self._decoder.head_VD
+        start = state.table.length
         hidden_LD = self._forward([state], end - start)[0]
         if state.asks_for_prompt:
-            state.take_prompt(start, end, lambda first, last: linear(hidden_LD[first:last], head_VD))
-        return None if state.unread else linear(hidden_LD[-1:], head_VD)
+            state.take_prompt(start, end, lambda first, last: self._decoder.logits(hidden_LD[first:last]))
+        return None if state.unread else self._decoder.logits(hidden_LD[-1:])
 
     def _forward(self, states: Sequence[RequestState], new: int) -> Tensor:
         """Read so many more tokens of each into the cache; hidden states [B, L, D]."""

@@ -10,6 +10,7 @@ from engine.architectures import (
     dense_tensor,
     expert_tensor,
     gate_hidden_tensor,
+    logit_bias_tensor,
     router_noise_tensor,
     router_tensor,
     shared_gate_tensor,
@@ -17,27 +18,57 @@ from engine.architectures import (
 )
 from engine.attention import Attention
 from engine.experts import Expert, MoeBlock
-from engine.model import Decoder, DecoderLayer
+from engine.latent_attention import LatentAttention
+from engine.model import FINAL_NORM, Decoder, DecoderLayer
 
 
 def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """Every parameter by its name on disk; of tied embeddings only the one. Blocks of other kinds are left out."""
+    """Every parameter by its name on disk; of tied embeddings only the one. Blocks of other kinds are left out.
+
+    So are biases that only choose experts: no gradient reaches them.
+    """
     found = {"model.embed_tokens.weight": decoder.embedding_VD}
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         prefix = f"model.layers.{index}"
-        found[f"{prefix}.input_layernorm.weight"] = layer.attention_norm
+        found |= _named(f"{prefix}.input_layernorm", layer.attention_norm, layer.attention_norm_bias)
         found.update({f"{prefix}.self_attn.{name}": parameter for name, parameter in _attention(layer.attention)})
-        found[f"{prefix}.post_attention_layernorm.weight"] = layer.feed_forward_norm
+        found |= _named(f"{prefix}.post_attention_layernorm", layer.feed_forward_norm, layer.feed_forward_norm_bias)
         found.update(_feed_forward(decoder, index, layer))
-    found["model.norm.weight"] = decoder.norm
+    found |= _named(FINAL_NORM, decoder.norm, decoder.norm_bias)
     if decoder.head_VD is not decoder.embedding_VD:
         found["lm_head.weight"] = decoder.head_VD
+    if decoder.head_bias_V is not None:
+        found["lm_head.bias"] = decoder.head_bias_V
     return found
 
 
-def _attention(attention: Attention) -> Iterator[tuple[str, nn.Parameter]]:
-    named = {
+def _named(name: str, weight: nn.Parameter, bias: nn.Parameter | None) -> dict[str, nn.Parameter]:
+    return {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
+
+
+def _attention(attention: Attention | LatentAttention) -> Iterator[tuple[str, nn.Parameter]]:
+    named = _latent(attention) if isinstance(attention, LatentAttention) else _grouped(attention)
+    return ((name, parameter) for name, parameter in named.items() if parameter is not None)
+
+
+def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | None]:
+    return {
+        "q_a_proj.weight": attention.query_down,
+        "q_a_proj.bias": attention.query_down_bias,
+        "q_a_layernorm.weight": attention.query_norm,
+        "q_proj.weight" if attention.query_down is None else "q_b_proj.weight": attention.query_up,
+        "kv_a_proj_with_mqa.weight": attention.latent_down,
+        "kv_a_proj_with_mqa.bias": attention.latent_down_bias,
+        "kv_a_layernorm.weight": attention.latent_norm,
+        "kv_b_proj.weight": attention.latent_up,
+        "o_proj.weight": attention.output,
+        "o_proj.bias": attention.output_bias,
+    }
+
+
+def _grouped(attention: Attention) -> dict[str, nn.Parameter | None]:
+    return {
         "q_proj.weight": attention.query,
         "q_proj.bias": attention.query_bias,
         "k_proj.weight": attention.key,
@@ -48,8 +79,8 @@ def _attention(attention: Attention) -> Iterator[tuple[str, nn.Parameter]]:
         "o_proj.bias": attention.output_bias,
         "q_norm.weight": attention.query_norm,
         "k_norm.weight": attention.key_norm,
+        "sinks": attention.sinks,
     }
-    return ((name, parameter) for name, parameter in named.items() if parameter is not None)
 
 
 def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -62,9 +93,12 @@ def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator
             yield gate_hidden_tensor(row, index), block.gate_hidden_HD
         if block.noise_ND is not None:
             yield router_noise_tensor(row, index), block.noise_ND
+        if block.logit_bias_N is not None:
+            yield logit_bias_tensor(row, index), block.logit_bias_N
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
             yield from ((expert_tensor(row, index, number, p), each) for p, each in enumerate(expert.projections))
-        if block.shared is not None and block.shared_gate_1D is not None:
+        if block.shared is not None:
             yield from ((shared_tensor(row, index, p), each) for p, each in enumerate(block.shared.projections))
-            yield shared_gate_tensor(row, index), block.shared_gate_1D
+        if block.shared_gate_1D is not None and (gate := shared_gate_tensor(row, index)) is not None:
+            yield gate, block.shared_gate_1D

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.architectures import ARCHITECTURES
-from engine.errors import OptionError, UnsupportedError
+from engine.architectures import ARCHITECTURES, Architecture
+from engine.errors import OptionError
 from engine.json_file import load_json
 
 FILE_NAME = "modeling_compressed.py"
@@ -22,24 +22,52 @@ _TEMPLATE = '''\
 """A pruned mixture-of-experts model whose layers keep different numbers of experts.
 
 `block_configs[i].ffn.moe.num_local_experts` in config.json is the count of layer i; a layer without that entry has
-no experts and is left as it is. Load with `AutoModelForCausalLM.from_pretrained(dir, trust_remote_code=True)`.
+no experts and is left as it is. `expert_groups` beside it is the group of each expert, where a router has groups.
+Load with `AutoModelForCausalLM.from_pretrained(dir, trust_remote_code=True)`.
 """
 
 import functools
 
+import torch
 from torch import nn
 from transformers import {base}
 
 
-def _resize(block, count, top_k):
+def _resize(block, count, top_k, groups):
     """Keep the first `count` rows: only shapes matter here, the checkpoint brings the values."""
-    for module in (block.experts, block.gate):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if count > parameter.shape[0]:
-                raise ValueError(f"block_configs asks for {{count}} experts, config.json has {{parameter.shape[0]}}")
-            setattr(module, name, nn.Parameter(parameter.detach()[:count].clone(), parameter.requires_grad))
+    for module in (block.experts, block.{router}):
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if count > tensor.shape[0]:
+                raise ValueError(f"block_configs asks for {{count}} experts, config.json has {{tensor.shape[0]}}")
+            kept = tensor.detach()[:count].clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(module, name, nn.Parameter(kept, tensor.requires_grad) if is_parameter else kept)
         module.num_experts = count
-    block.gate.top_k = min(top_k, count)
+    block.{router}.top_k = min(top_k, count)
+    if groups or hasattr(block.{router}, "e_score_correction_bias"):
+        # The family's own rule has groups of equal size, of two experts or more.
+        block.{router}.forward = functools.partial(_route, block.{router}, groups or [0] * count)
+
+
+def _route(gate, groups, hidden_states):
+    """The family's rule for groups of any size: one is judged by those of its experts that are left."""
+    states = hidden_states.reshape(-1, hidden_states.shape[-1]).float()
+    logits = nn.functional.linear(states, gate.weight.float())
+    bias = getattr(gate, "e_score_correction_bias", None)
+    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if len(set(groups)) > 1:
+        members = [[expert for expert, own in enumerate(groups) if own == group] for group in sorted(set(groups))]
+        best = [choice[:, own].topk(min(1 if bias is None else 2, len(own)))[0].sum(-1) for own in members]
+        best = torch.stack(best, dim=1)
+        allowed = torch.zeros_like(best).scatter_(1, best.topk(min(gate.topk_group, len(members)))[1], 1.0).bool()
+        place = {{expert: index for index, own in enumerate(members) for expert in own}}
+        choice = choice.masked_fill(~allowed[:, [place[expert] for expert in range(len(groups))]], -torch.inf)
+    found, experts = choice.topk(gate.top_k)
+    weights = scores.gather(1, experts).masked_fill(found == -torch.inf, 0.0)
+    if getattr(gate, "norm_topk_prob", False):
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return logits, weights * gate.routed_scaling_factor, experts
 
 
 class CompressedForCausalLM({base}):
@@ -49,7 +77,7 @@ class CompressedForCausalLM({base}):
         for layer, block_config in zip(self.model.layers, config.block_configs, strict=True):
             moe = (block_config.get("ffn") or {{}}).get("moe")
             if moe:
-                _resize(layer.mlp, moe["num_local_experts"], config.num_experts_per_tok)
+                _resize(layer.{block}, moe["num_local_experts"], config.num_experts_per_tok, moe.get("expert_groups"))
 
     @functools.wraps({base}.forward)
     def forward(self, *args, **kwargs):
@@ -59,11 +87,10 @@ class CompressedForCausalLM({base}):
 '''
 
 
-def render(causal_lm_class: str) -> str:
-    """The source of `modeling_compressed.py` for a model whose transformers class has this name."""
-    if not causal_lm_class.isidentifier():
-        raise UnsupportedError(f"{causal_lm_class!r} in `architectures` is not the name of a transformers class")
-    return _TEMPLATE.format(base=causal_lm_class)
+def render(row: Architecture) -> str:
+    """The source of `modeling_compressed.py` for a family."""
+    block, router = row.modules
+    return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router)
 
 
 def auto_map() -> dict[str, str]:
@@ -77,7 +104,7 @@ def is_ours(directory: Path) -> bool:
     if not config.is_file() or not source.is_file():
         return False
     row = ARCHITECTURES.get(str(load_json(config, "model config").get("model_type")))
-    return row is not None and source.read_bytes() == render(row.causal_lm_class).encode()
+    return row is not None and source.read_bytes() == render(row).encode()
 
 
 def is_needed(directory: Path, config: Mapping[str, Any]) -> bool:

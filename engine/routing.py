@@ -11,6 +11,7 @@ G groups of experts, M experts of one group, B sequences, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,20 @@ from engine.linear import linear
 
 NO_EXPERT = -1
 """Index of an empty slot: nothing is loaded or computed for it, whatever its weight."""
+
+Gate = Callable[[Tensor], Tensor]
+"""Router logits to shares that add up to one, over the last dimension."""
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension in float32 or better, whatever the model's dtype."""
+    return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def sigmoid_shares(logits: Tensor) -> Tensor:
+    """Sigmoid scores over their sum, over the last dimension."""
+    scores = _sigmoid(logits)
+    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
 class Selection(NamedTuple):
@@ -56,6 +71,29 @@ class TopK:
         if self.normalise:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return Selection(experts_TK, weights_TK if self.scale == 1.0 else weights_TK * self.scale)
+
+
+@dataclass(frozen=True)
+class GroupedTopK:
+    """Device-limited routing (DeepSeek-V2, §2.2.2): softmax over all experts, the k largest within the token's best groups.
+
+    A group is as good as its best expert. Probabilities are the weights as they are, times `scale`. As in SigmoidTopK an
+    expert whose logit is −∞ does not exist, groups may be of any size, and slots that the best groups cannot fill are empty.
+    """
+
+    experts_per_token: int
+    groups: tuple[tuple[int, ...], ...]
+    groups_per_token: int
+    scale: float = 1.0
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        probabilities_TN = softmax(logits_TN).masked_fill(logits_TN == -torch.inf, -torch.inf)
+        in_best_TN = in_best_groups(probabilities_TN, self.groups, self.groups_per_token, judged_by=1)
+        best = probabilities_TN.masked_fill(~in_best_TN, -torch.inf).topk(
+            min(self.experts_per_token, logits_TN.shape[-1]), dim=-1
+        )
+        empty_TK = best.values == -torch.inf
+        return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT), best.values.masked_fill(empty_TK, 0.0) * self.scale)
 
 
 @dataclass(frozen=True)
@@ -95,7 +133,7 @@ class Noisy:
 
 @dataclass(frozen=True)
 class SigmoidTopK:
-    """Sigmoid scores with a correction bias and groups (arXiv 2412.19437, §2.1.2): the bias chooses and never weighs.
+    """Sigmoid scores with a correction bias and groups (DeepSeek-V3, §2.1.2): the bias chooses and never weighs.
 
     Each token takes the k experts of the largest score + bias within its best groups; a group is as good as the sum of its
     two best experts. The weights are the scores without the bias, rescaled to sum to one where `normalise` is set, times
@@ -119,7 +157,8 @@ class SigmoidTopK:
         scores_TN = _sigmoid(logits_TN)
         choice_TN = (scores_TN + self.bias_N).masked_fill(logits_TN == -torch.inf, -torch.inf)
         if self.groups:
-            choice_TN = choice_TN.masked_fill(~self._in_best_groups(choice_TN), -torch.inf)
+            in_best_TN = in_best_groups(choice_TN, self.groups, self.groups_per_token, judged_by=2)
+            choice_TN = choice_TN.masked_fill(~in_best_TN, -torch.inf)
         best = choice_TN.topk(min(self.experts_per_token, logits_TN.shape[-1]), dim=-1)
         empty_TK = best.values == -torch.inf
         weights_TK = scores_TN.gather(-1, best.indices).masked_fill(empty_TK, 0.0)
@@ -128,18 +167,40 @@ class SigmoidTopK:
         weights_TK, order_TK = (weights_TK * self.scale).sort(dim=-1, descending=True, stable=True)
         return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT).gather(-1, order_TK), weights_TK)
 
-    def _in_best_groups(self, choice_TN: Tensor) -> Tensor:
-        """[T, N] bool: the expert's group is among the token's best."""
-        scores_TG = torch.stack([_group_score(choice_TN[:, list(group)]) for group in self.groups], dim=1)
-        count = min(self.groups_per_token, len(self.groups))
-        best_TG = torch.zeros_like(scores_TG, dtype=torch.bool).scatter_(1, scores_TG.topk(count, dim=-1).indices, True)
-        group_of = {expert: index for index, group in enumerate(self.groups) for expert in group}
-        return best_TG[:, [group_of[expert] for expert in range(choice_TN.shape[-1])]]
-
     def probabilities(self, logits_TN: Tensor) -> Tensor:
         """Scores over their sum, as the paper's balance loss has them."""
-        scores_TN = _sigmoid(logits_TN)
-        return scores_TN / (scores_TN.sum(dim=-1, keepdim=True) + 1e-20)
+        return sigmoid_shares(logits_TN)
+
+
+@dataclass(frozen=True)
+class SparseMixer:
+    """sparsemixer's choice without its noise of training (GRIN MoE, arXiv 2409.12136; thresholds as in transformers' code).
+
+    Experts are chosen one after the other: the largest logit z_b, of those not chosen yet. Its weight is its share of the
+    softmax among those of them that are near: all but where (z_b − z_i) / max(|z_i|, z_b) > 2ε. So weights do not add up to
+    one: an expert that is well ahead of the rest weighs one, also as the second. Slots are sorted by weight, largest first.
+
+    In training this has the gradient of the weights themselves; the paper estimates one for the choice too.
+    """
+
+    experts_per_token: int
+    jitter: float
+    """ε."""
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        scores_TN = logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32))
+        left_TN, slots = scores_TN, []
+        for _ in range(min(self.experts_per_token, logits_TN.shape[-1])):
+            best_T1, expert_T1 = left_TN.max(dim=-1, keepdim=True)
+            empty_T1 = best_T1 == -torch.inf
+            far_TN = (best_T1 - scores_TN) / scores_TN.abs().maximum(best_T1) > 2.0 * self.jitter
+            near_TN = left_TN.masked_fill(far_TN, -torch.inf).masked_fill(empty_T1, 0.0)
+            weight_T1 = near_TN.softmax(dim=-1).gather(-1, expert_T1).masked_fill(empty_T1, 0.0)
+            slots.append((expert_T1.masked_fill(empty_T1, NO_EXPERT), weight_T1))
+            left_TN = left_TN.scatter(-1, expert_T1, -torch.inf)
+        experts_TS, weights_TS = (torch.cat(parts, dim=-1) for parts in zip(*slots, strict=True))
+        weights_TS, order_TS = weights_TS.sort(dim=-1, descending=True, stable=True)
+        return Selection(experts_TS.gather(-1, order_TS), weights_TS)
 
 
 @dataclass(frozen=True)
@@ -165,9 +226,11 @@ class AllExperts:
 
     scale: float = 1.0
     """The model's own factor on routed weights (TopK.scale): its blocks were trained with it."""
+    gate: Gate = softmax
+    """`sigmoid_shares` for routers of sigmoid scores, of which the paper has none."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
-        return _every_expert(logits_TN, self.scale * softmax(logits_TN))
+        return _every_expert(logits_TN, self.scale * self.gate(logits_TN))
 
 
 @dataclass(frozen=True)
@@ -185,11 +248,13 @@ class SampledExperts:
     """As in AllExperts."""
     real_T: Tensor | None = None
     """[T] bool: whose mean the shared draw is from; None for all tokens."""
+    gate: Gate = softmax
+    """As in AllExperts."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         tokens, experts = logits_TN.shape
         count = max(1, experts - 1)
-        probabilities_TN = softmax(logits_TN.detach())
+        probabilities_TN = self.gate(logits_TN.detach())
         # Drawn where the generator is, so that every device draws the same.
         place = self.generator.device
         drawn = torch.rand(tokens if self.per_token else 1, 1, generator=self.generator, device=place) < self.probability
@@ -198,7 +263,7 @@ class SampledExperts:
         sampled_TS = sampled_from.to(place).multinomial(count, generator=self.generator).expand(tokens, count)
         largest_TS = probabilities_TN.topk(count, dim=-1).indices
         experts_TS = torch.where(drawn.to(logits_TN.device), sampled_TS.to(logits_TN.device), largest_TS)
-        return Selection(experts_TS, self.scale * softmax(logits_TN.gather(-1, experts_TS)))
+        return Selection(experts_TS, self.scale * self.gate(logits_TN.gather(-1, experts_TS)))
 
 
 @dataclass(frozen=True)
@@ -300,19 +365,25 @@ def probabilities(routing: Routing, logits_TN: Tensor) -> Tensor:
     return result
 
 
-def softmax(logits: Tensor) -> Tensor:
-    """Softmax over the last dimension in float32 or better, whatever the model's dtype."""
-    return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-
-
 def _sigmoid(logits: Tensor) -> Tensor:
     """Sigmoid in float32 or better."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
 
 
-def _group_score(choice_TM: Tensor) -> Tensor:
-    """[T] sum of the two best of a group's experts; −∞ where there is none."""
-    best_TJ = choice_TM.topk(min(2, choice_TM.shape[1]), dim=-1).values
+def in_best_groups(
+    choice_TN: Tensor, groups: tuple[tuple[int, ...], ...], groups_per_token: int, *, judged_by: int
+) -> Tensor:
+    """[T, N] bool: the expert's group is among the token's best; `judged_by`: experts whose sum a group is judged by."""
+    scores_TG = torch.stack([_group_score(choice_TN[:, list(group)], judged_by) for group in groups], dim=1)
+    count = min(groups_per_token, len(groups))
+    best_TG = torch.zeros_like(scores_TG, dtype=torch.bool).scatter_(1, scores_TG.topk(count, dim=-1).indices, True)
+    group_of = {expert: index for index, group in enumerate(groups) for expert in group}
+    return best_TG[:, [group_of[expert] for expert in range(choice_TN.shape[-1])]]
+
+
+def _group_score(choice_TM: Tensor, judged_by: int) -> Tensor:
+    """[T] sum of the best of a group's experts; −∞ where there is none."""
+    best_TJ = choice_TM.topk(min(judged_by, choice_TM.shape[1]), dim=-1).values
     missing_TJ = best_TJ == -torch.inf
     return best_TJ.masked_fill(missing_TJ, 0.0).sum(dim=-1).masked_fill(missing_TJ.all(dim=-1), -torch.inf)
 

@@ -484,19 +484,34 @@ class ShardWriter:
         ValueError for a name that is unknown or was added before, or for another dtype or shape; OutputError if the
         disk takes no more, after which the tensor may be added again.
         """
-        shard = self._shard_of.get(name)
-        if shard is None:
+        entry = self._entry(name)
+        if tuple(tensor.shape) != entry.shape:
+            raise ValueError(f"tensor {name!r} is {tuple(tensor.shape)}, the layout says {entry.shape}")
+        self.add_rows(name, [tensor])
+
+    def add_rows(self, name: str, rows: Iterable[torch.Tensor]) -> None:
+        """The same of a tensor that comes in pieces: one after the other, they are its elements in order."""
+        entry, path, offset = self._entry(name), self._shard_of[name].path, 0
+        for piece in rows:
+            data = _raw_bytes(piece)
+            if piece.dtype != entry.dtype:
+                raise ValueError(f"tensor {name!r} is {piece.dtype}, the layout says {entry.dtype}")
+            if offset + len(data) > entry.nbytes:
+                raise ValueError(f"tensor {name!r} has more than the {entry.nbytes} bytes that the layout says")
+            if data:
+                self._write(path, data, entry.begin + offset, f"tensor {shown(name)}")
+            offset += len(data)
+        if offset != entry.nbytes:
+            raise ValueError(f"tensor {name!r} has {offset} bytes, the layout says {entry.nbytes}")
+        self._pending.remove(name)
+
+    def _entry(self, name: str) -> TensorEntry:
+        """Of a tensor that is still to be added."""
+        if name not in self._shard_of:
             raise ValueError(f"tensor {name!r} is not in the layout")
         if name not in self._pending:
             raise ValueError(f"tensor {name!r} was added before")
-        entry = shard.entries[name]
-        if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
-            raise ValueError(
-                f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the layout says {entry.dtype} {entry.shape}"
-            )
-        if entry.nbytes:
-            self._write(shard.path, _raw_bytes(tensor), entry.begin, f"tensor {shown(name)}")
-        self._pending.remove(name)
+        return self._shard_of[name].entries[name]
 
     @staticmethod
     def _write(path: Path, data: memoryview, offset: int, what: str, sync: bool = False) -> None:

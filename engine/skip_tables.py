@@ -8,16 +8,16 @@ Shape suffixes: J ranks after the first (K-1), N routed experts of the layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig, MoeConfig
+from engine.architectures import DecoderConfig
 from engine.errors import CheckpointError, OptionError
 from engine.json_file import writing
-from engine.model import own_routing
 from engine.routing import Routing, Skipping
 from engine.safetensors_file import SafetensorsFile
 
@@ -75,11 +75,13 @@ def skipping_routings(
     threshold: float,
     minimum_experts: int = 1,
     device: torch.device | str = "cpu",
+    *,
+    own: Sequence[Routing],
 ) -> list[Routing]:
     """For each MoE layer its own rule with skipping around it; threshold 0 gives the own rules themselves.
 
-    `minimum_experts` of each token are never skipped. Raises OptionError for a threshold that is negative or that the
-    model cannot honour.
+    own: those rules (engine.model.own_routings). `minimum_experts` of each token are never skipped. Raises OptionError for
+    a threshold that is negative or that the model cannot honour.
     """
     if not 0 <= threshold < float("inf"):
         raise OptionError(f"skip threshold is {threshold}; it must be 0 (off) or more, 1 is the calibrated rule")
@@ -87,7 +89,7 @@ def skipping_routings(
         raise OptionError(f"skip minimum is {minimum_experts}; at least 1 expert of each token is always computed")
     layers = [layer.moe for layer in config.layers if layer.moe is not None]
     if threshold == 0:
-        return [own_routing(moe) for moe in layers]
+        return list(own)
     if not layers:
         raise OptionError("a skip threshold needs a model with experts, and this one is dense; leave it at 0")
     if tables is None:
@@ -95,15 +97,10 @@ def skipping_routings(
             f"a skip threshold above 0 needs calibrated tables, and the checkpoint has no {FILE_NAME}; "
             "`compress prune` calibrates and stores them"
         )
-    pairs = zip(layers, tables.gamma1_J, tables.gamma2_NN, strict=True)
     return [
-        _skipping(moe, gamma1_J.to(device), gamma2_NN.to(device), threshold, minimum_experts)
-        for moe, gamma1_J, gamma2_NN in pairs
+        Skipping(base, gamma1_J.to(device), gamma2_NN.to(device), threshold, moe.normalise_top_k, minimum_experts)
+        for base, moe, gamma1_J, gamma2_NN in zip(own, layers, tables.gamma1_J, tables.gamma2_NN, strict=True)
     ]
-
-
-def _skipping(moe: MoeConfig, gamma1_J: Tensor, gamma2_NN: Tensor, threshold: float, minimum_experts: int) -> Routing:
-    return Skipping(own_routing(moe), gamma1_J, gamma2_NN, threshold, moe.normalise_top_k, minimum_experts)
 
 
 def _name(layer: int, table: str) -> str:

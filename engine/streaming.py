@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import Positions, Rotary, rms_norm
+from engine.attention import Positions, Rotary
 from engine.checkpoint import Checkpoint
-from engine.linear import linear
-from engine.model import DecoderLayer, positions_for
+from engine.model import DecoderLayer, Outer, embedded, positions_for
 
 # Each expert of each batch has another number of tokens, and oneDNN keeps compiled code of about 1 MB for each it has met,
 # 1,024 of them by default. It reads this when it first multiplies.
@@ -109,7 +108,7 @@ def stream_layers(
     states = Activations((count, length, config.hidden_size), dtype)
     embedding_VD = source("model.embed_tokens.weight")
     for rows in batches(count, length):
-        states[rows] = F.embedding(tokens_SL[rows].to(device), embedding_VD)
+        states[rows] = embedded(config, tokens_SL[rows].to(device), embedding_VD)
     del embedding_VD
     positions = _positions(checkpoint, tokens_SL[:1].to(device), dtype)
     for index in progress(range(len(config.layers))):
@@ -142,17 +141,15 @@ def stream_negative_log_likelihood(
 
     `visit` may change a layer before it runs, such as its routing.
     """
-    config, source = checkpoint.config, checkpoint.source(dtype, device)
     total, count = 0.0, 0
     states = stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, progress=progress)
     with states:
-        norm = source("model.norm.weight")
-        head_VD = source("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
+        outer = Outer(checkpoint.config, checkpoint.source(dtype, device))
         for row in range(tokens_SL.shape[0]):
-            hidden_LD = rms_norm(states[row : row + 1].to(device), norm, config.norm_epsilon)[0, :-1]
+            hidden_LD = outer.hidden_states(states[row : row + 1].to(device))[0, :-1]
             targets_L = tokens_SL[row, 1:].to(device)
             for part in torch.arange(targets_L.shape[0], device=device).split(512):
-                logits = linear(hidden_LD[part], head_VD).float()
+                logits = outer.logits(hidden_LD[part]).float()
                 total += float(F.cross_entropy(logits, targets_L[part], reduction="sum"))
             count += targets_L.numel()
     checkpoint.release()

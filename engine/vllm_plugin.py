@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, Architecture, experts_per_layer
+from engine.architectures import ARCHITECTURES, GROUPS_KEY, Architecture, experts_per_layer
 from engine.errors import OptionError, UnsupportedError
 
 _theirs: dict[str, Any] = {}
@@ -63,6 +63,11 @@ def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) ->
         yield
         return
     counts = experts_per_layer(row, config.to_dict(), config)
+    if any(GROUPS_KEY in ((block.get("ffn") or {}).get("moe") or {}) for block in config.block_configs):
+        raise UnsupportedError(
+            "groups of this model's experts have lost unequal numbers of them, and vLLM has groups of one size; serve it "
+            "with our own engine, or prune with --uniform"
+        )
     if vllm_config.parallel_config.enable_eplb:
         raise OptionError(
             "layers of this model keep different numbers of experts, which --enable-eplb cannot balance; serve it without"

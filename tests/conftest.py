@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from naive_deepseek import NaiveDeepseek
 from naive_llama_moe import NaiveLlamaMoe
+from torch import Tensor
+
+from engine.architectures import ARCHITECTURES
+from engine.checkpoint import Checkpoint
+from engine.stacks import joined, stored_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -23,21 +30,74 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "attn_implementation": "eager",
 }
+MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 3.0,
+}
 MOE_SIZES = {"num_experts_per_tok": 2, "num_experts": 6}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": MOE_SIZES | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
     "qwen3_moe": MOE_SIZES | {"moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
     "olmoe": MOE_SIZES,
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2} | MULTIPLIERS,
+    "phimoe": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.2,
+    },
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 7,
+        "swiglu_limit": 0.4,
+    },
     "mistral": {},
     "llama": {},
     "llama_moe": {"score_scale_factor": [3.0, 2.0, 1.5]},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "granite": MULTIPLIERS,
 }
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+FINE_GRAINED = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek": {},
+    "deepseek_v2": LATENT | FINE_GRAINED | GROUPS | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": LATENT | FINE_GRAINED | GROUPS,
+    "kimi_k2": LATENT | FINE_GRAINED | {"n_group": 1, "topk_group": 1},
+    "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+}
+"""Of which only the matrix (family_matrix.py) goes through everything."""
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "gpt_oss")
 EVERY_MOE_FAMILY = (*MOE_FAMILIES, "llama_moe")
 """With those that transformers has no class of."""
+NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe, "deepseek": NaiveDeepseek}
+"""Our own models in place of transformers' where it has none."""
+NAMES = {"kimi_k2": "deepseek_v3"}
+"""Families that transformers has under another name."""
+NOT_DENSE = ("phimoe",)
+"""Those that densify refuses."""
+DENSIFIED = tuple(family for family in EVERY_MOE_FAMILY if family not in NOT_DENSE)
 
 
 def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -45,34 +105,76 @@ def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
     Of a family that transformers lacks it is our naive one.
     """
-    if family not in MOE_FAMILIES and family in EVERY_MOE_FAMILY:
-        return NaiveLlamaMoe.random(seed, **SIZES | FAMILIES[family] | changes)
+    settings = SIZES | (FAMILIES | FURTHER_FAMILIES)[family] | changes
+    if family in NAIVE:
+        return NAIVE[family].random(seed, **settings)
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**(SIZES | FAMILIES[family] | changes))
+    config = CONFIG_MAPPING[NAMES.get(family, family)](**settings)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.5 if "gate.weight" in name else 0.15)
+                parameter.normal_(0.0, 0.5 if name.endswith(("gate.weight", "router.weight")) else 0.15)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.normal_(0.0, 0.3)
     return model
+
+
+def enough(family: str, kept: dict[int, list[int]]) -> dict[int, list[int]]:
+    """The same plan where no layer has fewer experts than the family must have."""
+    least = ARCHITECTURES[family].least_experts
+    return {layer: sorted({*experts, *range(least - len(experts))}) for layer, experts in kept.items()}
 
 
 def save_reference(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
     """Save a tiny reference checkpoint (no tokenizer) and return the transformers model."""
     model = reference_model(family, seed, **changes)
     model.save_pretrained(path)
+    if family in NAMES:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"model_type": family}))
     return model
+
+
+def naive_ffn(parts: Sequence[Tensor], swiglu: Any, x: Tensor) -> Tensor:
+    """What an expert gives for some tokens [T, D] or one [D], straight from the definition."""
+    gate, up, down, *biases = parts
+    gate_bias, up_bias, down_bias = biases or (0.0, 0.0, 0.0)
+    g, u = x @ gate.T + gate_bias, x @ up.T + up_bias
+    if swiglu is not None:
+        g, u = (
+            torch.where(g > swiglu.limit, swiglu.limit, g),
+            torch.where(u.abs() > swiglu.limit, u.sign() * swiglu.limit, u),
+        )
+    alpha, shift = (1.0, 0.0) if swiglu is None else (swiglu.alpha, 1.0)
+    return (g / (1.0 + torch.exp(-alpha * g)) * (u + shift)) @ down.T + down_bias
+
+
+def save_tensors(tensors: dict[str, Any], checkpoint: Checkpoint, path: Path) -> None:
+    """Write tensors, by the names that a checkpoint gives them, as its family has them on disk."""
+    from safetensors.torch import save_file
+
+    stored = {
+        name: torch.cat([joined(one.stack, [tensors[part] for part in parts])[None] for parts in one.parts])
+        if one.stack
+        else tensors[name].contiguous()
+        for name, one in stored_tensors(checkpoint.config).items()
+    }
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
 
 
 PARITY = "parity"
 ONNX_PARITY = "onnx_parity"
+MATRIX = "matrix"
 TABLES = {
     PARITY: "logits: largest difference to transformers, float32",
     ONNX_PARITY: "logits of exported graphs: largest difference to our engine, float32",
+    MATRIX: "what each family can become: largest difference of a logit, float32",
 }
 
 
@@ -86,6 +188,12 @@ def parity(record_property: Any) -> Any:
 def onnx_parity(record_property: Any) -> Any:
     """The same for the table of exported graphs."""
     return _recorder(record_property, ONNX_PARITY)
+
+
+@pytest.fixture
+def matrix(record_property: Any) -> Any:
+    """The same for the matrix of families."""
+    return _recorder(record_property, MATRIX)
 
 
 def _recorder(record_property: Any, table: str) -> Any:

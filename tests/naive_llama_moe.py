@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +111,8 @@ class NaiveLlamaMoe:
     """Experts by layer, where others' router logits are −∞."""
     routed: list[tuple[int, Tensor, list[int], list[float], list[Tensor]]] = field(default_factory=list)
     """Of each token in each layer: layer, router logits, experts, weights, outputs of the experts before weighting."""
+    skip: Callable[[int, list[int], list[float]], list[float]] | None = None
+    """Given the layer, a token's experts, best first, and their weights: the weights after skipping."""
 
     def __post_init__(self) -> None:
         self.wide = {name: tensor.double() for name, tensor in self.tensors.items()}
@@ -205,6 +207,7 @@ class NaiveLlamaMoe:
         scale = config["score_scale_factor"]
         factor = scale[layer] if isinstance(scale, list) else scale
         weights = [factor * exponential / sum(exponentials) for exponential in exponentials]
+        weights = self.skip(layer, best, weights) if self.skip else weights
         outputs = [self.expert(layer, i, x) for i in best]
         self.routed.append((layer, z, best, weights, outputs))
         return sum((w * y for w, y in zip(weights, outputs, strict=True)), torch.zeros_like(x))

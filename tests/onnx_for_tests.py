@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import KeyValueCache
-from engine.model import Decoder, own_routing, routed_by
+from engine.model import Decoder, own_routings, routed_by
 from engine.onnx_decoder import write_decoder
 from engine.onnx_runtime import OnnxDecoder
 from engine.routing import Routing
@@ -23,7 +23,7 @@ def exported(
     checkpoint: Checkpoint, directory: Path, routings: Sequence[Routing] | None = None, **options: Any
 ) -> OnnxDecoder:
     """Write a checkpoint's graph into a new directory and load it."""
-    own = [own_routing(layer.moe) for layer in checkpoint.config.layers if layer.moe is not None]
+    own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
     directory.mkdir()
     options = {"dtype": torch.float32, "portable": False} | options
     write_decoder(checkpoint, directory, own if routings is None else routings, **options)

@@ -20,25 +20,26 @@ from engine.architectures import expert_tensor
 from engine.checkpoint import Checkpoint
 
 
-def expert(seed: int, width: int, hidden: int, dtype: torch.dtype = torch.float32) -> Projections:
+def expert(seed: int, width: int, hidden: int, dtype: torch.dtype = torch.float32, biased: bool = False) -> Projections:
     generator = torch.Generator().manual_seed(seed)
-    gate, up = (torch.randn(width, hidden, generator=generator).to(dtype) for _ in range(2))
-    return gate, up, torch.randn(hidden, width, generator=generator).to(dtype)
+    shapes = [(width, hidden), (width, hidden), (hidden, width)] + biased * [(width,), (width,), (hidden,)]
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
 def reordered(weights: Projections, order: list[int]) -> Projections:
     """Unit j of the result is unit order[j]."""
-    gate, up, down = weights
-    return gate[order], up[order], down[:, order]
+    gate, up, down, *biases = weights
+    return gate[order], up[order], down[:, order], *(bias[order] for bias in biases[:2]), *biases[2:]
 
 
 def distance(one: Projections, other: Projections) -> float:
     return sum(float((a.double() - b.double()).square().sum()) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_no_order_is_closer(seed: int) -> None:
-    centre, other = expert(seed, 5, 3), expert(seed + 100, 5, 3)
+def test_no_order_is_closer(seed: int, biased: bool) -> None:
+    centre, other = (expert(each, 5, 3, biased=biased) for each in (seed, seed + 100))
     found = alignment(centre, other) or tuple(range(5))
     best = min(permutations(range(5)), key=lambda order: distance(centre, reordered(other, list(order))))
     assert found == best

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EVERY_MOE_FAMILY, MOE_FAMILIES, save_reference
+from conftest import EVERY_MOE_FAMILY, MOE_FAMILIES, enough, save_reference
 from torch import Tensor
 
 from compress.apply import apply
+from compress.densify import DensifyOptions, checked_mixture
 from compress.plan import (
     SHARED_EXPERT,
     Part,
@@ -24,12 +25,23 @@ from compress.plan import (
     kept_expert,
     pruning_plan,
 )
+from compress.prune import PruneOptions, checked_budget
+from compress.selection import Budget
 from engine import architectures, remote_code
-from engine.architectures import expert_tensor, fused_router_tensor, fused_tensors, router_tensor, shared_tensor
+from engine.architectures import (
+    ARCHITECTURES,
+    expert_parts,
+    expert_tensor,
+    router_in_memory,
+    router_tensor,
+    shared_tensor,
+    stacks_in_memory,
+)
 from engine.checkpoint import Checkpoint
-from engine.errors import CheckpointError, PlanError, UnsupportedError
+from engine.errors import CheckpointError, OptionError, PlanError, UnsupportedError
 from engine.model import Decoder, own_routing, routed_by
 from engine.routing import Masked
+from engine.stacks import joined
 
 TOKENS = torch.randint(3, 96, (2, 17), generator=torch.Generator().manual_seed(1))
 UNIFORM = {0: [1, 4, 5], 1: [0, 2, 3], 2: [0, 1, 5]}
@@ -83,8 +95,8 @@ def worst(one: Tensor, other: Tensor) -> float:
 def test_removing_experts_equals_masking_their_logits(
     family: str, normalise: bool, kept: dict[int, list[int]], tmp_path: Path
 ) -> None:
-    changes = {} if family == "mixtral" else {"norm_topk_prob": normalise}
-    full = model(family, tmp_path / "full", **changes)
+    changes = {} if ARCHITECTURES[family].always_normalises_top_k else {"norm_topk_prob": normalise}
+    full, kept = model(family, tmp_path / "full", **changes), enough(family, kept)
     apply(pruning_plan(kept), full, tmp_path / "pruned")
     pruned = Checkpoint(tmp_path / "pruned")
     assert pruned.config.experts_per_layer == tuple(map(len, kept.values()))
@@ -120,14 +132,15 @@ def test_a_non_uniform_result_brings_its_counts_and_its_modelling_file(tmp_path:
 @EVERY_FAMILY
 def test_pruning_again_what_is_pruned_and_non_uniform(family: str, tmp_path: Path) -> None:
     full = model(family, tmp_path / "full")
-    apply(pruning_plan(NON_UNIFORM), full, tmp_path / "once")
+    apply(pruning_plan({0: [3, 4], 1: [0, 1, 2, 3, 4, 5], 2: [0, 2, 3]}), full, tmp_path / "once")
     once = Checkpoint(tmp_path / "once")
-    apply(pruning_plan({0: [0], 1: [1, 3, 5, 0], 2: [0, 2]}), once, tmp_path / "twice")
-    assert worst(logits(Checkpoint(tmp_path / "twice")), masked_logits(full, {0: [4], 1: [0, 1, 3, 5], 2: [0, 3]})) <= 1e-5
-    apply(pruning_plan({0: [0], 1: [5], 2: [2]}), once, tmp_path / "uniform")
+    apply(pruning_plan({0: [0, 1], 1: [1, 3, 5, 0], 2: [0, 2]}), once, tmp_path / "twice")
+    kept = {0: [3, 4], 1: [0, 1, 3, 5], 2: [0, 3]}
+    assert worst(logits(Checkpoint(tmp_path / "twice")), masked_logits(full, kept)) <= 1e-5
+    apply(pruning_plan({0: [0, 1], 1: [2, 5], 2: [1, 2]}), once, tmp_path / "uniform")
     uniform = Checkpoint(tmp_path / "uniform")
     assert "block_configs" not in uniform.raw_config and "auto_map" not in uniform.raw_config
-    assert worst(logits(uniform), masked_logits(full, {0: [4], 1: [5], 2: [3]})) <= 1e-5
+    assert worst(logits(uniform), masked_logits(full, {0: [3, 4], 1: [2, 5], 2: [2, 3]})) <= 1e-5
 
 
 def test_layers_without_experts_stay_as_they_are(tmp_path: Path) -> None:
@@ -229,7 +242,7 @@ def ffn(gate: Tensor, up: Tensor, down: Tensor, x: Tensor) -> Tensor:
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe"])
 def test_concatenated_experts_are_one_dense_ffn(family: str, tmp_path: Path) -> None:
     changes = {"tie_word_embeddings": True, "sliding_window": 9} if family == "mixtral" else {}
     full = model(family, tmp_path / "full", **changes)
@@ -301,11 +314,10 @@ def stacked(checkpoint: Checkpoint) -> dict[str, Tensor]:
     for layer in checkpoint.config.moe_layers:
         moe = checkpoint.config.layers[layer].moe
         assert moe is not None
-        each = [[tensors.pop(expert_tensor(row, layer, e, p)) for p in range(3)] for e in range(moe.experts)]
-        gate_up, down = fused_tensors(row, layer)
-        tensors[gate_up] = torch.stack([torch.cat(parts[:2]) for parts in each])
-        tensors[down] = torch.stack([parts[2] for parts in each])
-        tensors[fused_router_tensor(layer)] = tensors.pop(router_tensor(row, layer))
+        each = [[tensors.pop(expert_tensor(row, layer, e, p)) for p in expert_parts(row)] for e in range(moe.experts)]
+        for stack in stacks_in_memory(row, layer):
+            tensors[stack.name] = torch.stack([joined(stack, [parts[p] for p in stack.projections]) for parts in each])
+        tensors[router_in_memory(row, layer)] = tensors.pop(router_tensor(row, layer))
     return tensors
 
 
@@ -319,8 +331,9 @@ def test_stacked_experts_read_as_single_ones(family: str, tmp_path: Path) -> Non
     assert all(torch.equal(fused.tensor(name), single.tensor(name)) for name in single.shapes)
     assert worst(logits(fused), logits(single)) <= 1e-5, "to the bit only where the data is aligned alike"
     fused.check_finite()
-    apply(pruning_plan(NON_UNIFORM), fused, tmp_path / "pruned")
-    assert worst(logits(Checkpoint(tmp_path / "pruned")), masked_logits(single, NON_UNIFORM)) <= 1e-5
+    kept = enough(family, NON_UNIFORM)
+    apply(pruning_plan(kept), fused, tmp_path / "pruned")
+    assert worst(logits(Checkpoint(tmp_path / "pruned")), masked_logits(single, kept)) <= 1e-5
 
 
 def test_stacks_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -385,6 +398,23 @@ def test_a_sibling_that_would_lose_a_tensor_is_refused_by_the_tensor_s_name(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_layer_keeps_as_many_experts_as_the_family_s_router_takes(tmp_path: Path) -> None:
+    """sparsemixer of transformers takes two, and gives NaN where there is one: refused wherever it could come about."""
+    full = model("phimoe", tmp_path / "full")
+    one = {0: [1], 1: [0, 1], 2: [0, 1]}
+    with pytest.raises(PlanError, match="layer 0: has 1 expert, and the router of a phimoe takes 2"):
+        apply(pruning_plan(one), full, tmp_path / "out")
+    options = {"model": str(tmp_path / "full"), "output": tmp_path / "out"}
+    for budget in (Budget(sparsity=0.5, min_experts=1), Budget(experts=1, scope="layer", min_experts=0)):
+        with pytest.raises(OptionError, match="min"):
+            checked_budget(PruneOptions(**options, budget=budget), full)
+    kept = checked_budget(PruneOptions(**options, budget=Budget(experts=2, min_experts=0)), full)
+    assert kept is not None and kept.min_experts == 2
+    with pytest.raises(UnsupportedError, match="phimoe cannot be made dense: it has no dense sibling, and its router takes"):
+        checked_mixture(DensifyOptions(**options))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_family_without_a_sibling_keeps_one_expert_that_every_token_uses(tmp_path: Path) -> None:
     full = model("olmoe", tmp_path / "full")
     plan = concatenation_plan({layer: [(1, 0.75), (4, 0.5)] for layer in range(3)})
@@ -406,10 +436,18 @@ def test_dense_plans_that_the_sibling_cannot_hold_are_refused_with_nothing_writt
     plan = concatenation_plan({layer: [(0, 1.0)] for layer in range(3)})
     with pytest.raises(UnsupportedError, match="qwen2"):
         apply(plan, model("qwen2_moe", tmp_path / "unbiased", qkv_bias=False), tmp_path / "out")
-    some = concatenation_plan({0: [(0, 1.0)], 2: [(0, 1.0)]})
-    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp"):
-        apply(some, model("qwen2_moe", tmp_path / "mixed", mlp_only_layers=[1]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    same_width = model("qwen2_moe", tmp_path / "same", mlp_only_layers=[1], intermediate_size=24)
-    apply(some, same_width, tmp_path / "out")
-    assert worst(transformers_logits(tmp_path / "out"), logits(Checkpoint(tmp_path / "out"))) <= 1e-4
+
+
+@pytest.mark.parametrize("width", [24, 48, 20], ids=["equal", "wider", "narrower"])
+def test_a_layer_that_was_dense_and_those_made_dense_get_one_width(width: int, tmp_path: Path) -> None:
+    """Zero hidden units make up the difference."""
+    mixed = model("qwen2_moe", tmp_path / "mixed", mlp_only_layers=[1], intermediate_size=width)
+    apply(concatenation_plan({0: [(0, 1.0)], 2: [(0, 1.0)]}), mixed, tmp_path / "out")
+    dense = Checkpoint(tmp_path / "out")
+    assert dense.raw_config["intermediate_size"] == max(width, 24)
+    assert worst(transformers_logits(tmp_path / "out"), logits(dense)) <= 1e-4
+    before, after = (Decoder(each.config, each.source(torch.float32)).layers for each in (mixed, dense))
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
+    assert worst(after[1].feed_forward(x), before[1].feed_forward(x)) <= 1e-6
+    assert worst(after[0].feed_forward(x), before[0].feed_forward.experts[0](x)) <= 1e-6

@@ -15,6 +15,7 @@ from conftest import save_reference
 
 from engine import bench as module
 from engine import remote_code
+from engine.architectures import ARCHITECTURES
 from engine.bench import (
     BenchCase,
     BenchSpec,
@@ -223,7 +224,7 @@ def test_only_our_own_code_is_run(directory: Path, tmp_path: Path) -> None:
     options = spec(copy, backend="transformers")
     with pytest.raises(OptionError, match="run code"):
         TransformersBackend(options)
-    source = remote_code.render("MixtralForCausalLM")
+    source = remote_code.render(ARCHITECTURES["mixtral"])
     (copy / remote_code.FILE_NAME).write_text(source + "\n")
     with pytest.raises(OptionError, match="run code"):
         TransformersBackend(options)

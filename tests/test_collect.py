@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import MOE_FAMILIES, save_reference
+from conftest import MOE_FAMILIES, naive_ffn, save_reference
 from torch import Tensor
 
 import calibrate.collect
@@ -18,6 +18,8 @@ from calibrate.collect import collect
 from calibrate.similarity import linear_cka, rbf_cka
 from calibrate.skipping import relative_similarity, skip_tables
 from calibrate.statistics import LayerStatistics, Statistics, load_statistics
+from compress.losses import next_token_loss
+from engine.architectures import MoeConfig, expert_parts, expert_tensor, router_tensors
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, DataError, OutputError
 from engine.model import Decoder
@@ -58,18 +60,33 @@ def naive_statistics(checkpoint: Checkpoint, tokens: Tensor, sample: list[int]) 
     return layers
 
 
+def naive_weights(moe: MoeConfig, z: Tensor) -> dict[int, float]:
+    """Of the experts that one token uses, largest first."""
+    logits, left, weights = z.tolist(), [*range(moe.experts)], {}
+    if moe.mixer_jitter is None:
+        chosen = sorted(left, key=lambda i: -logits[i])[: moe.experts_per_token]
+        among = chosen if moe.normalise_top_k else left
+        weights = {i: exp(logits[i]) / sum(exp(logits[j]) for j in among) for i in chosen}
+    else:
+        for _ in range(moe.experts_per_token):
+            best = max(left, key=lambda i: logits[i])
+            behind = {i: (logits[best] - logits[i]) / max(abs(logits[i]), logits[best]) for i in left}
+            near = [i for i in left if behind[i] <= 2 * moe.mixer_jitter]
+            weights[best] = 1.0 / sum(exp(logits[i] - logits[best]) for i in near)
+            left.remove(best)
+    return dict(sorted(weights.items(), key=lambda pair: -pair[1]))
+
+
 def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]) -> dict[str, Any]:
-    block = checkpoint.config.architecture.block.format(layer=index)
-    names = checkpoint.config.architecture.expert_projections
+    row = checkpoint.config.architecture
+    router, *bias = (checkpoint.tensor(name).double() for name in router_tensors(checkpoint.config, index))
+    shift = bias[0] if bias else 0.0
     moe = checkpoint.config.layers[index].moe
     assert moe is not None
 
-    def weight(name: str) -> Tensor:
-        return checkpoint.tensor(f"{block}.{name}.weight").double()
-
     def ffn(expert: int, token: Tensor) -> Tensor:
-        gate, up, down = (weight(f"experts.{expert}.{name}") for name in names)
-        return down @ (F.silu(gate @ token) * (up @ token))
+        parts = [checkpoint.tensor(expert_tensor(row, index, expert, part)).double() for part in expert_parts(row)]
+        return naive_ffn(parts, moe.swiglu, token)
 
     n, k = moe.experts, moe.experts_per_token
     per_expert = {name: [0.0] * n for name in SUMS}
@@ -78,31 +95,31 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
     ratios: list[list[float]] = [[] for _ in range(k - 1)]
     unselected = 0.0
     for token in x:
-        z = weight("gate") @ token
+        z = router @ token + shift
         gram += torch.outer(z, z)
         p = z.softmax(0).tolist()
-        chosen = sorted(range(n), key=lambda i: -p[i])[:k]
-        scale = sum(p[i] for i in chosen) if moe.normalise_top_k else 1.0
-        unselected += (1.0 - sum(p[i] for i in chosen)) / len(x)
+        weights = naive_weights(moe, z)
+        first = max(weights.values())
+        unselected += (1.0 - sum(p[i] for i in weights)) / len(x)
         for i in range(n):
             per_expert["probability_sum"][i] += p[i]
-        for rank, i in enumerate(chosen):
+        for rank, (i, w) in enumerate(weights.items()):
             y = ffn(i, token)
             norm = float(y.square().sum()) ** 0.5
             for name, value in {
                 "tokens_routed": 1.0,
                 "routed_probability_sum": p[i],
-                "weight_sum": p[i] / scale,
-                "weighted_norm_sum": p[i] / scale * norm,
+                "weight_sum": w,
+                "weighted_norm_sum": w * norm,
                 "norm_sum": norm,
                 "squared_norm_sum": norm**2,
             }.items():
                 per_expert[name][i] += value
             output[i] += y
             if rank:
-                ratios[rank - 1].append(p[i] / p[chosen[0]])
+                ratios[rank - 1].append(w / first)
     samples = torch.stack([torch.stack([ffn(i, x[t]) for t in sample]) for i in range(n)])
-    gates = [(weight("gate") @ x[t]).softmax(0) for t in sample]
+    gates = [(router @ x[t] + shift).softmax(0) for t in sample]
     weighted = [sum(gates[at][i] * samples[i, at] for at in range(len(sample))) / len(sample) for i in range(n)]
     return per_expert | {
         "tokens": len(x),
@@ -180,19 +197,28 @@ def test_does_not_depend_on_where_hidden_states_are_kept(
     assert len(files) == 1 and files[0].closed
 
 
-@pytest.mark.parametrize(("family", "changes"), [("mixtral", {}), ("qwen3_moe", {"tie_word_embeddings": True})])
-@pytest.mark.parametrize("limit", [0, 1 << 20])
+@pytest.mark.parametrize(
+    ("family", "changes", "limit"),
+    [
+        *((family, {}, 1 << 20) for family in MOE_FAMILIES),
+        ("mixtral", {}, 0),
+        ("qwen3_moe", {"tie_word_embeddings": True}, 1 << 20),
+    ],
+)
 def test_streamed_likelihood_equals_cross_entropy_of_full_logits(
     family: str, changes: dict[str, Any], limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.streaming, "MEMORY_LIMIT_BYTES", limit)
     reference = save_reference(family, tmp_path, **changes)
-    total, count = stream_negative_log_likelihood(Checkpoint(tmp_path), TOKENS, dtype=torch.float32)
+    checkpoint = Checkpoint(tmp_path)
+    total, count = stream_negative_log_likelihood(checkpoint, TOKENS, dtype=torch.float32)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
     with torch.no_grad():
+        own = float(next_token_loss(decoder.hidden_states(TOKENS), decoder.head_VD, TOKENS, decoder.head_bias_V))
         probabilities = reference(TOKENS).logits.double().log_softmax(-1)
     naive = -sum(float(probabilities[s, i, TOKENS[s, i + 1]]) for s in range(5) for i in range(12))
     assert count == 5 * 12
-    assert abs(total - naive) < 1e-4 * naive
+    assert abs(total - naive) < 1e-4 * naive and abs(own - naive) < 1e-4 * naive
 
 
 # The file

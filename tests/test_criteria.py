@@ -41,7 +41,7 @@ SCALE = 1.5
 STEP = 1e-5
 
 
-def sigmoid_routing(moe: MoeConfig) -> Routing:
+def sigmoid_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
     return SigmoidTopK(moe.experts_per_token, True, torch.tensor(BIAS[: moe.experts]), SCALE)
 
 

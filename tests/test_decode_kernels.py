@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import FAMILIES, save_reference
+from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
 from torch import Tensor
 
 import engine.linear
@@ -20,6 +20,7 @@ from engine.linear import as_bfloat16, decoding
 from engine.model import Decoder
 from engine.paged_cache import PagedBatch, PagedCache, position_bytes
 
+EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
 kernels: Any = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
 TOKENS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(1))
 
@@ -36,7 +37,7 @@ def decoded(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [*((family, {}) for family in FAMILIES), ("mixtral", {"sliding_window": 4}), ("olmoe", {"clip_qkv": 0.5})],
+    [*((family, {}) for family in EVERY_FAMILY), ("mixtral", {"sliding_window": 4}), ("olmoe", {"clip_qkv": 0.5})],
 )
 def test_every_family_decodes_as_well_as_through_torch(
     family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +92,7 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
         keys.stride(0),
         (blocks.numpy(), np.array(past), 4),
         window,
+        size**-0.5,
     )
     mixed, written = as_bfloat16(mixed), []
     for row, position in enumerate(past):
@@ -112,7 +114,7 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [*((family, {}) for family in FAMILIES), ("mixtral", {"sliding_window": 4}), ("olmoe", {"clip_qkv": 0.5})],
+    [*((family, {}) for family in EVERY_FAMILY), ("mixtral", {"sliding_window": 4}), ("olmoe", {"clip_qkv": 0.5})],
 )
 def test_a_sequence_gets_the_same_bits_beside_others(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """And the same in blocks as in one piece of memory."""

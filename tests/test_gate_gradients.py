@@ -86,6 +86,8 @@ def test_draws_follow_the_model_s_prediction_and_keep_the_first_token() -> None:
     drawn = _sample_next(hidden, torch.eye(3), tokens, torch.Generator().manual_seed(0))
     assert drawn.shape == tokens.shape and int(drawn[0, 0]) == 2
     assert torch.allclose(drawn[0, 1:].bincount() / 5000, probabilities, atol=0.03)
+    nothing, bias = torch.zeros_like(hidden), probabilities.log()
+    assert torch.equal(_sample_next(nothing, torch.eye(3), tokens, torch.Generator().manual_seed(0), bias), drawn)
 
 
 def test_only_gates_get_gradients_and_the_model_routes_as_before(decoder: Decoder) -> None:

@@ -13,13 +13,14 @@ def test_next_token_loss_and_its_gradients_equal_plain_cross_entropy() -> None:
     length = chunk_tokens(11) // 2 + 50  # two sequences: more than one chunk, and a chunk that spans both
     hidden = torch.randn(2, length, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     head = torch.randn(11, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(11, generator=generator, dtype=torch.float64, requires_grad=True)
     tokens = torch.randint(11, (2, length), generator=generator)
-    loss = next_token_loss(hidden, head, tokens)
-    log_probabilities = (hidden @ head.T).log_softmax(-1)
+    loss = next_token_loss(hidden, head, tokens, bias)
+    log_probabilities = (hidden @ head.T + bias).log_softmax(-1)
     plain = -sum(log_probabilities[b, i, tokens[b, i + 1]] for b in range(2) for i in range(length - 1))
     assert torch.isclose(loss, plain, rtol=1e-12)
-    got = torch.autograd.grad(loss, (hidden, head))
-    expected = torch.autograd.grad(plain, (hidden, head))
+    got = torch.autograd.grad(loss, (hidden, head, bias))
+    expected = torch.autograd.grad(plain, (hidden, head, bias))
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-10)
 

@@ -237,7 +237,10 @@ def naive_logits(full: Checkpoint, groups: dict[int, list[Group]]) -> Tensor:
         ordered = sorted(of_layer, key=lambda group: group.centre)
         block.experts = nn.ModuleList([naive_expert(full, index, group) for group in ordered])
         router = full.tensor(router_tensor(full.config.architecture, index))
-        block.router_ND = nn.Parameter(router[[group.centre for group in ordered]], requires_grad=False)
+        centres = [group.centre for group in ordered]
+        block.router_ND = nn.Parameter(router[centres], requires_grad=False)
+        if block.logit_bias_N is not None:
+            block.logit_bias_N = nn.Parameter(block.logit_bias_N[centres], requires_grad=False)
         count = len(ordered)
         block.routing = own_routing(replace(moe, experts=count, experts_per_token=min(count, moe.experts_per_token)))
     with torch.no_grad():
@@ -245,17 +248,23 @@ def naive_logits(full: Checkpoint, groups: dict[int, list[Group]]) -> Tensor:
 
 
 def naive_expert(full: Checkpoint, layer: int, group: Group) -> Expert:
+    moe = full.config.layers[layer].moe
+    hidden = full.config.hidden_size
+
     def units(expert: int) -> Tensor:
-        gate, up, down = expert_weights(full, layer, expert)
-        return torch.cat([gate, up, down.T], dim=1).double()
+        gate, up, down, *biases = expert_weights(full, layer, expert)
+        return torch.cat([gate, up, down.T, *(bias[:, None] for bias in biases[:2])], dim=1).double()
 
     centre = units(group.centre)
     total = torch.zeros_like(centre)
     for expert, weight in group.weights.items():
         _, order = linear_sum_assignment(torch.cdist(centre, units(expert)).square().numpy())
         total += weight * units(expert)[order]
-    gate, up, down = total.float().chunk(3, dim=1)
-    return Expert(gate, up, down.T.contiguous())
+    gate, up, down, *biases = total.float().split([hidden, hidden, hidden, *[1] * (total.shape[1] - 3 * hidden)], dim=1)
+    if biases:
+        last = sum(weight * expert_weights(full, layer, expert)[5] for expert, weight in group.weights.items())
+        biases = [*(bias[:, 0] for bias in biases), last]
+    return Expert(gate, up, down.T.contiguous(), *biases, swiglu=moe.swiglu)
 
 
 @pytest.fixture(scope="module", name="models")
@@ -275,6 +284,7 @@ def test_the_artifact_is_the_naive_merged_model(
     models: dict[str, tuple[Checkpoint, Statistics]], method: str, family: str, experts: int, tmp_path: Path
 ) -> None:
     full, statistics = models[family]
+    experts = max(experts, full.config.architecture.least_experts)
     groups = merge_groups(method, statistics, experts)
     apply(merging_plan(groups, full), full, tmp_path / "merged")
     merged = Checkpoint(tmp_path / "merged")

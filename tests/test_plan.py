@@ -34,7 +34,7 @@ MERGING = Plan(
 def test_pruning_is_one_hot_and_reads_as_a_list_of_experts() -> None:
     plan = pruning_plan({0: [5, 0, 3], 2: {1}})
     assert plan_to_json(plan) == {"schema_version": 1, "kind": "moe", "layers": {"0": [0, 3, 5], "2": [1]}}
-    assert plan.experts_per_layer == (3, 1) and not plan.is_uniform
+    assert plan.experts_per_layer == (3, 1)
 
 
 def test_a_permutation_is_one_line_and_a_list_is_read_too() -> None:

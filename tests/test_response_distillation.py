@@ -251,7 +251,8 @@ def test_what_routers_did_not_choose_and_how_far_they_moved(family: str, tmp_pat
         teacher(torch.tensor([example.prompt + example.response]))
     for index, block in zip(teacher.config.moe_layers, teacher.moe_blocks, strict=True):
         x_TD = torch.cat(inputs[index])
-        p, q = ((x_TD @ router.T).softmax(-1) for router in (old[index][0], block.router_ND))
+        bias = 0.0 if block.logit_bias_N is None else block.logit_bias_N
+        p, q = ((x_TD @ router.T + bias).softmax(-1) for router in (old[index].tensors[0], block.router_ND))
         per_token = teacher.config.experts_per_token
         assert found.moved[index] == pytest.approx(float((p * (p / q).log()).sum(1).mean()), rel=1e-4)
         left = 1 - p.sort(descending=True).values[:, :per_token].sum(1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, save_reference
+from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
 from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for, serve
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
@@ -24,6 +24,7 @@ from engine.routing import NO_EXPERT, Skipping, TopK
 from engine.sampling import NOT_FINITE, SamplingOptions
 from engine.skip_tables import FILE_NAME, SkipTables
 
+EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
 WINDOW = {"sliding_window": 6}
 
 
@@ -83,7 +84,7 @@ def random_request(choose: random.Random) -> Request:
 # Alone and together
 
 
-@pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in FAMILIES), ("mixtral", WINDOW)])
+@pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in EVERY_FAMILY), ("mixtral", WINDOW)])
 def test_greedy_tokens_are_those_of_generate(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     save_model(tmp_path, family, **changes)
     engine = Engine.open(tmp_path, device="cpu")

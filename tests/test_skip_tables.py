@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from safetensors.torch import save_file
 from engine.architectures import DecoderConfig
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, OptionError, OutputError
-from engine.routing import NO_EXPERT, TopK
+from engine.model import own_routing
+from engine.routing import NO_EXPERT, Routing, TopK
 from engine.skip_tables import FILE_NAME, SkipTables, load_skip_tables, skipping_routings
 
 
@@ -45,13 +47,18 @@ def test_saved_tables_load_as_they_were(checkpoint: Checkpoint) -> None:
         assert torch.equal(loaded.gamma2_NN[layer], tables.gamma2_NN[layer])
 
 
+def routings_of(config: DecoderConfig, tables: SkipTables | None, threshold: float, **options: Any) -> list[Routing]:
+    own = [own_routing(layer.moe) for layer in config.layers if layer.moe is not None]
+    return skipping_routings(config, tables, threshold, own=own, **options)
+
+
 def test_a_layer_with_one_expert_left_has_empty_ranks(tmp_path: Path) -> None:
     save_reference("mixtral", tmp_path, num_local_experts=1, num_experts_per_tok=1)
     config = Checkpoint(tmp_path).config
     tables_of_ones(config).save(tmp_path / FILE_NAME)
     tables = SkipTables.load(tmp_path / FILE_NAME, config)
     assert [tuple(gamma1.shape) for gamma1 in tables.gamma1_J] == [(0,)] * 3
-    experts, _ = skipping_routings(config, tables, 1.0)[0](torch.zeros(2, 1))
+    experts, _ = routings_of(config, tables, 1.0)[0](torch.zeros(2, 1))
     assert experts.tolist() == [[0], [0]]
 
 
@@ -94,7 +101,7 @@ def test_a_damaged_file_is_refused(checkpoint: Checkpoint) -> None:
 
 def test_threshold_zero_gives_the_own_rules(checkpoint: Checkpoint) -> None:
     for tables in (None, tables_of_ones(checkpoint.config)):
-        routings = skipping_routings(checkpoint.config, tables, 0.0)
+        routings = routings_of(checkpoint.config, tables, 0.0)
         assert routings == [TopK(2, True)] * 3
 
 
@@ -102,13 +109,13 @@ def test_an_expert_is_skipped_below_the_threshold(checkpoint: Checkpoint) -> Non
     # Two experts with weights 3/4 and 1/4: their ratio 1/3 is skipped from threshold 1/3 on.
     logits = torch.tensor([3.0, 1.0, 0.0, 0.0, 0.0, 0.0]).log().clamp_min(-30)[None]
     tables = tables_of_ones(checkpoint.config)
-    experts, weights = skipping_routings(checkpoint.config, tables, 0.3)[0](logits)
+    experts, weights = routings_of(checkpoint.config, tables, 0.3)[0](logits)
     assert experts.tolist() == [[0, 1]]
     assert torch.allclose(weights, torch.tensor([[0.75, 0.25]]))
-    experts, weights = skipping_routings(checkpoint.config, tables, 0.4)[0](logits)
+    experts, weights = routings_of(checkpoint.config, tables, 0.4)[0](logits)
     assert experts.tolist() == [[0, NO_EXPERT]]
     assert weights.tolist() == [[1.0, 0.0]]
-    experts, _ = skipping_routings(checkpoint.config, tables, 0.4, minimum_experts=2)[0](logits)
+    experts, _ = routings_of(checkpoint.config, tables, 0.4, minimum_experts=2)[0](logits)
     assert experts.tolist() == [[0, 1]]
 
 
@@ -116,16 +123,16 @@ def test_bad_options_are_refused(checkpoint: Checkpoint) -> None:
     config, tables = checkpoint.config, tables_of_ones(checkpoint.config)
     for threshold in (-0.1, float("nan"), float("inf")):
         with pytest.raises(OptionError, match="skip threshold"):
-            skipping_routings(config, tables, threshold)
+            routings_of(config, tables, threshold)
     with pytest.raises(OptionError, match="skip minimum"):
-        skipping_routings(config, tables, 1.0, minimum_experts=0)
+        routings_of(config, tables, 1.0, minimum_experts=0)
     with pytest.raises(OptionError, match="compress prune"):
-        skipping_routings(config, None, 1.0)
+        routings_of(config, None, 1.0)
 
 
 def test_a_dense_model_has_nothing_to_skip(tmp_path: Path) -> None:
     save_reference("mistral", tmp_path)
     config = Checkpoint(tmp_path).config
-    assert skipping_routings(config, None, 0.0) == []
+    assert routings_of(config, None, 0.0) == []
     with pytest.raises(OptionError, match="dense"):
-        skipping_routings(config, None, 1.0)
+        routings_of(config, None, 1.0)

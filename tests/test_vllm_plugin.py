@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_stand_in
-from conftest import MOE_FAMILIES, save_reference
+from conftest import save_reference
 from transformers import AutoConfig
 
 from compress.apply import apply
@@ -27,6 +27,7 @@ from engine.architectures import expert_tensor, router_tensor
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = {0: [0, 2, 3], 1: [4], 2: [1, 2, 3, 5]}
 """Of 6 experts, two for each token: the second layer keeps fewer than top-k."""
@@ -71,7 +72,7 @@ def check_weights(model: Any, checkpoint: Checkpoint) -> None:
         assert expert_tensor(row, layer, block.experts, 0) not in checkpoint.shapes
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_is_built_with_its_own_count(registry: Any, family: str, tmp_path: Path) -> None:
     checkpoint = pruned(family, tmp_path)
     model = build(registry, tmp_path / "pruned")
@@ -83,7 +84,7 @@ def test_each_layer_is_built_with_its_own_count(registry: Any, family: str, tmp_
     assert model.config.num_experts_per_tok == 2
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_uniform_model_is_built_as_vllm_does(registry: Any, family: str, tmp_path: Path) -> None:
     checkpoint = pruned(family, tmp_path, {0: [0, 2, 3], 1: [1, 2, 4], 2: [3, 4, 5]})
     model = build(registry, tmp_path / "pruned", eplb=True)

@@ -1,0 +1,68 @@
+"""Experts that lie stacked in one tensor: how one projection of one expert is taken out, and how they are put together.
+
+Shape suffixes: N experts of the layer, O outputs of all projections of a stack together, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.architectures import (
+    DecoderConfig,
+    Stack,
+    expected_tensors,
+    expert_shapes,
+    expert_tensor,
+    stacks_on_disk,
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as the family has it on disk."""
+
+    shape: tuple[int, ...]
+    stack: Stack | None = None
+    parts: tuple[tuple[str, ...], ...] = ()
+    """Of a stack: the names of what it holds, expert by expert."""
+
+
+def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
+    """Every tensor of a checkpoint of this model as it is written, in the order of the layers."""
+    stacks: dict[str, tuple[str, Stored]] = {}
+    for layer, experts in config.experts_by_layer.items():
+        for stack in stacks_on_disk(config.architecture, layer):
+            parts = tuple(stacked_names(config, layer, stack, expert) for expert in range(experts))
+            stored = Stored(stack_shape(config, layer, stack), stack, parts)
+            stacks |= {name: (stack.name, stored) for names in parts for name in names}
+    return dict(stacks.get(name, (name, Stored(shape))) for name, shape in expected_tensors(config).items())
+
+
+def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) -> tuple[str, ...]:
+    """What a stack holds of an expert, under the names that all else asks for it by."""
+    return tuple(expert_tensor(config.architecture, layer, expert, projection) for projection in stack.projections)
+
+
+def stack_shape(config: DecoderConfig, layer: int, stack: Stack) -> tuple[int, ...]:
+    """[N, O, I] or, transposed, [N, I, O]; [N, O] of biases."""
+    shapes = [expert_shapes(config, layer)[projection] for projection in stack.projections]
+    own = sum(shape[0] for shape in shapes), *shapes[0][1:]
+    return config.experts_by_layer[layer], *(own[::-1] if stack.transposed else own)
+
+
+def taken(stack: Stack, expert: Tensor, place: int) -> Tensor:
+    """One of a stack's projections of an expert, as other families have it on disk; a view where it lies so."""
+    expert_OI = expert.T if stack.transposed else expert
+    count = len(stack.projections)
+    return (expert_OI[place::count] if stack.interleaved else expert_OI.chunk(count)[place]).contiguous()
+
+
+def joined(stack: Stack, projections: Sequence[Tensor]) -> Tensor:
+    """What a stack holds of an expert."""
+    parts = list(projections)
+    expert_OI = torch.stack(parts, dim=1).flatten(0, 1) if stack.interleaved else torch.cat(parts)
+    return expert_OI.T.contiguous() if stack.transposed else expert_OI
