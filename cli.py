@@ -775,7 +775,7 @@ def inspect(common: Common, path: str, checksums: bool) -> dict[str, Any]:
     from engine.inspect import inspect as run
 
     result = run(path, checksums=checksums, progress=progress_bar)
-    shown = {key: value for key, value in result.items() if key != "provenance"}
+    shown = {key: value for key, value in result.items() if key != "provenance" and value is not None}
     say(common, table([[key.replace("_", " "), _shown(key, value)] for key, value in shown.items()]))
     if result["provenance"]:
         say(common, f"made by method {result['provenance']['method']} from {result['provenance']['source']['model']}")

@@ -158,7 +158,10 @@ def _write(
         progress=lambda layers: progress(layers, "writing"),
     )
     onnx.checker.check_model(directory / ONNX_NAME)
-    write_json(directory / "config.json", {key: value for key, value in checkpoint.raw_config.items() if key != "auto_map"})
+    left_out = ("auto_map", "quantization_config")
+    write_json(
+        directory / "config.json", {key: value for key, value in checkpoint.raw_config.items() if key not in left_out}
+    )
     if options.format == "onnx-genai":
         write_genai_config(checkpoint, directory)
     for path in carried_files(checkpoint.directory):

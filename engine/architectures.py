@@ -623,6 +623,7 @@ _HARMLESS_KEYS = frozenset(
     [
         "auto_map",
         "block_configs",
+        "quantization_config",
         "_attn_implementation",
         "attn_implementation",
         "torch_dtype",
@@ -657,7 +658,7 @@ _HARMLESS_KEYS = frozenset(
         "label2id",
     ]
 )
-_WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs"])
+_WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantization_config"])
 MAX_LIST = 10_000
 """transformers makes lists as long as some keys of config.json say; longer ones belong to no real model."""
 

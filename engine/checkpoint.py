@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from engine.architectures import (
 )
 from engine.artifact import check_sizes, read_provenance
 from engine.attention import Rotary
+from engine.block_float8 import FLOAT8, SCALES, block_of, dequantised
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.safetensors_file import SafetensorsFile, open_shards
@@ -86,6 +88,8 @@ class ModelDirectory:
         self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
         _refuse_foreign_code(directory, self.raw_config)
         try:
+            self.float8_block = block_of(self.raw_config)
+            """Of weights that are stored in 8-bit floating point; None where they are not."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
             Rotary(self.config)  # made and dropped: parameters that it cannot use are refused here
         except (CheckpointError, UnsupportedError) as error:
@@ -123,6 +127,8 @@ class Checkpoint(ModelDirectory):
         by_name, self.files = open_shards(directory)
         self._check_routers(by_name)
         self._views = _views(self.config, by_name)
+        if self.float8_block is not None:
+            self._read_float8(by_name, self.float8_block)
         self._check_names_and_shapes(by_name)
 
     def _check_routers(self, by_name: Mapping[str, SafetensorsFile]) -> None:
@@ -141,6 +147,14 @@ class Checkpoint(ModelDirectory):
                     f"hidden size {self.config.hidden_size}, which asks for [{shown(experts)}, {inputs}]; {_SAME_MODEL}"
                 )
 
+    def _read_float8(self, by_name: Mapping[str, SafetensorsFile], block: tuple[int, int]) -> None:
+        """Let weights that have scales be read as what they stand for, in the dtype of those that have none."""
+        for name, view in self._views.items():
+            if (file := by_name.get(f"{name}{SCALES}")) is not None:
+                view.scales = Scales(file, f"{name}{SCALES}", block)
+                view.scales.check(view, f"{self.directory}: tensor {name}")
+                view.dtype = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].dtype
+
     def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
         problems: list[str] = []
         missing = [name for name in self.shapes if name not in self._views]
@@ -149,9 +163,9 @@ class Checkpoint(ModelDirectory):
             view = self._views.get(name)
             if view is not None and view.shape != shape:
                 problems.append(f"tensor {name} has shape {list(view.shape)} and config.json says {list(shape)}")
-            if view is not None and not view.dtype.is_floating_point:
-                problems.append(f"tensor {name} is {view.dtype}; quantised weights are not read")
-        used = {self._views[name].stored_name for name in self.shapes if name in self._views}
+            if view is not None and (not view.dtype.is_floating_point or view.dtype.itemsize == 1):
+                problems.append(f"tensor {name} is {view.dtype}; weights that are quantised so are not read")
+        used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
         extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
@@ -159,11 +173,14 @@ class Checkpoint(ModelDirectory):
             raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {_SAME_MODEL}")
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored, mapped, not to be written to. Reading it makes its pages resident until `release`."""
+        """A tensor as stored, mapped, not to be written to. Reading it makes its pages resident until `release`.
+
+        One in 8-bit floating point is made anew at each call.
+        """
         return self._views[name].read()
 
     def dtype(self, name: str) -> torch.dtype:
-        """The stored dtype, without reading the tensor."""
+        """The dtype that `tensor` gives, without reading it."""
         return self._views[name].dtype
 
     @cached_property
@@ -174,7 +191,13 @@ class Checkpoint(ModelDirectory):
     @property
     def bytes(self) -> int:
         """Bytes of the stored tensors."""
-        return sum(_count(shape) * self.dtype(name).itemsize for name, shape in self.shapes.items())
+        return sum(self._views[name].bytes for name in self.shapes)
+
+    @property
+    def prediction_layers(self) -> int:
+        """Layers for multi-token prediction in the files, which are not read."""
+        layers = (re.match(r"model\.layers\.(\d+)\.", name) for file in self.files for name in file.entries)
+        return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 
     def release(self) -> None:
         """Give resident weight pages back to the system; tensors stay valid."""
@@ -218,15 +241,59 @@ def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dt
     return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) else dtype
 
 
+@dataclass(frozen=True)
+class Scales:
+    """Where the scales of a weight in 8-bit floating point are."""
+
+    file: SafetensorsFile
+    name: str
+    block: tuple[int, int]
+
+    def check(self, view: _View, where: str) -> None:
+        """Raise a CompressError unless these are scales of the weight's blocks."""
+        entry, shape = self.file.entries[self.name], view.shape
+        is_matrix = len(shape) == 2 and not isinstance(view, _StackedView)
+        if view.dtype != FLOAT8 or entry.dtype != torch.float32 or not is_matrix:
+            raise UnsupportedError(
+                f"{where}: is {view.dtype} with scales of {entry.dtype}; quantised weights are read where they are {FLOAT8} "
+                "matrices with scales of torch.float32; take the model's weights in bfloat16"
+            )
+        asked = tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
+        if entry.shape != asked:
+            raise CheckpointError(
+                f"{where}: has scales of shape {list(entry.shape)}, and {list(shape)} in blocks of {list(self.block)} asks "
+                f"for {list(asked)}; {_SAME_MODEL}"
+            )
+
+    def applied(self, values_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight."""
+        return dequantised(values_OI, self.file.tensor(self.name), self.block, dtype)
+
+
 class _View:
     """Where a tensor is: a whole stored tensor, or one projection of one expert in a stack."""
+
+    scales: Scales | None = None
+    """Of a weight in 8-bit floating point, which is read as one of `dtype`."""
 
     def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
         self.file, self.stored_name, self.shape = file, stored_name, shape
         self.dtype = file.entries[stored_name].dtype
 
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        return (self.stored_name,) if self.scales is None else (self.stored_name, self.scales.name)
+
+    @property
+    def bytes(self) -> int:
+        """As stored."""
+        if self.scales is None:
+            return _count(self.shape) * self.dtype.itemsize
+        return _count(self.shape) + self.scales.file.entries[self.scales.name].nbytes
+
     def read(self) -> Tensor:
-        return self.file.tensor(self.stored_name)
+        tensor = self.file.tensor(self.stored_name)
+        return tensor if self.scales is None else self.scales.applied(tensor, self.dtype)
 
 
 class _StackedView(_View):

@@ -47,6 +47,8 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         "active_parameters": checkpoint.active_parameters,
         "bytes": checkpoint.bytes,
         "dtype": str(checkpoint.model_dtype).removeprefix("torch."),
+        "float8_block": None if checkpoint.float8_block is None else list(checkpoint.float8_block),
+        "prediction_layers_not_read": checkpoint.prediction_layers,
         "skip_tables": tables is not None,
         "valid": True,
         "checksums_compared": checksums,

@@ -219,10 +219,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if not cells:
             continue
         terminalreporter.section(title)
-        terminalreporter.line(f"{'family':<11}{'config':<32}" + "".join(f"{column:>20}" for column in columns))
+        terminalreporter.line(f"{'family':<13}{'config':<32}" + "".join(f"{column:>20}" for column in columns))
         for (family, variant), row in cells.items():
             shown = "".join(f"{row[column]:>20.1e}" if column in row else f"{'':>20}" for column in columns)
-            terminalreporter.line(f"{family:<11}{variant:<32}{shown}".rstrip())
+            terminalreporter.line(f"{family:<13}{variant:<32}{shown}".rstrip())
 
 
 @pytest.fixture(autouse=True)

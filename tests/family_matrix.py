@@ -59,11 +59,12 @@ class Made:
 
     family: str
     path: Path
+    changes: dict[str, Any] = field(default_factory=dict)
     reference: Any = field(init=False)
     checkpoint: Checkpoint = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reference = save_reference(self.family, self.path / "full")
+        self.reference = save_reference(self.family, self.path / "full", **self.changes)
         self.checkpoint = Checkpoint(self.path / "full")
 
     @cached_property
@@ -101,8 +102,8 @@ def own_logits(checkpoint: Checkpoint) -> Tensor:
     return decoder_of(checkpoint)(TOKENS)
 
 
-def decoder_of(checkpoint: Checkpoint) -> Decoder:
-    return Decoder(checkpoint.config, checkpoint.source(torch.float32))
+def decoder_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(checkpoint.config, checkpoint.source(dtype))
 
 
 def loaded(checkpoint: Checkpoint, plain: bool) -> Any:

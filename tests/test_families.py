@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import FAMILIES, FURTHER_FAMILIES
-from family_matrix import COLUMNS, REFUSED, ROWS, Made
+from family_matrix import COLUMNS, REFUSED, ROWS, Made, decoder_of, evenly, full, loaded, logits_of, own_logits, worst
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from compress.apply import apply
+from compress.plan import SHARED_EXPERT, concatenation_plan, pruning_plan
 from engine.architectures import ARCHITECTURES
-from engine.errors import UnsupportedError
+from engine.checkpoint import Checkpoint
+from engine.errors import CheckpointError, UnsupportedError
+from engine.inspect import inspect
+from engine.latent_attention import Queries
+from engine.routing import NO_EXPERT, GroupedTopK, SigmoidTopK
 
 
 @pytest.fixture(name="made_of", scope="session")
@@ -39,3 +52,190 @@ def test_what_a_family_can_become(family: str, column: str, made_of: Any, matrix
 def test_every_family_is_tested() -> None:
     assert set(FAMILIES | FURTHER_FAMILIES) == set(ARCHITECTURES)
     assert set(ROWS) == {name for name, row in ARCHITECTURES.items() if row.experts_keys}
+
+
+# What configs ask for
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("deepseek_v3", "queries without a latent vector", {"q_lora_rank": None}),
+    ("deepseek_v3", "biases, halves rotated", {"attention_bias": True, "rope_interleave": False}),
+    ("deepseek_v3", "yarn, mscale", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}}),
+    ("deepseek_v3", "yarn", {"rope_parameters": YARN}),
+    ("deepseek_v3", "top-k as it is", {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    ("deepseek_v2", "greedy", {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "q_lora_rank": None}),
+    ("deepseek_v2", "yarn, mscale", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+    ("glm4_moe", "neither norms nor biases", {"use_qk_norm": False, "attention_bias": False}),
+    ("glm4_moe", "groups, yarn", {"n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
+    ("deepseek", "top-k renormalised", {"norm_topk_prob": True, "n_shared_experts": None}),
+    ("deepseek", "every second layer", {"moe_layer_freq": 2, "first_k_dense_replace": 0, "num_hidden_layers": 4}),
+]
+
+
+@pytest.mark.parametrize(("family", "variant", "changes"), VARIANTS, ids=[f"{f}-{v}" for f, v, _ in VARIANTS])
+def test_what_configs_ask_for(family: str, variant: str, changes: dict[str, Any], tmp_path: Path, matrix: Any) -> None:
+    matrix(family, variant, "as it is", full(Made(family, tmp_path, changes)))
+
+
+def test_both_ways_of_latent_attention_are_one_function(made_of: Any) -> None:
+    """Of one position after others, some of which are padding; in float64."""
+    decoder = decoder_of(made_of("deepseek_v3").checkpoint, torch.float64)
+    attention = decoder.layers[1].attention
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    queries = Queries(normal(2, 4, 1, 6), normal(2, 4, 1, 4))
+    latent, key, mask = normal(2, 1, 9, 12), normal(2, 1, 9, 4), torch.arange(9) >= torch.tensor([[0], [3]])
+    for allowed in (None, mask[:, None, None]):
+        one, other = (way(queries, latent, key, allowed) for way in (attention.absorbed, attention.expanded))
+        assert one.shape == (2, 4, 1, 10) and float((one - other).abs().max()) < 1e-13
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_groups_of_any_size(sigmoid: bool) -> None:
+    """Written out for one token: groups of 3, 1 and 4 experts, of which two are taken, and top-5 of those."""
+    groups, bias = ((0, 1, 2), (3,), (4, 5, 6, 7)), torch.tensor([0.4, -0.2, 0.1, 0.9, -0.3, 0.2, 0.0, -0.1])
+    logits = 2.0 * torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    rule = SigmoidTopK(5, True, bias, 2.5, groups, 2) if sigmoid else GroupedTopK(5, groups, 2, 2.5)
+    found = rule(logits)
+    empty = 0
+    for row, experts, weights in zip(logits.tolist(), *(each.tolist() for each in found), strict=True):
+        total = sum(math.exp(z) for z in row)
+        scores = [1 / (1 + math.exp(-z)) if sigmoid else math.exp(z) / total for z in row]
+        choice = [s + float(b) for s, b in zip(scores, bias, strict=True)] if sigmoid else scores
+        judged = {group: sum(sorted(choice[e] for e in group)[::-1][: 2 if sigmoid else 1]) for group in groups}
+        allowed = [e for group in sorted(groups, key=judged.__getitem__)[-2:] for e in group]
+        best = sorted(allowed, key=lambda e: -choice[e])[:5]
+        whole = sum(scores[e] for e in best) if sigmoid else 1.0
+        assert {e: w for e, w in zip(experts, weights, strict=True) if e != NO_EXPERT} == pytest.approx(
+            {e: 2.5 * scores[e] / whole for e in best}
+        )
+        empty += experts.count(NO_EXPERT)
+    assert empty > 0, "a group of one and one of three hold fewer than five"
+
+
+# Layers for multi-token prediction
+
+
+def with_prediction_layer(made: Made, path: Path, layer: int) -> Path:
+    """The same model with one more layer in its files."""
+    shutil.copytree(made.path / "full", path)
+    tensors = load_file(path / "model.safetensors")
+    more = {f"model.layers.{layer}.{name}": torch.ones(32, 64) for name in ("eh_proj.weight", "mlp.gate_proj.weight")}
+    save_file(tensors | more, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_for_multi_token_prediction_are_left_out(family: str, made_of: Any, tmp_path: Path) -> None:
+    made = made_of(family)
+    path = with_prediction_layer(made, tmp_path / "more", 3)
+    found = inspect(str(path), checksums=False, progress=lambda names, _: names)
+    assert found["prediction_layers_not_read"] == 1 and found["valid"] and found["parameters"] == made.checkpoint.parameters
+    assert torch.equal(own_logits(Checkpoint(path)), own_logits(made.checkpoint))
+    for name, plan in (
+        ("pruned", pruning_plan({layer: evenly(made.moe(layer)) for layer in made.layers})),
+        ("dense", concatenation_plan({layer: [(0, 1.0), (SHARED_EXPERT, 1.0)] for layer in made.layers})),
+    ):
+        (tmp_path / name).mkdir()
+        apply(plan, Checkpoint(path), tmp_path / name)
+        assert Checkpoint(tmp_path / name).raw_config["num_nextn_predict_layers"] == 0
+        assert not any("layers.3" in key for key in load_file(tmp_path / name / "model.safetensors"))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.4\.\S+ is not part of this"):
+        Checkpoint(with_prediction_layer(made, tmp_path / "too many", 4))
+
+
+# 8-bit floating point
+
+
+def stored_in_float8(tensors: dict[str, Tensor], block: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Projections in 8 bits with their scales, and what they stand for, number by number."""
+    stored, meant = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if "_proj" not in name or not name.endswith(".weight"):
+            continue
+        rows, columns = (-(-size // step) for size, step in zip(weight.shape, block, strict=True))
+        scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(len(name))) * 0.01 + 0.001
+        wide = torch.tensor(
+            [[float(scales[i // block[0], j // block[1]]) for j in range(weight.shape[1])] for i in range(weight.shape[0])]
+        )
+        stored[name] = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        meant[name] = stored[name].float() * wide
+    return stored, meant
+
+
+@pytest.fixture(name="float8", scope="session")
+def float8_model(made_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """In blocks that do not divide the sizes, and what its weights are."""
+    path = tmp_path_factory.mktemp("float8")
+    tensors = load_file(made_of("deepseek_v3").path / "full" / "model.safetensors")
+    stored, meant = stored_in_float8(tensors, (12, 20))
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((made_of("deepseek_v3").path / "full" / "config.json").read_text())
+    quantised = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [12, 20]}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    return path, meant
+
+
+def test_weights_in_float8_are_read_as_what_they_stand_for(float8: Any, made_of: Any, tmp_path: Path, matrix: Any) -> None:
+    path, meant = float8
+    checkpoint = Checkpoint(path)
+    assert all(torch.equal(checkpoint.tensor(name), meant[name]) for name in checkpoint.shapes)
+    assert checkpoint.bytes == sum(each.nbytes for each in load_file(path / "model.safetensors").values())
+    shutil.copy(made_of("deepseek_v3").path / "full" / "config.json", tmp_path)
+    save_file(meant, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = logits_of(loaded(Checkpoint(tmp_path), plain=True))
+    assert float((expected - made_of("deepseek_v3").logits).abs().max()) > 1e-2, "they are rounded"
+    matrix("deepseek_v3", "float8", "as it is", worst(own_logits(checkpoint), expected))
+    assert inspect(str(path), checksums=False, progress=lambda names, _: names)["float8_block"] == [12, 20]
+    (tmp_path / "pruned").mkdir()
+    apply(pruning_plan({1: [0, 1], 2: [3]}), checkpoint, tmp_path / "pruned")
+    pruned = Checkpoint(tmp_path / "pruned")
+    assert "quantization_config" not in pruned.raw_config and pruned.dtype("lm_head.weight") == torch.float32
+    assert torch.equal(pruned.tensor("model.layers.2.mlp.experts.0.up_proj.weight"), meant[WEIGHT])
+
+
+WEIGHT = "model.layers.2.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("quantised", "message"),
+    [
+        ({"quant_method": "gptq"}, "quant_method='gptq'"),
+        ({"fmt": "e5m2"}, "fmt='e5m2'"),
+        ({"activation_scheme": "static"}, "activation_scheme='static'"),
+        ({"weight_block_size": None}, "weight_block_size=None"),
+    ],
+)
+def test_other_kinds_of_quantised_weights_are_refused_by_name(
+    quantised: dict[str, Any], message: str, float8: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(float8[0], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= quantised
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=message):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({f"{WEIGHT}_scale_inv": torch.ones(2, 2, dtype=torch.bfloat16)}, UnsupportedError, "scales of torch.bfloat16"),
+        ({f"{WEIGHT}_scale_inv": torch.ones(2, 1)}, CheckpointError, r"scales of shape \[2, 1\]"),
+        ({f"{WEIGHT}_scale_inv": None}, CheckpointError, f"{WEIGHT} is torch.float8_e4m3fn"),
+        ({WEIGHT: torch.ones(16, 32)}, UnsupportedError, f"{WEIGHT}: is torch.float32 with scales"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(
+    changed: dict[str, Tensor | None], error: type[Exception], message: str, float8: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(float8[0], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors") | changed
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(error, match=message):
+        Checkpoint(tmp_path)
