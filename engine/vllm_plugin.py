@@ -12,7 +12,7 @@ layer's prefix to the layer, and that function reads the counts from the model's
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -63,11 +63,7 @@ def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) ->
         yield
         return
     counts = experts_per_layer(row, config.to_dict(), config)
-    if any(GROUPS_KEY in ((block.get("ffn") or {}).get("moe") or {}) for block in config.block_configs):
-        raise UnsupportedError(
-            "groups of this model's experts have lost unequal numbers of them, and vLLM has groups of one size; serve it "
-            "with our own engine, or prune with --uniform"
-        )
+    check_groups(config.to_dict())
     if vllm_config.parallel_config.enable_eplb:
         raise OptionError(
             "layers of this model keep different numbers of experts, which --enable-eplb cannot balance; serve it without"
@@ -91,6 +87,15 @@ def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) ->
         yield
     finally:
         module.make_layers = make_layers
+
+
+def check_groups(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError where groups of experts are of different sizes."""
+    if any(GROUPS_KEY in ((block.get("ffn") or {}).get("moe") or {}) for block in config["block_configs"]):
+        raise UnsupportedError(
+            "groups of this model's experts have lost unequal numbers of them, and vLLM has groups of one size; serve it "
+            "with our own engine, or prune with --uniform"
+        )
 
 
 @contextmanager

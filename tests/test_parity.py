@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, MOE_FAMILIES, enough, save_reference
+from conftest import FAMILIES, save_reference
 
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import KeyValueCache
@@ -137,28 +137,3 @@ def test_chunked_prefill_equals_whole(tmp_path: Path) -> None:
         cache = KeyValueCache(decoder.config, 1, 20, torch.float32)
         pieces = [decoder(piece, cache=cache) for piece in tokens.split(6, dim=1)]
         assert torch.allclose(torch.cat(pieces, 1), decoder(tokens), atol=1e-5)
-
-
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_a_pruned_non_uniform_artifact_equals_transformers(
-    family: str, tmp_path: Path, parity: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The artifact's own modelling file, in transformers, against our decoder on the same directory."""
-    import transformers.dynamic_module_utils
-    from transformers import AutoModelForCausalLM
-
-    from compress.apply import apply
-    from compress.plan import pruning_plan
-
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    save_reference(family, tmp_path / "full")
-    pruned = tmp_path / "pruned"
-    pruned.mkdir()
-    kept = enough(family, {0: [0, 2, 5], 1: [3], 2: [0, 1, 2, 3, 4, 5]})
-    apply(pruning_plan(kept), Checkpoint(tmp_path / "full"), pruned)
-    reference = AutoModelForCausalLM.from_pretrained(pruned, trust_remote_code=True, dtype=torch.float32).eval()
-    checkpoint = Checkpoint(pruned)
-    decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
-    tokens = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        parity(family, "plain", "pruned non-uniform", float((decoder(tokens) - reference(tokens).logits).abs().max()))
