@@ -113,7 +113,7 @@ def check_groups(budget: Budget, layers: Mapping[int, MoeConfig]) -> None:
     """Raise OptionError where a uniform result would not have as many experts in every group of a layer.
 
     A plain checkpoint of a family says nothing of its groups but how many they are. Those of sigmoid scores are judged by
-    two experts each (DeepSeek-V3, §2.1.2), so transformers wants as many.
+    two experts each (arXiv 2412.19437, §2.1.2), so transformers wants as many.
     """
     if budget.scope != "uniform":
         return

@@ -923,12 +923,13 @@ def _groups(row: Architecture, config: Mapping[str, Any], family: Any, index: in
     blocks = config.get("block_configs")
     groups = None if blocks is None else blocks[index]["ffn"]["moe"].get(GROUPS_KEY)
     if groups is not None:
-        if not isinstance(groups, list) or len(groups) != experts or not set(groups) <= set(range(count)):
+        own = groups if isinstance(groups, list) else []
+        if len(own) != experts or not all(type(group) is int and 0 <= group < count for group in own):
             raise CheckpointError(
                 f"config.json: block_configs[{index}].ffn.moe.{GROUPS_KEY} is {shown(groups)}; it must be a list of "
                 f"{experts} groups from 0 to {count - 1}"
             )
-        return tuple(groups)
+        return tuple(own)
     if experts % count:
         raise CheckpointError(f"config.json: {experts} experts cannot share {count} groups evenly ({row.groups_key})")
     if per_token > used * (experts // count):

@@ -1,4 +1,4 @@
-"""Weights in 8-bit floating point with a float32 scale for each block (DeepSeek-V3, §3.3.2), read as plain ones.
+"""Weights in 8-bit floating point with a float32 scale for each block (arXiv 2412.19437, §3.3.2), read as plain ones.
 
 Only how weights are stored is read. That such a model's own kernels round activations too is left out: here they stay in
 the model's dtype.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, §2.1): the keys and values of all heads are made of one vector of a position.
+"""Multi-head latent attention (arXiv 2405.04434, §2.1): keys and values of all heads are made of one vector of a position.
 
     c^KV = norm(W^DKV·h)    k^R = RoPE(W^KR·h)    k_i = [W^UK_i·c^KV; k^R]    v_i = W^UV_i·c^KV        (eq. 9-16)
 
@@ -130,7 +130,7 @@ class LatentAttention(nn.Module):
 
 
 def softmax_scale(config: DecoderConfig) -> float:
-    """1/√E, and under YaRN what `mscale_all_dim` adds to it (Peng et al. 2023, §3.4, as DeepSeek's models have it)."""
+    """1/√E, and under YaRN what `mscale_all_dim` adds to it (Peng et al. 2023, §3.4)."""
     rope = config.transformers_config.rope_parameters
     factor, share = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
     stretched = rope.get("rope_type", "default") != "default" and factor > 1

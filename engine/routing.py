@@ -75,7 +75,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class GroupedTopK:
-    """Device-limited routing (DeepSeek-V2, §2.2.2): softmax over all experts, the k largest within the token's best groups.
+    """Device-limited routing (arXiv 2405.04434, §2.2.2): softmax over all experts, the k largest in the token's best groups.
 
     A group is as good as its best expert. Probabilities are the weights as they are, times `scale`. As in SigmoidTopK an
     expert whose logit is −∞ does not exist, groups may be of any size, and slots that the best groups cannot fill are empty.
@@ -133,7 +133,7 @@ class Noisy:
 
 @dataclass(frozen=True)
 class SigmoidTopK:
-    """Sigmoid scores with a correction bias and groups (DeepSeek-V3, §2.1.2): the bias chooses and never weighs.
+    """Sigmoid scores with a correction bias and groups (arXiv 2412.19437, §2.1.2): the bias chooses and never weighs.
 
     Each token takes the k experts of the largest score + bias within its best groups; a group is as good as the sum of its
     two best experts. The weights are the scores without the bias, rescaled to sum to one where `normalise` is set, times

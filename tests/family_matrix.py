@@ -33,7 +33,7 @@ ROWS = {
     "mixtral": "Mixtral",
     "qwen2_moe": "Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE",
-    "olmoe": "OLMoE",
+    "olmoe": "OLMoE ³",
     "llama_moe": "LLaMA-MoE v1 ¹",
     "deepseek": "DeepSeek-MoE (V1) ¹",
     "deepseek_v2": "DeepSeek V2",
@@ -47,8 +47,8 @@ ROWS = {
 REFUSED = {("phimoe", "dense"): "it has no dense sibling, and its router takes two experts"}
 """Cells that are no number, with what the refusal says."""
 NOTES = (
-    "¹ transformers has no class of it: compared with a naive implementation (`tests/naive_*.py`); only this package loads "
-    "results that are not made dense. ² Results are written as DeepSeek V3, which it is.",
+    "¹ transformers has no class of it: compared with a naive implementation (`tests/naive_*.py`). ² Results are written as\n"
+    "DeepSeek V3, which it is. ³ Dense: with one expert in each layer."
 )
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
 

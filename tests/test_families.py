@@ -12,7 +12,21 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES
-from family_matrix import COLUMNS, REFUSED, ROWS, Made, decoder_of, evenly, full, loaded, logits_of, own_logits, worst
+from family_matrix import (
+    COLUMNS,
+    NOTES,
+    REFUSED,
+    ROWS,
+    Made,
+    decoder_of,
+    evenly,
+    full,
+    loaded,
+    logits_of,
+    own_logits,
+    refusals,
+    worst,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +38,8 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.inspect import inspect
 from engine.latent_attention import Queries
 from engine.routing import NO_EXPERT, GroupedTopK, SigmoidTopK
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(name="made_of", scope="session")
@@ -52,6 +68,16 @@ def test_what_a_family_can_become(family: str, column: str, made_of: Any, matrix
 def test_every_family_is_tested() -> None:
     assert set(FAMILIES | FURTHER_FAMILIES) == set(ARCHITECTURES)
     assert set(ROWS) == {name for name, row in ARCHITECTURES.items() if row.experts_keys}
+
+
+def test_the_table_shows_every_cell() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "families.md").read_text().splitlines()
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert header == ["family", *COLUMNS] and [row[0] for row in rows] == list(ROWS.values())
+    for (family, _), row in zip(ROWS.items(), rows, strict=True):
+        for column, cell in zip(COLUMNS, row[1:], strict=True):
+            assert cell == "refused" if (family, column) in REFUSED else float(cell) <= 1e-4
+    assert NOTES in "\n".join(lines) and refusals() in "\n".join(lines)
 
 
 # What configs ask for

@@ -1,0 +1,35 @@
+"""What each family can become: the matrix that tests/test_families.py holds, as a table with its figures.
+
+python benchmarks/families.py        and then: python benchmarks/results.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from results import ROOT, markdown, save
+
+sys.path.insert(0, str(ROOT / "tests"))
+from family_matrix import COLUMNS, NOTES, ROWS, Made
+
+
+def main() -> None:
+    import torch
+    from transformers import dynamic_module_utils
+
+    torch.set_num_threads(1)
+    figures: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        dynamic_module_utils.HF_MODULES_CACHE = str(Path(temporary) / "modules")
+        for family in ROWS:
+            (Path(temporary) / family).mkdir()
+            made = Made(family, Path(temporary) / family)
+            figures[family] = {column: measure(made) for column, measure in COLUMNS.items()}
+    rows = [[ROWS[family], *(f"{value:.0e}" for value in own.values())] for family, own in figures.items()]
+    save("families", figures, markdown(["family", *COLUMNS], rows) + f"\n{NOTES}\n")
+
+
+if __name__ == "__main__":
+    main()
