@@ -47,8 +47,8 @@ ROWS = {
 REFUSED = {("phimoe", "dense"): "it has no dense sibling, and its router takes two experts"}
 """Cells that are no number, with what the refusal says."""
 NOTES = (
-    "¹ transformers has no class of it: compared with a naive implementation (`tests/naive_*.py`). ² Results are written as\n"
-    "DeepSeek V3, which it is. ³ Dense: with one expert in each layer."
+    "¹ transformers has no class of it: compared with a naive implementation (`tests/naive_*.py`). ² Results are\n"
+    "written as DeepSeek V3, which it is. ³ Dense: with one expert in each layer."
 )
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
 
