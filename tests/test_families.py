@@ -103,8 +103,8 @@ def test_what_configs_ask_for(family: str, variant: str, changes: dict[str, Any]
     matrix(family, variant, "as it is", full(Made(family, tmp_path, changes)))
 
 
-def test_both_ways_of_latent_attention_are_one_function(made_of: Any) -> None:
-    """Of one position after others, some of which are padding; in float64."""
+def test_both_ways_of_latent_attention_are_one_function(made_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one position after others, some of which are padding; in float64, and in bfloat16 that is only emulated."""
     decoder = decoder_of(made_of("deepseek_v3").checkpoint, torch.float64)
     attention = decoder.layers[1].attention
     generator = torch.Generator().manual_seed(0)
@@ -117,6 +117,11 @@ def test_both_ways_of_latent_attention_are_one_function(made_of: Any) -> None:
     for allowed in (None, mask[:, None, None]):
         one, other = (way(queries, latent, key, allowed) for way in (attention.absorbed, attention.expanded))
         assert one.shape == (2, 4, 1, 10) and float((one - other).abs().max()) < 1e-13
+        monkeypatch.setattr("engine.latent_attention.is_emulated", lambda tensor: tensor.dtype == torch.bfloat16)
+        half = attention.absorbed(
+            Queries(*(each.bfloat16() for each in queries)), latent.bfloat16(), key.bfloat16(), allowed
+        )
+        assert half.dtype == torch.bfloat16 and float((half - one).abs().max()) < 0.02 * float(one.abs().max())
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
