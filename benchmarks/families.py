@@ -12,7 +12,7 @@ from pathlib import Path
 from results import ROOT, markdown, save
 
 sys.path.insert(0, str(ROOT / "tests"))
-from family_matrix import COLUMNS, NOTES, ROWS, Made
+from family_matrix import COLUMNS, NOTES, REFUSED, ROWS, Made, refusals
 
 
 def main() -> None:
@@ -26,9 +26,14 @@ def main() -> None:
         for family in ROWS:
             (Path(temporary) / family).mkdir()
             made = Made(family, Path(temporary) / family)
-            figures[family] = {column: measure(made) for column, measure in COLUMNS.items()}
-    rows = [[ROWS[family], *(f"{value:.0e}" for value in own.values())] for family, own in figures.items()]
-    save("families", figures, markdown(["family", *COLUMNS], rows) + f"\n{NOTES}\n")
+            figures[family] = {
+                column: measure(made) for column, measure in COLUMNS.items() if (family, column) not in REFUSED
+            }
+    rows = [
+        [ROWS[family], *(f"{own[column]:.0e}" if column in own else "refused" for column in COLUMNS)]
+        for family, own in figures.items()
+    ]
+    save("families", figures, f"{markdown(['family', *COLUMNS], rows)}\n{NOTES}\n{refusals()}\n")
 
 
 if __name__ == "__main__":

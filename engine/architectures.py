@@ -314,6 +314,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **_DEEPSEEK,
             layer_step_key="moe_layer_freq",
             output_bias="attention_bias",
+            rope_types=("default", "linear", "dynamic"),
         ),
         Architecture(
             model_type="deepseek_v2",

@@ -42,7 +42,7 @@ ROWS = {
     "glm4_moe": "GLM-4-MoE",
     "granitemoe": "Granite-MoE",
     "phimoe": "Phi-3.5-MoE",
-    "gpt_oss": "GPT-OSS",
+    "gpt_oss": "GPT-OSS ³",
 }
 REFUSED = {("phimoe", "dense"): "it has no dense sibling, and its router takes two experts"}
 """Cells that are no number, with what the refusal says."""
@@ -51,6 +51,11 @@ NOTES = (
     "written as DeepSeek V3, which it is. ³ Dense: with one expert in each layer."
 )
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def refusals() -> str:
+    """What is refused, with the reason, in sentences."""
+    return "\n".join(f"Refused: {ROWS[family]}, {column}: {reason}." for (family, column), reason in REFUSED.items())
 
 
 @dataclass

@@ -190,6 +190,7 @@ def test_gates_of_sigmoid_scores_are_shares_of_them(tmp_path: Path) -> None:
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=true"),
         ("deepseek", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
         ("deepseek", {"head_dim": 4}, "head_dim=4"),
+        ("deepseek", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         ("qwen3_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ],
     ids=str,
