@@ -21,7 +21,7 @@ from compress.recipes import RECIPES, Recipe
 from compress.response_distillation import KnowledgeAugmentation
 from compress.rouge import scorer
 from compress.training import TrainingOptions
-from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, check_same_tokens, load_tokenizer, resolve
 from engine.errors import OptionError
 
 METRICS = ("perplexity", "rouge-l")
@@ -253,18 +253,7 @@ def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: s
             f"{teacher.directory} has {shapes[0][0]} layers of width {shapes[0][1]}, {student.directory} {shapes[1][0]} of "
             f"{shapes[1][1]}; recipe {name} compares them one by one, so take kd or a student of the teacher's shape"
         )
-    sizes = teacher.config.vocabulary_size, student.config.vocabulary_size
-    vocabularies = [load_tokenizer(checkpoint).get_vocab() for checkpoint in (teacher, student)]
-    if sizes[0] != sizes[1] and vocabularies[0] == vocabularies[1]:
-        raise OptionError(
-            f"{teacher.directory} and {student.directory} have one tokenizer, and {sizes[0]} and {sizes[1]} rows of "
-            "embeddings; cut or pad those of one to the other's"
-        )
-    if vocabularies[0] != vocabularies[1]:
-        raise OptionError(
-            f"{teacher.directory} and {student.directory} have different tokenizers ({sizes[0]} and {sizes[1]} tokens), so "
-            "their predictions cannot be compared; take a student with the teacher's tokenizer"
-        )
+    check_same_tokens(teacher, student)
 
 
 def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None, source: str) -> Distillable:

@@ -227,29 +227,39 @@ class Attention(nn.Module):
         return torch.cat(mixed)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
-        """The compiled kernels, for the next position of a few sequences."""
-        if cache is None or positions.is_padded or query.shape[2] != 1 or query.dtype != torch.bfloat16:
+        """The compiled kernels, for the next few positions of a few sequences."""
+        if cache is None or positions.is_padded or query.dtype != torch.bfloat16:
             return None
-        return compiled_kernels(query.shape[0], positions.cosine)
+        return compiled_kernels(query.shape[0] * query.shape[2], positions.cosine)
 
     def _attend_compiled(
         self, kernels: Any, query_key_value: tuple[Tensor, ...], positions: Positions, cache: Cache
     ) -> Tensor:
+        """One position after the other: each attends to those before it, and is computed as if it had come alone."""
+        places, parts = cache.places, (*query_key_value, *positions[:2])
+        if query_key_value[0].shape[2] == 1:
+            return self._attend_next(kernels, parts, cache, places)
+        blocks, filled, block_size = places
+        steps = enumerate(zip(*(part.split(1, dim=2) for part in parts), strict=True))
+        mixed = [self._attend_next(kernels, step, cache, (blocks, filled + done, block_size)) for done, step in steps]
+        return torch.cat(mixed, dim=1)
+
+    def _attend_next(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache, places: tuple[Any, Any, int]) -> Tensor:
+        *query_key_value, cosine, sine = parts
         batch, heads, _, size = query_key_value[0].shape
-        if positions.cosine.shape[-1] != size:
+        if cosine.shape[-1] != size:
             # The kernel rotates whole heads: those that are rotated in part come to it rotated, and it turns by nothing.
-            rotated = [rotate(each, positions.cosine, positions.sine).contiguous() for each in query_key_value[:2]]
-            query_key_value = (*rotated, query_key_value[2])
-            whole = positions.cosine.new_ones(1, 1, 1, size)
-            positions = positions._replace(cosine=whole, sine=torch.zeros_like(whole))
-        angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in positions[:2]]
+            query_key_value[:2] = [rotate(each, cosine, sine).contiguous() for each in query_key_value[:2]]
+            cosine = cosine.new_ones(1, 1, 1, size)
+            sine = torch.zeros_like(cosine)
+        angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in (cosine, sine)]
         mixed = kernels.attend(
             [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
             [tensor.stride(0) for tensor in query_key_value],
             cache.addresses(self.layer),
             (batch, heads, self.key_heads, size),
             cache.group_stride,
-            cache.places,
+            places,
             self.window,
             self.scale,
             None if self.sinks is None else self.sinks.detach().float().numpy(),

@@ -36,7 +36,7 @@ from engine.architectures import (
 from engine.artifact import check_sizes, read_provenance
 from engine.attention import Rotary
 from engine.block_float8 import FLOAT8, SCALES, block_of, dequantised
-from engine.errors import CheckpointError, UnsupportedError
+from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.safetensors_file import SafetensorsFile, open_shards
 from engine.stacks import stack_shape, stacked_names, taken
@@ -383,6 +383,22 @@ def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> A
             f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; it is of another model"
         )
     return tokenizer
+
+
+def check_same_tokens(first: Checkpoint, second: Checkpoint) -> None:
+    """Raise OptionError unless what both predict is of the same tokens."""
+    sizes = first.config.vocabulary_size, second.config.vocabulary_size
+    vocabularies = [load_tokenizer(checkpoint).get_vocab() for checkpoint in (first, second)]
+    if vocabularies[0] != vocabularies[1]:
+        raise OptionError(
+            f"{first.directory} and {second.directory} have different tokenizers ({sizes[0]} and {sizes[1]} tokens), so "
+            "their predictions cannot be compared; take two models with one tokenizer"
+        )
+    if sizes[0] != sizes[1]:
+        raise OptionError(
+            f"{first.directory} and {second.directory} have one tokenizer, and {sizes[0]} and {sizes[1]} rows of "
+            "embeddings; cut or pad those of one to the other's"
+        )
 
 
 def end_tokens(checkpoint: ModelDirectory) -> frozenset[int]:

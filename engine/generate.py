@@ -20,19 +20,22 @@ import torch
 from torch import Tensor
 
 from engine.artifact import compare_checksums
-from engine.checkpoint import Checkpoint, ModelDirectory, end_tokens, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, ModelDirectory, check_same_tokens, end_tokens, load_tokenizer, resolve
 from engine.errors import OptionError
 from engine.kv_cache import KeyValueCache
-from engine.linear import decoding, prepare_decoding
+from engine.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding
 from engine.model import Decoder, own_routings
 from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
 from engine.report import ExportedSkipCounter, Report, SkipCounter, peak_memory_bytes, rate
-from engine.sampling import SamplingOptions, sample
+from engine.sampling import SamplingOptions, penalised_rows, sample
 from engine.skip_tables import load_skip_tables, skipping_routings
+from engine.speculative import Reader, Speculation
 from engine.text_stream import TextStream, plain_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingOptions()
+DRAFT_TOKENS = 4
+"""Drafted before the target looks at them."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ class Engine:
             self.skip_counter = SkipCounter(decoder.moe_blocks, self.device)
         if self.skip_counter is not None:
             self.skip_counter.attach()
+        self.draft: Engine | None = None
+        """Writes ahead, for this one to verify."""
+        self.draft_tokens = DRAFT_TOKENS
         self._last: _Batch | None = None
 
     @classmethod
@@ -79,17 +85,25 @@ class Engine:
         skip_min_experts: int = 1,
         backend: str = "auto",
         checksums: bool = False,
+        draft: str | Path | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are mapped, not read, where device and dtype allow it.
 
         Raises CheckpointError, UnsupportedError, and OptionError for what this machine or model cannot honour.
         `threads` holds for the whole process. `backend`: "torch" for checkpoints, "onnx" for what was exported, or "auto".
-        `checksums`: first compare every file with what was written.
+        `checksums`: first compare every file with what was written. `draft`: a smaller model with the same tokenizer, which
+        proposes `draft_tokens` tokens at a time; it never changes what is written, only how fast (Leviathan et al. 2023).
         """
+        if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
+            raise OptionError(f"draft tokens are {draft_tokens}; they must be from 1 to {COMPILED_MAX_ROWS - 1}")
         set_threads(threads)
         directory = resolve(str(model))
         if checksums:
             compare_checksums(directory)
+        drafting = None if draft is None else resolve(str(draft))
+        if drafting is not None:
+            _check_pair(directory, drafting)
         if backend_of(directory, backend) == "onnx":
             if skip_threshold > 0:
                 raise OptionError("an exported model skips what it was exported to; give the skip threshold to the export")
@@ -105,7 +119,11 @@ class Engine:
         decoder = Decoder(config, source).eval()
         for block, routing in zip(decoder.moe_blocks, routings, strict=True):
             block.routing = routing
-        return cls(checkpoint, decoder, skipping=skip_threshold > 0)
+        engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
+        if drafting is not None:
+            engine.draft = cls.open(drafting, device=device, dtype=dtype, checksums=checksums)
+            engine.draft_tokens = draft_tokens
+        return engine
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -180,17 +198,28 @@ class Engine:
         with torch.inference_mode(), decode_kernels(tokens_B.shape[0], self.dtype, self.device):
             return self.decoder.last_logits(tokens_B[:, None], real_BP, cache)
 
+    def steps(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
+        """Several steps in one forward, of tokens that are known; logits [B, L, V] after each."""
+        assert isinstance(self.decoder, Decoder), "an exported model has no such forward"
+        with torch.inference_mode(), decode_kernels(tokens_BL.numel(), self.dtype, self.device):
+            return self.decoder.step_logits(tokens_BL, cache)
+
     def _start(
         self, prompts: Sequence[str], max_new_tokens: int, sampling: SamplingOptions, stop: str | Sequence[str]
     ) -> _Batch:
         _ = self.tokenizer, self.end_tokens  # loaded by the first run, and no part of what it took
-        prepare_decoding(self.dtype, self.device)
+        for engine in self._engines:
+            prepare_decoding(engine.dtype, engine.device)
         started = time.perf_counter()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not text for text in stops):
             raise OptionError("a stop string is empty; leave it out to generate up to the limit")
         ids = [self.encode(prompt) for prompt in prompts]
-        _check_room(max(map(len, ids)), max_new_tokens, self.checkpoint.config.max_positions)
+        if self.draft is not None and len(ids) > 1:
+            raise OptionError(f"a draft writes ahead for one prompt at a time, and {len(ids)} were given; give one, or no draft")
+        for engine in self._engines:
+            name = "the model" if engine is self else "the draft"
+            _check_room(max(map(len, ids)), max_new_tokens, engine.checkpoint.config.max_positions, name)
         decode = partial(plain_text, self.tokenizer)
         sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, decode) for prompt in ids]
         if self.skip_counter is not None:
@@ -199,16 +228,25 @@ class Engine:
         return self._last
 
     def _run(self, batch: _Batch) -> Iterator[None]:
-        """The loop. Yields after each token, with no torch mode left switched over to the consumer."""
-        cache = batch.new_cache()
+        """The loop. Yields after each forward of the model, with no torch mode left switched over to the consumer."""
+        cache = batch.new_cache(self)
         logits_BV = self.prefill(batch.tokens_BL, batch.real(cache), cache)
-        while True:
-            tokens_B = batch.postprocess(logits_BV)
-            yield
-            if batch.done:
-                return
+        speculation = None if self.draft is None else batch.speculate(self.draft, cache)
+        tokens_B = batch.postprocess(logits_BV)
+        yield
+        while not batch.done:
             batch.resume()
-            logits_BV = self.step(tokens_B, batch.real(cache), cache)
+            if speculation is None:
+                tokens_B = batch.postprocess(self.step(tokens_B, batch.real(cache), cache))
+            else:
+                (sequence,) = batch.sequences
+                batch.take([speculation.round(sequence.prompt, sequence.tokens, sequence.room)])
+            yield
+
+    @property
+    def _engines(self) -> list[Engine]:
+        """This one and its draft."""
+        return [self] if self.draft is None else [self, self.draft]
 
 
 class _Batch:
@@ -228,6 +266,7 @@ class _Batch:
         self._counter = engine.skip_counter
         self._engine = engine
         self._kv_cache_bytes = 0
+        self._speculation: Speculation | None = None
         prompts, later = [sequence.prompt for sequence in sequences], max_new_tokens - 1  # the last token is not read again
         self.tokens_BL, real_BP = left_padded(prompts, later)
         self._padded = not bool(real_BP.all())
@@ -250,12 +289,21 @@ class _Batch:
         """Every sequence has ended."""
         return all(sequence.finish_reason for sequence in self.sequences)
 
-    def new_cache(self) -> KeyValueCache:
+    def new_cache(self, engine: Engine) -> KeyValueCache:
         """An empty cache as large as the batch can need."""
-        engine, (rows, capacity) = self._engine, self._real_BP.shape
+        rows, capacity = self._real_BP.shape
         cache = KeyValueCache(engine.checkpoint.config, rows, capacity, engine.dtype, engine.device)
-        self._kv_cache_bytes = cache.bytes
+        self._kv_cache_bytes += cache.bytes
         return cache
+
+    def speculate(self, draft: Engine, cache: KeyValueCache) -> Speculation:
+        """Let the draft read the prompt, as the target has; `cache` is the target's."""
+        own = self._engine
+        draft_cache = self.new_cache(draft)
+        draft.prefill(self.tokens_BL, None, draft_cache)
+        target, writer = Reader(own.steps, cache), Reader(draft.steps, draft_cache)
+        self._speculation = Speculation(target, writer, own.draft_tokens, self._sampling, self._generator)
+        return self._speculation
 
     def real(self, cache: KeyValueCache) -> Tensor | None:
         """Bool [B, P] for the next forward, None where nothing is padded."""
@@ -267,16 +315,22 @@ class _Batch:
     def postprocess(self, logits_BV: Tensor) -> Tensor:
         """Choose the next token of each sequence and let those still going take it; int64 [B]."""
         with torch.inference_mode():
+            logits_BV = penalised_rows(logits_BV, [sequence.tokens for sequence in self.sequences], self._sampling)
             tokens_B = sample(logits_BV, self._sampling, self._generator)
-        for sequence, token in zip(self.sequences, tokens_B.tolist(), strict=True):
-            if not sequence.finish_reason:
-                sequence.append(token)
+        self.take(tokens_B[:, None].tolist())
+        return tokens_B
+
+    def take(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Let each sequence take its next tokens, up to its end."""
+        for sequence, following in zip(self.sequences, tokens, strict=True):
+            for token in following:
+                if not sequence.finish_reason:
+                    sequence.append(token)
         now = time.perf_counter()
         if self._first_token_at is None:
             self._first_token_at = now
         else:
             self._decode_seconds += now - self._resumed
-        return tokens_B
 
     def resume(self) -> None:
         """Before a step: the consumer's time ends here, and ended sequences are no longer counted."""
@@ -292,7 +346,9 @@ class _Batch:
         generated = sum(len(sequence.tokens) for sequence in self.sequences)
         first_token_at = self._prefill_started if self._first_token_at is None else self._first_token_at
         layers = [layer.moe for layer in engine.checkpoint.config.layers if layer.moe is not None]
-        asked = self._evaluations * sum(moe.experts_per_token for moe in layers)
+        speculation = self._speculation
+        proposed = 0 if speculation is None else speculation.proposed
+        asked = (self._evaluations + proposed) * sum(moe.experts_per_token for moe in layers)
         counter = self._counter
         return Report(
             prompt_tokens=self.prompt_tokens,
@@ -301,11 +357,13 @@ class _Batch:
             prefill_tokens_per_second=rate(self.prompt_tokens, first_token_at - self._prefill_started),
             tokens_per_second=rate(generated - len(self.sequences), self._decode_seconds),
             peak_memory_bytes=peak_memory_bytes(),
-            weights_bytes=engine.weights_bytes,
+            weights_bytes=sum(each.weights_bytes for each in engine._engines),
             kv_cache_bytes=self._kv_cache_bytes,
             experts_skipped_share=0.0 if counter is None else counter.share,
             experts_skipped_share_per_layer=[0.0] * len(layers) if counter is None else counter.share_per_layer,
             experts_read=asked if counter is None else counter.filled,
+            draft_acceptance_rate=speculation.accepted / proposed if speculation and proposed else None,
+            tokens_per_target_forward=(generated - 1) / speculation.rounds if speculation and speculation.rounds else None,
         )
 
 
@@ -375,11 +433,19 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def _check_room(prompt_tokens: int, max_new_tokens: int, max_positions: int) -> None:
+def _check_pair(target: Path, draft: Path) -> None:
+    """Raise OptionError unless the one can write ahead for the other."""
+    for directory in (target, draft):
+        if backend_of(directory, "auto") == "onnx":
+            raise OptionError(f"{directory}: is an exported model, and drafting takes checkpoints; give both as such")
+    check_same_tokens(Checkpoint(target), Checkpoint(draft))
+
+
+def _check_room(prompt_tokens: int, max_new_tokens: int, max_positions: int, name: str) -> None:
     if max_new_tokens < 1:
         raise OptionError(f"the number of new tokens is {max_new_tokens}; it must be at least 1")
     if prompt_tokens + max_new_tokens > max_positions:
         raise OptionError(
             f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones make {prompt_tokens + max_new_tokens}, "
-            f"and the model has {max_positions} positions; shorten the prompt or ask for fewer tokens"
+            f"and {name} has {max_positions} positions; shorten the prompt or ask for fewer tokens"
         )

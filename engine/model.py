@@ -100,17 +100,20 @@ class Decoder(nn.Module):
         """The MoE blocks in the order of their layers."""
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
 
-    def hidden_states(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def hidden_states(
+        self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None, *, one_by_one: bool = False
+    ) -> Tensor:
         """Final hidden states after the last norm, as the head takes them, [B, L, D].
 
         real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow what it holds.
+        one_by_one: each is read as the last of its text, where rotary scalings look at the length.
         """
         x_BLD = embedded(self.config, tokens_BL, self.embedding_VD)
         if isinstance(cache, PagedBatch):
             positions = paged_positions(self.config, self.rotary, cache, x_BLD)
         else:
             past = cache.length if cache is not None else 0
-            positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, x_BLD.dtype)
+            positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, x_BLD.dtype, one_by_one)
         for layer in self.layers:
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x_BLD = checkpoint(layer, x_BLD, positions, use_reentrant=False)
@@ -127,6 +130,10 @@ class Decoder(nn.Module):
     def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits of the last position only, [B, V]: what generation needs, without L·V logits in memory."""
         return self.logits(self.hidden_states(tokens_BL, real_BP, cache)[:, -1])
+
+    def step_logits(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
+        """Logits [B, L, V] of new tokens that are read together, and each as if it came after those before it were read."""
+        return self.logits(self.hidden_states(tokens_BL, None, cache, one_by_one=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[…, V] of final hidden states [..., D]."""
@@ -173,6 +180,7 @@ def positions_for(
     real_BP: Tensor | None,
     past: int,
     dtype: torch.dtype,
+    one_by_one: bool = False,
 ) -> Positions:
     """Rotary angles and masks of one forward. Positions count real tokens only, so left padding shifts nothing."""
     new, total = tokens_BL.shape[1], past + tokens_BL.shape[1]
@@ -182,7 +190,7 @@ def positions_for(
         index_BL = torch.arange(past, total, device=tokens_BL.device)[None]
     else:
         index_BL = (real_BP.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
-    cosine, sine = rotary(index_BL, dtype)
+    cosine, sine = rotary(index_BL, dtype, index_BL + 1 if one_by_one else None)
     windows = {layer.window for layer in config.layers}
     return Positions(
         cosine,

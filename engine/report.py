@@ -33,13 +33,18 @@ class Report:
     """Tokens after the first of each sequence, over the time after the first."""
     peak_memory_bytes: int
     weights_bytes: int
+    """A draft's included, as in the cache."""
     kv_cache_bytes: int
     experts_skipped_share: float
     """Of the expert evaluations that the model's own rule asks for."""
     experts_skipped_share_per_layer: list[float]
     """One per MoE layer."""
     experts_read: int
-    """Expert evaluations that were carried out: one for each expert of each token and layer."""
+    """Expert evaluations that were carried out: one for each expert of each token and layer; a draft's are not counted."""
+    draft_acceptance_rate: float | None = None
+    """Drafted tokens that were kept, of those that were drafted; None where none were."""
+    tokens_per_target_forward: float | None = None
+    """Tokens after the first, over forwards after the one of the prompt; None without a draft."""
 
 
 def rate(count: int, seconds: float) -> float | None:

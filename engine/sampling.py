@@ -6,7 +6,8 @@ Shape suffixes: B batch, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +60,24 @@ def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generat
 
     Raises CheckpointError where a logit is NaN or infinite.
     """
+    if options.temperature == 0:
+        return _finite(logits_BV).argmax(dim=-1)
+    return probabilities(logits_BV, options).multinomial(1, generator=generator)[:, 0]
+
+
+def probabilities(logits_BV: Tensor, options: SamplingOptions) -> Tensor:
+    """What `sample` draws from, float32 [B, V]: at temperature 0 all of it on one token. The same error."""
+    if options.temperature == 0:
+        best_B1 = _finite(logits_BV).argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(logits_BV, dtype=torch.float32).scatter_(-1, best_B1, 1.0)
+    scores_BV = _finite(logits_BV).float() / options.temperature
+    return _top_p(_top_k(scores_BV, options.top_k), options.top_p).softmax(dim=-1)
+
+
+def _finite(logits_BV: Tensor) -> Tensor:
     if not bool(logits_BV.isfinite().all()):
         raise CheckpointError(NOT_FINITE)
-    if options.temperature == 0:
-        return logits_BV.argmax(dim=-1)
-    scores_BV = _top_p(_top_k(logits_BV.float() / options.temperature, options.top_k), options.top_p)
-    return scores_BV.softmax(dim=-1).multinomial(1, generator=generator)[:, 0]
+    return logits_BV
 
 
 def penalised(logits_V: Tensor, counts: Mapping[int, int], options: SamplingOptions) -> Tensor:
@@ -74,6 +87,14 @@ def penalised(logits_V: Tensor, counts: Mapping[int, int], options: SamplingOpti
     tokens = torch.tensor(list(counts), device=logits_V.device)
     times = torch.tensor(list(counts.values()), dtype=torch.float32, device=logits_V.device)
     return logits_V.float().index_add(0, tokens, -(options.presence_penalty + options.frequency_penalty * times))
+
+
+def penalised_rows(logits_BV: Tensor, written: Sequence[Sequence[int]], options: SamplingOptions) -> Tensor:
+    """The same of each row, by the tokens that were generated before it; logits [B, V]."""
+    if options.presence_penalty == options.frequency_penalty == 0:
+        return logits_BV
+    rows = zip(logits_BV.float(), written, strict=True)
+    return torch.stack([penalised(logits_V, Counter(tokens), options) for logits_V, tokens in rows])
 
 
 def _top_k(scores_BV: Tensor, count: int) -> Tensor:

@@ -50,6 +50,11 @@ class TextStream:
         if found or last:
             self.finish_reason = "stop" if found or ended else "length"
 
+    @property
+    def room(self) -> int:
+        """Tokens up to the limit."""
+        return self._limit - len(self.tokens)
+
     def take(self) -> str:
         """The text since the last call, but for an end that may become a stop string."""
         end = len(self.text) if self.finish_reason else len(self.text) - held_back(self.text, self._stops)
