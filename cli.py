@@ -884,6 +884,10 @@ def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dic
     show_default=True,
     help="auto: onnx for an exported model, torch for all others.",
 )
+@click.option("--draft", help="A smaller model with the same tokenizer, to write ahead; the text stays MODEL's.")
+@click.option(
+    "--draft-tokens", type=click.IntRange(1, 63), default=4, show_default=True, help="It writes before MODEL looks."
+)
 @click.option("--checksums", is_flag=True, help="First compare every file with the artifact's checksums.")
 @common_options
 def generate(common: Common, **options: Any) -> dict[str, Any]:
@@ -903,6 +907,8 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
         skip_min_experts=options["skip_min_experts"],
         backend=options["backend"],
         checksums=options["checksums"],
+        draft=options["draft"],
+        draft_tokens=options["draft_tokens"],
     )
     prompts = list(options["prompt"])
     generations = engine.generate(
@@ -920,6 +926,12 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
         f"{report.time_to_first_token_seconds:.2f} s, peak memory {size(report.peak_memory_bytes)}, "
         f"experts skipped {report.experts_skipped_share:.0%}",
     )
+    if report.tokens_per_target_forward is not None:
+        accepted = number(report.draft_acceptance_rate, 2)
+        say(
+            common,
+            f"drafted tokens kept {accepted}, {report.tokens_per_target_forward:.2f} tokens for each forward of the model",
+        )
     texts = [generation.text for generation in generations]
     return {
         "text": texts[0] if len(texts) == 1 else texts,
@@ -930,6 +942,8 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
         "peak_memory_bytes": report.peak_memory_bytes,
         "experts_skipped_share": report.experts_skipped_share,
         "experts_skipped_share_per_layer": report.experts_skipped_share_per_layer,
+        "draft_acceptance_rate": report.draft_acceptance_rate,
+        "tokens_per_target_forward": report.tokens_per_target_forward,
     }
 
 

@@ -216,7 +216,9 @@ class Engine:
             raise OptionError("a stop string is empty; leave it out to generate up to the limit")
         ids = [self.encode(prompt) for prompt in prompts]
         if self.draft is not None and len(ids) > 1:
-            raise OptionError(f"a draft writes ahead for one prompt at a time, and {len(ids)} were given; give one, or no draft")
+            raise OptionError(
+                f"a draft writes ahead for one prompt at a time, and {len(ids)} were given; give one, or no draft"
+            )
         for engine in self._engines:
             name = "the model" if engine is self else "the draft"
             _check_room(max(map(len, ids)), max_new_tokens, engine.checkpoint.config.max_positions, name)

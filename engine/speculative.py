@@ -17,7 +17,9 @@ from engine.kv_cache import KeyValueCache
 from engine.sampling import SamplingOptions, penalised_rows, probabilities
 
 
-def verify(p_V: Sequence[Tensor], q_V: Sequence[Tensor], drafted: Sequence[int], uniforms: Sequence[float]) -> tuple[int, int]:
+def verify(
+    p_V: Sequence[Tensor], q_V: Sequence[Tensor], drafted: Sequence[int], uniforms: Sequence[float]
+) -> tuple[int, int]:
     """How many of the drafted tokens are accepted, and the token that follows them (Leviathan et al., Algorithm 1).
 
     p_V: K + 1 distributions [V], after the text and after each drafted token. q_V: the K that these were drawn from.
