@@ -37,6 +37,8 @@ class Positions(NamedTuple):
     """Some positions are padding."""
     masks: dict[int | None, Tensor | None]
     """By sliding window: bool [B or 1, 1, L, P], True where a query may look; None where plain causal says it all."""
+    one_by_one: bool = False
+    """A few are read together that could have come alone."""
 
 
 class Rotary:

@@ -75,7 +75,8 @@ class LatentAttention(nn.Module):
         else:
             if cache is not None:
                 latent_B1LC, key_B1LR = cache.append(self.layer, latent_B1LC, key_B1LR)
-            mixed_BHLV = self.attend(queries, latent_B1LC, key_B1LR, mask)
+            way = self._attend_next_ones if positions.one_by_one else self.attend
+            mixed_BHLV = way(queries, latent_B1LC, key_B1LR, mask)
         return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> tuple[Queries, Tensor, Tensor]:
@@ -102,6 +103,17 @@ class LatentAttention(nn.Module):
         """[B, H, L, V]."""
         way = self.absorbed if queries.plain_BHLN.shape[2] == 1 else self.expanded
         return way(queries, latent_B1PC, key_B1PR, mask)
+
+    def _attend_next_ones(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
+        """One position after the other, so that no keys and values are made of all those before."""
+        length, total = queries.plain_BHLN.shape[2], latent_B1PC.shape[2]
+        mixed = []
+        for place in range(length):
+            own, seen = slice(place, place + 1), total - length + place + 1
+            query = Queries(*(each[:, :, own] for each in queries))
+            own_mask = None if mask is None else mask[:, :, own, :seen]
+            mixed.append(self.absorbed(query, latent_B1PC[:, :, :seen], key_B1PR[:, :, :seen], own_mask))
+        return torch.cat(mixed, dim=2)
 
     def expanded(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
         """With keys and values of each head."""

@@ -197,6 +197,7 @@ def positions_for(
         sine,
         real_BP is not None,
         {window: attention_mask(real_BP, new, total, window, tokens_BL.device) for window in windows},
+        one_by_one,
     )
 
 
