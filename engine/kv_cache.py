@@ -26,6 +26,8 @@ class KeyValueCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.capacity = capacity
         self.length = 0
+        self.read_as = 0
+        """The length of the text that its positions are read as part of, at least (rotary scalings look at it)."""
 
     @property
     def bytes(self) -> int:
