@@ -35,6 +35,7 @@ from engine.checkpoint import Checkpoint, resolve
 from engine.errors import CompressError, OptionError
 from engine.generate import Engine, resolve_device, resolve_dtype, set_threads
 from engine.kv_cache import KeyValueCache
+from engine.linear import SHAPES_KEPT
 from engine.onnx_runtime import backend_of
 from engine.report import peak_memory_bytes
 
@@ -364,6 +365,8 @@ class TransformersBackend:
     experts_skipped_share = 0.0
 
     def __init__(self, spec: BenchSpec) -> None:
+        for name in SHAPES_KEPT:
+            os.environ.pop(name, None)
         set_threads(spec.threads)
         self.checkpoint = Checkpoint(resolve(spec.model))
         self.device = resolve_device(spec.device)

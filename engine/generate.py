@@ -36,6 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 GREEDY = SamplingOptions()
 DRAFT_TOKENS = 4
 """Drafted before the target looks at them."""
+PREFILL_CHUNK = 512
+"""Positions of a prompt that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,26 @@ class Engine:
         return self._last.report()
 
     def prefill(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
-        """Read the new tokens into the cache; logits [B, V] of the last position."""
+        """Read the new tokens into the cache; logits [B, V] of the last position.
+
+        Beside the cache, the memory that this takes does not grow with the prompt: PREFILL_CHUNK positions are read at a
+        time, with the rotary angles of the whole. An exported graph reads all at once.
+        """
+        decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
+        cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
         with torch.inference_mode():
-            return self.decoder.last_logits(tokens_BL, real_BP, cache)
+            while isinstance(decoder, Decoder) and cache.length + PREFILL_CHUNK < last:
+                start, end = cache.length, cache.length + PREFILL_CHUNK
+                decoder.hidden_states(tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end), cache)
+            start = cache.length
+            return decoder.last_logits(tokens_BL[:, start - first :], self._seen(real_BP, start, last), cache)
+
+    def _seen(self, real_BP: Tensor | None, start: int, end: int) -> Tensor | None:
+        """Which positions before `end` are real; only such from `start` on are counted in the next forward."""
+        seen_BP = None if real_BP is None else real_BP[:, :end]
+        if self.skip_counter is not None:
+            self.skip_counter.counted_T = None if seen_BP is None else seen_BP[:, start:].flatten()
+        return seen_BP
 
     def step(self, tokens_B: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
         """One more token of each sequence; logits [B, V] that follow it."""
@@ -273,8 +292,6 @@ class _Batch:
         self.tokens_BL, real_BP = left_padded(prompts, later)
         self._padded = not bool(real_BP.all())
         self.tokens_BL, self._real_BP = self.tokens_BL.to(engine.device), real_BP.to(engine.device)
-        if self._counter is not None:
-            self._counter.counted_T = self._real_BP[:, : self.tokens_BL.shape[1]].flatten() if self._padded else None
         self._evaluations = self.prompt_tokens  # tokens that went through the layers
         self._started = self._resumed = started
         self._prefill_started = time.perf_counter()

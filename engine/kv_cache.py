@@ -28,6 +28,8 @@ class KeyValueCache:
         self.keys, self.values = (torch.empty((*shape, size), dtype=dtype, device=device) for size in sizes)
         self.capacity = capacity
         self.length = 0
+        self.read_as = 0
+        """The length of the text that its positions are read as part of, at least (rotary scalings look at it)."""
 
     @property
     def bytes(self) -> int:

@@ -10,6 +10,7 @@ Shape suffixes: T rows, I input features, O output features, D hidden, F expert 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+SHAPES_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""How many shapes of products oneDNN, and torch's layer above it, keep compiled code of, about 1 MB each, 1,024 by default:
+each expert of each batch has another number of tokens, and each block of a long prompt another number of keys."""
+for _name in SHAPES_KEPT:  # read when the first product is made
+    os.environ.setdefault(_name, "64")
 
 COMPILED_MAX_ROWS = 64
 """Up to so many rows the compiled kernels serve, with more torch does."""

@@ -113,7 +113,9 @@ class Decoder(nn.Module):
             positions = paged_positions(self.config, self.rotary, cache, x_BLD)
         else:
             past = cache.length if cache is not None else 0
-            positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, x_BLD.dtype, one_by_one)
+            read_as = cache.read_as if cache is not None else 0
+            dtype = x_BLD.dtype
+            positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, dtype, read_as, one_by_one)
         for layer in self.layers:
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x_BLD = checkpoint(layer, x_BLD, positions, use_reentrant=False)
@@ -180,9 +182,13 @@ def positions_for(
     real_BP: Tensor | None,
     past: int,
     dtype: torch.dtype,
+    read_as: int = 0,
     one_by_one: bool = False,
 ) -> Positions:
-    """Rotary angles and masks of one forward. Positions count real tokens only, so left padding shifts nothing."""
+    """Rotary angles and masks of one forward. Positions count real tokens only, so left padding shifts nothing.
+
+    read_as: the length of the text that they are part of, where it is more than this forward tells.
+    """
     new, total = tokens_BL.shape[1], past + tokens_BL.shape[1]
     if real_BP is not None and bool(real_BP.all()):
         real_BP = None
@@ -190,7 +196,10 @@ def positions_for(
         index_BL = torch.arange(past, total, device=tokens_BL.device)[None]
     else:
         index_BL = (real_BP.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
-    cosine, sine = rotary(index_BL, dtype, index_BL + 1 if one_by_one else None)
+    lengths_BL = index_BL + 1 if one_by_one else None
+    if lengths_BL is None and rotary.varies and read_as:
+        lengths_BL = torch.full_like(index_BL, max(read_as, int(index_BL.max()) + 1))
+    cosine, sine = rotary(index_BL, dtype, lengths_BL)
     windows = {layer.window for layer in config.layers}
     return Positions(
         cosine,

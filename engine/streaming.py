@@ -8,7 +8,6 @@ Shape suffixes: S sequences, B sequences of one batch, L positions, D hidden, V 
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -22,9 +21,6 @@ from engine.attention import Positions, Rotary
 from engine.checkpoint import Checkpoint
 from engine.model import DecoderLayer, Outer, embedded, positions_for
 
-# Each expert of each batch has another number of tokens, and oneDNN keeps compiled code of about 1 MB for each it has met,
-# 1,024 of them by default. It reads this when it first multiplies.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 MEMORY_LIMIT_BYTES = 256 << 20
 """Hidden states above this size go to a temporary file."""
 TOKENS_PER_BATCH = 4096
