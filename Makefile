@@ -23,7 +23,7 @@ help: ## this list
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH_PIP_OPTIONS) -c constraints.txt torch==2.13.0 setuptools wheel
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[dev,tasks,plots,fast,serve,onnx]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[dev,tasks,plots,fast,serve,onnx,classifiers]'
 	touch $@
 
 demo: $(STAMP) ## prune the built-in model at 50 %, compare it with the original, and show text from both

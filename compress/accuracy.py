@@ -5,17 +5,22 @@ Shape suffixes: N examples, B batch, C classes, D features.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from calibrate.labelled import DIGITS, Labelled, labelled
+from calibrate.labelled import DIGITS, Labelled, Part, labelled
 from compress.training import batch_rows
+from engine.checkpoint import resolve
 from engine.classifier import Classifier, ClassifierDirectory
 from engine.classifier_inputs import Examples, ImageInputs, TextInputs
-from engine.errors import CheckpointError, DataError
+from engine.errors import CheckpointError, DataError, OptionError
+from engine.onnx_classifier import open_classifier
+from engine.progress import Progress, no_progress
 
 GROUP = 64
 """Examples that are run at a time where nothing is trained."""
@@ -66,6 +71,44 @@ def accuracy(
         right += int((logits_BC.argmax(dim=-1).cpu() == labels_N[start : start + len(logits_BC)]).sum())
         start += len(logits_BC)
     return right / len(examples)
+
+
+def evaluate_accuracy(
+    model: str,
+    data: str | None,
+    *,
+    split: Part = "held-out",
+    samples: int | None = None,
+    length: int | None = None,
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    probes: bool = False,
+    seed: int = 0,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """`compress evaluate` of a classifier: the share of examples that it is right about, or its features are good for."""
+    started = time.monotonic()
+    described, classify = open_classifier(resolve(model), backend, device, dtype)
+    found, inputs = examples_for(described, data, length)
+    part = found.part("held-out" if probes else split)
+    part = part if samples is None else part.only(range(min(samples, len(part))))
+    if not probes:
+        labels_N = part.numbers(described.class_names)
+        value = accuracy(classify, part, inputs, labels_N, device, lambda rows: progress(rows, "accuracy (batches)"))
+    elif isinstance(classify, Classifier):
+        value = probe(classify, found.name, inputs, device, seed)
+    else:
+        raise OptionError(f"{model}: an export gives no features to probe; take the model it was made from")
+    return {
+        "metric": "probe" if probes else "accuracy",
+        "value": value,
+        "tokens": None,
+        "examples": len(part),
+        "seconds": time.monotonic() - started,
+        "data": found.name,
+        "split": "held-out" if probes else split,
+    }
 
 
 # Linear probing

@@ -17,6 +17,7 @@ from compress.accuracy import Inputs, groups, on
 from compress.moe_kd import ClassMeans, class_probabilities, e_step, elbo, kd, prototype_projector, srrl
 from compress.training import Batch
 from engine.classifier import Classifier
+from engine.classifier_inputs import Examples
 from engine.mixture_head import Gate, log_experts, projector
 
 CLASSIFIER_RECIPES = ("sft", "kd", "srrl", "moe-kd")
@@ -187,7 +188,7 @@ class DistillationLoss:
         return class_probabilities(teacher_BK, self.recipe.temperature)
 
     @torch.no_grad()
-    def _teacher(self, rows_B: Tensor, examples: Tensor | list[str]) -> Tensor:
+    def _teacher(self, rows_B: Tensor, examples: Examples) -> Tensor:
         """The teacher's logits, [B, K]."""
         assert self.teacher is not None and self.taught is not None
         if self.taught.logits_NK is not None:

@@ -33,7 +33,7 @@ class SgdTrainer(Trainer):
         """buffers: changed in place by the loss's forward passes; they are saved with the parameters."""
         super().__init__(parameters, loss, options, examples, 1)
         self.buffers = dict(buffers)
-        self.optimiser: torch.optim.Optimizer = torch.optim.SGD(
+        self.optimiser = torch.optim.SGD(
             self.masters.values(), lr=options.learning_rate, momentum=momentum, weight_decay=options.weight_decay
         )
 

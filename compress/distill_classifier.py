@@ -6,15 +6,15 @@ import math
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from calibrate.labelled import Labelled, is_nameless
+from calibrate.labelled import DIGITS, Labelled, is_nameless
 from compress import plots
 from compress.accuracy import Inputs, accuracy, examples_for, on, probe
 from compress.apply import carried_files
@@ -39,6 +39,7 @@ from compress.work_directory import WorkDirectory
 from engine.artifact import whole_or_nothing, write_provenance
 from engine.checkpoint import resolve
 from engine.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, Classifier, ClassifierCheckpoint
+from engine.classifier_inputs import PREPROCESSOR, ImageInputs
 from engine.errors import OptionError
 from engine.json_file import write_json
 from engine.progress import Progress, no_progress
@@ -137,6 +138,7 @@ class Pair:
 def distill_classifier(options: ClassifierOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress distill --json`."""
     started = time.monotonic()
+    options = replace(options, calibration=replace(options.calibration, data=options.calibration.data or DIGITS))
     options.check()
     work = WorkDirectory(options.output)
     student = ClassifierCheckpoint(resolve(options.model))
@@ -166,8 +168,9 @@ def prepare(options: ClassifierOptions, student: ClassifierCheckpoint) -> Pair:
         held_out = held_out.only(range(min(options.evaluation_samples, len(held_out))))
     if len(training) < 2:
         raise OptionError(f"{examples.name}: has one example to train on; give more")
-    numbers = (part.numbers(class_names) for part in (training, held_out))
-    return Pair(student, teacher, inputs, training, held_out, *numbers, _names_of(examples, class_names))
+    labels_N, held_out_N = (part.numbers(class_names) for part in (training, held_out))
+    names = _names_of(examples, class_names)
+    return Pair(student, teacher, inputs, training, held_out, labels_N, held_out_N, names)
 
 
 def _common_names(teacher: ClassifierCheckpoint, student: ClassifierCheckpoint) -> tuple[str, ...]:
@@ -293,7 +296,7 @@ def _write_model(directory: Path, pair: Pair, done: Trained) -> None:
     The mean prototype goes into the head's bias and out of all prototypes. That changes nothing of the mixture, and the
     student alone is then the classifier that all experts come down to on average.
     """
-    source, model = pair.student, done.student.model
+    source, model = pair.student, cast(Any, done.student.model)
     config = source.raw_config | _named(pair.class_names)
     if done.mixture is not None and done.mixture.means_KE is not None:
         assert done.taught is not None
@@ -301,7 +304,7 @@ def _write_model(directory: Path, pair: Pair, done: Trained) -> None:
         head = done.student.head
         if head.bias is not None:
             mean_D = done.taught.shares_K.cpu() @ prototypes_KD
-            head.bias += (head.weight @ mean_D.to(head.weight)).to(head.bias)
+            head.bias.add_(head.weight @ mean_D.to(head.weight.device))
             prototypes_KD = prototypes_KD - mean_D
         gate = {name: tensor.cpu().contiguous() for name, tensor in done.mixture.gate.state_dict().items()}
         write_tensors(directory / MIXTURE_NAME, {PROTOTYPES: prototypes_KD} | gate, {"format": "pt"}, "the mixture")
@@ -311,6 +314,10 @@ def _write_model(directory: Path, pair: Pair, done: Trained) -> None:
     write_json(directory / "config.json", config)
     for path in carried_files(source.directory):
         shutil.copyfile(path, directory / path.name)
+    if isinstance(pair.inputs, ImageInputs) and not (directory / PREPROCESSOR).is_file():
+        images = pair.training.read([0])
+        assert isinstance(images, Tensor)
+        write_json(directory / PREPROCESSOR, pair.inputs.described((images.shape[2], images.shape[3])))
 
 
 def _named(class_names: tuple[str, ...]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Trainer:
             name: processes.piece(parameter.detach()).float().clone() for name, parameter in self.parameters.items()
         }
         """Of a sharded parameter this process's piece."""
-        self.optimiser = torch.optim.AdamW(
+        self.optimiser: torch.optim.Optimizer = torch.optim.AdamW(
             self.masters.values(), lr=options.learning_rate, weight_decay=options.weight_decay
         )
         self.history: list[dict[str, float]] = []

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from engine.architectures import classified, load_transformers_config
 from engine.artifact import check_sizes, read_provenance
-from engine.checkpoint import load_tokenizer_of
-from engine.classifier_inputs import ImageInputs, TextInputs, image_inputs
+from engine.checkpoint import ONNX_NAME, load_tokenizer_of
+from engine.classifier_inputs import SMALL_SIZE, ImageInputs, TextInputs, image_inputs
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.mixture_head import Gate, MixtureHead, projector
@@ -71,6 +71,17 @@ class ClassifierDirectory:
             )
         self.experts: int = experts
         """Of the mixture behind the head; 0 for a plain classifier."""
+
+    @property
+    def parameters(self) -> int:
+        """Stored numbers; of an export what its provenance says, 0 where it has none."""
+        found = (self.provenance or {}).get("figures", {}).get("parameters")
+        return found if isinstance(found, int) else 0
+
+    @property
+    def bytes(self) -> int:
+        """Of the graph of an export."""
+        return (self.directory / ONNX_NAME).stat().st_size
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -157,7 +168,7 @@ class ClassifierCheckpoint(ClassifierDirectory):
         if self.what == "texts":
             return {"input_ids": torch.zeros(1, 2, dtype=torch.long), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
         inputs = image_inputs(self.directory, self.config)
-        height, width = inputs.size or (32, 32)
+        height, width = inputs.size or SMALL_SIZE
         return inputs(torch.zeros(1, inputs.channels, height, width, dtype=torch.uint8))
 
     def _mixture_head(self, file: SafetensorsFile, head: nn.Linear) -> MixtureHead:
@@ -263,4 +274,5 @@ class Classifier(nn.Module):
         split = self.split(**inputs)
         if self.mixture is None:
             return split.logits_BC.float()
-        return self.mixture(split.gated.float(), split.logits_BC.float())
+        mixed_BC: Tensor = self.mixture(split.gated.float(), split.logits_BC.float())
+        return mixed_BC

@@ -20,6 +20,8 @@ from engine.json_file import load_json, shown
 PREPROCESSOR = "preprocessor_config.json"
 MIDDLE = (0.5,)
 """Mean and deviation of pixels where a checkpoint has no PREPROCESSOR to say."""
+SMALL_SIZE = (32, 32)
+"""Of images for a model that takes any size, where there are none yet."""
 Examples = Tensor | Sequence[str]
 """uint8 images [B, C, H, W], or texts."""
 
@@ -47,6 +49,19 @@ class ImageInputs:
             torch.tensor(values, device=images.device).view(1, -1, 1, 1) for values in (self.mean, self.deviation)
         )
         return {"pixel_values": (pixels_BCHW / 255 - mean) / deviation}
+
+    def described(self, size: tuple[int, int]) -> dict[str, Any]:
+        """The same as PREPROCESSOR has it, for images of this size where there is none yet."""
+        height, width = self.size or size
+        return {
+            "do_resize": True,
+            "size": {"height": height, "width": width},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.mean) * (self.channels // len(self.mean)),
+            "image_std": list(self.deviation) * (self.channels // len(self.deviation)),
+        }
 
 
 @dataclass(frozen=True)
