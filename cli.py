@@ -24,6 +24,7 @@ METRICS = ("perplexity", "rouge-l")
 CLASSIFIER_METRIC = "accuracy"
 RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar", "layer-mse", "srrl", "moe-kd")
 ABLATIONS = ("i", "ii", "iii", "iv", "v")
+OPTIMISERS = ("sgd", "adamw")
 AUGMENTATIONS = ("none", "crop", "crop-flip")
 DIVERGENCES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
 SELECTIONS = ("usage", "reap", "average", "random")
@@ -259,11 +260,18 @@ classifier_options = together(
     click.option(
         "--augment", type=click.Choice(AUGMENTATIONS), default="none", show_default=True, help="Images: at random."
     ),
+    click.option(
+        "--optimiser",
+        type=click.Choice(OPTIMISERS),
+        default="sgd",
+        show_default=True,
+        help="Classifiers: adamw suits encoders.",
+    ),
     click.option("--momentum", type=float, default=0.9, show_default=True, help="Classifiers: of gradient descent."),
     click.option("--weight-decay", type=float, default=5e-4, show_default=True, help="Classifiers: of all parameters."),
     click.option("--probe", metavar="DATA", help="Classifiers: other examples, to probe the features on linearly."),
 )
-CLASSIFIER_OPTIONS = ("ablation", "augment", "momentum", "weight_decay", "probe")
+CLASSIFIER_OPTIONS = ("ablation", "augment", "optimiser", "momentum", "weight_decay", "probe")
 """Of a distillation, beside those that language models have too."""
 
 

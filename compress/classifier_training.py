@@ -1,4 +1,4 @@
-"""Training of a classifier: stochastic gradient descent with momentum at a rate that falls in steps (MoE-KD §5.1)."""
+"""Training of a classifier: by default gradient descent with momentum, at a rate that falls in steps (MoE-KD §5.1)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FALLS = (5 / 8, 6 / 8, 7 / 8)
 BUFFER = "buffer."
 
 
-class SgdTrainer(Trainer):
-    """The loop of training.py with this optimiser, and with what a network notes while it is trained (running norms)."""
+class ClassifierTrainer(Trainer):
+    """The loop of training.py with this schedule, and with what a network notes while it is trained (running norms)."""
 
     unit = "examples"
 
@@ -28,14 +28,18 @@ class SgdTrainer(Trainer):
         loss: Loss,
         options: TrainingOptions,
         examples: int,
-        momentum: float = 0.9,
+        momentum: float | None = 0.9,
     ) -> None:
-        """buffers: changed in place by the loss's forward passes; they are saved with the parameters."""
+        """buffers: changed in place by the loss's forward passes; they are saved with the parameters.
+
+        momentum: of gradient descent; None for AdamW.
+        """
         super().__init__(parameters, loss, options, examples, 1)
         self.buffers = dict(buffers)
-        self.optimiser = torch.optim.SGD(
-            self.masters.values(), lr=options.learning_rate, momentum=momentum, weight_decay=options.weight_decay
-        )
+        if momentum is not None:
+            self.optimiser = torch.optim.SGD(
+                self.masters.values(), lr=options.learning_rate, momentum=momentum, weight_decay=options.weight_decay
+            )
 
     def update(self, step: int) -> None:
         """Move the parameters against the gradients."""

@@ -30,7 +30,7 @@ from compress.classifier_distillation import (
     ask,
     mixture_for,
 )
-from compress.classifier_training import SgdTrainer
+from compress.classifier_training import ClassifierTrainer
 from compress.job import JobOptions
 from compress.pictures import draw_training
 from compress.result import check_outputs, finished_before, until_whole
@@ -47,6 +47,8 @@ from engine.report import peak_memory_bytes
 from engine.safetensors_file import write_tensors
 from engine.transformers_model import quiet_transformers
 
+OPTIMISERS = ("sgd", "adamw")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierOptions(JobOptions):
@@ -62,6 +64,7 @@ class ClassifierOptions(JobOptions):
     """τ."""
     epochs: int = 240
     batch_size: int = 64
+    optimiser: str = "sgd"
     learning_rate: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 5e-4
@@ -80,6 +83,7 @@ class ClassifierOptions(JobOptions):
             ("recipe", self.recipe, CLASSIFIER_RECIPES),
             ("ablation", self.ablation, (None, *ABLATIONS)),
             ("augment", self.augment, AUGMENTATIONS),
+            ("optimiser", self.optimiser, OPTIMISERS),
         ):
             if value not in known:
                 raise OptionError(f"{name} is {value!r}; of classifiers it must be one of {', '.join(filter(None, known))}")
@@ -199,7 +203,7 @@ class Trained:
     student: Classifier
     mixture: Mixture | None
     taught: Taught | None
-    trainer: SgdTrainer
+    trainer: ClassifierTrainer
     before: dict[str, float | None]
     """Figures before any step."""
 
@@ -229,7 +233,8 @@ def _train(options: ClassifierOptions, pair: Pair, work: WorkDirectory, progress
         recipe, Side(student, pair.inputs), teacher, mixture, taught, pair.training, pair.labels_N, device
     )
     steps = options.epochs * max(1, len(pair.training) // options.batch_size)
-    trainer = SgdTrainer(parameters, buffers, loss, options.training(steps), len(pair.training), options.momentum)
+    momentum = options.momentum if options.optimiser == "sgd" else None
+    trainer = ClassifierTrainer(parameters, buffers, loss, options.training(steps), len(pair.training), momentum)
     for module in (student, mixture):
         if module is not None:
             module.train()

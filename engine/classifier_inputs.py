@@ -88,7 +88,8 @@ def image_inputs(directory: Path, config: Any) -> ImageInputs:
     """As PREPROCESSOR and config.json there say. Raises CheckpointError for what cannot be meant."""
     channels, path = int(getattr(config, "num_channels", 3)), directory / PREPROCESSOR
     said = load_json(path, "image preprocessing") if path.is_file() else {}
-    size = _size(path, said.get("crop_size") or said.get("size") or getattr(config, "image_size", None))
+    sizes = (said.get("crop_size"), said.get("size"), getattr(config, "image_size", None))
+    size = _size(path, next((value for value in sizes if value is not None), None))
     if said.get("do_normalize") is False:
         return ImageInputs(channels, size, (0.0,), (1.0,))
     mean, deviation = (_numbers(path, said, key, channels) for key in ("image_mean", "image_std"))
