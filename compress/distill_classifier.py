@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from calibrate.labelled import DIGITS, Labelled, is_nameless
-from compress import plots
+from compress import plots, processes
 from compress.accuracy import Inputs, accuracy, examples_for, on, probe
 from compress.apply import carried_files
 from compress.classifier_distillation import (
@@ -79,6 +79,8 @@ class ClassifierOptions(JobOptions):
 
     def check(self) -> None:
         """Raise OptionError for what no training can use."""
+        if processes.started_together():
+            raise OptionError("classifiers are distilled in one process, as norms are of whole batches; leave out torchrun")
         for name, value, known in (
             ("recipe", self.recipe, CLASSIFIER_RECIPES),
             ("ablation", self.ablation, (None, *ABLATIONS)),

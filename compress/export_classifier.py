@@ -193,7 +193,10 @@ def quantise(path: Path, real: Sequence[Given] | None) -> None:
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    kept = [node.name for node in onnx.load(path).graph.node if node.name.startswith(MIXTURE_SCOPE)]
+    model = onnx.load(path)
+    kept = [node.name for node in model.graph.node if node.name.startswith(MIXTURE_SCOPE)]
+    del model.graph.value_info[:]  # shapes of weights too, which the tools turn round without telling
+    onnx.save(model, path)
     prepared = path.with_suffix(".prepared")
     quant_pre_process(path, prepared, skip_symbolic_shape=True)
     if real is None:

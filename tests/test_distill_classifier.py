@@ -19,10 +19,12 @@ from torch.nn import functional as F
 
 import cli
 from calibrate.labelled import labelled
+from calibrate.options import CalibrationOptions
+from compress import plots
 from compress.accuracy import examples_for, probe
 from compress.classifier_distillation import ABLATIONS, AUGMENTATIONS, CLASSIFIER_RECIPES, augmented
 from compress.classifier_training import ClassifierTrainer
-from compress.distill_classifier import OPTIMISERS
+from compress.distill_classifier import OPTIMISERS, ClassifierOptions, distill_classifier
 from compress.moe_kd import class_probabilities
 from compress.training import TrainingOptions, batch_rows
 from engine.classifier import MIXTURE_NAME, ClassifierCheckpoint
@@ -37,20 +39,24 @@ SMALL = ["--epochs", "2", "--batch-size", "12"]
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pairs of classifiers of images and texts, and data for both."""
     path = tmp_path_factory.mktemp("classifiers")
-    classifier("resnet", path / "teacher", hidden_sizes=[8, 16], depths=[1, 2])
+    classifier("resnet", path / "untrained", hidden_sizes=[8, 16], depths=[1, 2])
     classifier("resnet", path / "student", seed=1)
     classifier("convnext", path / "other", seed=2)
     classifier("bert", path / "text-teacher")
     classifier("bert", path / "text-student", seed=1, num_hidden_layers=1)
     save_reference("llama", path / "decoder")
-    shades(path / "shades.npz")
+    data = CalibrationOptions(str(shades(path / "shades.npz")))
     sentences(path / "rows.jsonl")
+    untrained, recipe = str(path / "untrained"), {"recipe": "sft", "epochs": 10, "batch_size": 12, "optimiser": "adamw"}
+    options = ClassifierOptions(model=untrained, output=path / "teacher", calibration=data, learning_rate=0.01, **recipe)
+    assert distill_classifier(options)["metric_after"] > 0.9
     return path
 
 
 @pytest.fixture(autouse=True)
 def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
+    monkeypatch.setattr(plots, "available", lambda: False)  # drawn once, where the fixture trains
 
 
 def run(command: str, *arguments: str) -> dict[str, Any]:
@@ -169,7 +175,7 @@ def test_training_teaches_and_commands_take_the_result() -> None:
         "distill", "--student", "other", "--recipe", "sft", "--data", "shades.npz", "--epochs", "15", *longer, "-o", "t"
     )
     assert taught["metric_after"] > max(0.9, taught["metric_before"]) and taught["teacher"] is None
-    pair = ["--teacher", "t", "--student", "student", "--data", "shades.npz", "--recipe", "moe-kd", "--epochs", "20"]
+    pair = ["--teacher", "t", "--student", "student", "--data", "shades.npz", "--recipe", "moe-kd", "--epochs", "15"]
     figures = run("distill", *pair, *longer, "-o", "m")
     assert figures["metric_after"] > 0.9 and figures["teacher_accuracy"] == taught["metric_after"]
     evaluated = run("evaluate", "m", "--data", "shades.npz")
@@ -182,12 +188,12 @@ def test_training_teaches_and_commands_take_the_result() -> None:
     assert described["kind"] == "artifact" and described["experts_per_layer"] == [CLASSES] and described["valid"]
     assert described["parameters"] == figures["parameters_after"] > figures["parameters_before"]
     assert run("inspect", "student")["kind"] == "checkpoint"
-    rows = run("bench", "student", "m", "-b", "2", "-r", "2")["rows"]
-    assert [row["experts"] for row in rows] == [0, CLASSES] and rows[1]["test"] == f"images {SIZE}×{SIZE}, batch 2"
-    assert all(row["examples_per_second_mean"] > 0 and row["peak_memory_bytes"] > row["weights_bytes"] for row in rows)
-    text = ["--epochs", "12", "--batch-size", "12", "--learning-rate", "0.01", "--optimiser", "adamw", "--max-length", "30"]
+    (row,) = run("bench", "m", "-b", "2", "-r", "2")["rows"]
+    assert row["experts"] == CLASSES and row["test"] == f"images {SIZE}×{SIZE}, batch 2" and row["backend"] == "torch"
+    assert row["examples_per_second_mean"] > 0 and row["peak_memory_bytes"] > row["weights_bytes"]
+    text = ["--epochs", "15", "--batch-size", "12", "--learning-rate", "0.01", "--optimiser", "adamw", "--max-length", "30"]
     figures = run("distill", *TEXTS, *text, "--recipe", "moe-kd", "--overwrite")
-    assert figures["metric_after"] > 0.9 > figures["metric_before"]
+    assert figures["metric_after"] >= 0.9 > figures["metric_before"]
     out = ClassifierCheckpoint(Path("out"))
     assert out.class_names == ("alpha", "beta", "gamma")
     given = out.inputs()(["1 alpha", "2 gamma and more"])
