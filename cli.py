@@ -916,16 +916,16 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
     from engine.checkpoint import resolve
     from engine.classifier import is_classifier
     from engine.errors import OptionError
-    from engine.onnx_runtime import backend_of
 
-    device, directory = chosen_device(common), resolve(options["model"])
-    if is_classifier(directory):
-        return _evaluate_classifier(common, device, options)
+    if is_classifier(resolve(options["model"])):
+        return _evaluate_classifier(common, options)
     if options["metric"] == CLASSIFIER_METRIC or options["probe"]:
         raise OptionError(
             f"{options['model']}: is no classifier, so it has no accuracy; take --metric perplexity or rouge-l"
         )
-    backend_of(directory, options["backend"])
+    if options["backend"] != "auto" and (options["tasks"] or options["metric"] != "perplexity"):
+        raise OptionError("--backend is for perplexity and accuracy; leave it out")
+    device = chosen_device(common)
     if options["tasks"]:
         result = evaluate_tasks(options["model"], options["tasks"].split(","), limit=options["limit"], device=device)
         say(common, table([["task", "value"], *([name, str(value)] for name, value in result["value"].items())]))
@@ -938,13 +938,14 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
         split=options["split"],
         dtype=common.torch_dtype(),
         device=common.device,
+        backend=options["backend"],
         progress=progress_bar,
     )
     say(common, f"{result['metric']} {result['value']:.4f} on {result['tokens']:,} tokens in {result['seconds']:.1f} s")
     return result
 
 
-def _evaluate_classifier(common: Common, device: str, options: dict[str, Any]) -> dict[str, Any]:
+def _evaluate_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any]:
     from compress.accuracy import evaluate_accuracy
     from engine.errors import OptionError
 
@@ -958,7 +959,7 @@ def _evaluate_classifier(common: Common, device: str, options: dict[str, Any]) -
         length=options["max_length"],
         backend=options["backend"],
         dtype=common.torch_dtype(),
-        device=device,
+        device=common.device,
         probes=options["probe"],
         seed=common.seed,
         progress=progress_bar,

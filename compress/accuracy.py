@@ -82,22 +82,22 @@ def evaluate_accuracy(
     length: int | None = None,
     backend: str = "auto",
     dtype: torch.dtype | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     probes: bool = False,
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """`compress evaluate` of a classifier: the share of examples that it is right about, or its features are good for."""
     started = time.monotonic()
-    described, classify = open_classifier(resolve(model), backend, device, dtype)
+    described, classify, where = open_classifier(resolve(model), backend, device, dtype)
     found, inputs = examples_for(described, data, length)
     part = found.part("held-out" if probes else split)
     part = part if samples is None else part.only(range(min(samples, len(part))))
     if not probes:
         labels_N = part.numbers(described.class_names)
-        value = accuracy(classify, part, inputs, labels_N, device, lambda rows: progress(rows, "accuracy (batches)"))
+        value = accuracy(classify, part, inputs, labels_N, where, lambda rows: progress(rows, "accuracy (batches)"))
     elif isinstance(classify, Classifier):
-        value = probe(classify, found.name, inputs, device, seed)
+        value = probe(classify, found.name, inputs, where, seed)
     else:
         raise OptionError(f"{model}: an export gives no features to probe; take the model it was made from")
     return {

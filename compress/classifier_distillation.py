@@ -16,7 +16,7 @@ from calibrate.labelled import Labelled
 from compress.accuracy import Inputs, groups, on
 from compress.moe_kd import ClassMeans, class_probabilities, e_step, elbo, kd, prototype_projector, srrl
 from compress.training import Batch
-from engine.classifier import Classifier
+from engine.classifier import Classifier, Split
 from engine.classifier_inputs import Examples
 from engine.mixture_head import Gate, log_experts, projector
 
@@ -127,9 +127,8 @@ def mixture_for(
                 own = torch.zeros(experts) if bias is None else bias.detach().float().cpu().clone()
                 classifier.bias = nn.Parameter(own, requires_grad=False)
             gate = Gate(projector(gated.shape[1], width, gated.dim() == 4), classifier, experts)
-        return Mixture(
-            gate, means_KE if means_KE is None else means_KE.cpu(), student.head.in_features, recipe.ablation == "iii"
-        )
+        means_KE = None if means_KE is None else means_KE.cpu()
+        return Mixture(gate, means_KE, student.head.in_features, learned=recipe.ablation == "iii")
 
 
 @dataclass
@@ -159,33 +158,34 @@ class DistillationLoss:
         examples = self.examples.read(rows_B.tolist())
         if isinstance(examples, Tensor):
             examples = augmented(examples, self.recipe.augment, batch.generator)
-        labels_B = self.labels_N[rows_B].to(self.device)
         split = self.student.model.split(**on(self.student.inputs, examples, self.device))
-        scores_BC = split.logits_BC.float()
-        if self.recipe.name == "sft":
-            return {"labels": F.cross_entropy(scores_BC, labels_B, reduction="sum") / count}
         teacher_BK = self._teacher(rows_B, examples) if self.recipe.asks_teacher else None
+        terms = self._terms(split, self.labels_N[rows_B].to(self.device), teacher_BK)
+        return {name: term_B.sum() / count for name, term_B in terms.items()}
+
+    def _terms(self, split: Split, labels_B: Tensor, teacher_BK: Tensor | None) -> dict[str, Tensor]:
+        """Of each example, [B]. teacher_BK: its logits, where the recipe asks for them."""
+        scores_BC, temperature = split.logits_BC.float(), self.recipe.temperature
+        if self.recipe.name == "sft":
+            return {"labels": F.cross_entropy(scores_BC, labels_B, reduction="none")}
         if self.recipe.name == "kd":
             assert teacher_BK is not None
-            labels, divergence = kd(scores_BC, labels_B, teacher_BK, self.recipe.temperature)
-            return {"labels": labels.sum() / count, "teacher": divergence.sum() / count}
+            labels_loss_B, divergence_B = kd(scores_BC, labels_B, teacher_BK, temperature)
+            return {"labels": labels_loss_B, "teacher": divergence_B}
         assert self.mixture is not None
         log_gate_BK = self.mixture.gate(split.gated.float())
         if self.recipe.name == "srrl":
             assert teacher_BK is not None
-            likelihood, divergence = srrl(scores_BC, labels_B, self._probabilities(teacher_BK), log_gate_BK)
-            return {"labels": -likelihood.sum() / count, "gate": divergence.sum() / count}
+            likelihood_B, divergence_B = srrl(scores_BC, labels_B, class_probabilities(teacher_BK, temperature), log_gate_BK)
+            return {"labels": -likelihood_B, "gate": divergence_B}
         biases_KC = self.mixture.prototypes() @ self.student.model.head.weight.float().T
         log_experts_BK = log_experts(scores_BC, biases_KC, labels_B)
         if teacher_BK is None:
             log_posterior_BK = e_step(log_gate_BK, log_experts_BK)
-        else:
-            log_posterior_BK = F.log_softmax(teacher_BK / self.recipe.temperature, dim=-1)
-        expected, divergence = elbo(log_posterior_BK, log_gate_BK, log_experts_BK)
-        return {"experts": -expected.sum() / count, "gate": divergence.sum() / count}
-
-    def _probabilities(self, teacher_BK: Tensor) -> Tensor:
-        return class_probabilities(teacher_BK, self.recipe.temperature)
+        else:  # ablation (v)
+            log_posterior_BK = F.log_softmax(teacher_BK / temperature, dim=-1)
+        expected_B, divergence_B = elbo(log_posterior_BK, log_gate_BK, log_experts_BK)
+        return {"experts": -expected_B, "gate": divergence_B}
 
     @torch.no_grad()
     def _teacher(self, rows_B: Tensor, examples: Examples) -> Tensor:

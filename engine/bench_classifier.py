@@ -22,7 +22,7 @@ from engine.checkpoint import resolve
 from engine.classifier import Classifier
 from engine.classifier_inputs import SMALL_SIZE, image_inputs
 from engine.errors import OptionError
-from engine.generate import DTYPES, resolve_device, set_threads
+from engine.generate import DTYPES, set_threads
 from engine.onnx_classifier import open_classifier
 from engine.onnx_runtime import backend_of
 from engine.report import peak_memory_bytes
@@ -108,10 +108,10 @@ class ClassifierBench:
 
     def __init__(self, spec: ClassifierSpec) -> None:
         set_threads(spec.threads)
-        self.device = resolve_device("cpu" if spec.backend == "onnx" and spec.device == "auto" else spec.device)
         dtype = None if spec.dtype == "auto" else DTYPES[spec.dtype]
         directory = resolve(spec.model)
-        self.described, self.classify = open_classifier(directory, spec.backend, str(self.device), dtype, spec.threads)
+        opened = open_classifier(directory, spec.backend, spec.device, dtype, spec.threads)
+        self.described, self.classify, self.device = opened
         generator = torch.Generator().manual_seed(spec.seed)
         if self.described.what == "images":
             inputs = image_inputs(directory, self.described.config)

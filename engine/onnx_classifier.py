@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from engine.checkpoint import ONNX_NAME
 from engine.classifier import Classifier, ClassifierCheckpoint, ClassifierDirectory
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.generate import resolve_device
 from engine.onnx_runtime import backend_of, session
 
 INPUTS = {"images": ("pixel_values",), "texts": ("input_ids", "attention_mask")}
@@ -96,18 +98,27 @@ class OnnxClassifier:
         return torch.from_numpy(logits_BC)
 
 
+class Opened(NamedTuple):
+    """A classifier ready to be called."""
+
+    described: ClassifierDirectory
+    classify: Classifier | OnnxClassifier
+    device: torch.device
+    """Where its inputs must be."""
+
+
 def open_classifier(
     directory: Path,
     backend: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     dtype: torch.dtype | None = None,
     threads: int | None = None,
-) -> tuple[ClassifierDirectory, Classifier | OnnxClassifier]:
-    """What is there, and the same ready to be called. Raises OptionError for a backend or device that cannot run it."""
+) -> Opened:
+    """What is there. Raises OptionError for a backend or device that cannot run it."""
     if backend_of(directory, backend) == "torch":
-        checkpoint = ClassifierCheckpoint(directory)
-        return checkpoint, checkpoint.load(dtype, device)
+        checkpoint, where = ClassifierCheckpoint(directory), resolve_device(device)
+        return Opened(checkpoint, checkpoint.load(dtype, where), where)
     if device not in ("auto", "cpu"):
         raise OptionError(f"device {device!r} cannot be had with backend 'onnx'; it runs on the cpu")
     described = ClassifierDirectory(directory)
-    return described, OnnxClassifier(described, threads)
+    return Opened(described, OnnxClassifier(described, threads), torch.device("cpu"))
