@@ -12,9 +12,9 @@ STAMP := $(VENV)/.installed
 PROMPT := import os\n\n\ndef read_text(path):\n
 SAMPLING := --temperature 0.6 --top-p 0.9
 BENCHMARKS := benchmarks/methods.py benchmarks/engine_speed.py benchmarks/pruning_memory.py \
-	benchmarks/densify.py benchmarks/dense_speed.py benchmarks/onnx_speed.py benchmarks/encoder_decoder.py benchmarks/distill.py benchmarks/results.py
+	benchmarks/densify.py benchmarks/dense_speed.py benchmarks/onnx_speed.py benchmarks/encoder_decoder.py benchmarks/distill.py benchmarks/moe_kd.py benchmarks/results.py
 
-.PHONY: help demo test lint bench methods recipes clean
+.PHONY: help demo test lint bench methods recipes classifiers clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -23,7 +23,7 @@ help: ## this list
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH_PIP_OPTIONS) -c constraints.txt torch==2.13.0 setuptools wheel
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[dev,tasks,plots,fast,serve,onnx]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[dev,tasks,plots,fast,serve,onnx,classifiers]'
 	touch $@
 
 demo: $(STAMP) ## prune the built-in model at 50 %, compare it with the original, and show text from both
@@ -49,6 +49,10 @@ methods: $(STAMP) ## every method on two models: trains the second, goes on wher
 
 recipes: $(STAMP) ## every recipe of distillation, three seeds; goes on where it was interrupted; an hour or two
 	$(BIN)/python benchmarks/distill.py
+	$(BIN)/python benchmarks/results.py
+
+classifiers: $(STAMP) ## every recipe for classifiers, five seeds; goes on where it was interrupted; an hour
+	$(BIN)/python benchmarks/moe_kd.py
 	$(BIN)/python benchmarks/results.py
 
 clean: ## what the other targets made, the environment included

@@ -21,7 +21,11 @@ from engine.errors import CompressError
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METRICS = ("perplexity", "rouge-l")
-RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar", "layer-mse")
+CLASSIFIER_METRIC = "accuracy"
+RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar", "layer-mse", "srrl", "moe-kd")
+ABLATIONS = ("i", "ii", "iii", "iv", "v")
+OPTIMISERS = ("sgd", "adamw")
+AUGMENTATIONS = ("none", "crop", "crop-flip")
 DIVERGENCES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
 SELECTIONS = ("usage", "reap", "average", "random")
 PRUNE_METHODS = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
@@ -119,6 +123,15 @@ resume_option = click.option("--resume", is_flag=True, help="Go on with an inter
 limit_option = click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
 skip_min_experts_option = click.option(
     "--skip-min-experts", type=int, default=1, show_default=True, help="Experts a token never skips."
+)
+
+
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(("auto", "torch", "onnx")),
+    default="auto",
+    show_default=True,
+    help="auto: onnx for an exported model, torch for all others.",
 )
 
 
@@ -235,6 +248,31 @@ result_options = together(
 )
 artifact_options = together(input_options, recover_options, result_options)
 """Options of every command that calibrates and writes a smaller mixture; `densify` takes the first and the last."""
+
+
+classifier_options = together(
+    click.option(
+        "--ablation",
+        type=click.Choice(ABLATIONS),
+        help="moe-kd, changed: uniform gate (i), its classifier (ii) or the prototypes (iii) from scratch, hard means (iv), "
+        "the teacher's prediction for the E-step (v).",
+    ),
+    click.option(
+        "--augment", type=click.Choice(AUGMENTATIONS), default="none", show_default=True, help="Images: at random."
+    ),
+    click.option(
+        "--optimiser",
+        type=click.Choice(OPTIMISERS),
+        default="sgd",
+        show_default=True,
+        help="Classifiers: adamw suits encoders.",
+    ),
+    click.option("--momentum", type=float, default=0.9, show_default=True, help="Classifiers: of gradient descent."),
+    click.option("--weight-decay", type=float, default=5e-4, show_default=True, help="Classifiers: of all parameters."),
+    click.option("--probe", metavar="DATA", help="Classifiers: other examples, to probe the features on linearly."),
+)
+CLASSIFIER_OPTIONS = ("ablation", "augment", "optimiser", "momentum", "weight_decay", "probe")
+"""Of a distillation, beside those that language models have too."""
 
 
 load_options = together(
@@ -427,9 +465,7 @@ def default_method() -> str:
     """DiEP where one of its options is on the command line, for others would ignore it."""
     from compress.prune import DEFAULT_METHOD
 
-    source = click.get_current_context().get_parameter_source
-    given = [name for name in DIEP_OPTIONS if source(name) is click.core.ParameterSource.COMMANDLINE]
-    return "diep" if given else DEFAULT_METHOD
+    return "diep" if any(map(_is_named, DIEP_OPTIONS)) else DEFAULT_METHOD
 
 
 def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ...] | None, **options: Any) -> dict[str, Any]:
@@ -544,7 +580,8 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     default="kd",
     show_default=True,
     help="On the data's responses: sft without a teacher, kd towards it. On the student's: gkd; with all experts of the "
-    "teacher: all; with sampled ones: ka; with its router trained for the student: sar. layer-mse: each block's output.",
+    "teacher: all; with sampled ones: ka; with its router trained for the student: sar. layer-mse: each block's output. "
+    "Of classifiers: sft, kd, srrl, or the student as a mixture of experts: moe-kd.",
 )
 @click.option("--divergence", type=click.Choice(DIVERGENCES), help="Of the predictions.  [default: the recipe's own]")
 @click.option("--data", help="Prompts with responses (.jsonl), or text: file, folder, .jsonl, 'stdlib' or a dataset id.")
@@ -583,6 +620,7 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 @step_options
 @click.option("--samples", type=int, default=128, show_default=True, help="Sequences for skip tables of a mixture.")
 @click.option("--evaluation-samples", type=int, default=64, show_default=True, help="Held-out sequences or examples.")
+@classifier_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: STUDENT-RECIPE]")
 @overwrite_option
 @resume_option
@@ -592,6 +630,9 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
 
     Teacher and student need the same tokenizer. Kept is the best state on data set aside, in the student's shape.
 
+    Both may be classifiers of images or texts instead: --data is a folder of images, an .npz, a .jsonl of text and label, or
+    'digits' (the default). Defaults are then 240 epochs, batches of 64, rate 0.05, temperature 4; the last state is kept.
+
     Several processes share the training: torchrun --nproc-per-node N --no-python compress distill …
     """
     from calibrate.instructions import Limits
@@ -599,7 +640,12 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
     from compress.distill import distill as run
     from compress.distill_inputs import DistillOptions
     from compress.response_distillation import KnowledgeAugmentation
+    from engine.checkpoint import resolve
+    from engine.classifier import is_classifier
 
+    if is_classifier(resolve(options["student"])):
+        return _distill_classifier(common, options)
+    _refuse_options(CLASSIFIER_OPTIONS, "of classifiers, and the student is a language model")
     given = _job_options(common, options | {"model": options["student"]}, options["recipe"])
     given["device"] = processes.join(given["device"])
     own = {field.name for field in fields(DistillOptions)} & options.keys() - given.keys()
@@ -629,6 +675,47 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
     if left := figures["prompts_left_out"]:
         say(common, f"{left} prompts are longer than --max-prompt-length and were left out")
     return figures
+
+
+def _distill_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any]:
+    from compress.distill_classifier import ClassifierOptions, distill_classifier
+
+    own = {field.name for field in fields(ClassifierOptions)}
+    job = {"student", "output", "data", "overwrite", "resume"}
+    _refuse_options(options.keys() - own - job, "of language models, and the student is a classifier")
+    given = _job_options(common, options | {"model": options["student"]}, options["recipe"])
+    # What was not named on the command line has the defaults of classifiers.
+    named = {name: options[name] for name in own & options.keys() - given.keys() if _is_named(name)}
+    figures = distill_classifier(ClassifierOptions(**named, **given), progress_bar)
+    rows = [["", "before", "after"], ["accuracy", *(number(figures[f"metric_{when}"], 4) for when in ("before", "after"))]]
+    if figures["probe_after"] is not None:
+        rows.append(["linear probe", *(number(figures[f"probe_{when}"], 4) for when in ("before", "after"))])
+    rows.append(["parameters", *(f"{figures[f'parameters_{when}']:,}" for when in ("before", "after"))])
+    say(common, table(rows))
+    if figures["teacher_accuracy"] is not None:
+        say(common, f"teacher: {figures['teacher_accuracy']:.4f}; all on {figures['evaluation']}")
+    if figures["experts"]:
+        say(common, f"without its {figures['experts']} experts: {figures['accuracy_without_mixture']:.4f}")
+    say(
+        common,
+        f"{figures['recipe']}: {figures['steps']} steps, loss {figures['loss_first']:.3f} to {figures['loss_last']:.3f}\n"
+        f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
+    )
+    return figures
+
+
+def _is_named(name: str) -> bool:
+    """Whether an option is on the command line."""
+    source = click.get_current_context().get_parameter_source
+    return source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _refuse_options(names: Iterable[str], why: str) -> None:
+    """Raise OptionError for the first that is on the command line."""
+    from engine.errors import OptionError
+
+    if wrong := sorted(name for name in names if _is_named(name)):
+        raise OptionError(f"--{wrong[0].replace('_', '-')} is {why}; leave it out")
 
 
 def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
@@ -793,7 +880,15 @@ def _shown(key: str, value: Any) -> str:
 @main.command()
 @click.argument("model", default="demo")
 @text_options(32)
-@click.option("--metric", type=click.Choice(METRICS), default="perplexity", show_default=True, help="Figure.")
+@click.option(
+    "--metric",
+    type=click.Choice((*METRICS, CLASSIFIER_METRIC)),
+    default="perplexity",
+    show_default=True,
+    help="Figure; of a classifier it is always accuracy.",
+)
+@click.option("--probe", is_flag=True, help="Classifiers: accuracy of a linear classifier trained on the features.")
+@backend_option
 @instruction_options
 @click.option(
     "--seeds", type=click.IntRange(min=1), default=5, show_default=True, help="rouge-l: times to sample responses."
@@ -818,7 +913,18 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
     """
     from calibrate.options import CalibrationOptions
     from compress.evaluate import evaluate_model, evaluate_tasks
+    from engine.checkpoint import resolve
+    from engine.classifier import is_classifier
+    from engine.errors import OptionError
 
+    if is_classifier(resolve(options["model"])):
+        return _evaluate_classifier(common, options)
+    if options["metric"] == CLASSIFIER_METRIC or options["probe"]:
+        raise OptionError(
+            f"{options['model']}: is no classifier, so it has no accuracy; take --metric perplexity or rouge-l"
+        )
+    if options["backend"] != "auto" and (options["tasks"] or options["metric"] != "perplexity"):
+        raise OptionError("--backend is for perplexity and accuracy; leave it out")
     device = chosen_device(common)
     if options["tasks"]:
         result = evaluate_tasks(options["model"], options["tasks"].split(","), limit=options["limit"], device=device)
@@ -832,9 +938,33 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
         split=options["split"],
         dtype=common.torch_dtype(),
         device=common.device,
+        backend=options["backend"],
         progress=progress_bar,
     )
     say(common, f"{result['metric']} {result['value']:.4f} on {result['tokens']:,} tokens in {result['seconds']:.1f} s")
+    return result
+
+
+def _evaluate_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any]:
+    from compress.accuracy import evaluate_accuracy
+    from engine.errors import OptionError
+
+    if options["tasks"] or (_is_named("metric") and options["metric"] != CLASSIFIER_METRIC):
+        raise OptionError(f"{options['model']}: is a classifier; its metric is {CLASSIFIER_METRIC}")
+    result = evaluate_accuracy(
+        options["model"],
+        options["data"],
+        split=options["split"],
+        samples=options["samples"] if _is_named("samples") else None,
+        length=options["max_length"],
+        backend=options["backend"],
+        dtype=common.torch_dtype(),
+        device=common.device,
+        probes=options["probe"],
+        seed=common.seed,
+        progress=progress_bar,
+    )
+    say(common, f"{result['metric']} {result['value']:.4f} on {result['examples']} examples in {result['seconds']:.1f} s")
     return result
 
 
@@ -877,13 +1007,7 @@ def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dic
     help="Skip unneeded experts: 0 off, 1 the calibrated rule, higher skips more.",
 )
 @skip_min_experts_option
-@click.option(
-    "--backend",
-    type=click.Choice(("auto", "torch", "onnx")),
-    default="auto",
-    show_default=True,
-    help="auto: onnx for an exported model, torch for all others.",
-)
+@backend_option
 @click.option("--draft", help="A smaller model with the same tokenizer, to write ahead; the text stays MODEL's.")
 @click.option(
     "--draft-tokens", type=click.IntRange(1, 63), default=4, show_default=True, help="It writes before MODEL looks."
@@ -1054,11 +1178,13 @@ def serve(common: Common, **options: Any) -> dict[str, Any]:
 @load_options
 @common_options
 def bench(common: Common, **options: Any) -> dict[str, Any]:
-    """Measure tokens/s and memory of one or more models, side by side, each in its own process.
+    """Measure tokens/s and memory of one or more models, side by side, each in its own process; of classifiers examples/s.
 
     With --server, measure a running server instead, as its clients see it; with --concurrency, the scheduler.
     """
     from engine.bench import bench_models, format_rows
+    from engine.checkpoint import resolve
+    from engine.classifier import is_classifier
     from engine.errors import OptionError
 
     if options["server"] and (options["models"] or options["concurrency"]):
@@ -1067,6 +1193,10 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
         return _bench_server(common, options)
     if options["concurrency"]:
         return _bench_concurrency(common, options)
+    if (kinds := {is_classifier(resolve(model)) for model in options["models"]}) == {True}:
+        return _bench_classifiers(common, options)
+    if len(kinds) > 1:
+        raise OptionError("classifiers and language models have other tests; measure them one kind at a time")
     rows = bench_models(
         list(options["models"]) or ["demo"],
         list(options["backend"]),
@@ -1083,6 +1213,27 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
         seed=common.seed,
     )
     say(common, format_rows(rows, options["output_format"]))
+    return {"rows": rows}
+
+
+def _bench_classifiers(common: Common, options: dict[str, Any]) -> dict[str, Any]:
+    from engine.bench import format_rows
+    from engine.bench_classifier import HEAD, bench_classifiers, cells
+
+    _refuse_options(("generated_tokens", "depth", "skip_threshold", "skip_min_experts"), "not for classifiers")
+    rows = bench_classifiers(
+        list(options["models"]),
+        list(options["backend"]),
+        repetitions=options["repetitions"],
+        progress=lambda rounds: progress_bar(rounds, "rounds"),
+        device=common.device,
+        dtype=common.dtype,
+        threads=common.threads,
+        batch=options["batch"],
+        seed=common.seed,
+        **({"tokens": options["prompt_tokens"]} if _is_named("prompt_tokens") else {}),
+    )
+    say(common, format_rows(rows, options["output_format"], HEAD, cells))
     return {"rows": rows}
 
 
@@ -1217,6 +1368,7 @@ def compare(common: Common, **options: Any) -> dict[str, Any]:
 )
 @click.option("--skip-threshold", type=float, default=0.0, show_default=True, help="Skip unneeded experts, in the graph.")
 @skip_min_experts_option
+@click.option("--data", help="Classifiers: examples for int8 and for the comparison.  [default: those it was distilled on]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-FORMAT]")
 @overwrite_option
 @common_options
@@ -1230,8 +1382,12 @@ def export(common: Common, **options: Any) -> dict[str, Any]:
     from compress.export import export as export_decoder
     from compress.export_encoder_decoder import export_encoder_decoder
     from engine.checkpoint import resolve
+    from engine.classifier import is_classifier
     from engine.encoder_decoder import is_encoder_decoder
 
+    if is_classifier(resolve(options["model"])):
+        return _export_classifier(common, options)
+    _refuse_options(("data",), "of classifiers, and this is a language model")
     run = export_encoder_decoder if is_encoder_decoder(resolve(options["model"])) else export_decoder
     figures = run(
         ExportOptions(
@@ -1250,6 +1406,26 @@ def export(common: Common, **options: Any) -> dict[str, Any]:
     )
     if figures["tokenizer_problem"]:
         say(common, f"note: onnxruntime-genai cannot read the tokenizer ({figures['tokenizer_problem']}); give it token ids")
+    return figures
+
+
+def _export_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any]:
+    from compress.export_classifier import ClassifierExportOptions, export_classifier
+    from engine.errors import OptionError
+
+    _refuse_options(("experts", "skip_threshold", "skip_min_experts"), "not for classifiers")
+    if options["form"] != "onnx":
+        raise OptionError(f"{options['model']}: is a classifier; its format is onnx")
+    names = ("model", "precision", "data", "overwrite")
+    output = options["output"] or Path(f"{Path(options['model']).name}-onnx")
+    given = ClassifierExportOptions(output=output, threads=common.threads, **{name: options[name] for name in names})
+    figures = export_classifier(given)
+    say(
+        common,
+        f"{figures['artifact']}: {size(figures['bytes'])}, logits off by at most {figures['max_abs_logit_difference']:.1e}, "
+        f"{figures['predictions_equal_share']:.1%} of {figures['compared_examples']} predictions equal, in "
+        f"{figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
+    )
     return figures
 
 

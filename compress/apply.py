@@ -302,10 +302,10 @@ def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...])
 
 
 def carried_files(source: Path) -> Iterator[Path]:
-    """Tokenizer and generation files in the source's directory, which the result takes over unchanged."""
+    """Tokenizer, preprocessing and generation files in the source's directory, which the result takes over unchanged."""
     names = (
         "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model spiece.model special_tokens_map.json "
-        "added_tokens.json vocab.json merges.txt chat_template.jinja"
+        "added_tokens.json vocab.json vocab.txt merges.txt chat_template.jinja preprocessor_config.json"
     )
     for name in names.split():
         path = source / name

@@ -36,8 +36,9 @@ from engine.architectures import (
     EncoderDecoder,
     as_dense_encoder_decoder,
 )
-from engine.encoder_decoder import EncoderDecoderCheckpoint, quiet_transformers
+from engine.encoder_decoder import EncoderDecoderCheckpoint
 from engine.errors import UnsupportedError
+from engine.transformers_model import quiet_transformers
 
 GROUP = 32
 """Pairs that are run at a time where nothing is trained."""

@@ -23,7 +23,7 @@ from engine.experts import MoeBlock
 from engine.generate import resolve_device
 from engine.kv_cache import KeyValueCache
 from engine.model import DecoderLayer
-from engine.onnx_runtime import OnnxDecoder, is_exported, open_exported
+from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
 from engine.routing import NO_EXPERT, Selection
 from engine.streaming import Visit, stream_negative_log_likelihood
@@ -138,12 +138,13 @@ def evaluate_model(
     split: Split,
     dtype: torch.dtype | None,
     device: str,
+    backend: str = "auto",
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """`compress evaluate`: perplexity of a model. `device` "auto" is the CPU for an export."""
     started = time.monotonic()
     directory = resolve(model)
-    exported = is_exported(directory)
+    exported = backend_of(directory, backend) == "onnx"
     described = ModelDirectory(directory) if exported else Checkpoint(directory)
     filled = calibration.filled(described)
     assert filled.data is not None and filled.sequence_length is not None

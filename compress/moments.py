@@ -1,4 +1,4 @@
-"""The moments of an Adam optimiser beside its parameters in one file, so that a search or a training can be gone on with."""
+"""The moments of an optimiser beside its parameters in one file, so that a search or a training can be gone on with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.safetensors_file import SafetensorsFile
 
 STEP = "step"
-MOMENTS = (STEP, "exp_avg", "exp_avg_sq")
+MOMENTS = (STEP, "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Of Adam and, the last, of stochastic gradient descent."""
 Change = Callable[[str, Tensor], Tensor]
 """By a parameter's name, what becomes of it and of its moments on their way to the file or from it."""
 

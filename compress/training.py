@@ -95,6 +95,9 @@ Loss = Callable[[Batch], Mapping[str, Tensor]]
 class Trainer:
     """One training of some parameters."""
 
+    unit = "tokens"
+    """What a sequence's length is counted in."""
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -126,7 +129,7 @@ class Trainer:
             name: processes.piece(parameter.detach()).float().clone() for name, parameter in self.parameters.items()
         }
         """Of a sharded parameter this process's piece."""
-        self.optimiser = torch.optim.AdamW(
+        self.optimiser: torch.optim.Optimizer = torch.optim.AdamW(
             self.masters.values(), lr=options.learning_rate, weight_decay=options.weight_decay
         )
         self.history: list[dict[str, float]] = []
@@ -168,7 +171,7 @@ class Trainer:
             self.history.append(terms)
             taken = (step + 1 - first) * self.step_size * self.length
             self.tokens_per_second = taken / max(time.monotonic() - started, 1e-9)
-            note(bar, f"loss {terms['loss']:.4f}, {self.tokens_per_second:,.0f} tokens/s")
+            note(bar, f"loss {terms['loss']:.4f}, {self.tokens_per_second:,.0f} {self.unit}/s")
         if validate is not None and every and first < steps:
             self._validate(validate, steps)
         self.take(self.best)

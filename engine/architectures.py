@@ -488,6 +488,18 @@ ENCODER_DECODERS: dict[str, EncoderDecoder] = {
 }
 
 
+CLASSIFIER_CLASSES = {"ForImageClassification": "images", "ForSequenceClassification": "texts"}
+"""How the classes of transformers' classifiers end, which run any family of theirs, and what they are given."""
+
+
+def classified(config: Mapping[str, Any]) -> str | None:
+    """What a model with this config.json classifies, "images" or "texts"; None where it is no classifier."""
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
+    found = (what for end, what in CLASSIFIER_CLASSES.items() if isinstance(name, str) and name.endswith(end))
+    return next(found, None)
+
+
 @dataclass(frozen=True)
 class MoeConfig:
     """One MoE layer's sizes."""
@@ -690,6 +702,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         raise UnsupportedError(
             f"model family {model_type!r} is an encoder-decoder, which this command does not take; `compress densify` makes "
             "mixtures of that kind dense, `compress export` writes ONNX graphs of them, and transformers runs them"
+        )
+    if (what := classified(config)) is not None:
+        raise UnsupportedError(
+            f"this {model_type!r} is a classifier of {what}, which this command does not take; distill, evaluate, bench, "
+            "export and inspect do"
         )
     if model_type not in ARCHITECTURES:
         raise UnsupportedError(

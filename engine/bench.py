@@ -40,7 +40,10 @@ from engine.onnx_runtime import backend_of
 from engine.report import peak_memory_bytes
 
 FORMATS = ("md", "csv", "json", "jsonl")
+HEAD = ("model", "size", "params", "backend", "threads", "test", "t/s", "peak memory", "skipped")
+"""Of the table that people read."""
 KINDS = ("pp", "tg")
+Cells = Callable[[dict[str, Any]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,10 @@ def bench(
     for spec in specs:
         resolve(spec.model)  # a download is shown, and a wrong name refused, before any worker starts
     with ExitStack() as stack:
-        workers = [stack.enter_context(_Worker(spec)) for spec in specs]
+        workers = [stack.enter_context(Worker(spec)) for spec in specs]
         pairs = [(case, worker) for case in cases for worker in workers]
-        seconds: dict[tuple[BenchCase, _Worker], list[float]] = {pair: [] for pair in pairs}
-        warm: dict[tuple[BenchCase, _Worker], dict[str, Any]] = {}
+        seconds: dict[tuple[BenchCase, Worker], list[float]] = {pair: [] for pair in pairs}
+        warm: dict[tuple[BenchCase, Worker], dict[str, Any]] = {}
         for round_number in progress(range(repetitions + 1)):
             for case, worker in pairs:
                 request = f"{case.kind} {case.tokens} {case.depth}"
@@ -154,7 +157,7 @@ def bench_models(
     return bench(specs, cases_for(prompt_tokens, generated_tokens, depth), repetitions, progress)
 
 
-def _row(worker: _Worker, case: BenchCase, seconds: list[float], warm: dict[str, Any], peak_bytes: int) -> dict[str, Any]:
+def _row(worker: Worker, case: BenchCase, seconds: list[float], warm: dict[str, Any], peak_bytes: int) -> dict[str, Any]:
     spec, about = worker.spec, worker.about
     rates = [case.tokens * spec.batch / each for each in seconds]
     return {
@@ -177,7 +180,7 @@ def _row(worker: _Worker, case: BenchCase, seconds: list[float], warm: dict[str,
     }
 
 
-def format_rows(rows: Sequence[dict[str, Any]], form: str) -> str:
+def format_rows(rows: Sequence[dict[str, Any]], form: str, head: Sequence[str] = HEAD, cells: Cells | None = None) -> str:
     """Rows as a Markdown table, CSV with a header, one JSON object, or a JSON object on each line."""
     if form == "json":
         return json.dumps({"rows": list(rows)}, indent=2)
@@ -186,7 +189,7 @@ def format_rows(rows: Sequence[dict[str, Any]], form: str) -> str:
     if form == "csv":
         return _csv(rows)
     if form == "md":
-        return _markdown(rows)
+        return _markdown(rows, head, cells or _cells)
     raise OptionError(f"format {form!r} is not known; choose {', '.join(FORMATS)}")
 
 
@@ -198,9 +201,8 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def _markdown(rows: Sequence[dict[str, Any]]) -> str:
-    head = ["model", "size", "params", "backend", "threads", "test", "t/s", "peak memory", "skipped"]
-    table = [head, *(_cells(row) for row in rows)]
+def _markdown(rows: Sequence[dict[str, Any]], head: Sequence[str], cells: Cells) -> str:
+    table = [list(head), *(cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
     sides = ["<" if name in ("model", "backend", "test") else ">" for name in head]
     columns = list(zip(widths, sides, strict=True))
@@ -209,29 +211,38 @@ def _markdown(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def about_model(row: dict[str, Any]) -> list[str]:
+    """The cells before what was measured."""
     return [
         row["model"].replace("|", "\\|"),
-        f"{row['weights_bytes'] / 2**20:.2f} MiB" if row["weights_bytes"] < 2**30 else _gib(row["weights_bytes"]),
+        f"{row['weights_bytes'] / 2**20:.2f} MiB" if row["weights_bytes"] < 2**30 else gib(row["weights_bytes"]),
         f"{row['parameters'] / 1e6:.2f} M" if row["parameters"] < 1e9 else f"{row['parameters'] / 1e9:.2f} B",
         row["backend"],
         str(row["threads"]),
         row["test"],
+    ]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *about_model(row),
         f"{row['tokens_per_second_mean']:.2f} ± {row['tokens_per_second_sd']:.2f}",
-        _gib(row["peak_memory_bytes"]),
+        gib(row["peak_memory_bytes"]),
         f"{100 * row['experts_skipped_share']:.1f} %",
     ]
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """For people."""
     return f"{size / 2**30:.2f} GiB"
 
 
-class _Worker:
+class Worker:
     """The process of one spec, from this side."""
 
-    def __init__(self, spec: BenchSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: Any, module: str = "engine.bench") -> None:
+        """spec: a dataclass with `model` and `backend`, for the module's `main`."""
+        self.spec, self.module = spec, module
 
     def __enter__(self) -> Self:
         # The worker finds this package wherever it was started, and (-P) no folder of the same name in the way.
@@ -239,7 +250,7 @@ class _Worker:
         path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.bench", json.dumps(asdict(self.spec))],
+            [sys.executable, "-P", "-m", self.module, json.dumps(asdict(self.spec))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -456,8 +467,11 @@ def _answer(backend: Backend, spec: BenchSpec, request: str) -> dict[str, Any]:
     return {"seconds": seconds, "kv_cache_bytes": backend.kv_cache_bytes, "experts_skipped_share": share}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """A worker: serves requests until its standard input ends."""
+Answer = Callable[[str], dict[str, Any]]
+
+
+def serve_requests(start: Callable[[], tuple[dict[str, Any], Answer]]) -> int:
+    """A worker: loads, says what it has, and answers requests until its standard input ends."""
     # Libraries may print; only replies reach the standard output.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -466,17 +480,28 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(content), file=replies, flush=True)
 
     try:
-        spec = BenchSpec(**json.loads(arguments[0]))
-        backend = BACKENDS[spec.backend](spec)
-        about = {"parameters": backend.checkpoint.parameters, "weights_bytes": backend.weights_bytes}
-        machine = {"threads": torch.get_num_threads(), "device": backend.device.type}
-        reply(about | machine | {"dtype": str(backend.dtype).removeprefix("torch.")})
+        about, answer = start()
+        reply(about)
         for request in sys.stdin:
-            reply(_answer(backend, spec, request))
+            reply(answer(request))
     except CompressError as error:
         reply({"error": type(error).__name__, "message": str(error)})
         return 1
     return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """A worker of one BenchSpec."""
+
+    def start() -> tuple[dict[str, Any], Answer]:
+        spec = BenchSpec(**json.loads(arguments[0]))
+        backend = BACKENDS[spec.backend](spec)
+        about = {"parameters": backend.checkpoint.parameters, "weights_bytes": backend.weights_bytes}
+        machine = {"threads": torch.get_num_threads(), "device": backend.device.type}
+        dtype = {"dtype": str(backend.dtype).removeprefix("torch.")}
+        return about | machine | dtype, lambda request: _answer(backend, spec, request)
+
+    return serve_requests(start)
 
 
 if __name__ == "__main__":

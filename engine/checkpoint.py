@@ -368,7 +368,8 @@ def load_tokenizer(checkpoint: ModelDirectory) -> Any:
 
 def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> Any:
     """The same for the model in a directory that knows so many tokens; `config`: None for what config.json says."""
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")):
+    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+    if not any((directory / name).is_file() for name in names):
         raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
     from transformers import AutoTokenizer
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,10 @@ from engine.artifact import check_sizes, read_provenance
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.safetensors_file import SafetensorsFile, TensorEntry, open_shards
+from engine.transformers_model import SAME_MODEL, load_model
 
 ENCODER_NAME, DECODER_NAME = "encoder_model.onnx", "decoder_model_merged.onnx"
 """The graphs of an exported one, called as those who run such models expect; its directory has no safetensors."""
-_SAME_MODEL = "config.json and the weights must be of the same model"
 
 
 def is_encoder_decoder(directory: Path) -> bool:
@@ -86,7 +84,7 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
             )
         self.by_name, self.files = open_shards(directory)
         if self.row.embedding not in self.by_name:
-            raise CheckpointError(f"{directory}: tensor {self.row.embedding} is missing; {_SAME_MODEL}")
+            raise CheckpointError(f"{directory}: tensor {self.row.embedding} is missing; {SAME_MODEL}")
         self._check_experts()
 
     @cached_property
@@ -115,14 +113,13 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
         for layer, count in self.experts.items():
             if count != wanted:
                 raise CheckpointError(
-                    f"{self.directory}: layer {layer} has {count} experts and config.json says {shown(wanted)}; "
-                    f"{_SAME_MODEL}"
+                    f"{self.directory}: layer {layer} has {count} experts and config.json says {shown(wanted)}; {SAME_MODEL}"
                 )
             for expert in range(count):
                 for projection, shape in zip(FFN_PROJECTIONS, ((width, hidden), (hidden, width)), strict=True):
                     name = f"{self.block(layer)}.{EXPERT_OF_BLOCK.format(expert=expert)}.{projection}"
                     if name not in self.by_name:
-                        raise CheckpointError(f"{self.directory}: tensor {name} is missing; {_SAME_MODEL}")
+                        raise CheckpointError(f"{self.directory}: tensor {name} is missing; {SAME_MODEL}")
                     if (stored := self.by_name[name].entries[name].shape) != shape:
                         raise CheckpointError(
                             f"{self.directory}: tensor {name} has shape {list(stored)} and config.json says {list(shape)}"
@@ -194,42 +191,4 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
         """The model, frozen and in eval mode. Raises CheckpointError for a tensor that is missing, extra or misshapen."""
         from transformers import AutoModelForSeq2SeqLM
 
-        with quiet_transformers():
-            try:
-                model, report = AutoModelForSeq2SeqLM.from_pretrained(
-                    self.directory,
-                    dtype=dtype,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    ignore_mismatched_sizes=True,
-                    output_loading_info=True,
-                )
-            except Exception as error:  # whatever transformers makes of a config that it cannot build a model from
-                reason = " ".join(str(error).split())[:300]
-                raise CheckpointError(f"{self.directory}: transformers cannot load it ({reason}); {_SAME_MODEL}") from error
-        for what, names in (
-            ("is missing", report["missing_keys"]),
-            (f"is not part of this {self.row.model_type}", report["unexpected_keys"]),
-            ("has another shape than config.json says", [entry[0] for entry in report["mismatched_keys"]]),
-        ):
-            if names:
-                raise CheckpointError(f"{self.directory}: tensor {min(names)} {what}; {_SAME_MODEL}")
-        loaded: nn.Module = model.to(device).eval().requires_grad_(False)
-        return loaded
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no report of its own: what is wrong is said by our errors."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity(ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        return load_model(AutoModelForSeq2SeqLM, self.directory, self.row.model_type, dtype).to(device)

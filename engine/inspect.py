@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.artifact import FILE_NAME, compare_checksums, read_provenance
 from engine.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.classifier import ClassifierCheckpoint, ClassifierDirectory, is_classifier
 from engine.encoder_decoder import (
     EncoderDecoderCheckpoint,
     EncoderDecoderDirectory,
@@ -15,6 +18,7 @@ from engine.encoder_decoder import (
     is_exported_encoder_decoder,
 )
 from engine.errors import CheckpointError
+from engine.onnx_classifier import OnnxClassifier
 from engine.onnx_encoder_decoder_runtime import OnnxEncoderDecoder
 from engine.onnx_runtime import is_exported, open_exported
 from engine.skip_tables import load_skip_tables
@@ -28,6 +32,8 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
     if checksums:
         compare_checksums(directory)
     provenance = read_provenance(directory)
+    if is_classifier(directory):
+        return _classifier(directory, checksums, progress)
     if is_exported(directory):
         return _exported(directory, checksums)
     if is_exported_encoder_decoder(directory):
@@ -74,6 +80,35 @@ def _exported(directory: Path, checksums: bool) -> dict[str, Any]:
         "valid": True,
         "checksums_compared": checksums,
         "provenance": model.provenance,
+    }
+
+
+def _classifier(directory: Path, checksums: bool, progress: Progress) -> dict[str, Any]:
+    """The same of a classifier, exported or not; a mixture behind its head is one layer of experts, all of them active."""
+    if is_exported(directory):
+        described = ClassifierDirectory(directory)
+        OnnxClassifier(described)
+        kind, dtype = "onnx", torch.float32
+    else:
+        checkpoint = described = ClassifierCheckpoint(directory)
+        checkpoint.check_finite(lambda names: progress(names, "reading weights"))
+        checkpoint.load()
+        kind, dtype = "checkpoint" if described.provenance is None else "artifact", checkpoint.model_dtype
+    return {
+        "kind": kind,
+        "architecture": described.family,
+        "classifies": described.what,
+        "classes": len(described.class_names),
+        "experts_per_layer": [described.experts] if described.experts else [],
+        "experts_per_token": described.experts,
+        "parameters": described.parameters,
+        "active_parameters": described.parameters,
+        "bytes": described.bytes,
+        "dtype": str(dtype).removeprefix("torch."),
+        "skip_tables": False,
+        "valid": True,
+        "checksums_compared": checksums,
+        "provenance": described.provenance,
     }
 
 

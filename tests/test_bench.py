@@ -206,12 +206,12 @@ def test_a_workers_error_is_passed_on(directory: Path, tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_is_explained(directory: Path) -> None:
-    worker = module._Worker(spec(directory))
+    worker = module.Worker(spec(directory))
     with worker:
         worker._process.kill()
         with pytest.raises(CompressError, match="signal 9"):
             worker.ask("memory")
-    with module._Worker(spec(directory)) as worker, pytest.raises(RuntimeError, match="Traceback"):
+    with module.Worker(spec(directory)) as worker, pytest.raises(RuntimeError, match="Traceback"):
         worker.ask("run pp")
 
 

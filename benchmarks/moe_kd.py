@@ -1,0 +1,373 @@
+"""Recipes for classifiers: accuracy of students alone, by KD, SRRL, MoE-KD and its ablations (i)–(v); several seeds.
+
+    python benchmarks/moe_kd.py [--seeds 5] [--work build/moe_kd]
+    python benchmarks/moe_kd.py --speed      # what a mixture costs when it is run, beside its student
+
+Images: scikit-learn's handwritten digits at 32×32, 1,000 of them held out. A small residual network is the teacher; students
+are a smaller one of its kind and a small network of another. "same" is the paper's setting: teacher and student are trained
+on the same images, 256 of them. In "fewer" the teacher has seen all 797 that are not held out, the student 128 of those.
+Each run is 480 steps of 64 images; a run's features are also probed linearly (table 5) on another task: letters, drawn in
+the fonts that come with matplotlib.
+
+Texts: functions of the standard library; the class is the package that a function is of. Both models are small encoders.
+
+Each finished run is a line of results/moe_kd.jsonl and is not made again; what a run leaves is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import shutil
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
+from torch import nn
+
+from calibrate.labelled import labelled
+from calibrate.options import CalibrationOptions
+from compress.classifier_distillation import ABLATIONS
+from compress.distill_classifier import ClassifierOptions, distill_classifier
+from engine.bench_classifier import bench_classifiers
+from engine.checkpoint import DEMO_DIRECTORY
+from engine.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, ClassifierCheckpoint
+from engine.mixture_head import Gate, projector
+from engine.safetensors_file import write_tensors
+from engine.transformers_model import quiet_transformers
+
+HELD_OUT, BATCH = 1000, 64
+METHODS: dict[str, dict[str, str]] = {
+    "student alone": {"recipe": "sft"},
+    "KD": {"recipe": "kd"},
+    "SRRL": {"recipe": "srrl"},
+    "MoE-KD": {"recipe": "moe-kd"},
+    **{f"({name}) {what}": {"recipe": "moe-kd", "ablation": name} for name, what in ABLATIONS.items()},
+}
+MAIN = ("student alone", "KD", "SRRL", "MoE-KD")
+RESIDUAL = {"model_type": "resnet", "num_channels": 1, "layer_type": "basic"}
+MODELS: dict[str, dict[str, Any]] = {
+    "teacher": RESIDUAL | {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [2, 2, 2]},
+    "ResNet": RESIDUAL | {"embedding_size": 8, "hidden_sizes": [8, 8, 16], "depths": [1, 1, 1]},
+    # Large first weights and whole layer scales: so small a network learns nothing from its family's defaults.
+    "ConvNeXt": {
+        "model_type": "convnext",
+        **{"num_channels": 1, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 32},
+        **{"layer_scale_init_value": 1.0, "initializer_range": 0.2},
+    },
+    "text teacher": {"model_type": "bert", "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "BERT": {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+LARGE = {"model_type": "resnet", "layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]}
+TEXT_CLASSES, TEXTS_PER_CLASS, TEXT_LENGTH = 8, 300, 48
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One table: what teacher and students learn from."""
+
+    name: str
+    about: str
+    teacher: str
+    teacher_data: str
+    data: str
+    students: tuple[str, ...]
+    methods: tuple[str, ...]
+    epochs: int
+    teacher_epochs: int
+    optimiser: str = "sgd"
+    learning_rate: float = 0.05
+    probe: str | None = "letters.npz"
+
+
+IMAGES = ("ResNet", "ConvNeXt")
+SETTINGS = (
+    Setting(
+        "same",
+        "teacher and student trained on the same 256 digits",
+        *("teacher", "256.npz", "256.npz", IMAGES, tuple(METHODS), 120, 120),
+    ),
+    Setting(
+        "fewer",
+        "teacher trained on 797 digits, students on 128 of them",
+        *("teacher", "797.npz", "128.npz", IMAGES, MAIN, 240, 40),
+    ),
+    Setting(
+        "text",
+        f"the package that a function of the standard library is of, one of {TEXT_CLASSES}",
+        *("text teacher", "functions.jsonl", "functions.jsonl", ("BERT",), MAIN, 8, 8),
+        optimiser="adamw",
+        learning_rate=0.002,
+        probe=None,
+    ),
+)
+
+
+# Data
+
+
+def write_digits(path: Path, count: int) -> None:
+    """`count` of the digits to train on, HELD_OUT others to measure on."""
+    digits = labelled("digits")
+    images, labels = digits.read(range(len(digits)))[:, 0].numpy(), np.array(digits.labels)
+    order = np.random.default_rng(0).permutation(len(digits))
+    held_out, others = order[-HELD_OUT:], order[:-HELD_OUT][:count]
+    np.savez(path, x_train=images[others], y_train=labels[others], x_test=images[held_out], y_test=labels[held_out])
+
+
+def write_letters(path: Path, each: int = 40) -> None:
+    """Capital letters in the fonts that come with matplotlib, moved, turned and scaled at random; white on black."""
+    import matplotlib
+    from PIL import Image, ImageDraw, ImageFont
+
+    fonts = sorted((Path(matplotlib.get_data_path()) / "fonts" / "ttf").glob("DejaVu*.ttf"))
+    fonts = [font for font in fonts if "Display" not in font.name]
+    draw_from, images, labels = random.Random(0), [], []
+    for number, letter in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZ"):
+        for _ in range(each):
+            image = Image.new("L", (32, 32))
+            font = ImageFont.truetype(str(draw_from.choice(fonts)), draw_from.randint(17, 25))
+            place = (16 + draw_from.uniform(-3, 3), 16 + draw_from.uniform(-3, 3))
+            ImageDraw.Draw(image).text(place, letter, fill=255, font=font, anchor="mm")
+            images.append(np.array(image.rotate(draw_from.uniform(-15, 15), Image.Resampling.BILINEAR)))
+            labels.append(number)
+    np.savez(path, images=np.stack(images), labels=np.array(labels))
+
+
+def functions() -> Iterator[tuple[str, str]]:
+    """(package, source) of the functions of the standard library's packages, without their tests."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library).parts
+        if len(parts) < 2 or {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(parts):
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield parts[0], ast.unparse(node)
+
+
+def write_functions(path: Path) -> None:
+    """As many of each of the packages that have the most."""
+    found = sorted({(package, text) for package, text in functions() if len(text) >= 80})
+    packages = sorted(name for name, _ in Counter(package for package, _ in found).most_common(TEXT_CLASSES))
+    with path.open("w") as file:
+        for package in packages:
+            own = [text for other, text in found if other == package]
+            for text in random.Random(0).sample(own, min(TEXTS_PER_CLASS, len(own))):
+                file.write(json.dumps({"text": text, "label": package}) + "\n")
+
+
+# Runs
+
+
+class Benchmark:
+    """One set of options, and the file of what is done."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.seeds, self.work = arguments.seeds, arguments.work
+        self.lines = RESULTS / "moe_kd.jsonl"
+        self.done = remembered(self.lines)
+        self.work.mkdir(parents=True, exist_ok=True)
+        for count in (128, 256, 797):
+            self._once(f"{count}.npz", lambda path, count=count: write_digits(path, count))
+        self._once("letters.npz", write_letters)
+        self._once("functions.jsonl", write_functions)
+
+    def _once(self, name: str, write: Any) -> None:
+        if not (self.work / name).exists():
+            partial = self.work / f"partial-{name}"
+            write(partial)
+            partial.rename(self.work / name)
+
+    def untrained(self, name: str, seed: int) -> Path:
+        """A model of that name with random weights."""
+        path = self.work / f"{name.replace(' ', '-')}-{seed}"
+        if not path.exists():
+            write_model(path, MODELS[name], seed)
+        return path
+
+    def teacher(self, setting: Setting) -> Path:
+        """Trained, once."""
+        path = self.work / f"teacher-{setting.name}"
+        if not path.exists():
+            student = self.untrained(setting.teacher, 0)
+            epochs = setting.teacher_epochs
+            figures = self.train(setting, "sft", student, path, 0, setting.teacher_data, epochs=epochs)
+            self._remember(setting, "–", "teacher", 0, figures)
+        return path
+
+    def run(self) -> None:
+        """All runs that are not done yet."""
+        for setting in SETTINGS:
+            teacher = self.teacher(setting)
+            for seed, student, method in product(range(self.seeds), setting.students, setting.methods):
+                asked = {"setting": setting.name, "student": student, "method": method, "seed": seed}
+                if any(asked.items() <= line.items() for line in self.done):
+                    continue
+                how = dict(METHODS[method])
+                recipe, output = how.pop("recipe"), self.work / "run"
+                given = {} if recipe == "sft" else {"teacher": str(teacher)} | how
+                model = self.untrained(student, seed)
+                figures = self.train(setting, recipe, model, output, seed, setting.data, epochs=setting.epochs, **given)
+                shutil.rmtree(output)
+                self._remember(setting, student, method, seed, figures)
+
+    def train(
+        self, setting: Setting, recipe: str, model: Path, output: Path, seed: int, data: str, **given: Any
+    ) -> dict[str, Any]:
+        """A run of `compress distill`."""
+        return distill_classifier(
+            ClassifierOptions(
+                model=str(model),
+                output=output,
+                recipe=recipe,
+                calibration=CalibrationOptions(str(self.work / data), seed=seed),
+                optimiser=setting.optimiser,
+                learning_rate=setting.learning_rate,
+                max_length=TEXT_LENGTH,
+                batch_size=BATCH,
+                probe=None if setting.probe is None else str(self.work / setting.probe),
+                save_every=10_000,
+                overwrite=True,
+                **given,
+            )
+        )
+
+    def _remember(self, setting: Setting, student: str, method: str, seed: int, figures: dict[str, Any]) -> None:
+        kept = (
+            "metric_after",
+            "accuracy_without_mixture",
+            "probe_before",
+            "probe_after",
+            "parameters_after",
+            "loss_last",
+            "seconds",
+        )
+        line = {"setting": setting.name, "student": student, "method": method, "seed": seed}
+        self.done.append(line | {name: figures[name] for name in kept})
+        remember(self.lines, self.done[-1])
+        print(self.done[-1], flush=True)
+
+
+def write_model(path: Path, config: dict[str, Any], seed: int, classes: int | None = None) -> None:
+    """A classifier with random weights; encoders get the demo model's tokenizer."""
+    from transformers import CONFIG_MAPPING, AutoModelForImageClassification, AutoModelForSequenceClassification
+
+    own, tokenizer = dict(config), ("tokenizer.json", "tokenizer_config.json")
+    family = own.pop("model_type")
+    is_text = "num_attention_heads" in own
+    if is_text:
+        vocabulary = json.loads((DEMO_DIRECTORY / "config.json").read_text())["vocab_size"]
+        own |= {"vocab_size": vocabulary, "max_position_embeddings": 64, "intermediate_size": 2 * own["hidden_size"]}
+        own |= {"num_labels": TEXT_CLASSES, "initializer_range": 3.0 / own["hidden_size"]}
+    else:
+        own |= {"num_labels": classes or 10}
+    auto = AutoModelForSequenceClassification if is_text else AutoModelForImageClassification
+    torch.manual_seed(seed)
+    with quiet_transformers():
+        auto.from_config(CONFIG_MAPPING[family](**own)).save_pretrained(path)
+    for name in tokenizer if is_text else ():
+        shutil.copyfile(DEMO_DIRECTORY / name, path / name)
+
+
+# Tables
+
+
+def percent(lines: Sequence[dict[str, Any]], name: str) -> str:
+    return mean_and_spread([100 * line[name] for line in lines if line.get(name) is not None])
+
+
+def table(done: Sequence[dict[str, Any]]) -> str:
+    """One table for each setting; a row for each method, for each student accuracy, and what its features are good for."""
+    made = []
+    for setting in SETTINGS:
+        own = [line for line in done if line["setting"] == setting.name]
+        teacher = percent([line for line in own if line["method"] == "teacher"], "metric_after")
+        header = ["method"]
+        for student in setting.students:
+            header += [student, "without experts", *(["letters, probed"] if setting.probe else [])]
+        rows = []
+        for method in setting.methods:
+            row = [method]
+            for student in setting.students:
+                lines = [line for line in own if (line["student"], line["method"]) == (student, method)]
+                row += [percent(lines, "metric_after"), percent(lines, "accuracy_without_mixture")]
+                row += [percent(lines, "probe_after")] if setting.probe else []
+            rows.append(row)
+        seeds = len({line["seed"] for line in own if line["method"] != "teacher"})
+        made.append(
+            f"{setting.about[0].upper()}{setting.about[1:]}; teacher {teacher} %; {seeds} seeds.\n\n"
+            + markdown(header, rows)
+        )
+    return "\n".join(made)
+
+
+# Speed
+
+
+def speed(work: Path, threads: int) -> None:
+    """A student of 18 layers and 1,000 classes, alone and as a mixture from a teacher of 512 features; random weights."""
+    student, mixture = work / "student of 18 layers", work / "the same as a mixture"
+    if not mixture.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        write_model(student, LARGE, 0, classes=1000)
+        write_mixture(student, mixture, 512)
+    rows = []
+    for batch in (1, 8):
+        found = bench_classifiers([str(student), str(mixture)], batch=batch, threads=threads)
+        alone = found[0]["examples_per_second_median"]
+        rows += [[Path(row["model"]).name, *_speed_cells(row, alone)] for row in found]
+    header = ["1,000 classes, 224×224, float32", "batch", "parameters", "images/s", "of the student", "peak GB"]
+    save("moe_kd_speed", rows, markdown(header, rows))
+
+
+def _speed_cells(row: dict[str, Any], alone: float) -> list[str]:
+    rate = row["examples_per_second_median"]
+    peak = f"{row['peak_memory_bytes'] / 1e9:.2f}"
+    return [str(row["batch"]), f"{row['parameters'] / 1e6:.1f} M", f"{rate:.1f}", f"{rate / alone:.2f}×", peak]
+
+
+def write_mixture(student: Path, path: Path, teacher_features: int) -> None:
+    """A student with random experts behind it."""
+    classifier = ClassifierCheckpoint(student).load()
+    features, classes = classifier.head.in_features, classifier.head.out_features
+    gate = Gate(projector(features, teacher_features, True), nn.Linear(teacher_features, classes), classes)
+    shutil.copytree(student, path)
+    prototypes = {PROTOTYPES: torch.randn(classes, features)}
+    tensors = prototypes | {name: tensor.contiguous() for name, tensor in gate.state_dict().items()}
+    write_tensors(path / MIXTURE_NAME, tensors, {"format": "pt"}, "the mixture")
+    config = json.loads((path / "config.json").read_text()) | {MIXTURE_KEY: classes}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "moe_kd")
+    parser.add_argument("--speed", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.speed:
+        speed(arguments.work, arguments.threads)
+        return
+    benchmark = Benchmark(arguments)
+    benchmark.run()
+    save("moe_kd", benchmark.done, table(benchmark.done))
+
+
+if __name__ == "__main__":
+    main()

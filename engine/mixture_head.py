@@ -1,0 +1,88 @@
+"""A classifier's head as a mixture of experts, an expert for each class that a teacher may say (MoE-KD §4.1).
+
+The student's linear head is W; expert k adds b_k = Wᵀe_k to what it says, so all experts together cost two products of
+classes by classes. The gate is the teacher's classifier g^T on features that a projector G takes into the teacher's space.
+A bias of the student's head, which the paper's has not, is part of Wᵀz wherever that stands here.
+
+Shape suffixes: B batch, K experts (classes of the gate), C classes, D student features, E teacher features, H W of a map.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_LEAST = 1e-300
+
+
+def log_product(x_BC: Tensor, y_CK: Tensor) -> Tensor:
+    """log Σ_c exp(x_bc + y_ck), [B, K], as one product in float64: a tensor of all three dimensions never exists."""
+    shift_B1, shift_1K = x_BC.detach().amax(dim=1, keepdim=True), y_CK.detach().amax(dim=0, keepdim=True)
+    product_BK = (x_BC - shift_B1).double().exp() @ (y_CK - shift_1K).double().exp()
+    return product_BK.clamp_min(_LEAST).log().to(x_BC.dtype) + shift_B1 + shift_1K
+
+
+def log_experts(scores_BC: Tensor, biases_KC: Tensor, labels_B: Tensor) -> Tensor:
+    """log P(Y^S=y|Y^T=k,x) = log softmax_y(Wᵀz + b_k) of each example's label by each expert (eq. 6), [B, K].
+
+    scores_BC: Wᵀz.
+    """
+    chosen_B1 = scores_BC.gather(1, labels_B[:, None])
+    return chosen_B1 + biases_KC.T[labels_B] - log_product(scores_BC, biases_KC.T)
+
+
+def log_mixture(log_gate_BK: Tensor, scores_BC: Tensor, biases_KC: Tensor) -> Tensor:
+    """log P(Y^S=y|x) = log Σ_k P(Y^S=y|Y^T=k,x)·P(Y^T=k|x) of every class (eq. 4), [B, C]."""
+    log_normalisers_BK = log_product(scores_BC, biases_KC.T)
+    return scores_BC + log_product(log_gate_BK - log_normalisers_BK, biases_KC)
+
+
+def projector(features: int, teacher_features: int, of_map: bool) -> nn.Sequential:
+    """G: a three-layer bottleneck from the student's features to the teacher's (§5), half as wide as those.
+
+    Of a map [B, D, H, W] 1×1, 3×3 and 1×1 convolutions and the mean over positions; of a vector [B, D] linear layers. The
+    paper names the three layers and leaves norms and activations open; the last layer has neither, as features of a teacher
+    may have any sign.
+    """
+    width = max(1, teacher_features // 2)
+    if not of_map:
+        return nn.Sequential(
+            *(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()), nn.Linear(width, teacher_features)
+        )
+    return nn.Sequential(
+        *(nn.Conv2d(features, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+        *(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+        *(nn.Conv2d(width, teacher_features, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    )
+
+
+class Gate(nn.Module):
+    """P(Y^T=k|x) = softmax_k[g^T(G(z))] (eq. 5), or 1/K of each where there is no projector."""
+
+    def __init__(self, projector: nn.Sequential | None, classifier: nn.Linear | None, experts: int) -> None:
+        super().__init__()
+        self.projector, self.classifier, self.experts = projector, classifier, experts
+
+    def forward(self, features: Tensor) -> Tensor:
+        """log P(Y^T=k|x), [B, K]. features: what the projector takes, [B, D, H, W] or [B, D]."""
+        if self.projector is None or self.classifier is None:
+            return features.new_full((len(features), self.experts), -math.log(self.experts))
+        return F.log_softmax(self.classifier(self.projector(features)), dim=-1)
+
+
+class MixtureHead(nn.Module):
+    """Gate and experts behind a student's W, for inference (§4.3): log P(Y^S=y|x)."""
+
+    biases_KC: Tensor
+
+    def __init__(self, gate: Gate, prototypes_KD: Tensor, head: nn.Linear) -> None:
+        """prototypes_KD: e_k in the student's space; b_k = Wᵀe_k is made of them here, once."""
+        super().__init__()
+        self.gate = gate
+        self.register_buffer("biases_KC", prototypes_KD @ head.weight.float().T)
+
+    def forward(self, features: Tensor, scores_BC: Tensor) -> Tensor:
+        """[B, C]. features: what the gate takes; scores_BC: Wᵀz."""
+        return log_mixture(self.gate(features), scores_BC, self.biases_KC)
