@@ -18,6 +18,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 import compress.training
+from compress.classifier_distillation import CLASSIFIER_RECIPES
 from compress.distill_inputs import METRICS
 from compress.divergences import DIVERGENCES
 from compress.recipes import RECIPES
@@ -61,7 +62,8 @@ def refused(*arguments: str) -> str:
 
 
 def test_the_command_knows_every_recipe() -> None:
-    assert tuple(RECIPES) == cli.RECIPES and METRICS == cli.METRICS and tuple(DIVERGENCES) == cli.DIVERGENCES
+    assert set(cli.RECIPES) == {*RECIPES, *CLASSIFIER_RECIPES}
+    assert METRICS == cli.METRICS and tuple(DIVERGENCES) == cli.DIVERGENCES
 
 
 @pytest.mark.parametrize("data", [TEXT, PAIRS], ids=["text", "pairs"])

@@ -64,7 +64,7 @@ def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
     chosen = torch.stack([torch.randperm(5)[:slots] for _ in range(tokens)])
     chosen[:, 1:2][::2] = NO_EXPERT
     weights = torch.rand(tokens, slots)
-    y = as_bfloat16(kernels.swiglu(x.data_ptr(), table, chosen.numpy(), weights.numpy(), hidden, width))
+    y = as_bfloat16(kernels.swiglu(x.data_ptr(), table, chosen.numpy(), weights.numpy(), (hidden, width)))
     for token in range(tokens):
         wide, exact = x[token].double(), torch.zeros(hidden, dtype=torch.float64)
         for index, weight in zip(chosen[token].tolist(), weights[token].tolist(), strict=True):
@@ -73,7 +73,7 @@ def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
                 exact += weight * (down @ (F.silu(gate @ wide) * (up @ wide)))
         assert torch.allclose(y[token].double(), exact, rtol=2**-8, atol=1e-3)
         of_one = x[token].data_ptr(), table, chosen[token : token + 1].numpy(), weights[token : token + 1].numpy()
-        assert torch.equal(as_bfloat16(kernels.swiglu(*of_one, hidden, width))[0], y[token])
+        assert torch.equal(as_bfloat16(kernels.swiglu(*of_one, (hidden, width)))[0], y[token])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40])
