@@ -6,7 +6,7 @@ Shape suffixes: N experts of the layer, O outputs of all projections of a stack 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from engine.architectures import (
     expert_tensor,
     stacks_on_disk,
 )
+from engine.mxfp4 import BLOCK, BLOCKS, BYTES, POWERS
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,13 @@ def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
 def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) -> tuple[str, ...]:
     """What a stack holds of an expert, under the names that all else asks for it by."""
     return tuple(expert_tensor(config.architecture, layer, expert, projection) for projection in stack.projections)
+
+
+def packed_shapes(config: DecoderConfig, layer: int, stack: Stack) -> dict[str, tuple[int, ...]]:
+    """Of a stack of weights in MXFP4, by name: blocks [N, O, C, 16] and scales [N, O, C], whichever way others lie."""
+    experts, outputs, inputs = stack_shape(config, layer, replace(stack, transposed=False))
+    scales = experts, outputs, inputs // BLOCK
+    return {stack.name + BLOCKS: (*scales, BYTES), stack.name + POWERS: scales}
 
 
 def stack_shape(config: DecoderConfig, layer: int, stack: Stack) -> tuple[int, ...]:
