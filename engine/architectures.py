@@ -140,7 +140,11 @@ class Architecture:
     shared_gate: str | None = None
     """Within the block: what scales the shared expert by sigmoid(gate · x); None where nothing does."""
     shared_experts_key: str | None = None
-    """Config key of how many experts wide the shared one is; None where `shared_expert_intermediate_size` says its width."""
+    """Config key of how many experts wide the shared one is; None where `shared_width_key` says its width."""
+    shared_width_key: str = "shared_expert_intermediate_size"
+    shared_stacks: tuple[Stack, ...] = ()
+    """How the shared expert lies on disk where not one projection by one, by names within the layer: stacks of one expert,
+    [outputs, inputs]."""
     qk_norm: str = "none"
     """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
     qk_norm_key: str | None = None
@@ -210,6 +214,21 @@ _DEEPSEEK_V3 = Architecture(
     output_bias="attention_bias",
     latent_attention=True,
     rotary_pairs="rope_interleave",
+)
+
+_GRANITE_MOE = Architecture(
+    model_type="granitemoe",
+    causal_lm_class="GraniteMoeForCausalLM",
+    dense_sibling="granite",
+    experts_keys=("num_local_experts",),
+    block="model.layers.{layer}.block_sparse_moe",
+    router="router.layer.weight",
+    stacks=(Stack("input_linear.weight", (GATE, UP)), Stack("output_linear.weight", (DOWN,))),
+    modules=("block_sparse_moe", "router"),
+    always_normalises_top_k=True,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    multipliers=True,
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -350,19 +369,17 @@ ARCHITECTURES: dict[str, Architecture] = {
             qk_norm_key="use_qk_norm",
             partial_rotary=True,
         ),
-        Architecture(
-            model_type="granitemoe",
-            causal_lm_class="GraniteMoeForCausalLM",
-            dense_sibling="granite",
-            experts_keys=("num_local_experts",),
-            block="model.layers.{layer}.block_sparse_moe",
-            router="router.layer.weight",
-            stacks=(Stack("input_linear.weight", (GATE, UP)), Stack("output_linear.weight", (DOWN,))),
-            modules=("block_sparse_moe", "router"),
-            always_normalises_top_k=True,
-            qkv_bias="attention_bias",
-            output_bias="attention_bias",
-            multipliers=True,
+        _GRANITE_MOE,
+        replace(
+            _GRANITE_MOE,
+            model_type="granitemoeshared",
+            causal_lm_class="GraniteMoeSharedForCausalLM",
+            shared_expert="shared_expert",
+            shared_width_key="shared_intermediate_size",
+            shared_stacks=(
+                Stack("shared_mlp.input_linear.weight", (GATE, UP)),
+                Stack("shared_mlp.output_linear.weight", (DOWN,)),
+            ),
         ),
         Architecture(
             model_type="granite",
@@ -919,7 +936,7 @@ def _shared_width(row: Architecture, family: Any) -> int:
     if row.shared_expert is None:
         return 0
     if row.shared_experts_key is None:
-        return _positive(family, "shared_expert_intermediate_size")
+        return _natural(family, row.shared_width_key)
     return _natural(family, row.shared_experts_key) * _positive(family, row.expert_width_key)
 
 
@@ -1128,6 +1145,11 @@ def shared_tensor(row: Architecture, layer: int, projection: int) -> str:
 def stacks_on_disk(row: Architecture, layer: int) -> tuple[Stack, ...]:
     """Where a checkpoint of the family has a layer's experts, under full names; nothing where they lie one by one."""
     return tuple(replace(stack, name=f"{row.block.format(layer=layer)}.{stack.name}") for stack in row.stacks)
+
+
+def shared_stacks(row: Architecture, layer: int) -> tuple[Stack, ...]:
+    """The same of a layer's shared expert."""
+    return tuple(replace(stack, name=f"model.layers.{layer}.{stack.name}") for stack in row.shared_stacks)
 
 
 def stacks_in_memory(row: Architecture, layer: int) -> tuple[Stack, ...]:

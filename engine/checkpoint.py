@@ -30,6 +30,7 @@ from engine.architectures import (
     router_in_memory,
     router_tensor,
     router_tensors,
+    shared_stacks,
     stacks_in_memory,
     stacks_on_disk,
 )
@@ -40,7 +41,7 @@ from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.mxfp4 import BLOCK, BLOCKS, POWERS, is_packed, unpacked
 from engine.safetensors_file import SafetensorsFile, open_shards
-from engine.stacks import packed_shapes, stack_shape, stacked_names, taken
+from engine.stacks import packed_shapes, shared_names, shared_stack_shape, stack_shape, stacked_names, taken
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
@@ -303,12 +304,14 @@ class _View:
 
 
 class _StackedView(_View):
-    def __init__(self, file: SafetensorsFile, stack: Stack, expert: int, place: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, file: SafetensorsFile, stack: Stack, expert: int | None, place: int, shape: tuple[int, ...]) -> None:
+        """expert: None in a stack of the shared one."""
         super().__init__(file, stack.name, shape)
         self.stack, self.expert, self.place = stack, expert, place
 
     def read(self) -> Tensor:
-        return taken(self.stack, super().read()[self.expert], self.place)
+        whole = super().read()
+        return taken(self.stack, whole if self.expert is None else whole[self.expert], self.place)
 
 
 class _PackedView(_View):
@@ -343,6 +346,12 @@ def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dic
         for stacks in (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
             if all(stack.name in by_name or stack.name + BLOCKS in by_name for stack in stacks):
                 views |= _of_stacks(config, layer, stacks, by_name)
+        for stack in shared_stacks(row, layer):
+            for place, name in enumerate(shared_names(config, layer, stack) if stack.name in by_name else ()):
+                _check_stack(by_name, stack.name, shared_stack_shape(config, layer, stack), False)
+                own = replace(stack, projections=stack.projections[place : place + 1])
+                shape = shared_stack_shape(config, layer, own)
+                views[name] = _StackedView(by_name[stack.name], stack, None, place, shape)
         stacked_router = router_in_memory(row, layer)
         if router_tensor(row, layer) not in views and stacked_router in by_name:
             views[router_tensor(row, layer)] = views[stacked_router]

@@ -41,6 +41,7 @@ ROWS = {
     "kimi_k2": "Kimi K2 ²",
     "glm4_moe": "GLM-4-MoE",
     "granitemoe": "Granite-MoE",
+    "granitemoeshared": "Granite-MoE, shared expert",
     "phimoe": "Phi-3.5-MoE",
     "gpt_oss": "GPT-OSS ³",
 }
