@@ -25,6 +25,7 @@ from engine.architectures import (
     expert_parts,
     expert_rows,
     expert_tensor,
+    is_router_bias,
     shared_tensor,
     stacks_on_disk,
     with_experts,
@@ -325,6 +326,12 @@ def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...])
     """The result's router, [M, D], or another tensor with a row for each expert: weighted sums of source rows, one-hot in
     pruning."""
     weight = checkpoint.tensor(name)
+    if weight.dim() > 1 and is_router_bias(checkpoint.config.architecture, name):  # [1, N]
+        return _rows_of_router(weight.T, experts).T
+    return _rows_of_router(weight, experts)
+
+
+def _rows_of_router(weight: Tensor, experts: tuple[PlannedExpert, ...]) -> Tensor:
     if all(expert.is_copy for expert in experts):
         return weight[[int(expert.router[0].expert) for expert in experts]]
     rows = [sum(s.coefficient * weight[int(s.expert)].float() for s in expert.router) for expert in experts]

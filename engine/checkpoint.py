@@ -394,6 +394,8 @@ def _is_ignorable(name: str, config: DecoderConfig) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None and 0 <= int(layer[1]) - len(config.layers) < config.prediction_layers:
         return True
+    if (prefix := config.architecture.prediction_prefix) is not None and name.startswith(prefix):
+        return True
     tied_copy = config.tied_embeddings and name == "lm_head.weight"
     return tied_copy or name.endswith((".rotary_emb.inv_freq", ".masked_bias"))
 
