@@ -25,15 +25,18 @@ from engine.architectures import (
     expert_parts,
     expert_rows,
     expert_tensor,
+    is_router_bias,
     shared_tensor,
+    stacks_on_disk,
     with_experts,
 )
 from engine.checkpoint import Checkpoint, computed_dtype
 from engine.errors import PlanError, UnsupportedError
 from engine.json_file import write_json
 from engine.model import Decoder
+from engine.mxfp4 import BLOCKS, METHOD, POWERS
 from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
-from engine.stacks import Stored, joined, stored_tensors
+from engine.stacks import Stored, joined, stacked_names, stored_tensors
 
 _RELEASE_EVERY_BYTES = 64 << 20
 
@@ -158,19 +161,47 @@ def apply(
     made = _made_tensors(plan, checkpoint) | _given(replaced)
     config = decoder_config(raw)
     shapes, stored = expected_tensors(config), stored_tensors(config)
-    layout = {name: (_dtype(one.parts[0][0] if one.parts else name, checkpoint), one.shape) for name, one in stored.items()}
+    packed = _kept_packed(plan, checkpoint, replaced or {})
+    if packed:
+        raw["quantization_config"] = checkpoint.raw_config.get("quantization_config", {"quant_method": METHOD})
+    layout = {
+        name: (_dtype(one.parts[0][0] if one.parts else name, checkpoint), one.shape)
+        for name, one in stored.items()
+        if name + BLOCKS not in packed
+    } | {name: (torch.uint8, (len(kept), *whole.shape[1:])) for name, (whole, kept) in packed.items()}
 
     def given(name: str) -> Tensor:
         return _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
 
     releasing = _Releasing(checkpoint)
     with ShardWriter(directory, layout, shard_bytes) as writer:
-        for name in progress(list(stored)):
-            writer.add_rows(name, releasing.after(_pieces(name, stored[name], given, layout[name][0])))
+        for name in progress(list(layout)):
+            pieces = _rows_of(*packed[name]) if name in packed else _pieces(name, stored[name], given, layout[name][0])
+            writer.add_rows(name, releasing.after(pieces))
     write_json(directory / "config.json", raw)
     if "auto_map" in raw:
         source = remote_code.render(checkpoint.config.architecture)
         (directory / remote_code.FILE_NAME).write_text(source, encoding="utf-8")
+
+
+def _kept_packed(plan: Plan, checkpoint: Checkpoint, replaced: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, list[int]]]:
+    """Stacks of packed weights whose experts stay as they are, with those that stay: they are not unpacked."""
+    if not all(expert.is_copy for experts in plan.layers.values() for expert in experts):
+        return {}
+    found: dict[str, tuple[Tensor, list[int]]] = {}
+    for layer, experts in plan.layers.items():
+        kept = [int(expert.router[0].expert) for expert in experts]
+        for stack in stacks_on_disk(checkpoint.config.architecture, layer):
+            if replaced.keys() & set(stacked_names(checkpoint.config, layer, stack, 0)):
+                return {}
+            parts = {stack.name + part: checkpoint.packed(stack.name + part) for part in (BLOCKS, POWERS)}
+            found |= {name: (whole, kept) for name, whole in parts.items() if whole is not None}
+    return found
+
+
+def _rows_of(whole: Tensor, kept: Iterable[int]) -> Iterator[Tensor]:
+    for expert in kept:
+        yield whole[expert]
 
 
 def _pieces(name: str, stored: Stored, given: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
@@ -295,6 +326,12 @@ def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...])
     """The result's router, [M, D], or another tensor with a row for each expert: weighted sums of source rows, one-hot in
     pruning."""
     weight = checkpoint.tensor(name)
+    if weight.dim() > 1 and is_router_bias(checkpoint.config.architecture, name):  # [1, N]
+        return _rows_of_router(weight.T, experts).T
+    return _rows_of_router(weight, experts)
+
+
+def _rows_of_router(weight: Tensor, experts: tuple[PlannedExpert, ...]) -> Tensor:
     if all(expert.is_copy for expert in experts):
         return weight[[int(expert.router[0].expert) for expert in experts]]
     rows = [sum(s.coefficient * weight[int(s.expert)].float() for s in expert.router) for expert in experts]

@@ -50,6 +50,8 @@ PRECISIONS: dict[str, Precision] = {
 }
 EXPERTS = ("moe", "portable")
 """Mixture operators of onnxruntime, or standard operators only."""
+_OF_WEIGHTS = ("auto_map", "quantization_config")
+"""Config keys that say something of the checkpoint's files."""
 _PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
 
 

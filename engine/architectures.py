@@ -79,7 +79,7 @@ class Architecture:
     """model_type that results are given, where the family is another one under a name of its own."""
     own_settings: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict, hash=False)
     """Config keys that the transformers config does not know or does not check, each with the values that the decoder
-    honours; None where any will do: those keys are read elsewhere, or matter only in training."""
+    honours, also as entries of a list; None where any will do: those keys are read elsewhere, or matter only in training."""
     dense_sibling: str | None = None
     """model_type of the family that the same weights form when each MoE layer becomes one FFN; None where there is none."""
     not_dense: str | None = None
@@ -99,6 +99,10 @@ class Architecture:
     """What a router makes of its logits: "softmax" over all experts, or the "sigmoid" of each."""
     router_in_float32: bool = False
     """The router's product is taken in float32 whatever the model's dtype."""
+    router_bias_dimensions: int = 1
+    """2 where `router_bias` is [1, experts]."""
+    least_sum_key: str | None = None
+    """Config key of the least that probabilities chosen with a bias are divided by."""
     router_bias: str | None = None
     """Within the block: one number for each expert that is added to its score to choose it, and never weighs it."""
     groups_key: str | None = None
@@ -133,6 +137,8 @@ class Architecture:
     """Some layers are dense FFNs, by `decoder_sparse_step` and `mlp_only_layers`."""
     dense_first_key: str | None = None
     """Config key of how many layers at the beginning are dense FFNs."""
+    layer_range_keys: tuple[str, str, str] | None = None
+    """Config keys of the first and the last layer that may hold experts, and of n, where only every n-th layer does."""
     layer_step_key: str | None = None
     """Config key of n, where after those only the layers whose number is a multiple of n hold experts."""
     shared_expert: str | None = None
@@ -140,7 +146,11 @@ class Architecture:
     shared_gate: str | None = None
     """Within the block: what scales the shared expert by sigmoid(gate · x); None where nothing does."""
     shared_experts_key: str | None = None
-    """Config key of how many experts wide the shared one is; None where `shared_expert_intermediate_size` says its width."""
+    """Config key of how many experts wide the shared one is; None where `shared_width_key` says its width."""
+    shared_width_key: str = "shared_expert_intermediate_size"
+    shared_stacks: tuple[Stack, ...] = ()
+    """How the shared expert lies on disk where not one projection by one, by names within the layer: stacks of one expert,
+    [outputs, inputs]."""
     qk_norm: str = "none"
     """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
     qk_norm_key: str | None = None
@@ -159,6 +169,8 @@ class Architecture:
     """Keys and values are made of a latent vector (engine/latent_attention.py)."""
     rotary_pairs: bool | str = False
     """Rotated dimensions are paired with their neighbours and not half against half: True, False, or the config key."""
+    prediction_prefix: str | None = None
+    """What the names of tensors for multi-token prediction begin with, where not those of further layers."""
     prediction_layers_key: str | None = None
     """Config key of how many layers for multi-token prediction follow the last one in a checkpoint; they are not read."""
     layer_norm: bool = False
@@ -210,6 +222,21 @@ _DEEPSEEK_V3 = Architecture(
     output_bias="attention_bias",
     latent_attention=True,
     rotary_pairs="rope_interleave",
+)
+
+_GRANITE_MOE = Architecture(
+    model_type="granitemoe",
+    causal_lm_class="GraniteMoeForCausalLM",
+    dense_sibling="granite",
+    experts_keys=("num_local_experts",),
+    block="model.layers.{layer}.block_sparse_moe",
+    router="router.layer.weight",
+    stacks=(Stack("input_linear.weight", (GATE, UP)), Stack("output_linear.weight", (DOWN,))),
+    modules=("block_sparse_moe", "router"),
+    always_normalises_top_k=True,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    multipliers=True,
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -350,19 +377,17 @@ ARCHITECTURES: dict[str, Architecture] = {
             qk_norm_key="use_qk_norm",
             partial_rotary=True,
         ),
-        Architecture(
-            model_type="granitemoe",
-            causal_lm_class="GraniteMoeForCausalLM",
-            dense_sibling="granite",
-            experts_keys=("num_local_experts",),
-            block="model.layers.{layer}.block_sparse_moe",
-            router="router.layer.weight",
-            stacks=(Stack("input_linear.weight", (GATE, UP)), Stack("output_linear.weight", (DOWN,))),
-            modules=("block_sparse_moe", "router"),
-            always_normalises_top_k=True,
-            qkv_bias="attention_bias",
-            output_bias="attention_bias",
-            multipliers=True,
+        _GRANITE_MOE,
+        replace(
+            _GRANITE_MOE,
+            model_type="granitemoeshared",
+            causal_lm_class="GraniteMoeSharedForCausalLM",
+            shared_expert="shared_expert",
+            shared_width_key="shared_intermediate_size",
+            shared_stacks=(
+                Stack("shared_mlp.input_linear.weight", (GATE, UP)),
+                Stack("shared_mlp.output_linear.weight", (DOWN,)),
+            ),
         ),
         Architecture(
             model_type="granite",
@@ -389,6 +414,62 @@ ARCHITECTURES: dict[str, Architecture] = {
             head_bias="lm_head_bias",
             rope_types=("default", "longrope"),
             rope_mscales=True,
+        ),
+        Architecture(
+            model_type="ernie4_5_moe",
+            causal_lm_class="Ernie4_5_MoeForCausalLM",
+            own_settings={
+                "use_bias": (False,),  # of all projections, the experts' too
+                "moe_gate": ("topk",),
+                "moe_gate_act": ("softmax",),
+                "moe_use_aux_free": (True,),
+                **dict.fromkeys(("moe_capacity", "moe_aux_loss_lambda")),
+            },
+            dense_sibling="ernie4_5",
+            experts_keys=("moe_num_experts",),
+            experts_per_token_key="moe_k",
+            expert_width_key="moe_intermediate_size",
+            router_bias="moe_statics.e_score_correction_bias",
+            router_bias_dimensions=2,
+            least_sum_key="moe_norm_min",
+            router_in_float32=True,
+            always_normalises_top_k=True,
+            layer_range_keys=("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+            shared_expert="shared_experts",
+            shared_experts_key="moe_num_shared_experts",
+            rotary_pairs=True,
+            prediction_layers_key="num_nextn_predict_layers",
+            prediction_prefix="model.mtp_",
+        ),
+        Architecture(
+            model_type="ernie4_5",
+            causal_lm_class="Ernie4_5ForCausalLM",
+            own_settings={"use_bias": (False,)},
+            rotary_pairs=True,
+        ),
+        Architecture(
+            model_type="minimax_m2",
+            causal_lm_class="MiniMaxM2ForCausalLM",
+            own_settings={
+                "scoring_func": ("sigmoid",),
+                "use_routing_bias": (True,),
+                "use_qk_norm": (True,),
+                "qk_norm_type": ("per_layer",),
+                "attn_type_list": (1,),
+                "shared_intermediate_size": (0,),
+                **dict.fromkeys(("rotary_dim", "partial_rotary_factor", "mlp_intermediate_size", "shared_moe_mode")),
+                **dict.fromkeys(("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "max_model_len")),
+                **dict.fromkeys((f"layernorm_{part}_beta" for part in ("full_attention", "linear_attention", "mlp")), (1,)),
+            },
+            experts_keys=("num_local_experts",),
+            block="model.layers.{layer}.block_sparse_moe",
+            expert_projections=("w1", "w3", "w2"),
+            router_scores="sigmoid",
+            router_bias="e_score_correction_bias",
+            always_normalises_top_k=True,
+            qk_norm="full",
+            partial_rotary=True,
+            prediction_layers_key="num_mtp_modules",
         ),
         Architecture(
             model_type="gpt_oss",
@@ -519,6 +600,8 @@ class MoeConfig:
     groups_per_token: int = 1
     """Groups that a token's experts are of, at most."""
     router_in_float32: bool = False
+    least_sum: float = 0.0
+    """What probabilities chosen with a bias are divided by at least."""
     swiglu: ClampedSwiglu | None = None
     """What is between an expert's projections; None for silu(g) · u."""
     mixer_jitter: float | None = None
@@ -832,7 +915,8 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
     if any("chunked" in kind or "linear" in kind for kind in getattr(family, "layer_types", None) or ()):
         lacking.append(f"layer_types={sorted(set(family.layer_types))}")
     for key, honoured in row.own_settings.items():
-        if honoured is not None and key in config and config[key] not in honoured:
+        values = config[key] if isinstance(config.get(key), list) else [config.get(key)]
+        if honoured is not None and key in config and any(value not in honoured for value in values):
             lacking.append(f"{key}={config[key]!r}")
     known = set(type(family)().to_dict()) | _HARMLESS_KEYS | set(row.own_settings)
     lacking += [f"{key}={config[key]!r}" for key in config if key not in known and config[key] not in (None, False)]
@@ -866,6 +950,10 @@ def _holds_experts(row: Architecture, family: Any, index: int) -> bool:
     step = _positive(family, "decoder_sparse_step") if row.sparse_step else 1
     if index in only_dense or (index + 1) % step:
         return False
+    if row.layer_range_keys is not None:
+        first, last, every = row.layer_range_keys
+        if not _natural(family, first) <= index <= _natural(family, last) or (index + 1) % _positive(family, every):
+            return False
     if row.dense_first_key is not None and index < _natural(family, row.dense_first_key):
         return False
     return row.layer_step_key is None or index % (_natural(family, row.layer_step_key) or 1) == 0
@@ -907,6 +995,7 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
             groups_per_token=_positive(family, row.groups_per_token_key) if groups else 1,
             router_in_float32=row.router_in_float32,
             weight_scale=_weight_scale(row, family, index),
+            least_sum=0.0 if row.least_sum_key is None else _number(row.least_sum_key, getattr(family, row.least_sum_key)),
             swiglu=_swiglu(row, family),
             mixer_jitter=_mixer_jitter(row, family),
             gate_network_width=_gate_network_width(row, family),
@@ -919,7 +1008,7 @@ def _shared_width(row: Architecture, family: Any) -> int:
     if row.shared_expert is None:
         return 0
     if row.shared_experts_key is None:
-        return _positive(family, "shared_expert_intermediate_size")
+        return _natural(family, row.shared_width_key)
     return _natural(family, row.shared_experts_key) * _positive(family, row.expert_width_key)
 
 
@@ -1110,7 +1199,7 @@ def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
     hidden = {gate_hidden_tensor(row, layer)} if row.gate_network is not None else set()
     shapes = {name: shape for name, shape in router_tensors(config, layer).items() if name not in hidden}
     if bias is not None:
-        shapes[bias] = (config.experts_by_layer[layer],)
+        shapes[bias] = (1,) * (row.router_bias_dimensions - 1) + (config.experts_by_layer[layer],)
     return shapes | noise_tensors(config, layer)
 
 
@@ -1128,6 +1217,11 @@ def shared_tensor(row: Architecture, layer: int, projection: int) -> str:
 def stacks_on_disk(row: Architecture, layer: int) -> tuple[Stack, ...]:
     """Where a checkpoint of the family has a layer's experts, under full names; nothing where they lie one by one."""
     return tuple(replace(stack, name=f"{row.block.format(layer=layer)}.{stack.name}") for stack in row.stacks)
+
+
+def shared_stacks(row: Architecture, layer: int) -> tuple[Stack, ...]:
+    """The same of a layer's shared expert."""
+    return tuple(replace(stack, name=f"model.layers.{layer}.{stack.name}") for stack in row.shared_stacks)
 
 
 def stacks_in_memory(row: Architecture, layer: int) -> tuple[Stack, ...]:
@@ -1356,6 +1450,8 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key in known or key in ("rope_theta", "torch_dtype")}
     kept |= {key: meant[key] for key in known if key not in config and key in meant and meant[key] != known[key]}
     kept["rope_parameters"] = meant["rope_parameters"]
+    if known.get("head_dim") is not None and "head_dim" not in meant:
+        kept["head_dim"] = decoder_config(config).head_dimension
     kept |= kind
     kept.setdefault("sliding_window", None)
     return kept

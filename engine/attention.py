@@ -126,6 +126,12 @@ class Rotary:
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
+def half_by_half(x_BHLE: Tensor, rotated: int) -> Tensor:
+    """Pairs of neighbours among the rotated dimensions put half against half: in queries and keys alike, so scores stay."""
+    halves = x_BHLE[..., :rotated].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves if rotated == x_BHLE.shape[-1] else torch.cat((halves, x_BHLE[..., rotated:]), dim=-1)
+
+
 def rotate(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Apply rotary positions to the first R dimensions, of which each half is paired with the other."""
     rotated = x_BHLE[..., : cosine.shape[-1]]
@@ -172,6 +178,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.window = config.layers[layer].window
         self.head_dimension = config.head_dimension
+        self.pairs, self.rotated = config.rotary_pairs, config.rotary_dimension
         self.scale = config.multipliers.attention or config.head_dimension**-0.5
         self.query_heads, self.key_heads = config.attention_heads, config.key_value_heads
         self.clip = config.clip_qkv
@@ -200,8 +207,8 @@ class Attention(nn.Module):
         """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
         weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         projected = linears(x_BLD, weights, biases)
-        query = self._heads(projected[0], self.query_norm, self.query_heads)
-        key = self._heads(projected[1], self.key_norm, self.key_heads)
+        query = self._paired(self._heads(projected[0], self.query_norm, self.query_heads))
+        key = self._paired(self._heads(projected[1], self.key_norm, self.key_heads))
         value = self._heads(projected[2], None, self.key_heads)
         if (kernels := self._kernels(query, positions, cache)) is not None:
             assert cache is not None
@@ -218,6 +225,9 @@ class Attention(nn.Module):
             mixed = attend(query, key, value, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+
+    def _paired(self, x_BHLE: Tensor) -> Tensor:
+        return half_by_half(x_BHLE, self.rotated) if self.pairs else x_BHLE
 
     def _attend_each(self, query_BHLE: Tensor, positions: Positions, cache: PagedBatch) -> Tensor:
         """One sequence after the other, because each has keys of its own number and place."""

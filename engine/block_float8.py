@@ -20,7 +20,11 @@ from engine.json_file import shown
 SCALES = "_scale_inv"
 """What a weight's name is followed by in its scales'. Weights are multiplied by them: the inverse is of what made them."""
 FLOAT8 = torch.float8_e4m3fn
-_KNOWN: dict[str, tuple[Any, ...]] = {"quant_method": ("fp8",), "fmt": ("e4m3",), "activation_scheme": ("dynamic",)}
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "activation_scheme": ("dynamic",),
+}
 
 
 def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from engine.architectures import (
     router_in_memory,
     router_tensor,
     router_tensors,
+    shared_stacks,
     stacks_in_memory,
     stacks_on_disk,
 )
@@ -38,8 +39,9 @@ from engine.attention import Rotary
 from engine.block_float8 import FLOAT8, SCALES, block_of, dequantised
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.json_file import load_json, shown
+from engine.mxfp4 import BLOCK, BLOCKS, POWERS, is_packed, unpacked
 from engine.safetensors_file import SafetensorsFile, open_shards
-from engine.stacks import stack_shape, stacked_names, taken
+from engine.stacks import packed_shapes, shared_names, shared_stack_shape, stack_shape, stacked_names, taken
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
@@ -88,7 +90,7 @@ class ModelDirectory:
         self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
         _refuse_foreign_code(directory, self.raw_config)
         try:
-            self.float8_block = block_of(self.raw_config)
+            self.float8_block = None if is_packed(self.raw_config) else block_of(self.raw_config)
             """Of weights that are stored in 8-bit floating point; None where they are not."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
             Rotary(self.config)  # made and dropped: parameters that it cannot use are refused here
@@ -125,6 +127,7 @@ class Checkpoint(ModelDirectory):
         if (directory / ONNX_NAME).is_file():
             raise UnsupportedError(f"{directory}: is an ONNX export, which this needs as a checkpoint; {_ONNX_USE}")
         by_name, self.files = open_shards(directory)
+        self._by_name = by_name
         self._check_routers(by_name)
         self._views = _views(self.config, by_name)
         if self.float8_block is not None:
@@ -182,6 +185,10 @@ class Checkpoint(ModelDirectory):
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that `tensor` gives, without reading it."""
         return self._views[name].dtype
+
+    def packed(self, name: str) -> Tensor | None:
+        """A stack of packed weights as stored: its blocks or its scales; None where there is no such tensor."""
+        return self._by_name[name].tensor(name) if name in self._by_name else None
 
     @cached_property
     def model_dtype(self) -> torch.dtype:
@@ -297,12 +304,38 @@ class _View:
 
 
 class _StackedView(_View):
-    def __init__(self, file: SafetensorsFile, stack: Stack, expert: int, place: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, file: SafetensorsFile, stack: Stack, expert: int | None, place: int, shape: tuple[int, ...]) -> None:
+        """expert: None in a stack of the shared one."""
         super().__init__(file, stack.name, shape)
         self.stack, self.expert, self.place = stack, expert, place
 
     def read(self) -> Tensor:
-        return taken(self.stack, super().read()[self.expert], self.place)
+        whole = super().read()
+        return taken(self.stack, whole if self.expert is None else whole[self.expert], self.place)
+
+
+class _PackedView(_View):
+    """One projection of one expert in a stack of MXFP4: unpacked when it is read."""
+
+    def __init__(
+        self, files: Mapping[str, SafetensorsFile], stack: Stack, expert: int, place: int, shape: tuple[int, ...]
+    ) -> None:
+        super().__init__(files[stack.name + BLOCKS], stack.name + BLOCKS, shape)
+        self.powers, self.dtype = files[stack.name + POWERS], torch.bfloat16
+        self.stack, self.expert, self.place = replace(stack, transposed=False), expert, place
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        return self.stored_name, self.stack.name + POWERS
+
+    @property
+    def bytes(self) -> int:
+        return _count(self.shape) // 2 + _count(self.shape) // BLOCK
+
+    def read(self) -> Tensor:
+        stored = zip((self.file, self.powers), self.stored_names, strict=True)
+        parts = [taken(self.stack, file.tensor(name)[self.expert], self.place) for file, name in stored]
+        return unpacked(*parts)
 
 
 def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, _View]:
@@ -311,8 +344,14 @@ def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dic
     row = config.architecture
     for layer in config.moe_layers:
         for stacks in (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
-            if all(stack.name in by_name for stack in stacks):
+            if all(stack.name in by_name or stack.name + BLOCKS in by_name for stack in stacks):
                 views |= _of_stacks(config, layer, stacks, by_name)
+        for stack in shared_stacks(row, layer):
+            for place, name in enumerate(shared_names(config, layer, stack) if stack.name in by_name else ()):
+                _check_stack(by_name, stack.name, shared_stack_shape(config, layer, stack), False)
+                own = replace(stack, projections=stack.projections[place : place + 1])
+                shape = shared_stack_shape(config, layer, own)
+                views[name] = _StackedView(by_name[stack.name], stack, None, place, shape)
         stacked_router = router_in_memory(row, layer)
         if router_tensor(row, layer) not in views and stacked_router in by_name:
             views[router_tensor(row, layer)] = views[stacked_router]
@@ -326,19 +365,36 @@ def _of_stacks(
     views: dict[str, _View] = {}
     shapes = expert_shapes(config, layer)
     for stack in stacks:
-        file, expected = by_name[stack.name], stack_shape(config, layer, stack)
-        if (stored := file.entries[stack.name].shape) != expected:
-            raise CheckpointError(f"tensor {stack.name} has shape {list(stored)} and config.json says {list(expected)}")
+        packed = stack.name not in by_name
+        expected = packed_shapes(config, layer, stack) if packed else {stack.name: stack_shape(config, layer, stack)}
+        for name, shape in expected.items():
+            _check_stack(by_name, name, shape, packed)
         for expert in range(config.experts_by_layer[layer]):
             for place, name in enumerate(stacked_names(config, layer, stack, expert)):
-                views[name] = _StackedView(file, stack, expert, place, shapes[stack.projections[place]])
+                shape = shapes[stack.projections[place]]
+                if packed:
+                    views[name] = _PackedView(by_name, stack, expert, place, shape)
+                else:
+                    views[name] = _StackedView(by_name[stack.name], stack, expert, place, shape)
     return views
+
+
+def _check_stack(by_name: Mapping[str, SafetensorsFile], name: str, shape: tuple[int, ...], packed: bool) -> None:
+    if name not in by_name:
+        raise CheckpointError(f"tensor {name} is missing")
+    entry = by_name[name].entries[name]
+    if entry.shape != shape:
+        raise CheckpointError(f"tensor {name} has shape {list(entry.shape)} and config.json says {list(shape)}")
+    if packed and entry.dtype != torch.uint8:
+        raise CheckpointError(f"tensor {name} is {entry.dtype}; packed weights are torch.uint8")
 
 
 def _is_ignorable(name: str, config: DecoderConfig) -> bool:
     """Tensors that older tools wrote and nobody reads, and those of multi-token prediction."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None and 0 <= int(layer[1]) - len(config.layers) < config.prediction_layers:
+        return True
+    if (prefix := config.architecture.prediction_prefix) is not None and name.startswith(prefix):
         return True
     tied_copy = config.tied_embeddings and name == "lm_head.weight"
     return tied_copy or name.endswith((".rotary_emb.inv_freq", ".masked_bias"))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.architectures import DecoderConfig
-from engine.attention import Cache, Positions, attend, rms_norm, rotate
+from engine.attention import Cache, Positions, attend, half_by_half, rms_norm, rotate
 from engine.linear import is_emulated, linear, linears
 from engine.paged_cache import PagedBatch
 
@@ -94,9 +94,8 @@ class LatentAttention(nn.Module):
         return queries, latent_BLC[:, None], self._rotate(key_BLR[:, None], positions)
 
     def _rotate(self, x_BHLR: Tensor, positions: Positions) -> Tensor:
-        """Pairs that are neighbours are put half against half first: queries and keys alike, so their products stay."""
         if self.pairs:
-            x_BHLR = x_BHLR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            x_BHLR = half_by_half(x_BHLR, x_BHLR.shape[-1])
         return rotate(x_BHLR, positions.cosine, positions.sine)
 
     def attend(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:

@@ -37,7 +37,7 @@ from engine.kv_cache import KeyValueCache
 from engine.latent_attention import LatentAttention
 from engine.linear import linear
 from engine.paged_cache import PagedBatch
-from engine.routing import Gate, GroupedTopK, Routing, SigmoidTopK, SparseMixer, TopK, sigmoid_shares, softmax
+from engine.routing import BiasedTopK, Gate, GroupedTopK, Routing, SigmoidTopK, SparseMixer, TopK, sigmoid_shares, softmax
 
 TensorSource = Callable[[str], Tensor]
 FINAL_NORM = "model.norm"
@@ -234,6 +234,8 @@ def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
         )
     if groups:
         return GroupedTopK(moe.experts_per_token, groups, moe.groups_per_token, moe.weight_scale)
+    if bias_N is not None:
+        return BiasedTopK(moe.experts_per_token, bias_N, moe.least_sum)
     if moe.mixer_jitter is not None:
         return SparseMixer(moe.experts_per_token, moe.mixer_jitter)
     return TopK(moe.experts_per_token, moe.normalise_top_k, moe.weight_scale)
@@ -252,7 +254,7 @@ def own_routings(config: DecoderConfig, tensor: TensorSource) -> list[Routing]:
 
 def _own_routing(config: DecoderConfig, layer: int, moe: MoeConfig, tensor: TensorSource) -> Routing:
     bias = router_bias_tensor(config.architecture, layer)
-    return own_routing(moe) if bias is None else own_routing(moe, tensor(bias))
+    return own_routing(moe) if bias is None else own_routing(moe, tensor(bias).flatten())
 
 
 @contextmanager

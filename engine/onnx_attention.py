@@ -177,6 +177,7 @@ class GroupedQuery:
             kv_num_heads=config.key_value_heads,
             local_window_size=-1 if window is None else window,
             do_rotary=1,
+            rotary_interleaved=int(config.rotary_pairs),
             **({} if config.multipliers.attention is None else {"scale": config.multipliers.attention}),
         )
         return mixed
@@ -278,9 +279,18 @@ class Standard:
         graph, config = self._parts.graph, self._parts.config
         rest = config.head_dimension - config.rotary_dimension
         if not rest:
-            return self._rotate(x_BHLE)
+            return self._rotate(self._paired(x_BHLE))
         first, last = graph.nodes("Split", x_BHLE, graph.integers(config.rotary_dimension, rest), outputs=["", ""], axis=-1)
-        return graph.node("Concat", self._rotate(first), last, axis=-1)
+        return graph.node("Concat", self._rotate(self._paired(first)), last, axis=-1)
+
+    def _paired(self, x_BHLR: str) -> str:
+        """Pairs that are neighbours put half against half."""
+        graph, half = self._parts.graph, self._parts.config.rotary_dimension // 2
+        if not self._parts.config.rotary_pairs:
+            return x_BHLR
+        pairs = graph.node("Reshape", x_BHLR, graph.integers(0, 0, 0, half, 2))
+        halves = graph.node("Transpose", pairs, perm=[0, 1, 2, 4, 3])
+        return graph.node("Reshape", halves, graph.integers(0, 0, 0, 2 * half))
 
     def _rotate(self, x_BHLR: str) -> str:
         graph, half = self._parts.graph, self._parts.config.rotary_dimension // 2
@@ -355,15 +365,6 @@ class Latent(Standard):
             return parted[place]
 
         return parts.graph.weight(f"{name}.keys", lambda: up(0)), parts.graph.weight(f"{name}.values", lambda: up(1).mT)
-
-    def _paired(self, x_BHLR: str) -> str:
-        """Pairs that are neighbours put half against half."""
-        graph, half = self._parts.graph, self._parts.config.rotary_dimension // 2
-        if not self._parts.config.rotary_pairs:
-            return x_BHLR
-        pairs = graph.node("Reshape", x_BHLR, graph.integers(0, 0, 0, half, 2))
-        halves = graph.node("Transpose", pairs, perm=[0, 1, 2, 4, 3])
-        return graph.node("Reshape", halves, graph.integers(0, 0, 0, 2 * half))
 
     def _turned(self, x_B1PC: str) -> str:
         return self._parts.graph.node("Transpose", x_B1PC, perm=[0, 1, 3, 2])

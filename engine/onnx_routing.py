@@ -16,7 +16,7 @@ import numpy as np
 from engine.errors import UnsupportedError
 from engine.onnx_graph import Graph
 from engine.onnx_layers import float32
-from engine.routing import GroupedTopK, Routing, SigmoidTopK, Skipping, SparseMixer, TopK
+from engine.routing import BiasedTopK, GroupedTopK, Routing, SigmoidTopK, Skipping, SparseMixer, TopK
 
 _END = 2**31 - 1
 NEVER = -1e30
@@ -69,6 +69,16 @@ def _sigmoid_top_k(graph: Graph, routing: SigmoidTopK, logits_TN: str, experts: 
         weights_TK = graph.node("Div", weights_TK, graph.node("Add", _sum(graph, weights_TK), float32(graph, 1e-20)))
     weights_TK = graph.node("Mul", weights_TK, float32(graph, routing.scale))
     # Largest first, as those that wrap this rule expect.
+    weights_TK, order_TK = _largest(graph, weights_TK, slots)
+    return Selected(graph.node("GatherElements", experts_TK, order_TK, axis=1), weights_TK)
+
+
+def _biased_top_k(graph: Graph, routing: BiasedTopK, logits_TN: str, experts: int) -> Selected:
+    slots = min(routing.experts_per_token, experts)
+    probabilities_TN = graph.node("Softmax", logits_TN, axis=-1)
+    _, experts_TK = _largest(graph, graph.node("Add", probabilities_TN, float32(graph, routing.bias_N.tolist())), slots)
+    weights_TK = graph.node("GatherElements", probabilities_TN, experts_TK, axis=1)
+    weights_TK = graph.node("Div", weights_TK, graph.node("Max", _sum(graph, weights_TK), float32(graph, routing.least_sum)))
     weights_TK, order_TK = _largest(graph, weights_TK, slots)
     return Selected(graph.node("GatherElements", experts_TK, order_TK, axis=1), weights_TK)
 
@@ -150,6 +160,7 @@ SELECTIONS: dict[type, Callable[[Graph, Any, str, int], Selected]] = {
     TopK: _top_k,
     SigmoidTopK: _sigmoid_top_k,
     GroupedTopK: _grouped_top_k,
+    BiasedTopK: _biased_top_k,
     SparseMixer: _sparse_mixer,
     Skipping: _skipping,
 }

@@ -35,11 +35,12 @@ from transformers import {base}
 
 def _resize(block, count, top_k, groups):
     """Keep the first `count` rows: only shapes matter here, the checkpoint brings the values."""
-    for module in (block.experts, block.{router}):
+    for module in (block, *block.experts.modules(), *block.{router}.modules()):
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if count > tensor.shape[0]:
-                raise ValueError(f"block_configs asks for {{count}} experts, config.json has {{tensor.shape[0]}}")
-            kept = tensor.detach()[:count].clone()
+            along = int(tensor.dim() > 1 and tensor.shape[0] == 1)  # a bias may be [1, experts]
+            if count > tensor.shape[along]:
+                raise ValueError(f"block_configs asks for {{count}} experts, config.json has {{tensor.shape[along]}}")
+            kept = tensor.detach().narrow(along, 0, count).clone()
             is_parameter = isinstance(tensor, nn.Parameter)
             setattr(module, name, nn.Parameter(kept, tensor.requires_grad) if is_parameter else kept)
         module.num_experts = count

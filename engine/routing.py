@@ -173,6 +173,31 @@ class SigmoidTopK:
 
 
 @dataclass(frozen=True)
+class BiasedTopK:
+    """Softmax over all experts with a correction bias (ERNIE 4.5 Technical Report, 2025): the bias chooses and never weighs.
+
+    Each token takes the k experts of the largest probability + bias; the weights are their probabilities, rescaled to sum to
+    one. Slots are sorted by weight, largest first. As in SigmoidTopK an expert whose logit is −∞ does not exist.
+    """
+
+    experts_per_token: int
+    bias_N: Tensor
+    """[N] float32; added to the probabilities to choose."""
+    least_sum: float
+    """What weights are divided by at least: a bias may choose experts of next to no probability."""
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        probabilities_TN = softmax(logits_TN)
+        choice_TN = (probabilities_TN + self.bias_N).masked_fill(logits_TN == -torch.inf, -torch.inf)
+        best = choice_TN.topk(min(self.experts_per_token, logits_TN.shape[-1]), dim=-1)
+        empty_TK = best.values == -torch.inf
+        weights_TK = probabilities_TN.gather(-1, best.indices).masked_fill(empty_TK, 0.0)
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(self.least_sum)
+        weights_TK, order_TK = weights_TK.sort(dim=-1, descending=True, stable=True)
+        return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT).gather(-1, order_TK), weights_TK)
+
+
+@dataclass(frozen=True)
 class SparseMixer:
     """sparsemixer's choice without its noise of training (GRIN MoE, arXiv 2409.12136; thresholds as in transformers' code).
 

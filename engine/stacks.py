@@ -6,19 +6,23 @@ Shape suffixes: N experts of the layer, O outputs of all projections of a stack 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.architectures import (
+    DOWN,
     DecoderConfig,
     Stack,
     expected_tensors,
     expert_shapes,
     expert_tensor,
+    shared_stacks,
+    shared_tensor,
     stacks_on_disk,
 )
+from engine.mxfp4 import BLOCK, BLOCKS, BYTES, POWERS
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,40 @@ def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
             parts = tuple(stacked_names(config, layer, stack, expert) for expert in range(experts))
             stored = Stored(stack_shape(config, layer, stack), stack, parts)
             stacks |= {name: (stack.name, stored) for names in parts for name in names}
+        for stack in shared_stacks(config.architecture, layer):
+            names = shared_names(config, layer, stack)
+            stored = Stored(shared_stack_shape(config, layer, stack), stack, (names,) if names else ())
+            stacks |= dict.fromkeys(names, (stack.name, stored))
     return dict(stacks.get(name, (name, Stored(shape))) for name, shape in expected_tensors(config).items())
 
 
 def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) -> tuple[str, ...]:
     """What a stack holds of an expert, under the names that all else asks for it by."""
     return tuple(expert_tensor(config.architecture, layer, expert, projection) for projection in stack.projections)
+
+
+def shared_names(config: DecoderConfig, layer: int, stack: Stack) -> tuple[str, ...]:
+    """The same of a shared expert; nothing where the layer has none."""
+    moe = config.layers[layer].moe
+    assert moe is not None
+    projections = stack.projections if moe.shared_width else ()
+    return tuple(shared_tensor(config.architecture, layer, projection) for projection in projections)
+
+
+def shared_stack_shape(config: DecoderConfig, layer: int, stack: Stack) -> tuple[int, ...]:
+    """[O, I]."""
+    moe = config.layers[layer].moe
+    assert moe is not None
+    if DOWN in stack.projections:
+        return config.hidden_size, moe.shared_width
+    return len(stack.projections) * moe.shared_width, config.hidden_size
+
+
+def packed_shapes(config: DecoderConfig, layer: int, stack: Stack) -> dict[str, tuple[int, ...]]:
+    """Of a stack of weights in MXFP4, by name: blocks [N, O, C, 16] and scales [N, O, C], whichever way others lie."""
+    experts, outputs, inputs = stack_shape(config, layer, replace(stack, transposed=False))
+    scales = experts, outputs, inputs // BLOCK
+    return {stack.name + BLOCKS: (*scales, BYTES), stack.name + POWERS: scales}
 
 
 def stack_shape(config: DecoderConfig, layer: int, stack: Stack) -> tuple[int, ...]:

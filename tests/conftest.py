@@ -63,6 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "granite": MULTIPLIERS,
+    "ernie4_5": {"head_dim": 16, "tie_word_embeddings": False},
 }
 LATENT = {
     "num_key_value_heads": 4,
@@ -85,6 +86,21 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | FINE_GRAINED | GROUPS | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT | FINE_GRAINED | GROUPS,
     "kimi_k2": LATENT | FINE_GRAINED | {"n_group": 1, "topk_group": 1},
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "tie_word_embeddings": False,
+    },
+    "minimax_m2": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "granitemoeshared": {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40} | MULTIPLIERS,
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
 }
 """Of which only the matrix (family_matrix.py) goes through everything."""

@@ -28,6 +28,7 @@ from engine.model import Decoder, own_routings, routed_by
 from engine.paged_cache import PagedBatch, PagedCache, position_bytes
 from engine.routing import NO_EXPERT, Masked
 from engine.skip_tables import SkipTables, skipping_routings
+from engine.stacks import stored_tensors
 
 ROWS = {
     "mixtral": "Mixtral",
@@ -41,7 +42,10 @@ ROWS = {
     "kimi_k2": "Kimi K2 ²",
     "glm4_moe": "GLM-4-MoE",
     "granitemoe": "Granite-MoE",
+    "granitemoeshared": "Granite-MoE, shared expert",
     "phimoe": "Phi-3.5-MoE",
+    "ernie4_5_moe": "ERNIE-4.5-MoE",
+    "minimax_m2": "MiniMax-M2 ³",
     "gpt_oss": "GPT-OSS ³",
 }
 REFUSED = {("phimoe", "dense"): "it has no dense sibling, and its router takes two experts"}
@@ -135,6 +139,9 @@ def worst(one: Tensor, other: Tensor) -> float:
 def full(made: Made) -> float:
     """Read at once, step by step after a beginning, and in a padded batch."""
     decoder, length = decoder_of(made.checkpoint), TOKENS.shape[1]
+    files = made.checkpoint.files
+    names = {name: entry.shape for file in files for name, entry in file.entries.items()}
+    assert {name: stored.shape for name, stored in stored_tensors(decoder.config).items()} == names, "as they are published"
     with torch.no_grad():
         cache = KeyValueCache(decoder.config, 2, length, torch.float32)
         steps = [decoder(TOKENS[:, :7], cache=cache)]

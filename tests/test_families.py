@@ -94,6 +94,10 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("glm4_moe", "neither norms nor biases", {"use_qk_norm": False, "attention_bias": False}),
     ("glm4_moe", "groups, yarn", {"n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     ("deepseek", "top-k renormalised", {"norm_topk_prob": True, "n_shared_experts": None}),
+    ("granitemoeshared", "without a shared expert", {"shared_intermediate_size": 0, "attention_bias": True}),
+    ("ernie4_5_moe", "some layers", {"moe_layer_end_index": 3, "moe_layer_interval": 2, "num_hidden_layers": 5}),
+    ("ernie4_5_moe", "no shared expert, tied", {"moe_num_shared_experts": 0, "tie_word_embeddings": True}),
+    ("minimax_m2", "yarn", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     ("deepseek", "every second layer", {"moe_layer_freq": 2, "first_k_dense_replace": 0, "num_hidden_layers": 4}),
 ]
 

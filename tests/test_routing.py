@@ -12,6 +12,7 @@ from engine.experts import Expert, MoeBlock, grouped, sparse
 from engine.routing import (
     NO_EXPERT,
     AllExperts,
+    BiasedTopK,
     Gated,
     Masked,
     MixedExperts,
@@ -21,6 +22,7 @@ from engine.routing import (
     ShiftedLogits,
     SigmoidTopK,
     Skipping,
+    SparseMixer,
     TopK,
     probabilities,
     select,
@@ -214,6 +216,44 @@ def test_sigmoid_router_equals_that_of_transformers(normalise: bool) -> None:
     groups = tuple(tuple(range(start, start + 4)) for start in range(0, 16, 4))
     ours = SigmoidTopK(4, normalise, router.e_score_correction_bias, 2.5, groups, 2)
     assert torch.allclose(dense(ours, logits), torch.zeros(50, 16).scatter(1, experts, weights), atol=1e-6)
+
+
+def test_a_bias_on_probabilities_chooses_and_never_weighs() -> None:
+    """Probabilities 0.1, 0.4, 0.2, 0.3: with the bias experts 0 and 3 are chosen, and weigh 0.1 and 0.3 over 0.4."""
+    rule = BiasedTopK(2, torch.tensor([0.5, -0.3, 0.0, 0.2]), 1e-12)
+    experts, weights = rule(LOGITS)
+    assert experts.tolist() == [[3, 0]] and torch.allclose(weights, torch.tensor([[0.75, 0.25]]))
+    floor = BiasedTopK(1, torch.tensor([5.0, 0.0, 0.0, 0.0]), 0.2)
+    assert torch.allclose(floor(LOGITS).weights, torch.tensor([[0.5]])), "0.1 over at least 0.2"
+    logits = 3.0 * torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    kept = torch.tensor([1, 3])
+    mask = torch.isin(torch.arange(4), kept)
+    removed = BiasedTopK(2, rule.bias_N[kept], 1e-12)
+    assert torch.allclose(dense(Masked(rule, mask), logits)[:, kept], dense(removed, logits[:, kept]), atol=1e-6)
+    assert dense(Masked(rule, mask), logits)[:, [0, 2]].abs().max() == 0.0
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.3])
+def test_sparsemixer_equals_that_of_transformers(jitter: float) -> None:
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    logits = torch.randn(200, 6, generator=torch.Generator().manual_seed(0))
+    logits[0], logits[1, 2:] = 0.0, 1.0
+    weights, experts = sparsemixer(logits, jitter_eps=jitter, training=False)
+    rule = SparseMixer(2, jitter)
+    assert torch.allclose(dense(rule, logits), torch.zeros(200, 6).scatter(1, experts, weights), atol=1e-6)
+    assert bool((rule(logits).weights.diff(dim=1) <= 0).all()), "largest first"
+    kept = torch.tensor([0, 2, 5])
+    mask = torch.isin(torch.arange(6), kept)
+    assert torch.allclose(dense(Masked(rule, mask), logits)[:, kept], dense(rule, logits[:, kept]), atol=1e-6)
+
+
+def test_sparsemixer_of_one_expert_leaves_a_slot_empty_and_has_gradients() -> None:
+    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    one = Masked(SparseMixer(2, 0.3), torch.tensor([False, True, False]))(logits)
+    assert one.experts.tolist() == [[1, NO_EXPERT]] * 5 and torch.equal(one.weights, torch.tensor([[1.0, 0.0]] * 5))
+    (gradient,) = torch.autograd.grad(SparseMixer(2, 0.5)(logits).weights.square().sum(), logits)
+    assert bool(gradient.isfinite().all()) and float(gradient.abs().sum()) > 0.0
 
 
 def test_probabilities_are_the_routing_s_own() -> None:
