@@ -227,7 +227,10 @@ class Attention(nn.Module):
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
     def _paired(self, x_BHLE: Tensor) -> Tensor:
-        return half_by_half(x_BHLE, self.rotated) if self.pairs else x_BHLE
+        if not self.pairs:
+            return x_BHLE
+        # Laid out position by position, as the projections are: the kernels read all heads of one in a row.
+        return half_by_half(x_BHLE.transpose(1, 2), self.rotated).transpose(1, 2)
 
     def _attend_each(self, query_BHLE: Tensor, positions: Positions, cache: PagedBatch) -> Tensor:
         """One sequence after the other, because each has keys of its own number and place."""
