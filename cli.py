@@ -45,6 +45,7 @@ PICTURE_SEQUENCES = 16
 EXPORT_FORMATS = ("onnx", "onnx-genai")
 EXPORT_PRECISIONS = ("float32", "float16", "int8", "int4")
 EXPERT_FORMS = ("moe", "portable")
+WEIGHT_BITS = (8, 4)
 
 
 @dataclass(frozen=True)
@@ -149,18 +150,26 @@ speed_options = together(
 """What is measured where speed is."""
 
 
+def output_option(default: str) -> Decorator:
+    """Where a command writes a directory."""
+    return click.option(
+        "-o", "--output", type=click.Path(path_type=Path), help=f"Directory of the result.  [default: {default}]"
+    )
+
+
+def evaluation_option(none: str = "0 for none") -> Decorator:
+    """How much text tells what a smaller model has lost."""
+    text = f"Held-out sequences for perplexity before and after; {none}."
+    return click.option("--evaluation-samples", type=int, default=32, show_default=True, help=text)
+
+
+group_size_option = click.option(
+    "--group-size", type=int, default=32, show_default=True, help="Weights of a row that share a scale; -1 for all of it."
+)
 input_options = together(
-    click.option(
-        "-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-METHOD]"
-    ),
+    output_option("MODEL-METHOD"),
     text_options(128),
-    click.option(
-        "--evaluation-samples",
-        type=int,
-        default=32,
-        show_default=True,
-        help="Held-out sequences for perplexity before and after; 0 for none.",
-    ),
+    evaluation_option(),
     click.option("--statistics", type=click.Path(path_type=Path), help="Use a file of `compress calibrate`."),
 )
 recover_options = together(
@@ -445,6 +454,8 @@ def main() -> None:
     help="NAEE: most subsets of a layer to compare; where there are more, experts go one by one.",
 )
 @click.option("--plan", type=click.Path(path_type=Path), help="Carry out this plan instead of making one.")
+@click.option("--bits", type=click.Choice(WEIGHT_BITS), help="Also round the weights that are left to so many bits.")
+@group_size_option
 @artifact_options
 @common_options
 def prune(common: Common, **options: Any) -> dict[str, Any]:
@@ -515,6 +526,45 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
     budget = Budget(experts=options["experts"], scope="layer")
     run = PruneOptions(budget=budget, method=options["method"], **_artifact_options(common, **options))
     return _shown_figures(common, prune(run, progress_bar))
+
+
+@main.command()
+@click.argument("model", default="demo")
+@click.option("--bits", type=click.Choice(WEIGHT_BITS), required=True, help="Of each weight.")
+@group_size_option
+@click.option("--experts-only", is_flag=True, help="Leave attention and dense feed-forward networks as they are.")
+@click.option(
+    "--activation-aware", is_flag=True, help="First scale input channels by the size of their activations on --data."
+)
+@output_option("MODEL-BITS-bit")
+@text_options(32)
+@evaluation_option("0 for none, and without --activation-aware no text is read")
+@overwrite_option
+@resume_option
+@common_options
+def quantize(common: Common, **options: Any) -> dict[str, Any]:
+    """Round the weights of MODEL to 8 or 4 bits, and store them in the form that vLLM reads.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). Router, norms, embeddings, output
+    head and biases keep their dtype.
+    """
+    from compress.quantiser import QuantiserOptions
+    from compress.quantize import QuantizeOptions
+    from compress.quantize import quantize as run
+
+    given = _job_options(common, options, "quantize")
+    if options["output"] is None:
+        given["output"] = Path(f"{Path(options['model']).name}-{options['bits']}-bit")
+    figures = run(
+        QuantizeOptions(
+            quantiser=QuantiserOptions(options["bits"], options["group_size"], options["experts_only"]),
+            activation_aware=options["activation_aware"],
+            method="quantize",
+            **given,
+        ),
+        progress_bar,
+    )
+    return _shown_figures(common, figures)
 
 
 @main.command()
@@ -732,6 +782,9 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
     say(common, table(rows))
     if figures["experts_per_layer"]:
         say(common, f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
+    if bits := figures.get("weight_bits"):
+        share, off = figures["bytes_not_quantized_share"], figures["relative_weight_error"]
+        say(common, f"weights of {bits} bits are off by {off or 0:.2%}; {share:.0%} of the bytes keep their dtype")
     if "naee" in figures:
         say(
             common,
@@ -751,6 +804,7 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
 def _prune_options(common: Common, **given: Any) -> Any:
     from compress.diep import DiepOptions
     from compress.prune import DEFAULT_SCOPE, PruneOptions
+    from compress.quantiser import QuantiserOptions
     from compress.selection import Budget
     from engine.errors import OptionError
 
@@ -783,6 +837,7 @@ def _prune_options(common: Common, **given: Any) -> Any:
             seed=common.seed,
         ),
         plan=given["plan"],
+        quantiser=QuantiserOptions(given["bits"], given["group_size"]) if given["bits"] else None,
         **_artifact_options(common, **given),
     )
 
@@ -870,7 +925,9 @@ def inspect(common: Common, path: str, checksums: bool) -> dict[str, Any]:
 
 
 def _shown(key: str, value: Any) -> str:
-    if key == "bytes":
+    if value is None:
+        return "–"
+    if key.startswith("bytes"):
         return size(value)
     if isinstance(value, list):
         return " ".join(map(str, value)) or "–"

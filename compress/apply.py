@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from compress.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan
+from compress.quantiser import Quantiser
 from engine import remote_code
 from engine.architectures import (
     DOWN,
     DOWN_BIAS,
+    DecoderConfig,
     architecture_of,
     as_dense,
     decoder_config,
@@ -35,6 +37,8 @@ from engine.errors import PlanError, UnsupportedError
 from engine.json_file import write_json
 from engine.model import Decoder
 from engine.mxfp4 import BLOCKS, METHOD, POWERS
+from engine.pack_quantized import CONFIG_KEY, Scheme, layout_of, tensors_of
+from engine.quantised_weight import QuantizedWeight, Weight
 from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.stacks import Stored, joined, stacked_names, stored_tensors
 
@@ -66,6 +70,19 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
                 raise PlanError(f"{where}: is {max(widths - {width})} hidden units wide; the model's are {width}")
     if len(widths) > 1:
         raise PlanError(f"the plan's dense layers are {sorted(widths)} hidden units wide; they must all be equal")
+    if checkpoint.schemes_used:
+        _check_nothing_is_mixed(plan, checkpoint)
+
+
+def _check_nothing_is_mixed(plan: Plan, checkpoint: Checkpoint) -> None:
+    """What is made of weights of few bits would have to be rounded again; copies need not."""
+    made = _made_tensors(plan, checkpoint).keys() - _origins(plan, checkpoint).keys()
+    mixed = sorted(name for name in made if name not in checkpoint.shapes or checkpoint.scheme(name) is not None)
+    if mixed:
+        raise UnsupportedError(
+            f"{checkpoint.directory}: {mixed[0]} would be made of weights of few bits; take the model that this one was "
+            "quantised from, and `compress quantize` the result"
+        )
 
 
 def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -149,39 +166,80 @@ def apply(
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     replaced: Mapping[str, Tensor] | None = None,
+    quantiser: Quantiser | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> None:
     """Write config, weights and, where layers differ in experts, the modelling file into an empty directory.
 
-    `replaced`: tensors of the result that are written as they are given, by name (what was trained).
+    `replaced`: tensors of the result that are written as they are given, by name (what was trained). `quantiser` rounds
+    weights on the way. Those that have few bits already are copied.
     """
     check_fits(plan, checkpoint)
     check_nothing_is_lost(plan, checkpoint)
     raw = planned_config(plan, checkpoint)
     made = _made_tensors(plan, checkpoint) | _given(replaced)
     config = decoder_config(raw)
-    shapes, stored = expected_tensors(config), stored_tensors(config)
-    packed = _kept_packed(plan, checkpoint, replaced or {})
-    if packed:
-        raw["quantization_config"] = checkpoint.raw_config.get("quantization_config", {"quant_method": METHOD})
-    layout = {
-        name: (_dtype(one.parts[0][0] if one.parts else name, checkpoint), one.shape)
-        for name, one in stored.items()
-        if name + BLOCKS not in packed
-    } | {name: (torch.uint8, (len(kept), *whole.shape[1:])) for name, (whole, kept) in packed.items()}
+    shapes, origins = expected_tensors(config), _origins(plan, checkpoint)
+    schemes = _schemes(config, checkpoint, origins, made, quantiser)
+    packed = {} if schemes else _kept_packed(plan, checkpoint, replaced or {})
+    raw |= _quantisation(config, checkpoint, quantiser) if schemes or packed else {}
+    # Weights of few bits lie one by one, whatever the family does.
+    stored = {name: Stored(shape) for name, shape in shapes.items()} if schemes else stored_tensors(config)
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, one in stored.items():
+        dtype = _dtype(one.parts[0][0] if one.parts else name, checkpoint)
+        if name in schemes:
+            layout |= layout_of(name, one.shape, schemes[name], dtype)
+        elif name + BLOCKS not in packed:
+            layout[name] = dtype, one.shape
+    layout |= {name: (torch.uint8, (len(kept), *whole.shape[1:])) for name, (whole, kept) in packed.items()}
 
     def given(name: str) -> Tensor:
-        return _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
+        tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
+        return tensor if quantiser is None or name in schemes else quantiser.rescaled(name, tensor)
+
+    def pieces_of(name: str) -> Mapping[str, Iterable[Tensor]]:
+        if name in packed:
+            return {name: _rows_of(*packed[name])}
+        if name not in schemes:
+            return {name: _pieces(name, stored[name], given, layout[name][0])}
+        if quantiser is not None:
+            weight: Weight = quantiser(name, given(name), _dtype(name, checkpoint))
+        else:
+            weight = checkpoint.stored(origins.get(name, name))
+        assert isinstance(weight, QuantizedWeight)
+        return {own: [tensor] for own, tensor in tensors_of(name, weight).items()}
 
     releasing = _Releasing(checkpoint)
     with ShardWriter(directory, layout, shard_bytes) as writer:
-        for name in progress(list(layout)):
-            pieces = _rows_of(*packed[name]) if name in packed else _pieces(name, stored[name], given, layout[name][0])
-            writer.add_rows(name, releasing.after(pieces))
+        for name in progress([*(name for name in stored if name in layout or name in schemes), *packed]):
+            for own, pieces in pieces_of(name).items():
+                writer.add_rows(own, releasing.after(pieces))
     write_json(directory / "config.json", raw)
     if "auto_map" in raw:
         source = remote_code.render(checkpoint.config.architecture)
         (directory / remote_code.FILE_NAME).write_text(source, encoding="utf-8")
+
+
+def _schemes(
+    result: DecoderConfig,
+    checkpoint: Checkpoint,
+    origins: Mapping[str, str],
+    made: Mapping[str, Any],
+    quantiser: Quantiser | None,
+) -> dict[str, Scheme]:
+    """How each weight of few bits is stored in the result."""
+    if quantiser is not None:
+        return dict.fromkeys(quantiser.options.names(result), quantiser.options.scheme)
+    copied = {name: origins.get(name, name) for name in expected_tensors(result) if name in origins or name not in made}
+    return {name: scheme for name, origin in copied.items() if (scheme := checkpoint.scheme(origin)) is not None}
+
+
+def _quantisation(result: DecoderConfig, checkpoint: Checkpoint, quantiser: Quantiser | None) -> dict[str, Any]:
+    """What config.json says of the result's weights of few bits."""
+    if quantiser is not None:
+        return quantiser.options.config(result)
+    return {CONFIG_KEY: checkpoint.raw_config.get(CONFIG_KEY, {"quant_method": METHOD})}
 
 
 def _kept_packed(plan: Plan, checkpoint: Checkpoint, replaced: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, list[int]]]:
@@ -243,7 +301,12 @@ def planned_decoder(
     config = decoder_config(planned_config(plan, checkpoint))
     shapes = expected_tensors(config)
 
-    def source(name: str) -> Tensor:
+    origins, weights = _origins(plan, checkpoint), checkpoint.weights(dtype, device)
+
+    def source(name: str) -> Weight:
+        origin = origins.get(name, name)
+        if origin in checkpoint.shapes and checkpoint.scheme(origin) is not None:
+            return weights(origin)
         tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
         return tensor.to(device=device, dtype=computed_dtype(config.architecture, name, dtype))
 
@@ -253,6 +316,18 @@ def planned_decoder(
 def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     """Unchanged tensors keep their dtype; experts and routers are stored as the model's first expert is."""
     return checkpoint.dtype(name) if name in checkpoint.shapes else checkpoint.model_dtype
+
+
+def _origins(plan: Plan, checkpoint: Checkpoint) -> dict[str, str]:
+    """Names in the source of the tensors of experts that stay as they are, by their names in the result."""
+    row = checkpoint.config.architecture
+    return {
+        expert_tensor(row, layer, index, part): expert_tensor(row, layer, source, part)
+        for layer, experts in plan.layers.items()
+        for index, expert in enumerate(experts)
+        if expert.is_copy and isinstance(source := expert.parts[0].sources[0].expert, int)
+        for part in expert_parts(row)
+    }
 
 
 def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:

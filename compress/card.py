@@ -36,7 +36,7 @@ def model_card(
         [
             "---",
             *([] if figures.get("loading_note") else ["library_name: transformers"]),
-            f"tags: [mixture-of-experts, {'dense' if title else 'pruned'}, moe-compress]",
+            f"tags: [mixture-of-experts, {_kind(figures, title)}, moe-compress]",
             "---",
             f"# {heading}",
             "",
@@ -77,6 +77,11 @@ def training_lines(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
             best = dict(part["validation_perplexity"])[part["best_step"]]
             lines.append(f"Kept is the state of step {part['best_step']}, perplexity {best:.3f} on text set aside for that.")
     return [*lines, ""] if lines else []
+
+
+def _kind(figures: Mapping[str, Any], title: str | None) -> str:
+    kind = "pruned" if title is None else "dense"
+    return kind if "weight_bits" not in figures else "quantized" if title else f"{kind}, quantized"
 
 
 def _loading(figures: Mapping[str, Any], loader: str) -> list[str]:

@@ -77,6 +77,7 @@ def student_parameters(student: Decoder) -> dict[str, nn.Parameter]:
         for place, ffn in enumerate(block.ffns):
             assert isinstance(ffn, Expert)
             for projection, tensor in enumerate(ffn.projections):
+                assert isinstance(tensor, nn.Parameter)
                 found[f"layers.{index}.ffns.{place}.{projection}"] = tensor
     return found
 

@@ -20,7 +20,7 @@ from compress.distill_inputs import Distillable, DistillOptions, prepare_distill
 from compress.job import Made
 from compress.losses import head_loss
 from compress.pictures import draw_routers, draw_training
-from compress.plan import Plan, pruning_plan
+from compress.plan import same_plan
 from compress.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
 from compress.responses import batch_of
 from compress.result import carry_out, check_outputs, finished_before
@@ -30,7 +30,7 @@ from compress.student_aware_routing import RouterLoss, RouterTrainer, router_par
 from compress.teacher_cache import cached_teacher
 from compress.training import Trainer, figures
 from compress.work_directory import WorkDirectory
-from engine.checkpoint import Checkpoint, end_tokens, load_tokenizer
+from engine.checkpoint import end_tokens, load_tokenizer
 from engine.model import Decoder
 from engine.parameters import parameters_on_disk
 from engine.progress import Progress, no_progress
@@ -78,7 +78,7 @@ class Distilled:
 
 def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Distilled:
     clock, config = Clock(), prepared.checkpoint.config
-    student = Decoder(config, prepared.checkpoint.source(prepared.dtype, "cpu" if options.shard else options.device))
+    student = Decoder(config, prepared.checkpoint.weights(prepared.dtype, "cpu" if options.shard else options.device))
     if options.shard:
         processes.shard(student, options.device)
     longest = prepared.limit if options.row.student_writes else prepared.length
@@ -159,7 +159,7 @@ def _teacher_side(
 ) -> _TeacherSide:
     if prepared.teacher is None:
         return _TeacherSide()
-    decoder = Decoder(prepared.teacher.config, prepared.teacher.source(prepared.dtype, options.device))
+    decoder = Decoder(prepared.teacher.config, prepared.teacher.weights(prepared.dtype, options.device))
     old, examples = old_routers(decoder), prepared.measured or prepared.validation
 
     def report() -> RouterReport | None:
@@ -212,18 +212,13 @@ def response_perplexity(decoder: Decoder, examples: Sequence[Example], group_siz
     return math.exp(min(total / count, 700.0)) if math.isfinite(total) else math.nan
 
 
-def same_plan(checkpoint: Checkpoint) -> Plan:
-    """Every expert stays."""
-    return pruning_plan({layer: range(experts) for layer, experts in checkpoint.config.experts_by_layer.items()})
-
-
 def _make(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Made:
     processes.told(True)
     done = _train(options, prepared, work, progress)
     own = _figures(options, prepared, done)
     history = {options.recipe: (done.trainer.history, done.trainer.validations)}
     return Made(
-        same_plan(prepared.checkpoint),
+        same_plan(prepared.checkpoint.config.experts_by_layer),
         f"distill-{options.recipe}",
         done.tensors,
         own,

@@ -16,7 +16,7 @@ from calibrate.options import CalibrationOptions, training_text
 from compress import processes
 from compress.dense_training import TEXT_STEPS, good_rate, group_size, warm_up_steps
 from compress.divergences import DIVERGENCES
-from compress.job import JobOptions, Prepared, prepare
+from compress.job import JobOptions, Prepared, check_plain, prepare
 from compress.recipes import RECIPES, Recipe
 from compress.response_distillation import KnowledgeAugmentation
 from compress.rouge import scorer
@@ -207,6 +207,7 @@ def _flat(examples: Sequence[Example]) -> Tensor:
 def prepare_distillation(options: DistillOptions) -> Distillable:
     """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
     student = Checkpoint(resolve(options.model))
+    check_plain(student)
     teacher = None if options.teacher is None or not options.row.needs_teacher else Checkpoint(resolve(options.teacher))
     if teacher is not None:
         check_pair(teacher, student, options.row, options.recipe)

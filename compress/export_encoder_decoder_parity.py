@@ -19,7 +19,8 @@ from compress.export_parity import LENGTHS, STEPS, Allowed, Step, check_steps, c
 from engine.checkpoint import load_tokenizer_of
 from engine.encoder_decoder import EncoderDecoderCheckpoint
 from engine.onnx_encoder_decoder_runtime import OnnxEncoderDecoder
-from engine.onnx_quantise import Packing, quantise, restored
+from engine.onnx_quantise import Packing
+from engine.quantised_weight import quantise
 
 AT_ONCE = (1, 1, 5, 9)
 """Target tokens of each prompt that are read at once."""
@@ -40,7 +41,7 @@ def round_weights(model: nn.Module, packings: Mapping[str, Packing]) -> None:
     """Replace the model's weights by what their few bits stand for."""
     stored = model.state_dict()
     for name, packing in packings.items():
-        stored[name].copy_(restored(quantise(stored[name], *packing), packing.bits))
+        stored[name].copy_(quantise(stored[name], *packing).dequantised(torch.float32))
 
 
 def check_encoder_decoder_parity(

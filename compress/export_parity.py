@@ -23,8 +23,9 @@ from engine.errors import CheckpointError, ExportError
 from engine.experts import MoeBlock
 from engine.kv_cache import KeyValueCache
 from engine.model import DecoderLayer, Outer
-from engine.onnx_quantise import Packing, quantise, restored
+from engine.onnx_quantise import Packing
 from engine.onnx_runtime import OnnxDecoder
+from engine.quantised_weight import Weight, plain, quantise
 from engine.routing import Routing
 from engine.streaming import Activations, stream_layers
 
@@ -125,11 +126,10 @@ class RoundedCheckpoint(Checkpoint):
         super().__init__(directory)
         self._packings = packings
 
-    def tensor(self, name: str) -> Tensor:
+    def stored(self, name: str) -> Weight:
         """As rounded."""
-        weight = super().tensor(name)
-        packing = self._packings.get(name)
-        return weight if packing is None else restored(quantise(weight, *packing), packing.bits)
+        stored, packing = super().stored(name), self._packings.get(name)
+        return stored if packing is None else quantise(plain(stored, torch.float32), *packing)
 
 
 class Reference:

@@ -22,6 +22,7 @@ from compress import processes
 from compress.evaluate import perplexity, routed_counts
 from compress.pictures import Picture
 from compress.plan import Plan
+from compress.quantiser import Quantiser
 from compress.work_directory import WorkDirectory
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import DataError, OptionError
@@ -104,6 +105,8 @@ class Made:
     """Writes what else belongs into the artifact's directory."""
     draw: Callable[[Path], Sequence[Picture]] = lambda directory: ()
     """Draws the command's own pictures there."""
+    quantiser: Quantiser | None = None
+    """Rounds the result's weights to few bits."""
 
 
 def open_mixture(model: str) -> Checkpoint:
@@ -115,6 +118,16 @@ def open_mixture(model: str) -> Checkpoint:
             "spare"
         )
     return checkpoint
+
+
+def check_plain(checkpoint: Checkpoint) -> None:
+    """Raise OptionError for weights of few bits, which are not trained, mixed or rounded again."""
+    if checkpoint.schemes_used:
+        bits = " and ".join(str(scheme.bits) for scheme in checkpoint.schemes_used)
+        raise OptionError(
+            f"{checkpoint.directory}: has weights of {bits} bits; take the model that it was quantised from, and "
+            "`compress quantize` the result"
+        )
 
 
 def prepare(options: JobOptions, checkpoint: Checkpoint) -> Prepared:

@@ -52,17 +52,17 @@ class Teacher:
         predicts: its predictions are wanted too, and it runs to the end.
         """
         self.checkpoint, self.offload, self.predicts = checkpoint, offload, predicts
-        config, self._source = checkpoint.config, checkpoint.source(dtype, device)
-        self._embedding_VD = self._source("model.embed_tokens.weight")
+        config, self._weights, plain = checkpoint.config, checkpoint.weights(dtype, device), checkpoint.source(dtype, device)
+        self._embedding_VD = plain("model.embed_tokens.weight")
         if predicts:
-            self._outer = Outer(config, self._source)
+            self._outer = Outer(config, plain)
         self._rotary = Rotary(config)
         # What comes behind the last MoE block is in the predictions only.
         self._count = len(config.layers) if predicts else 1 + max(config.moe_layers)
         self._layers = {} if offload else {index: self._load(index) for index in range(self._count)}
 
     def _load(self, index: int) -> DecoderLayer:
-        return DecoderLayer(self.checkpoint.config, index, self._source)
+        return DecoderLayer(self.checkpoint.config, index, self._weights)
 
     @torch.no_grad()
     def teach(self, tokens_BL: Tensor) -> Taught:

@@ -79,6 +79,11 @@ def pruning_plan(kept: Mapping[int, Iterable[int]]) -> Plan:
     return Plan({layer: tuple(kept_expert(expert) for expert in sorted(experts)) for layer, experts in kept.items()})
 
 
+def same_plan(experts: Mapping[int, int]) -> Plan:
+    """Every expert stays. experts: their number by decoder layer index."""
+    return pruning_plan({layer: range(count) for layer, count in experts.items()})
+
+
 def concatenation_plan(selected: Mapping[int, Sequence[tuple[int | str, float]]]) -> Plan:
     """MoE→dense: each layer becomes one FFN, the concatenation of (expert, scale a_i) pairs."""
     return Plan(

@@ -17,11 +17,12 @@ from compress.card import training_lines
 from compress.diep import DiepOptions, search
 from compress.diep_scores import save_scores, scores_of_state
 from compress.gate_gradients import fisher_scores, taylor_scores
-from compress.job import JobOptions, Made, Prepared, open_mixture, prepare, statistics_of
+from compress.job import JobOptions, Made, Prepared, check_plain, open_mixture, prepare, statistics_of
 from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.naee import SUBSET_LIMIT, naee, search_used
 from compress.pictures import draw_training
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
+from compress.quantiser import Quantiser, QuantiserOptions
 from compress.recover import RecoverOptions, recover
 from compress.result import carry_out, check_outputs, finished_before
 from compress.saliency import SCORES, scores
@@ -59,6 +60,8 @@ class PruneOptions(JobOptions):
     recover: RecoverOptions = field(default_factory=RecoverOptions)
     distill: WholeRecoveryOptions = field(default_factory=WholeRecoveryOptions)
     plan: Path | None = None
+    quantiser: QuantiserOptions | None = None
+    """How the weights of what is left are rounded; None leaves them."""
 
     def recorded(self) -> dict[str, Any]:
         """With the search's defaults filled in too."""
@@ -126,6 +129,7 @@ def _make(options: PruneOptions, prepared: Prunable, work: WorkDirectory, progre
         card=tuple(training_lines(distilled.parts)),
         add_files=add_scores,
         draw=lambda directory: draw_training(directory, options.output.name, distilled.histories),
+        quantiser=None if options.quantiser is None else Quantiser(options.quantiser),
     )
 
 
@@ -169,6 +173,10 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     options.recover.check()
     options.distill.check()
     checkpoint = open_mixture(options.model)
+    if options.method in MERGE_METHODS or options.merge != "none" or options.distill.steps or options.quantiser is not None:
+        check_plain(checkpoint)
+    if options.quantiser is not None:
+        options.quantiser.check(checkpoint.config)
     budget = checked_budget(options, checkpoint)
     plan = None
     if options.plan is not None:
@@ -281,7 +289,7 @@ def _gradient_scores(
 
 
 def _decoder(options: PruneOptions, prepared: Prunable) -> Decoder:
-    decoder = Decoder(prepared.checkpoint.config, prepared.checkpoint.source(prepared.dtype, options.device))
+    decoder = Decoder(prepared.checkpoint.config, prepared.checkpoint.weights(prepared.dtype, options.device))
     decoder.checkpoint_activations = True
     return decoder
 

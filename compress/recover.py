@@ -69,7 +69,7 @@ def recover(
 
     With `state_path` the state is saved as training goes, and `resume` goes on from it to the same result.
     """
-    teacher = Decoder(checkpoint.config, checkpoint.source(dtype, device))
+    teacher = Decoder(checkpoint.config, checkpoint.weights(dtype, device))
     with full_hidden_states(teacher, tokens_SL) as full:
         del teacher
         checkpoint.release()

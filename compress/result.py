@@ -127,13 +127,19 @@ def write_artifact(
     """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
     source = prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
-        apply(made.plan, source, directory, replaced=made.trained, progress=lambda names: progress(names, "writing"))
+        apply(
+            made.plan,
+            source,
+            directory,
+            replaced=made.trained,
+            quantiser=made.quantiser,
+            progress=lambda names: progress(names, "writing"),
+        )
         for path in carried_files(source.directory):
             shutil.copyfile(path, directory / path.name)
         result = Checkpoint(directory)
         own = None
-        if result.config.moe_layers:
-            sample = prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
+        if result.config.moe_layers and len(sample := prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]):
             own = collect(result, sample, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
             skip_tables(own).save(directory / SKIP_TABLES)
         after = held_out(result, options, prepared, progress, "after")
@@ -143,10 +149,10 @@ def write_artifact(
         seconds = time.monotonic() - started
         figures = _figures(options, prepared, made, result, before["perplexity"], after["perplexity"], seconds)
         figures["plots"] = [picture.path.name for picture in pictures]
-        skipping = (directory / SKIP_TABLES).exists()
-        card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures, made.title, made.card)
+        skipping, lines = (directory / SKIP_TABLES).exists(), (*made.card, *(made.quantiser.card if made.quantiser else ()))
+        card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures, made.title, lines)
         (directory / "README.md").write_text(card, encoding="utf-8")
-        write_provenance(directory, _provenance(options, prepared, made, figures))
+        write_provenance(directory, _provenance(options, prepared, made, figures, skipping))
     return figures
 
 
@@ -187,28 +193,34 @@ def _figures(
     source = prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
     calibration = prepared.calibration
-    return {
-        "artifact": str(options.output),
-        "method": made.method,
-        "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
-        "experts_before": experts_before,
-        "experts_after": experts_after,
-        "experts_per_layer": list(result.config.experts_per_layer),
-        "parameters_before": source.parameters,
-        "parameters_after": result.parameters,
-        "bytes_before": source.bytes,
-        "bytes_after": result.bytes,
-        "perplexity_before": before,
-        "perplexity_after": after,
-        "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
-        f"{calibration.data}",
-        "seconds": seconds,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "loading_note": loading_note(result.raw_config),
-    } | made.figures
+    return (
+        {
+            "artifact": str(options.output),
+            "method": made.method,
+            "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
+            "experts_before": experts_before,
+            "experts_after": experts_after,
+            "experts_per_layer": list(result.config.experts_per_layer),
+            "parameters_before": source.parameters,
+            "parameters_after": result.parameters,
+            "bytes_before": source.bytes,
+            "bytes_after": result.bytes,
+            "perplexity_before": before,
+            "perplexity_after": after,
+            "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
+            f"{calibration.data}",
+            "seconds": seconds,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "loading_note": loading_note(result.raw_config, bool(result.schemes)),
+        }
+        | made.figures
+        | (made.quantiser.figures(source, result) if made.quantiser else {})
+    )
 
 
-def _provenance(options: JobOptions, prepared: Prepared, made: Made, figures: dict[str, Any]) -> dict[str, Any]:
+def _provenance(
+    options: JobOptions, prepared: Prepared, made: Made, figures: dict[str, Any], skipping: bool
+) -> dict[str, Any]:
     return {
         "source": {"model": options.model, "fingerprint": prepared.checkpoint.fingerprint()},
         "method": figures["method"],
@@ -216,7 +228,7 @@ def _provenance(options: JobOptions, prepared: Prepared, made: Made, figures: di
         "seed": options.calibration.seed,
         "plan": plan_to_json(made.plan),
         "experts_per_layer": figures["experts_per_layer"],
-        "skip_tables": SKIP_TABLES if figures["experts_after"] else None,
+        "skip_tables": SKIP_TABLES if skipping else None,
         "figures": figures,
         "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "numpy")},
     }

@@ -78,7 +78,7 @@ def evaluate_rouge(
     limits.check(checkpoint.config.max_positions)
     tokenizer = load_tokenizer(checkpoint)
     examples = instructions(data, tokenizer, limits, template=template, seed=seed)["held-out"].examples[:samples]
-    decoder = Decoder(checkpoint.config, checkpoint.source(dtype or checkpoint.model_dtype, device))
+    decoder = Decoder(checkpoint.config, checkpoint.weights(dtype or checkpoint.model_dtype, device))
     ends = end_tokens(checkpoint)
     values = []
     for own in range(seeds):

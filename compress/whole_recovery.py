@@ -71,7 +71,7 @@ def recover_all(
     part = options.training(hidden_size).part(NAME, training_SL.shape[1], hidden_size)
     recompute_if_large(student, part.group_size * training_SL.shape[1])
     examples, held = TextExamples(training_SL, 1), TextExamples(validation_VL, 1)
-    teacher = Decoder(checkpoint.config, checkpoint.source(dtype, device))
+    teacher = Decoder(checkpoint.config, checkpoint.weights(dtype, device))
     taught = ResponseTeacher(teacher, RECIPE, KnowledgeAugmentation(), clock)
     loss = ResponseLoss(student, taught, Responses(examples, clock), RECIPE)
     trainer = Trainer(parameters_on_disk(student), loss, part, *training_SL.shape)

@@ -63,6 +63,7 @@ class ClampedSwiglu:
 GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(6)
 """The tensors of an expert, as they are numbered everywhere; some families have no biases."""
 SINKS = "sinks"
+LATENT_UP = "kv_b_proj.weight"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -1285,6 +1286,24 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...
     return shapes
 
 
+def attention_weights(config: DecoderConfig, index: int) -> list[str]:
+    """Names on disk of the matrices of a layer's attention that are multiplied by as they are.
+
+    Not of the one that keys and values of latent attention are made by: single positions are read with its parts (absorbed).
+    """
+    tensors = _attention_tensors(config, f"model.layers.{index}.self_attn")
+    return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(f".{LATENT_UP}")]
+
+
+def feed_forward_weights(config: DecoderConfig, index: int) -> list[str]:
+    """Names on disk of the matrices of a layer's experts, the shared one among them, or of its dense FFN."""
+    row, moe = config.architecture, config.layers[index].moe
+    if moe is None:
+        return [dense_tensor(index, projection) for projection in range(3)]
+    names = [expert_tensor(row, index, expert, projection) for expert in range(moe.experts) for projection in range(3)]
+    return names + [shared_tensor(row, index, projection) for projection in range(3) if moe.shared_width]
+
+
 def shared_gate_tensor(row: Architecture, layer: int) -> str | None:
     """Name on disk of the gate that scales the shared expert, [1, hidden]; None where nothing scales it."""
     return None if row.shared_gate is None else f"{row.block.format(layer=layer)}.{row.shared_gate}"
@@ -1311,7 +1330,7 @@ def _latent_tensors(config: DecoderConfig, latent: LatentConfig, prefix: str) ->
     if config.qkv_bias:
         yield f"{prefix}.kv_a_proj_with_mqa.bias", (rank + latent.rotary_dimension,)
     yield f"{prefix}.kv_a_layernorm.weight", (rank,)
-    yield f"{prefix}.kv_b_proj.weight", (config.attention_heads * (latent.plain_dimension + latent.value_dimension), rank)
+    yield f"{prefix}.{LATENT_UP}", (config.attention_heads * (latent.plain_dimension + latent.value_dimension), rank)
     yield f"{prefix}.o_proj.weight", (hidden, config.attention_heads * latent.value_dimension)
     if config.output_bias:
         yield f"{prefix}.o_proj.bias", (hidden,)
@@ -1411,9 +1430,16 @@ def _changed_widths(row: Architecture, config: dict[str, Any], counts: list[int]
     return changed
 
 
-def loading_note(config: Mapping[str, Any]) -> str | None:
-    """Who loads a checkpoint with this config.json, in a clause; None where transformers does."""
+def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | None:
+    """Who loads a checkpoint with this config.json, in a clause; None where transformers does.
+
+    few_bits: with packed weights, which are always one by one.
+    """
     row = architecture_of(config)
+    if few_bits and (row.stacks or row.shared_stacks):
+        return f"only moe-compress loads it: experts of a {row.model_type} are stacked elsewhere, and here packed one by one"
+    if few_bits and not row.in_transformers:
+        return f"only moe-compress loads it: transformers has no {row.model_type}"
     if row.in_transformers:
         return None
     if "block_configs" in config or GATE_WIDTH_KEY in config:

@@ -18,6 +18,7 @@ from engine.errors import CheckpointError
 from engine.kv_cache import KeyValueCache
 from engine.linear import as_bfloat16, compiled_kernels, is_decoding, is_emulated, linear, linears, multiplies_bfloat16
 from engine.paged_cache import PagedBatch
+from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen
 
 Cache = KeyValueCache | PagedBatch
 
@@ -172,7 +173,7 @@ def first_seen(past: int, window: int | None) -> int:
 class Attention(nn.Module):
     """One layer's self-attention."""
 
-    def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Tensor]) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
         prefix = f"model.layers.{layer}.self_attn"
         self.layer = layer
@@ -185,16 +186,14 @@ class Attention(nn.Module):
         self.epsilon = config.norm_epsilon
         self.qk_norm = config.qk_norm
 
-        def parameter(name: str) -> nn.Parameter:
-            return nn.Parameter(tensor(f"{prefix}.{name}"), requires_grad=False)
+        def weight(name: str) -> nn.Parameter | QuantizedWeight:
+            return frozen(tensor(f"{prefix}.{name}"))
 
         def optional(name: str, present: bool) -> nn.Parameter | None:
-            return parameter(name) if present else None
+            return nn.Parameter(as_tensor(tensor(f"{prefix}.{name}")), requires_grad=False) if present else None
 
-        self.query = parameter("q_proj.weight")
-        self.key = parameter("k_proj.weight")
-        self.value = parameter("v_proj.weight")
-        self.output = parameter("o_proj.weight")
+        self.query, self.key, self.value = weight("q_proj.weight"), weight("k_proj.weight"), weight("v_proj.weight")
+        self.output = weight("o_proj.weight")
         self.query_bias = optional("q_proj.bias", config.qkv_bias)
         self.key_bias = optional("k_proj.bias", config.qkv_bias)
         self.value_bias = optional("v_proj.bias", config.qkv_bias)

@@ -175,6 +175,7 @@ def _row(worker: Worker, case: BenchCase, seconds: list[float], warm: dict[str, 
         "threads": about["threads"],
         "batch": spec.batch,
         "dtype": about["dtype"],
+        "weight_bits": about["weight_bits"],
         "device": about["device"],
         "skip_threshold": spec.skip_threshold,
     }
@@ -214,7 +215,7 @@ def _markdown(rows: Sequence[dict[str, Any]], head: Sequence[str], cells: Cells)
 def about_model(row: dict[str, Any]) -> list[str]:
     """The cells before what was measured."""
     return [
-        row["model"].replace("|", "\\|"),
+        row["model"].replace("|", "\\|") + (f" ({row['weight_bits']} bits)" if row.get("weight_bits") else ""),
         f"{row['weights_bytes'] / 2**20:.2f} MiB" if row["weights_bytes"] < 2**30 else gib(row["weights_bytes"]),
         f"{row['parameters'] / 1e6:.2f} M" if row["parameters"] < 1e9 else f"{row['parameters'] / 1e9:.2f} B",
         row["backend"],
@@ -496,7 +497,9 @@ def main(arguments: Sequence[str]) -> int:
     def start() -> tuple[dict[str, Any], Answer]:
         spec = BenchSpec(**json.loads(arguments[0]))
         backend = BACKENDS[spec.backend](spec)
+        scheme = backend.checkpoint.fewest_bits
         about = {"parameters": backend.checkpoint.parameters, "weights_bytes": backend.weights_bytes}
+        about["weight_bits"] = None if scheme is None else scheme.bits
         machine = {"threads": torch.get_num_threads(), "device": backend.device.type}
         dtype = {"dtype": str(backend.dtype).removeprefix("torch.")}
         return about | machine | dtype, lambda request: _answer(backend, spec, request)

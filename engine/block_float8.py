@@ -44,7 +44,7 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if odd:
         raise UnsupportedError(
             f"quantization_config has {', '.join(odd)[:300]}; of quantised weights those are read that are fp8 (e4m3) with "
-            "a scale for each block; take the model's weights in bfloat16"
+            "a scale for each block, or packed by compressed-tensors; take the model's weights in bfloat16"
         )
     return sizes[0], sizes[1]
 

@@ -23,9 +23,11 @@ from engine.architectures import (
     Architecture,
     DecoderConfig,
     Stack,
+    attention_weights,
     decoder_config,
     expected_tensors,
     expert_shapes,
+    feed_forward_weights,
     is_router_bias,
     router_in_memory,
     router_tensor,
@@ -40,6 +42,8 @@ from engine.block_float8 import FLOAT8, SCALES, block_of, dequantised
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.mxfp4 import BLOCK, BLOCKS, POWERS, is_packed, unpacked
+from engine.pack_quantized import PACKED, QuantizedView, Scheme, schemes_of
+from engine.quantised_weight import QuantizedWeight, Weight, moved, plain
 from engine.safetensors_file import SafetensorsFile, open_shards
 from engine.stacks import packed_shapes, shared_names, shared_stack_shape, stack_shape, stacked_names, taken
 
@@ -90,7 +94,9 @@ class ModelDirectory:
         self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
         _refuse_foreign_code(directory, self.raw_config)
         try:
-            self.float8_block = None if is_packed(self.raw_config) else block_of(self.raw_config)
+            self.schemes = schemes_of(self.raw_config)
+            """How weights of few bits are stored; none where there are none."""
+            self.float8_block = None if self.schemes or is_packed(self.raw_config) else block_of(self.raw_config)
             """Of weights that are stored in 8-bit floating point; None where they are not."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
             Rotary(self.config)  # made and dropped: parameters that it cannot use are refused here
@@ -101,6 +107,11 @@ class ModelDirectory:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint of this model, with its shape."""
         return expected_tensors(self.config)
+
+    @property
+    def fewest_bits(self) -> Scheme | None:
+        """How the weights of fewest bits are stored; None where there are none of few bits."""
+        return min(self.schemes, default=None)
 
     @property
     def parameters(self) -> int:
@@ -129,7 +140,11 @@ class Checkpoint(ModelDirectory):
         by_name, self.files = open_shards(directory)
         self._by_name = by_name
         self._check_routers(by_name)
-        self._views = _views(self.config, by_name)
+        self._views: dict[str, _View | QuantizedView] = dict(_views(self.config, by_name))
+        try:
+            self._views |= self._quantised_views(by_name)
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}; {_SAME_MODEL}") from error
         if self.float8_block is not None:
             self._read_float8(by_name, self.float8_block)
         self._check_names_and_shapes(by_name)
@@ -141,6 +156,8 @@ class Checkpoint(ModelDirectory):
             inputs = router_tensors(self.config, layer)[own][1]
             names = [own, router_in_memory(self.config.architecture, layer)]
             name = next((name for name in names if name in by_name), None)
+            if own + PACKED in by_name:
+                raise UnsupportedError(f"{self.directory}: {own} is packed, and the engine reads plain routers only")
             if name is None:
                 raise CheckpointError(f"{self.directory}: tensor {names[0]} is missing; {_SAME_MODEL}")
             shape = by_name[name].entries[name].shape
@@ -153,10 +170,17 @@ class Checkpoint(ModelDirectory):
     def _read_float8(self, by_name: Mapping[str, SafetensorsFile], block: tuple[int, int]) -> None:
         """Let weights that have scales be read as what they stand for, in the dtype of those that have none."""
         for name, view in self._views.items():
-            if (file := by_name.get(f"{name}{SCALES}")) is not None:
+            if isinstance(view, _View) and (file := by_name.get(f"{name}{SCALES}")) is not None:
                 view.scales = Scales(file, f"{name}{SCALES}", block)
                 view.scales.check(view, f"{self.directory}: tensor {name}")
                 view.dtype = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].dtype
+
+    def _quantised_views(self, by_name: Mapping[str, SafetensorsFile]) -> dict[str, QuantizedView]:
+        names = (name.removesuffix(PACKED) for name in by_name if name.endswith(PACKED))
+        packed = [name for name in names if name in self.shapes and name not in by_name]
+        if packed and not self.schemes:
+            raise CheckpointError(f"tensor {packed[0]}{PACKED} is packed and config.json has no quantization_config of that")
+        return {name: QuantizedView(name, self.shapes[name], by_name, self.schemes) for name in packed}
 
     def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
         problems: list[str] = []
@@ -175,12 +199,35 @@ class Checkpoint(ModelDirectory):
             more = f" ({len(missing)} missing, {len(extra)} extra)" if len(missing) + len(extra) > 1 else ""
             raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {_SAME_MODEL}")
 
-    def tensor(self, name: str) -> Tensor:
+    def stored(self, name: str) -> Weight:
         """A tensor as stored, mapped, not to be written to. Reading it makes its pages resident until `release`.
 
-        One in 8-bit floating point is made anew at each call.
+        One in 8- or 4-bit floating point is made anew at each call.
         """
-        return self._views[name].read()
+        view = self._views[name]
+        return view.weight() if isinstance(view, QuantizedView) else view.read()
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The same as a plain tensor: one of few bits is dequantised, to `dtype` or else to that of its scales."""
+        return plain(self.stored(name), dtype or self.dtype(name))
+
+    @cached_property
+    def _multiplied(self) -> frozenset[str]:
+        """Matrices that may stay of few bits in a decoder."""
+        layers = range(len(self.config.layers))
+        names = [(*attention_weights(self.config, layer), *feed_forward_weights(self.config, layer)) for layer in layers]
+        return frozenset(name for own in names for name in own)
+
+    def scheme(self, name: str) -> Scheme | None:
+        """How a weight of few bits is stored; None for all other tensors."""
+        view = self._views[name]
+        return view.scheme if isinstance(view, QuantizedView) else None
+
+    @cached_property
+    def schemes_used(self) -> tuple[Scheme, ...]:
+        """Those that some tensor is stored by."""
+        used = {scheme for name in self.shapes if (scheme := self.scheme(name)) is not None}
+        return tuple(scheme for scheme in self.schemes if scheme in used)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that `tensor` gives, without reading it."""
@@ -201,6 +248,11 @@ class Checkpoint(ModelDirectory):
         return sum(self._views[name].bytes for name in self.shapes)
 
     @property
+    def plain_bytes(self) -> int:
+        """The same without weights of few bits."""
+        return sum(self._views[name].bytes for name in self.shapes if self.scheme(name) is None)
+
+    @property
     def prediction_layers(self) -> int:
         """Layers for multi-token prediction in the files, which are not read."""
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for file in self.files for name in file.entries)
@@ -212,10 +264,14 @@ class Checkpoint(ModelDirectory):
             file.release()
 
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
-        """Read every tensor once and raise CheckpointError naming the first that holds NaN or infinity."""
+        """Read every tensor once and raise CheckpointError naming the first that holds NaN or infinity.
+
+        Of weights of few bits that is the scales: the rest has no bits for either.
+        """
         read = 0
         for name in progress(list(self.shapes)):
-            tensor = self.tensor(name)
+            stored = self.stored(name)
+            tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else stored
             low, high = torch.aminmax(tensor)  # one fast read; NaN propagates
             if not bool(low.isfinite() & high.isfinite()):
                 raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
@@ -239,8 +295,19 @@ class Checkpoint(ModelDirectory):
         return digest.hexdigest()
 
     def source(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Tensor]:
-        """A tensor source for the decoder: mapped where dtype and device already fit, converted otherwise."""
-        return lambda name: self.tensor(name).to(device=device, dtype=computed_dtype(self.config.architecture, name, dtype))
+        """Plain tensors by name: mapped where dtype and device already fit, converted otherwise."""
+        row = self.config.architecture
+        return lambda name: self.tensor(name, dtype).to(device=device, dtype=computed_dtype(row, name, dtype))
+
+    def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Weight]:
+        """What a decoder is made of: the same, but its matrices of few bits stay so, and mapped."""
+        source = self.source(dtype, device)
+
+        def weight(name: str) -> Weight:
+            is_kept = name in self._multiplied and self.scheme(name) is not None
+            return moved(self.stored(name), dtype, device) if is_kept else source(name)
+
+        return weight
 
 
 def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:

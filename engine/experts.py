@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from engine.architectures import ClampedSwiglu
 from engine.linear import as_bfloat16, compiled_kernels, is_decoding, linear, linears, multiplies_bfloat16
+from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen, plain
 from engine.routing import NO_EXPERT, Routing, Selection, select
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
@@ -40,19 +41,17 @@ class Expert(nn.Module):
 
     def __init__(
         self,
-        gate_FD: Tensor,
-        up_FD: Tensor,
-        down_DF: Tensor,
-        gate_F: Tensor | None = None,
-        up_F: Tensor | None = None,
-        down_D: Tensor | None = None,
+        gate_FD: Weight,
+        up_FD: Weight,
+        down_DF: Weight,
+        gate_F: Weight | None = None,
+        up_F: Weight | None = None,
+        down_D: Weight | None = None,
         *,
         swiglu: ClampedSwiglu | None = None,
     ) -> None:
         super().__init__()
-        self.gate_FD = nn.Parameter(gate_FD, requires_grad=False)
-        self.up_FD = nn.Parameter(up_FD, requires_grad=False)
-        self.down_DF = nn.Parameter(down_DF, requires_grad=False)
+        self.gate_FD, self.up_FD, self.down_DF = frozen(gate_FD), frozen(up_FD), frozen(down_DF)
         self.gate_F, self.up_F, self.down_D = _frozen(gate_F), _frozen(up_F), _frozen(down_D)
         self.swiglu = swiglu
         self.is_plain = swiglu is None and gate_F is None
@@ -60,7 +59,7 @@ class Expert(nn.Module):
         self._compiled = CompiledExperts()
 
     @property
-    def projections(self) -> tuple[nn.Parameter, ...]:
+    def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
         """Gate, up and down, and their biases where there are any, in the order that they are numbered in."""
         biases = (self.gate_F, self.up_F, self.down_D)
         return self.gate_FD, self.up_FD, self.down_DF, *(bias for bias in biases if bias is not None)
@@ -74,8 +73,9 @@ class Expert(nn.Module):
                 return y_TD
         is_large = x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS
         if self.is_plain and is_large and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
-            x_DT = x_TD.T
-            return (self.down_DF @ F.silu(self.gate_FD @ x_DT, inplace=True).mul_(self.up_FD @ x_DT)).T
+            x_DT, dtype = x_TD.T, x_TD.dtype
+            gate_FT = F.silu(plain(self.gate_FD, dtype) @ x_DT, inplace=True)
+            return (plain(self.down_DF, dtype) @ gate_FT.mul_(plain(self.up_FD, dtype) @ x_DT)).T
         gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (self.gate_F, self.up_F))
         return linear(gated(gate_TF, up_TF, self.swiglu), self.down_DF, self.down_D)
 
@@ -93,7 +93,7 @@ class CompiledExperts:
 
     def __init__(self) -> None:
         self._experts: Any = None
-        self._weights: list[Tensor] = []
+        self._weights: list[Weight] = []
         self._table_NA = np.empty((0, 3), np.uint64)
         self._clamp: tuple[float, float] | None = None
         self._width = 0
@@ -129,9 +129,15 @@ class CompiledExperts:
         self._table_NA = np.array([weight.data_ptr() for weight in every], np.uint64).reshape(len(experts), -1)
         swiglu: ClampedSwiglu | None = experts[0].swiglu
         self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
-        usable = all(w.dtype == torch.bfloat16 and w.is_cpu and w.is_contiguous() for w in every)
+        usable = all(_is_plain_bfloat16(weight) for weight in every)
         widths = {expert.gate_FD.shape[0] for expert in experts}
         self._width = widths.pop() if usable and len(widths) == 1 else 0
+
+
+def _is_plain_bfloat16(weight: Weight) -> bool:
+    if isinstance(weight, QuantizedWeight):
+        return False
+    return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.is_contiguous()
 
 
 class MoeBlock(nn.Module):
@@ -211,8 +217,8 @@ def router_logits(
     return linear(torch.tanh(linear(x_TD, gate_hidden_HD)), router_ND)
 
 
-def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
-    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+def _frozen(weight: Weight | None) -> nn.Parameter | None:
+    return None if weight is None else nn.Parameter(as_tensor(weight), requires_grad=False)
 
 
 def route_through(

@@ -115,10 +115,10 @@ class Engine:
         checkpoint = Checkpoint(directory)
         config = checkpoint.config
         tables = load_skip_tables(checkpoint.directory, config) if skip_threshold > 0 else None
-        source = checkpoint.source(resolve_dtype(dtype, checkpoint), place)
-        own = own_routings(config, source)
+        computed = resolve_dtype(dtype, checkpoint)
+        own = own_routings(config, checkpoint.source(computed, place))
         routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own)
-        decoder = Decoder(config, source).eval()
+        decoder = Decoder(config, checkpoint.weights(computed, place)).eval()
         for block, routing in zip(decoder.moe_blocks, routings, strict=True):
             block.routing = routing
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)

@@ -42,7 +42,7 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         return _encoder_decoder(directory, checksums, provenance, progress)
     checkpoint = Checkpoint(directory)
     checkpoint.check_finite(lambda names: progress(names, "reading weights"))
-    tables = load_skip_tables(directory, checkpoint.config)
+    tables, scheme = load_skip_tables(directory, checkpoint.config), checkpoint.fewest_bits
     return {
         "kind": "checkpoint" if provenance is None else "artifact",
         "architecture": checkpoint.config.architecture.model_type,
@@ -53,6 +53,9 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         "active_parameters": checkpoint.active_parameters,
         "bytes": checkpoint.bytes,
         "dtype": str(checkpoint.model_dtype).removeprefix("torch."),
+        "weight_bits": None if scheme is None else scheme.bits,
+        "group_size": None if scheme is None else scheme.group_size,
+        "bytes_not_quantized": checkpoint.plain_bytes,
         "float8_block": None if checkpoint.float8_block is None else list(checkpoint.float8_block),
         "prediction_layers_not_read": checkpoint.prediction_layers,
         "skip_tables": tables is not None,

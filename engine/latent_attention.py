@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.architectures import DecoderConfig
+from engine.architectures import LATENT_UP, DecoderConfig
 from engine.attention import Cache, Positions, attend, half_by_half, rms_norm, rotate
 from engine.linear import is_emulated, linear, linears
 from engine.paged_cache import PagedBatch
+from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen
 
 LATENT_NORM_EPSILON = 1e-6
 """Of the norms of latent vectors, whatever the config says of the others."""
@@ -38,7 +39,7 @@ class Queries(NamedTuple):
 class LatentAttention(nn.Module):
     """One layer's self-attention."""
 
-    def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Tensor]) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
         assert config.latent is not None
         prefix = f"model.layers.{layer}.self_attn"
@@ -46,18 +47,21 @@ class LatentAttention(nn.Module):
         self.pairs, self.scale = config.rotary_pairs, softmax_scale(config)
 
         def parameter(name: str, present: bool = True) -> nn.Parameter | None:
-            return nn.Parameter(tensor(f"{prefix}.{name}"), requires_grad=False) if present else None
+            return nn.Parameter(as_tensor(tensor(f"{prefix}.{name}")), requires_grad=False) if present else None
+
+        def weight(name: str) -> nn.Parameter | QuantizedWeight:
+            return frozen(tensor(f"{prefix}.{name}"))
 
         has_rank = config.latent.query_rank > 0
-        self.query_down = parameter("q_a_proj.weight", has_rank)
+        self.query_down = weight("q_a_proj.weight") if has_rank else None
         self.query_down_bias = parameter("q_a_proj.bias", has_rank and config.qkv_bias)
         self.query_norm = parameter("q_a_layernorm.weight", has_rank)
-        self.query_up = _present(parameter("q_b_proj.weight" if has_rank else "q_proj.weight"))
-        self.latent_down = _present(parameter("kv_a_proj_with_mqa.weight"))
+        self.query_up = weight("q_b_proj.weight" if has_rank else "q_proj.weight")
+        self.latent_down = weight("kv_a_proj_with_mqa.weight")
         self.latent_down_bias = parameter("kv_a_proj_with_mqa.bias", config.qkv_bias)
         self.latent_norm = _present(parameter("kv_a_layernorm.weight"))
-        self.latent_up = _present(parameter("kv_b_proj.weight"))
-        self.output = _present(parameter("o_proj.weight"))
+        self.latent_up = _present(parameter(LATENT_UP))
+        self.output = weight("o_proj.weight")
         self.output_bias = parameter("o_proj.bias", config.output_bias)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
@@ -81,10 +85,10 @@ class LatentAttention(nn.Module):
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> tuple[Queries, Tensor, Tensor]:
         """Queries, latent vectors and rotated keys of the new positions."""
-        sizes, down = self.sizes, [(self.latent_down, self.latent_down_bias)]
+        sizes, down, biases = self.sizes, [self.latent_down], [self.latent_down_bias]
         if self.query_down is not None:
-            down.append((self.query_down, self.query_down_bias))
-        latent_BLE, *query = linears(x_BLD, *zip(*down, strict=True))
+            down, biases = [*down, self.query_down], [*biases, self.query_down_bias]
+        latent_BLE, *query = linears(x_BLD, down, biases)
         query_BLD = rms_norm(query[0], _present(self.query_norm), LATENT_NORM_EPSILON) if query else x_BLD
         query_BHLE = linear(query_BLD, self.query_up).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         plain_BHLN, rotary_BHLR = query_BHLE.split((sizes.plain_dimension, sizes.rotary_dimension), dim=-1)

@@ -5,6 +5,8 @@ The few rows of decoding are bound by memory: in bfloat16 they go through compil
 arithmetic (on AVX2 a product of 512 rows runs 8 times slower than the same in float32): there they widen the weight a block
 at a time into a small buffer that stays in cache and multiply in float32, which is also the more exact result.
 
+A weight of few bits is dequantised for its product and forgotten after it, so that of a model one matrix at a time is wide.
+
 Shape suffixes: T rows, I input features, O output features, D hidden, F expert width.
 """
 
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.quantised_weight import QuantizedWeight, Weight, plain
 
 SHAPES_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """How many shapes of products oneDNN, and torch's layer above it, keep compiled code of, about 1 MB each, 1,024 by default:
@@ -52,17 +56,17 @@ def multiplies_bfloat16(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype == torch.bfloat16 and has_half_arithmetic()
 
 
-def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x·Wᵀ + b over the last dimension, in x's dtype. Differentiable in x and in the weight."""
+def linear(x: Tensor, weight_OI: Weight, bias_O: Tensor | None = None) -> Tensor:
+    """x·Wᵀ + b over the last dimension, in x's dtype. Differentiable in x and in a plain weight."""
     return linears(x, (weight_OI,), (bias_O,))[0]
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """`linear` of one x with several weights: a few rows take one compiled call for all of them."""
     rows = x.numel() // x.shape[-1]
     kernels = compiled_kernels(rows, x, *weights)
     if kernels is None:
-        return [_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [_linear(x, plain(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = [weight.shape[0] for weight in weights]
     addresses = [weight.data_ptr() for weight in weights]
     y = as_bfloat16(kernels.products(x.data_ptr(), rows, addresses, outputs, x.shape[-1])).view(*x.shape[:-1], -1)
@@ -88,11 +92,13 @@ def is_decoding() -> bool:
     return getattr(_local, "is_decoding", False)
 
 
-def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
+def compiled_kernels(rows: int, *tensors: Weight) -> Any:
     """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None."""
     if not is_decoding() or not 1 <= rows <= COMPILED_MAX_ROWS:
         return None
     for tensor in tensors:
+        if isinstance(tensor, QuantizedWeight):
+            return None
         if tensor.dtype != torch.bfloat16 or not tensor.is_cpu or not tensor.is_contiguous():
             return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -37,9 +37,10 @@ from engine.kv_cache import KeyValueCache
 from engine.latent_attention import LatentAttention
 from engine.linear import linear
 from engine.paged_cache import PagedBatch
+from engine.quantised_weight import Weight, as_tensor
 from engine.routing import BiasedTopK, Gate, GroupedTopK, Routing, SigmoidTopK, SparseMixer, TopK, sigmoid_shares, softmax
 
-TensorSource = Callable[[str], Tensor]
+TensorSource = Callable[[str], Weight]
 FINAL_NORM = "model.norm"
 
 
@@ -92,8 +93,8 @@ class Decoder(nn.Module):
 
     @cached_property
     def weights_bytes(self) -> int:
-        """Bytes of the weights as they are computed with; tied ones count once."""
-        return sum(weight.numel() * weight.element_size() for weight in self.parameters())
+        """Bytes of the weights as they are computed with, those of few bits as they are stored; tied ones count once."""
+        return sum(weight.numel() * weight.element_size() for weight in (*self.parameters(), *self.buffers()))
 
     @property
     def moe_blocks(self) -> list[MoeBlock]:
@@ -158,8 +159,8 @@ class Outer:
     def __init__(self, config: DecoderConfig, tensor: TensorSource) -> None:
         self._config = config
         self._norm, self._norm_bias = _norm(config, FINAL_NORM, tensor)
-        self.head_VD = tensor("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
-        self.head_bias_V = tensor("lm_head.bias") if config.head_bias else None
+        self.head_VD = as_tensor(tensor("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"))
+        self.head_bias_V = as_tensor(tensor("lm_head.bias")) if config.head_bias else None
 
     def hidden_states(self, x_BLD: Tensor) -> Tensor:
         """As `Decoder.hidden_states` gives them, [B, L, D]."""
@@ -254,7 +255,7 @@ def own_routings(config: DecoderConfig, tensor: TensorSource) -> list[Routing]:
 
 def _own_routing(config: DecoderConfig, layer: int, moe: MoeConfig, tensor: TensorSource) -> Routing:
     bias = router_bias_tensor(config.architecture, layer)
-    return own_routing(moe) if bias is None else own_routing(moe, tensor(bias).flatten())
+    return own_routing(moe) if bias is None else own_routing(moe, as_tensor(tensor(bias)).flatten())
 
 
 @contextmanager
@@ -282,15 +283,15 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
     shared = [tensor(shared_tensor(row, layer, projection)) for projection in range(3)] if moe.shared_width else []
     shared_gate = shared_gate_tensor(row, layer) if shared else None
     return MoeBlock(
-        tensor(router_tensor(row, layer)),
+        as_tensor(tensor(router_tensor(row, layer))),
         experts,
         _own_routing(config, layer, moe, tensor),
         Expert(*shared) if shared else None,
-        None if shared_gate is None else tensor(shared_gate),
-        tensor(gate_hidden_tensor(row, layer)) if moe.gate_network_width else None,
-        tensor(router_noise_tensor(row, layer)) if moe.noise_epsilon is not None else None,
+        None if shared_gate is None else as_tensor(tensor(shared_gate)),
+        as_tensor(tensor(gate_hidden_tensor(row, layer))) if moe.gate_network_width else None,
+        as_tensor(tensor(router_noise_tensor(row, layer))) if moe.noise_epsilon is not None else None,
         moe.router_in_float32,
-        tensor(logit_bias_tensor(row, layer)) if row.logit_bias is not None else None,
+        as_tensor(tensor(logit_bias_tensor(row, layer))) if row.logit_bias is not None else None,
     )
 
 
@@ -299,5 +300,5 @@ def _norm(config: DecoderConfig, name: str, tensor: TensorSource) -> tuple[nn.Pa
     return _frozen(tensor(f"{name}.weight")), bias
 
 
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
+def _frozen(weight: Weight) -> nn.Parameter:
+    return nn.Parameter(as_tensor(weight), requires_grad=False)

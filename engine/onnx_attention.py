@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig, sinks_tensor
+from engine.architectures import LATENT_UP, DecoderConfig, sinks_tensor
 from engine.attention import Rotary
 from engine.latent_attention import LATENT_NORM_EPSILON, softmax_scale
 from engine.onnx_graph import BOOL, INT32, INT64, MICROSOFT, Graph
@@ -355,7 +355,7 @@ class Latent(Standard):
 
     def _up(self, prefix: str) -> tuple[str, str]:
         """What makes keys [H, N, C] and values [H, C, V] of a latent vector, never of fewer bits."""
-        parts, name = self._parts, f"{prefix}.kv_b_proj.weight"
+        parts, name = self._parts, f"{prefix}.{LATENT_UP}"
         sizes = parts.config.latent
         assert sizes is not None
 

@@ -20,7 +20,7 @@ from engine.encoder_decoder import EncoderDecoderCheckpoint
 from engine.onnx_experts import ROUTER_WEIGHTS, branches
 from engine.onnx_graph import FLOAT, INT64, MICROSOFT, Graph
 from engine.onnx_layers import ROUNDED_ACTIVATIONS, Layers, cast, float32
-from engine.onnx_quantise import Packing, block_size
+from engine.onnx_quantise import block_size
 from engine.onnx_routing import expert_weights, select
 from engine.routing import TopK
 
@@ -108,14 +108,11 @@ def _quantised_mixture(layers: Layers, block: Block, x_TD: str, weights_TN: str,
     """[T, D] by one com.microsoft::QMoE node."""
     size = block_size(block.hidden, block.width)
     assert size is not None, f"{block.hidden} and {block.width} inputs"
-    packing = Packing(bits, size)
     shapes = {IN: (block.experts, block.width, block.hidden), OUT: (block.experts, block.hidden, block.width)}
     packed = []
     for projection, shape in shapes.items():
-        names = block.names(projection)
-        layers.packings.update(dict.fromkeys(names, packing))
-        stack = f"{block.prefix}.experts.{projection}"
-        packed += [*layers.stacked_in_bits(stack, shape, map(layers.source, names), packing), ""]
+        rounded = ([layers.rounded(name, bits, size)] for name in block.names(projection))
+        packed += [*layers.stacked_in_bits(f"{block.prefix}.experts.{projection}", shape, rounded, bits), ""]
     return layers.graph.node(
         "QMoE",
         *(x_TD, weights_TN, *packed[:-1]),

@@ -53,6 +53,7 @@ def write_decoder(
         parts = Parts(
             graph=graph,
             source=checkpoint.source(dtype),
+            checkpoint=checkpoint.stored,
             norm_epsilon=config.norm_epsilon,
             portable=portable,
             bits=bits,

@@ -40,8 +40,8 @@ from engine.architectures import (
     shared_tensor,
 )
 from engine.onnx_graph import FLOAT, INT64, MICROSOFT, Graph
-from engine.onnx_layers import ROUNDED_ACTIVATIONS, Parts, cast, float32
-from engine.onnx_quantise import Packing, block_size
+from engine.onnx_layers import ROUNDED_ACTIVATIONS, Parts, cast, float32, in_turns
+from engine.onnx_quantise import block_size
 from engine.onnx_routing import Selected, expert_weights, select
 from engine.routing import Routing, Skipping, TopK
 
@@ -153,8 +153,8 @@ def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logi
     weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
     block = block_size(hidden, moe.expert_width)
     assert block is not None, f"{hidden} and {moe.expert_width} inputs"
-    gate_up, gate_up_scales = _stacked_in_bits(parts, layer, moe, "gate_up", Packing(bits, block))
-    down, down_scales = _stacked_in_bits(parts, layer, moe, "down", Packing(bits, block))
+    gate_up, gate_up_scales = _stacked_in_bits(parts, layer, moe, "gate_up", bits, block)
+    down, down_scales = _stacked_in_bits(parts, layer, moe, "down", bits, block)
     return graph.node(
         "QMoE",
         *(x_TD, weights_TN, gate_up, gate_up_scales, _stacked_biases(parts, layer, moe, "gate_up")),
@@ -181,13 +181,15 @@ def _stacked(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
 
 def _experts(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[Tensor]:
     """Each expert's `gate_up` [2F, D], rows of gate and up in turns, or `down` [D, F]."""
-    row = parts.config.architecture
+    for names in _names(parts, layer, moe, what):
+        yield in_turns([parts.source(name) for name in names])
+
+
+def _names(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[list[str]]:
+    """Of each expert's weights in them."""
+    row, projections = parts.config.architecture, (DOWN,) if what == "down" else (GATE, UP)
     for expert in range(moe.experts):
-        gate, up, down = (expert_tensor(row, layer, expert, projection) for projection in (GATE, UP, DOWN))
-        if what == "down":
-            yield parts.source(down)
-        else:
-            yield torch.stack((parts.source(gate), parts.source(up)), dim=1).flatten(0, 1)
+        yield [expert_tensor(row, layer, expert, projection) for projection in projections]
 
 
 def _stacked_biases(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
@@ -208,15 +210,13 @@ def _stacked_biases(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
     return parts.graph.weight(f"{row.block.format(layer=layer)}.experts.{what}.biases", made)
 
 
-def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, packing: Packing) -> tuple[str, str]:
+def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: int, block: int) -> tuple[str, str]:
     """The same in few bits: values and scales."""
     row, hidden, width = parts.config.architecture, parts.config.hidden_size, moe.expert_width
-    for expert in range(moe.experts):
-        for projection in (DOWN,) if what == "down" else (GATE, UP):
-            parts.packings[expert_tensor(row, layer, expert, projection)] = packing
     shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
     name = f"{row.block.format(layer=layer)}.experts.{what}"
-    return parts.stacked_in_bits(name, shape, _experts(parts, layer, moe, what), packing)
+    rounded = ([parts.rounded(weight, bits, block) for weight in names] for names in _names(parts, layer, moe, what))
+    return parts.stacked_in_bits(name, shape, rounded, bits)
 
 
 def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:

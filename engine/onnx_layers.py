@@ -20,7 +20,8 @@ from torch import Tensor
 
 from engine.architectures import ClampedSwiglu, DecoderConfig
 from engine.onnx_graph import FLOAT, MICROSOFT, Graph
-from engine.onnx_quantise import Packing, block_size, quantise
+from engine.onnx_quantise import Packing, block_size
+from engine.quantised_weight import QuantizedWeight, Weight, quantise
 
 Source = Callable[[str], Tensor]
 """Gives the checkpoint's tensors by name, in the graph's dtype."""
@@ -53,6 +54,8 @@ class Layers:
     """Standard operators only."""
     bits: int | None = None
     """Of the weights of products; None where they are of the graph's dtype."""
+    checkpoint: Callable[[str], Weight] | None = None
+    """Gives tensors as they are in the checkpoint, where some may be of few bits already."""
     packings: dict[str, Packing] = field(default_factory=dict)
     """Noted here: how each weight of few bits was rounded."""
 
@@ -85,13 +88,21 @@ class Layers:
 
     def quantised(self, weight: str, bits: int) -> Packed:
         """A weight [O, D] of the checkpoint in few bits."""
-        graph, tensor = self.graph, self.source(weight)
-        block = block_size(tensor.shape[1])
-        assert block is not None, f"{weight}: {tensor.shape[1]} inputs"
+        graph, rounded = self.graph, self.rounded(weight, bits)
+        values = graph.weight(f"{weight}.values", lambda: rounded.packed_OB)
+        scales = graph.weight(f"{weight}.scales", lambda: rounded.scales_OC.float())
+        return Packed(values, scales, bits, rounded.group_size, *rounded.shape)
+
+    def rounded(self, weight: str, bits: int, block: int | None = None) -> QuantizedWeight:
+        """The same outside of the graph: what the checkpoint has in such blocks stays as it is. `block`: None for any."""
+        stored = None if self.checkpoint is None else self.checkpoint(weight)
+        inputs = (self.source(weight) if stored is None else stored).shape[1]
+        block = block_size(inputs) if block is None else block
+        assert block is not None, f"{weight}: {inputs} inputs"
+        if isinstance(stored, QuantizedWeight) and (stored.bits, stored.group_size) == (bits, block):
+            return stored
         self.packings[weight] = Packing(bits, block)
-        values, scales = quantise(tensor, bits, block)
-        names = graph.weight(f"{weight}.values", lambda: values), graph.weight(f"{weight}.scales", lambda: scales)
-        return Packed(*names, bits, block, tensor.shape[0], tensor.shape[1])
+        return quantise(self.source(weight), bits, block)
 
     def product(self, x: str, packed: Packed) -> str:
         """x·Wᵀ for a packed weight, with activations rounded to 8 bits for it."""
@@ -181,19 +192,21 @@ class Layers:
         return self.graph.weight_of_parts(name, self.graph.dtype, shape, weights)
 
     def stacked_in_bits(
-        self, name: str, shape: tuple[int, int, int], weights: Iterable[Tensor], packing: Packing
+        self, name: str, shape: tuple[int, int, int], weights: Iterable[Sequence[QuantizedWeight]], bits: int
     ) -> tuple[str, str]:
-        """The same in few bits: values as bytes and scales. Only the scales of a layer are in memory together."""
+        """The same in few bits, their rows in turns where an expert has several: values as bytes and scales.
+
+        Only the scales of a layer are in memory together.
+        """
         scales: list[Tensor] = []
 
         def values() -> Iterator[Tensor]:
-            for weight in weights:
-                quantised = quantise(weight, *packing)
-                scales.append(quantised.scales)
-                yield quantised.values
+            for rounded in weights:
+                scales.append(in_turns([weight.scales_OC.float() for weight in rounded]))
+                yield in_turns([weight.packed_OB for weight in rounded])
 
         experts, outputs, inputs = shape
-        packed_shape = (experts, outputs, inputs * packing.bits // 8)
+        packed_shape = (experts, outputs, inputs * bits // 8)
         packed = self.graph.weight_of_parts(f"{name}.values", torch.uint8, packed_shape, values())
         return packed, self.graph.weight(f"{name}.scales", lambda: torch.stack(scales))
 
@@ -212,6 +225,11 @@ class Parts(Layers):
             return self.rms_norm(x, f"{name}.weight")
         weights = self.stored(f"{name}.weight"), self.stored(f"{name}.bias")
         return self.graph.node("LayerNormalization", x, *weights, axis=-1, epsilon=self.config.norm_epsilon)
+
+
+def in_turns(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor with a row of each in turns."""
+    return torch.stack(tuple(tensors), dim=1).flatten(0, 1)
 
 
 def cast(graph: Graph, x: str, before: int, after: int) -> str:

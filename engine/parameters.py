@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from engine.architectures import (
+    LATENT_UP,
     dense_tensor,
+    expert_parts,
     expert_tensor,
     gate_hidden_tensor,
     logit_bias_tensor,
@@ -20,19 +22,20 @@ from engine.attention import Attention
 from engine.experts import Expert, MoeBlock
 from engine.latent_attention import LatentAttention
 from engine.model import FINAL_NORM, Decoder, DecoderLayer
+from engine.quantised_weight import QuantizedWeight
 
 
 def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
     """Every parameter by its name on disk; of tied embeddings only the one. Blocks of other kinds are left out.
 
-    So are biases that only choose experts: no gradient reaches them.
+    So are biases that only choose experts: no gradient reaches them; and weights of few bits, which no training changes.
     """
     found = {"model.embed_tokens.weight": decoder.embedding_VD}
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         prefix = f"model.layers.{index}"
         found |= _named(f"{prefix}.input_layernorm", layer.attention_norm, layer.attention_norm_bias)
-        found.update({f"{prefix}.self_attn.{name}": parameter for name, parameter in _attention(layer.attention)})
+        found.update({f"{prefix}.self_attn.{name}": parameter for name, parameter in attention_parameters(layer.attention)})
         found |= _named(f"{prefix}.post_attention_layernorm", layer.feed_forward_norm, layer.feed_forward_norm_bias)
         found.update(_feed_forward(decoder, index, layer))
     found |= _named(FINAL_NORM, decoder.norm, decoder.norm_bias)
@@ -47,12 +50,18 @@ def _named(name: str, weight: nn.Parameter, bias: nn.Parameter | None) -> dict[s
     return {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
 
 
-def _attention(attention: Attention | LatentAttention) -> Iterator[tuple[str, nn.Parameter]]:
+def _projections(names: Iterable[str], expert: Expert) -> Iterator[tuple[str, nn.Parameter]]:
+    pairs = zip(names, expert.projections, strict=True)
+    return ((name, parameter) for name, parameter in pairs if isinstance(parameter, nn.Parameter))
+
+
+def attention_parameters(attention: Attention | LatentAttention) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of a layer's attention, by their names within it."""
     named = _latent(attention) if isinstance(attention, LatentAttention) else _grouped(attention)
-    return ((name, parameter) for name, parameter in named.items() if parameter is not None)
+    return ((name, parameter) for name, parameter in named.items() if isinstance(parameter, nn.Parameter))
 
 
-def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | None]:
+def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
     return {
         "q_a_proj.weight": attention.query_down,
         "q_a_proj.bias": attention.query_down_bias,
@@ -61,13 +70,13 @@ def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | None]:
         "kv_a_proj_with_mqa.weight": attention.latent_down,
         "kv_a_proj_with_mqa.bias": attention.latent_down_bias,
         "kv_a_layernorm.weight": attention.latent_norm,
-        "kv_b_proj.weight": attention.latent_up,
+        LATENT_UP: attention.latent_up,
         "o_proj.weight": attention.output,
         "o_proj.bias": attention.output_bias,
     }
 
 
-def _grouped(attention: Attention) -> dict[str, nn.Parameter | None]:
+def _grouped(attention: Attention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
     return {
         "q_proj.weight": attention.query,
         "q_proj.bias": attention.query_bias,
@@ -86,7 +95,7 @@ def _grouped(attention: Attention) -> dict[str, nn.Parameter | None]:
 def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator[tuple[str, nn.Parameter]]:
     row, block = decoder.config.architecture, layer.feed_forward
     if isinstance(block, Expert):
-        yield from ((dense_tensor(index, p), parameter) for p, parameter in enumerate(block.projections))
+        yield from _projections((dense_tensor(index, p) for p in range(3)), block)
     elif isinstance(block, MoeBlock):
         yield router_tensor(row, index), block.router_ND
         if block.gate_hidden_HD is not None:
@@ -97,8 +106,8 @@ def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator
             yield logit_bias_tensor(row, index), block.logit_bias_N
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
-            yield from ((expert_tensor(row, index, number, p), each) for p, each in enumerate(expert.projections))
+            yield from _projections((expert_tensor(row, index, number, p) for p in expert_parts(row)), expert)
         if block.shared is not None:
-            yield from ((shared_tensor(row, index, p), each) for p, each in enumerate(block.shared.projections))
+            yield from _projections((shared_tensor(row, index, p) for p in range(3)), block.shared)
         if block.shared_gate_1D is not None and (gate := shared_gate_tensor(row, index)) is not None:
             yield gate, block.shared_gate_1D

@@ -6,12 +6,14 @@ where this package is not installed. The config stays of the family's own class.
 """
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from engine.architectures import ARCHITECTURES, Architecture
 from engine.errors import OptionError
 from engine.json_file import load_json
+from engine.pack_quantized import CONFIG_KEY
 
 FILE_NAME = "modeling_compressed.py"
 
@@ -116,6 +118,11 @@ def is_needed(directory: Path, config: Mapping[str, Any]) -> bool:
     row = ARCHITECTURES.get(str(config.get("model_type")))
     if row is not None and not row.in_transformers:
         raise OptionError(f"{directory}: transformers has no {row.model_type}; use our own engine")
+    if config.get(CONFIG_KEY) and find_spec("compressed_tensors") is None:
+        raise OptionError(
+            f"{directory}: transformers reads weights of few bits only where compressed-tensors is installed; use our own "
+            "engine"
+        )
     if not config.get("auto_map"):
         return False
     tokenizer = directory / "tokenizer_config.json"

@@ -108,7 +108,7 @@ def stream_layers(
     del embedding_VD
     positions = _positions(checkpoint, tokens_SL[:1].to(device), dtype)
     for index in progress(range(len(config.layers))):
-        layer = DecoderLayer(config, index, source)
+        layer = DecoderLayer(config, index, checkpoint.weights(dtype, device))
         finish = visit(index, layer)
         for rows in batches(count, length):
             states[rows] = layer(states[rows].to(device), positions)

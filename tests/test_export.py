@@ -13,17 +13,19 @@ import torch
 from artifacts_for_tests import make_pruned, make_workplace
 from click.testing import CliRunner
 from conftest import save_reference
+from safetensors.torch import load_file, save_file
 
 import cli
 from compress import export as module
 from compress.apply import apply
 from compress.export import ExportOptions, export
-from compress.plan import pruning_plan
+from compress.plan import pruning_plan, same_plan
+from compress.quantiser import Quantiser, QuantiserOptions
 from engine.artifact import read_provenance
 from engine.checkpoint import DEMO_DIRECTORY, Checkpoint
 from engine.errors import CheckpointError, ExportError, OptionError, OutputError, UnsupportedError
 from engine.generate import Engine
-from engine.onnx_quantise import quantise, restored
+from engine.quantised_weight import quantise
 from engine.skip_tables import FILE_NAME, SkipTables
 
 KEYS = {"artifact", "format", "max_abs_logit_difference", "bytes"}
@@ -129,7 +131,7 @@ def test_fewer_bits(place: Path, tmp_path: Path, precision: str, bits: int | Non
         outer = "embed_tokens" in name or "lm_head" in name
         # 48 inputs of the down projection are blocks of 16, and an expert's operator has one size for all.
         block = 32 if outer or "self_attn" in name else 16
-        return restored(quantise(weight, 8 if outer else bits, block), 8 if outer else bits)
+        return quantise(weight, 8 if outer else bits, block).dequantised(torch.float32)
 
     from engine.model import Decoder
 
@@ -141,6 +143,42 @@ def test_fewer_bits(place: Path, tmp_path: Path, precision: str, bits: int | Non
     whole = (place / "onnx" / "model.onnx.data").stat().st_size
     # A block of 16 has 16 bits or more of its own: with its scale 6 to 10 bits of 32 a weight, and some stay as they are.
     assert figures["weights_bytes"] < {"float16": 0.51, "int8": 0.36, "int4": 0.27}[precision] * whole
+
+
+def test_a_model_of_few_bits_keeps_them(tmp_path: Path) -> None:
+    """Packed weights go to the graph as they are, also where another rule than ours has rounded them."""
+    make_workplace(tmp_path, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
+    full, small = Checkpoint(tmp_path / "model"), tmp_path / "small"
+    apply(same_plan(full.config.experts_by_layer), full, small, quantiser=Quantiser(QuantiserOptions(4)))
+    stored = load_file(small / "model.safetensors")
+    for name, tensor in stored.items():
+        if name.endswith("_packed"):  # the largest of a group is then the highest value and not the lowest
+            values = tensor.view(torch.uint8)
+            low, high = ((16 - part).clamp_max(15) for part in (values & 15, values >> 4))
+            stored[name] = (low | high << 4).view(torch.int32)
+        elif name.endswith("_scale"):
+            stored[name] = -tensor
+    save_file(stored, small / "model.safetensors")
+    for precision in ("float32", "int8", "int4"):
+        figures = export(options(tmp_path, model=str(small), output=tmp_path / precision, precision=precision))
+        assert precision != "float32" or figures["max_abs_logit_difference"] <= 1e-4
+        assert "quantization_config" not in json.loads((tmp_path / precision / "config.json").read_text())
+    graph = onnx.load(tmp_path / "int4" / "model.onnx").graph
+    tensors = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
+    checkpoint, block = Checkpoint(small), "model.layers.1.block_sparse_moe.experts"
+
+    def packed(name: str) -> tuple[Any, Any]:
+        weight = checkpoint.stored(f"{name}.weight")
+        return weight.packed_OB.numpy(), weight.scales_OC.numpy()
+
+    for part, own in zip(("values", "scales"), packed("model.layers.1.self_attn.q_proj"), strict=True):
+        assert (tensors[f"model.layers.1.self_attn.q_proj.weight.{part}"] == own).all()
+    for expert in range(6):
+        gate, up, down = (packed(f"{block}.{expert}.{name}") for name in ("w1", "w3", "w2"))
+        for index, part in enumerate(("values", "scales")):
+            assert (tensors[f"{block}.down.{part}"][expert] == down[index]).all()
+            both = tensors[f"{block}.gate_up.{part}"][expert]
+            assert (both[::2] == gate[index]).all() and (both[1::2] == up[index]).all()
 
 
 def test_perplexity_of_the_demo_model_in_few_bits(tmp_path: Path) -> None:

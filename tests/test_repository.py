@@ -37,6 +37,7 @@ PROMISED = {
         "-o --output --overwrite --resume --ffns --select --distill-steps --finetune-steps --data --samples "
         "--sequence-length --statistics"
     ),
+    "quantize": "-o --output --overwrite --resume --bits --group-size --experts-only --activation-aware --data --samples",
     "calibrate": "-o --output --overwrite --data --samples --sequence-length",
     "inspect": "",
     "evaluate": "--data --metric --tasks",

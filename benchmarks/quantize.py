@@ -1,0 +1,131 @@
+"""What fewer bits cost the demo model: bytes, perplexity, and how far its predictions are from the full model's.
+
+python benchmarks/quantize.py [--samples 192]
+
+Everything is computed in float32, so that only weights differ. "largest alone" is the usual reference: rounding to nearest
+with the scale that the largest weight of a group asks for, and no other tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import markdown, save
+from torch import Tensor
+
+from calibrate.options import CalibrationOptions, calibration_texts
+from compress.quantiser import QuantiserOptions
+from compress.quantize import QuantizeOptions, quantize
+from engine.checkpoint import DEMO_DIRECTORY, Checkpoint, load_tokenizer
+from engine.model import Decoder
+from engine.quantised_weight import WHOLE_ROW
+from engine.streaming import batches
+
+ROWS = {
+    "8 bits, groups of 32": QuantiserOptions(8),
+    "4 bits, groups of 16": QuantiserOptions(4, 16),
+    "4 bits, groups of 32": QuantiserOptions(4),
+    "4 bits, groups of 32, activation-aware": QuantiserOptions(4),
+    "4 bits, groups of 32, experts only": QuantiserOptions(4, experts_only=True),
+    "4 bits, whole rows": QuantiserOptions(4, WHOLE_ROW),
+    "4 bits, whole rows, activation-aware": QuantiserOptions(4, WHOLE_ROW),
+}
+REFERENCE = "4 bits, groups of 32, largest alone"
+
+
+class Reference(Checkpoint):
+    """The model with matrices rounded to nearest, scale = largest / 7.5."""
+
+    def stored(self, name: str) -> Tensor:
+        """As rounded."""
+        tensor = super().stored(name)
+        if name not in self._multiplied:
+            return tensor
+        groups = tensor.float().view(tensor.shape[0], -1, 32)
+        scales = (groups.abs().amax(-1, keepdim=True) / 7.5).to(tensor.dtype).float()
+        return ((groups / scales).round().clamp(-8, 7) * scales).view(tensor.shape)
+
+
+@torch.inference_mode()
+def measured(checkpoint: Checkpoint, full: Decoder, tokens_SL: Tensor) -> tuple[float, float]:
+    """Perplexity, and the mean KL(p_full ‖ p) of a prediction, in nats."""
+    decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
+    loss = divergence = 0.0
+    for rows in batches(*tokens_SL.shape):
+        tokens_BL = tokens_SL[rows]
+        logs, wanted = (each(tokens_BL)[:, :-1].log_softmax(-1) for each in (decoder, full))
+        loss -= float(logs.gather(-1, tokens_BL[:, 1:, None]).sum())
+        divergence += float((wanted.exp() * (wanted - logs)).sum())
+    count = tokens_SL.shape[0] * (tokens_SL.shape[1] - 1)
+    return math.exp(loss / count), divergence / count
+
+
+def rounded(title: str, options: QuantiserOptions, directory: Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """The demo model so quantised, and the figures of its artifact."""
+    figures = quantize(
+        QuantizeOptions(
+            model="demo",
+            output=directory / title,
+            method="quantize",
+            calibration=CalibrationOptions(samples=32, evaluation_samples=0),
+            quantiser=options,
+            activation_aware="aware" in title,
+            dtype=torch.float32,
+        )
+    )
+    return Checkpoint(directory / title), figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=192, help="held-out sequences")
+    arguments = parser.parse_args()
+    checkpoint = Checkpoint(DEMO_DIRECTORY)
+    text = CalibrationOptions(samples=1, evaluation_samples=arguments.samples).filled(checkpoint)
+    _, tokens_SL = calibration_texts(text, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
+    assert tokens_SL is not None
+    full = Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
+    rows: list[dict[str, Any]] = []
+
+    def add(title: str, own: Checkpoint, size: int | None, figures: dict[str, Any]) -> None:
+        perplexity, divergence = measured(own, full, tokens_SL)
+        named = {
+            key: figures.get(key) for key in ("relative_weight_error", "bytes_not_quantized_share", "output_error_ratio")
+        }
+        rows.append({"title": title, "bytes": size, "perplexity": perplexity, "divergence": divergence} | named)
+
+    with tempfile.TemporaryDirectory() as directory:
+        add("bfloat16, as stored", checkpoint, checkpoint.bytes, {})
+        for title, options in ROWS.items():
+            own, figures = rounded(title, options, Path(directory))
+            add(title, own, own.bytes, figures)
+            if title == "4 bits, groups of 32":
+                add(REFERENCE, Reference(DEMO_DIRECTORY), own.bytes, {})
+    save("quantize", {"sequences": list(tokens_SL.shape), "rows": rows}, table(rows, tokens_SL))
+
+
+def table(rows: list[dict[str, Any]], tokens_SL: Tensor) -> str:
+    """For people."""
+    whole = rows[0]
+    cells = [
+        [
+            row["title"],
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['perplexity']:.3f} ({row['perplexity'] / whole['perplexity'] - 1:+.1%})",
+            f"{row['divergence']:.4f}",
+            "–" if row["relative_weight_error"] is None else f"{row['relative_weight_error']:.1%}",
+        ]
+        for row in rows
+    ]
+    sequences, length = tokens_SL.shape
+    about = f"The demo model on {sequences} × {length} held-out tokens; KL is from its predictions, in nats a token.\n\n"
+    return about + markdown(["", "weights MB", "perplexity", "KL", "weights off by"], cells)
+
+
+if __name__ == "__main__":
+    main()

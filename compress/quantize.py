@@ -1,0 +1,96 @@
+"""A model's weights as few bits: rounded to nearest layer by layer, scaled by activations before that if asked to."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.activation_scales import Rescaling, activation_scales, load_rescaling
+from compress.job import JobOptions, Made, Prepared, check_plain, prepare
+from compress.plan import same_plan
+from compress.quantiser import Quantiser, QuantiserOptions
+from compress.result import carry_out, check_outputs, finished_before
+from compress.work_directory import WorkDirectory
+from engine.checkpoint import Checkpoint, resolve
+from engine.progress import Progress, no_progress
+from engine.skip_tables import FILE_NAME as SKIP_TABLES
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions(JobOptions):
+    """One run of `compress quantize`."""
+
+    quantiser: QuantiserOptions
+    activation_aware: bool = False
+    """Scale input channels by their activations first (activation_scales.py)."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Rounding alone needs none; what is measured does."""
+        return self.activation_aware or self.calibration.evaluation_samples > 0
+
+
+def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """Run the job; the figures of the result, with the keys of `compress quantize --json`."""
+    started = time.monotonic()
+    work = WorkDirectory(options.output)
+    if (figures := finished_before(options, work)) is not None:
+        return figures
+    check_outputs(options)
+    prepared = prepare_quantizing(options)
+    prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+
+
+def prepare_quantizing(options: QuantizeOptions) -> Prepared:
+    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    checkpoint = Checkpoint(resolve(options.model))
+    check_plain(checkpoint)
+    options.quantiser.check(checkpoint.config)
+    if options.reads_text:
+        return prepare(options, checkpoint)
+    calibration = options.calibration.filled(checkpoint)
+    nothing = torch.empty(0, calibration.sequence_length or 0, dtype=torch.long)
+    return Prepared(checkpoint, calibration, nothing, None, None, options.dtype or checkpoint.model_dtype)
+
+
+def _make(options: QuantizeOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Made:
+    source = prepared.checkpoint
+
+    def keep_tables(directory: Path) -> None:
+        if not options.reads_text and (source.directory / SKIP_TABLES).is_file():
+            shutil.copyfile(source.directory / SKIP_TABLES, directory / SKIP_TABLES)
+
+    return Made(
+        same_plan(source.config.experts_by_layer),
+        options.method,
+        quantiser=Quantiser(options.quantiser, _rescaling(options, prepared, work, progress)),
+        title=f"{options.model}, weights of {options.quantiser.bits} bits",
+        add_files=keep_tables,
+    )
+
+
+def _rescaling(options: QuantizeOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Rescaling | None:
+    """As an interruption left it, or found now; None where nothing is to be scaled."""
+    if not options.activation_aware:
+        return None
+    saved = work.path / "activation_scales.safetensors"
+    if saved.is_file():
+        return load_rescaling(saved)
+    found = activation_scales(
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        options.quantiser.scheme,
+        experts_only=options.quantiser.experts_only,
+        dtype=prepared.dtype,
+        device=options.device,
+        seed=options.calibration.seed,
+        progress=lambda layers: progress(layers, "scales (layers)"),
+    )
+    found.save(saved)
+    return found
