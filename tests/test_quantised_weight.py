@@ -13,9 +13,10 @@ from conftest import save_reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compress.apply import apply
-from compress.plan import same_plan
+from compress.apply import apply, planned_decoder
+from compress.plan import concatenation_plan, pruning_plan, same_plan
 from compress.quantiser import Quantiser, QuantiserOptions
+from engine.architectures import expert_tensor, loading_note
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, UnsupportedError
 from engine.experts import Expert
@@ -27,7 +28,12 @@ from engine.pack_quantized import Scheme, schemes_of, tensors_of
 from engine.quantised_weight import WHOLE_ROW, QuantizedWeight, quantise
 
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
-FAMILIES = pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "llama_moe", "llama"])
+KINDS = ("mixtral", "qwen2_moe", "llama_moe", "granitemoeshared", "phimoe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")
+KINDS = (*KINDS, "minimax_m2", "glm4_moe", "llama")
+"""Experts one by one and stacked, with biases and clamped; shared ones with a gate and without; latent attention; dense."""
+FAMILIES = pytest.mark.parametrize("family", KINDS)
+DIVISIBLE = {"deepseek_v3": {"q_lora_rank": 24}}
+"""Sizes that groups of 8 divide, where conftest has others."""
 
 
 def packed_rows(values: list[list[int]], bits: int) -> Tensor:
@@ -62,7 +68,7 @@ def naive_weights(directory: Path, bits: int, dtype: torch.dtype = torch.float32
 
 def quantised(family: str, path: Path, bits: int, group_size: int = 8, **options: Any) -> Checkpoint:
     """A tiny model of few bits, in `path / "quantised"`; the original is in `path / "full"`."""
-    save_reference(family, path / "full")
+    save_reference(family, path / "full", **DIVISIBLE.get(family, {}))
     full = Checkpoint(path / "full")
     quantiser = Quantiser(QuantiserOptions(bits, group_size, **options))
     apply(same_plan(full.config.experts_by_layer), full, path / "quantised", quantiser=quantiser)
@@ -153,8 +159,34 @@ def test_logits_equal_those_of_a_plain_model_with_the_same_weights(family: str, 
     assert float((logits - plain).abs().max()) <= 1e-5
     full = Checkpoint(tmp_path / "full")
     original = prefill_and_steps(Decoder(full.config, full.weights(torch.float32)).eval())
-    assert 1e-3 < float((logits - original).norm() / original.norm()) < (0.5 if bits == 4 else 0.05)
+    assert 1e-3 < float((logits - original).norm() / original.norm()) < (0.7 if bits == 4 else 0.15)
     assert all(torch.equal(checkpoint.tensor(name), naive[name]) for name in checkpoint.shapes)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "granitemoeshared", "deepseek_v3"])
+def test_pruned_it_is_what_it_was_with_fewer_experts(family: str, tmp_path: Path) -> None:
+    checkpoint = quantised(family, tmp_path, 4)
+    kept = {layer: [0, 1, *range(3, experts)] for layer, experts in checkpoint.config.experts_by_layer.items()}
+    plan = pruning_plan(kept)
+    apply(plan, checkpoint, tmp_path / "pruned")
+    pruned = Checkpoint(tmp_path / "pruned")
+    assert pruned.schemes_used == checkpoint.schemes_used
+    assert pruned.raw_config["quantization_config"] == checkpoint.raw_config["quantization_config"]
+    row = checkpoint.config.architecture
+    for layer, experts in kept.items():
+        for number, own in enumerate(experts):
+            for projection in range(3):
+                after = pruned.stored(expert_tensor(row, layer, number, projection))
+                before = checkpoint.stored(expert_tensor(row, layer, own, projection))
+                assert isinstance(after, QuantizedWeight) and isinstance(before, QuantizedWeight)
+                assert torch.equal(after.packed_OB, before.packed_OB) and torch.equal(after.scales_OC, before.scales_OC)
+    logits = prefill_and_steps(Decoder(pruned.config, pruned.weights(torch.float32)).eval())
+    unwritten = prefill_and_steps(planned_decoder(plan, checkpoint, torch.float32).eval())
+    assert float((logits - unwritten).abs().max()) <= 1e-6
+    few = family in ("gpt_oss", "granitemoeshared")
+    assert ("only moe-compress loads it" in (loading_note(pruned.raw_config, True) or "")) == few
+    with pytest.raises(UnsupportedError, match="would be made of weights of few bits"):
+        apply(concatenation_plan({layer: [(0, 1.0)] for layer in kept}), checkpoint, tmp_path / "dense")
 
 
 def test_only_layers_matrices_are_rounded_and_the_config_names_the_others(tmp_path: Path) -> None:
