@@ -41,6 +41,7 @@ from compress.distill_classifier import ClassifierOptions, distill_classifier
 from engine.bench_classifier import bench_classifiers
 from engine.checkpoint import DEMO_DIRECTORY
 from engine.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, ClassifierCheckpoint
+from engine.classifier_inputs import PREPROCESSOR
 from engine.mixture_head import Gate, projector
 from engine.safetensors_file import write_tensors
 from engine.transformers_model import quiet_transformers
@@ -324,6 +325,7 @@ def speed(work: Path, threads: int) -> None:
     if not mixture.exists():
         work.mkdir(parents=True, exist_ok=True)
         write_model(student, LARGE, 0, classes=1000)
+        (student / PREPROCESSOR).write_text(json.dumps({"size": 224}))
         write_mixture(student, mixture, 512)
     rows = []
     for batch in (1, 8):
