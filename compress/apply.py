@@ -36,7 +36,7 @@ from engine.json_file import write_json
 from engine.model import Decoder
 from engine.mxfp4 import BLOCKS, METHOD, POWERS
 from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
-from engine.stacks import Stored, joined, stacked_names, stored_tensors
+from engine.stacks import Stored, dense_names, joined, stacked_names, stored_tensors
 
 _RELEASE_EVERY_BYTES = 64 << 20
 
@@ -161,11 +161,12 @@ def apply(
     made = _made_tensors(plan, checkpoint) | _given(replaced)
     config = decoder_config(raw)
     shapes, stored = expected_tensors(config), stored_tensors(config)
+    canonical = {on_disk: name for name, on_disk in dense_names(config).items()}
     packed = _kept_packed(plan, checkpoint, replaced or {})
     if packed:
         raw["quantization_config"] = checkpoint.raw_config.get("quantization_config", {"quant_method": METHOD})
     layout = {
-        name: (_dtype(one.parts[0][0] if one.parts else name, checkpoint), one.shape)
+        name: (_dtype(one.parts[0][0] if one.parts else canonical.get(name, name), checkpoint), one.shape)
         for name, one in stored.items()
         if name + BLOCKS not in packed
     } | {name: (torch.uint8, (len(kept), *whole.shape[1:])) for name, (whole, kept) in packed.items()}
@@ -176,7 +177,8 @@ def apply(
     releasing = _Releasing(checkpoint)
     with ShardWriter(directory, layout, shard_bytes) as writer:
         for name in progress(list(layout)):
-            pieces = _rows_of(*packed[name]) if name in packed else _pieces(name, stored[name], given, layout[name][0])
+            own = canonical.get(name, name)
+            pieces = _rows_of(*packed[name]) if name in packed else _pieces(own, stored[name], given, layout[name][0])
             writer.add_rows(name, releasing.after(pieces))
     write_json(directory / "config.json", raw)
     if "auto_map" in raw:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import DecoderConfig
+from engine.architectures import Chunk, DecoderConfig
 from engine.errors import CheckpointError
 from engine.kv_cache import KeyValueCache
 from engine.linear import as_bfloat16, compiled_kernels, is_decoding, is_emulated, linear, linears, multiplies_bfloat16
@@ -35,10 +35,12 @@ class Positions(NamedTuple):
     sine: Tensor
     is_padded: bool
     """Some positions are padding."""
-    masks: dict[int | None, Tensor | None]
-    """By sliding window: bool [B or 1, 1, L, P], True where a query may look; None where plain causal says it all."""
+    masks: dict[int | Chunk | None, Tensor | None]
+    """By sliding window or chunk: bool [B or 1, 1, L, P], True where a query may look; None where plain causal says all."""
     one_by_one: bool = False
     """A few are read together that could have come alone."""
+    temperature: Tensor | None = None
+    """[B or 1, 1, L, 1] that queries are multiplied by in layers that do not rotate; None for nothing."""
 
 
 class Rotary:
@@ -143,29 +145,38 @@ def rotate(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def attention_mask(
-    real_BP: Tensor | None, new: int, total: int, window: int | None, device: torch.device | str = "cpu"
+    real_BP: Tensor | None, new: int, total: int, window: int | Chunk | None, device: torch.device | str = "cpu"
 ) -> Tensor | None:
-    """Who may look at whom: causal, within the sliding window, never at padding.
+    """Who may look at whom: causal, within the sliding window or the chunk, never at padding.
 
     real_BP: bool [B, P], False at padding; None when there is none. Returns bool [B or 1, 1, L, P], or None where
     nothing but "new positions are causal among themselves" needs saying (the kernel's own causal mask then serves).
     """
-    narrow = window is not None and total > window
+    narrow = window is not None and total > (window.size if isinstance(window, Chunk) else window)
     if real_BP is None and not narrow and (new == 1 or new == total):
         return None
     key = torch.arange(total, device=device)
     query = torch.arange(total - new, total, device=device)[:, None]
     allowed_LP = key <= query
-    if window is not None:
+    if isinstance(window, Chunk):
+        # Chunks are of real positions, so padding shifts them.
+        counted_BP = key[None] if real_BP is None else (real_BP.long().cumsum(-1) - 1).clamp_min(0)
+        chunks_BP = counted_BP // window.size
+        allowed_LP = allowed_LP & (chunks_BP[:, None, :] == chunks_BP[:, total - new :, None])
+    elif window is not None:
         allowed_LP = allowed_LP & (key > query - window)
+    if real_BP is None and allowed_LP.dim() == 3:
+        return allowed_LP[:, None]
     if real_BP is None:
         return allowed_LP[None, None]
     # A padding query looks at nothing real; letting it look at itself keeps its softmax finite.
     return (allowed_LP & real_BP[:, None, :])[:, None] | (key == query)[None, None]
 
 
-def first_seen(past: int, window: int | None) -> int:
+def first_seen(past: int, window: int | Chunk | None) -> int:
     """The first position that a new one, after `past` others, may look at."""
+    if isinstance(window, Chunk):
+        return past // window.size * window.size
     return 0 if window is None else max(0, past + 1 - window)
 
 
@@ -177,6 +188,7 @@ class Attention(nn.Module):
         prefix = f"model.layers.{layer}.self_attn"
         self.layer = layer
         self.window = config.layers[layer].window
+        self.rotates, self.unit_norm = config.layers[layer].rotates, config.layers[layer].unit_norm
         self.head_dimension = config.head_dimension
         self.pairs, self.rotated = config.rotary_pairs, config.rotary_dimension
         self.scale = config.multipliers.attention or config.head_dimension**-0.5
@@ -212,10 +224,13 @@ class Attention(nn.Module):
         value = self._heads(projected[2], None, self.key_heads)
         if (kernels := self._kernels(query, positions, cache)) is not None:
             assert cache is not None
-            mixed = self._attend_compiled(kernels, (query, key, value), positions, cache)
+            angles = positions.cosine, positions.sine
+            if not self._is_turned_whole(positions):  # the kernel turns whole heads: others come to it as they are to be
+                query, key = (x.contiguous() for x in self._placed(query, key, positions))
+                angles = torch.ones_like(query[:1, :1]), torch.zeros_like(query[:1, :1])
+            mixed = self._attend_compiled(kernels, (query, key, value, *angles), cache)
             return linear(mixed, self.output, self.output_bias)
-        query = rotate(query, positions.cosine, positions.sine)
-        key = rotate(key, positions.cosine, positions.sine)
+        query, key = self._placed(query, key, positions)
         if isinstance(cache, PagedBatch):
             cache.append(self.layer, key, value)
             mixed = self._attend_each(query, positions, cache)
@@ -225,6 +240,20 @@ class Attention(nn.Module):
             mixed = attend(query, key, value, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+
+    def _placed(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Queries and keys with what depends on their positions."""
+        if not self.rotates:
+            return (query if positions.temperature is None else query * positions.temperature), key
+        query, key = (rotate(x, positions.cosine, positions.sine) for x in (query, key))
+        if not self.unit_norm:
+            return query, key
+        ones = query.new_ones(self.head_dimension)
+        return rms_norm(query, ones, self.epsilon), rms_norm(key, ones, self.epsilon)
+
+    def _is_turned_whole(self, positions: Positions) -> bool:
+        """Whether all that positions do to queries and keys is to rotate all of a head's dimensions."""
+        return self.rotates and not self.unit_norm and positions.cosine.shape[-1] == self.head_dimension
 
     def _paired(self, x_BHLE: Tensor) -> Tensor:
         if not self.pairs:
@@ -247,12 +276,13 @@ class Attention(nn.Module):
             return None
         return compiled_kernels(query.shape[0] * query.shape[2], positions.cosine)
 
-    def _attend_compiled(
-        self, kernels: Any, query_key_value: tuple[Tensor, ...], positions: Positions, cache: Cache
-    ) -> Tensor:
-        """One position after the other: each attends to those before it, and is computed as if it had come alone."""
-        places, parts = cache.places, (*query_key_value, *positions[:2])
-        if query_key_value[0].shape[2] == 1:
+    def _attend_compiled(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache) -> Tensor:
+        """One position after the other: each attends to those before it, and is computed as if it had come alone.
+
+        parts: query, key, value, cosine and sine.
+        """
+        places = cache.places
+        if parts[0].shape[2] == 1:
             return self._attend_next(kernels, parts, cache, places)
         blocks, filled, block_size = places
         steps = enumerate(zip(*(part.split(1, dim=2) for part in parts), strict=True))
@@ -262,11 +292,6 @@ class Attention(nn.Module):
     def _attend_next(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache, places: tuple[Any, Any, int]) -> Tensor:
         *query_key_value, cosine, sine = parts
         batch, heads, _, size = query_key_value[0].shape
-        if cosine.shape[-1] != size:
-            # The kernel rotates whole heads: those that are rotated in part come to it rotated, and it turns by nothing.
-            query_key_value[:2] = [rotate(each, cosine, sine).contiguous() for each in query_key_value[:2]]
-            cosine = cosine.new_ones(1, 1, 1, size)
-            sine = torch.zeros_like(cosine)
         angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in (cosine, sine)]
         mixed = kernels.attend(
             [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
@@ -275,7 +300,7 @@ class Attention(nn.Module):
             (batch, heads, self.key_heads, size),
             cache.group_stride,
             places,
-            self.window,
+            -self.window.size if isinstance(self.window, Chunk) else self.window,
             self.scale,
             None if self.sinks is None else self.sinks.detach().float().numpy(),
         )

@@ -41,7 +41,7 @@ from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.mxfp4 import BLOCK, BLOCKS, POWERS, is_packed, unpacked
 from engine.safetensors_file import SafetensorsFile, open_shards
-from engine.stacks import packed_shapes, shared_names, shared_stack_shape, stack_shape, stacked_names, taken
+from engine.stacks import dense_names, packed_shapes, shared_names, shared_stack_shape, stack_shape, stacked_names, taken
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
@@ -342,6 +342,7 @@ def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dic
     """Every name that can be served: stored ones as they are, stacked experts one by one."""
     views = {name: _View(file, name, file.entries[name].shape) for name, file in by_name.items()}
     row = config.architecture
+    views |= {name: views[stored] for name, stored in dense_names(config).items() if stored in views}
     for layer in config.moe_layers:
         for stacks in (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
             if all(stack.name in by_name or stack.name + BLOCKS in by_name for stack in stacks):

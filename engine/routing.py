@@ -198,6 +198,23 @@ class BiasedTopK:
 
 
 @dataclass(frozen=True)
+class UnweightedTopK:
+    """The k experts of the largest logits, each with weight one: for routers that scale what experts are given."""
+
+    experts_per_token: int
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        best = logits_TN.topk(min(self.experts_per_token, logits_TN.shape[-1]), dim=-1)
+        empty_TK = best.values == -torch.inf
+        ones_TK = torch.ones_like(best.values, dtype=torch.promote_types(logits_TN.dtype, torch.float32))
+        return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT), ones_TK.masked_fill(empty_TK, 0.0))
+
+    def probabilities(self, logits_TN: Tensor) -> Tensor:
+        """The scales over their sum."""
+        return sigmoid_shares(logits_TN)
+
+
+@dataclass(frozen=True)
 class SparseMixer:
     """sparsemixer's choice without its noise of training (GRIN MoE, arXiv 2409.12136; thresholds as in transformers' code).
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, FURTHER_FAMILIES
+from conftest import FAMILIES, FURTHER_FAMILIES, naive_ffn
 from family_matrix import (
     COLUMNS,
     NOTES,
     REFUSED,
     ROWS,
+    TOKENS,
     Made,
     decoder_of,
     evenly,
@@ -36,6 +37,7 @@ from engine.architectures import ARCHITECTURES
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, UnsupportedError
 from engine.inspect import inspect
+from engine.kv_cache import KeyValueCache
 from engine.latent_attention import Queries
 from engine.routing import NO_EXPERT, GroupedTopK, SigmoidTopK
 
@@ -83,6 +85,14 @@ def test_the_table_shows_every_cell() -> None:
 # What configs ask for
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v3", "queries without a latent vector", {"q_lora_rank": None}),
     ("deepseek_v3", "biases, halves rotated", {"attention_bias": True, "rope_interleave": False}),
@@ -97,6 +107,9 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("granitemoeshared", "without a shared expert", {"shared_intermediate_size": 0, "attention_bias": True}),
     ("ernie4_5_moe", "some layers", {"moe_layer_end_index": 3, "moe_layer_interval": 2, "num_hidden_layers": 5}),
     ("ernie4_5_moe", "no shared expert, tied", {"moe_num_shared_experts": 0, "tie_word_embeddings": True}),
+    ("llama4_text", "top-1, no norms", {"num_experts_per_tok": 1, "use_qk_norm": False, "attention_bias": True}),
+    ("llama4_text", "all sparse", {"interleave_moe_layer_step": 1, "rope_parameters": LLAMA3, "num_hidden_layers": 3}),
+    ("llama4_text", "no chunks", {"attention_chunk_size": 64, "no_rope_layers": [1, 0, 0, 1], "moe_layers": [0, 1, 3]}),
     ("minimax_m2", "yarn", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     ("deepseek", "every second layer", {"moe_layer_freq": 2, "first_k_dense_replace": 0, "num_hidden_layers": 4}),
 ]
@@ -149,6 +162,57 @@ def test_groups_of_any_size(sigmoid: bool) -> None:
         )
         empty += experts.count(NO_EXPERT)
     assert empty > 0, "a group of one and one of three hold fewer than five"
+
+
+def test_what_a_router_scales_is_what_experts_are_given(made_of: Any) -> None:
+    """Written out; on both paths, and differentiable in the router."""
+    block = decoder_of(made_of("llama4_text").checkpoint, torch.float64).layers[1].feed_forward
+    x_TD = torch.randn(3, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        logits = x_TD @ block.router_ND.T
+        expected = torch.stack([block.shared(x[None])[0] for x in x_TD])
+        for row, x in enumerate(x_TD):
+            for expert in logits[row].topk(2).indices.tolist():
+                parts = [each.detach() for each in block.experts[expert].projections]
+                expected[row] += naive_ffn(parts, None, x * logits[row, expert].sigmoid())
+        assert worst(block(x_TD), expected) < 1e-12, "one token after the other"
+        assert worst(torch.stack(list(block.outputs(x_TD)))[:, 0], naive_outputs(block, x_TD[0], logits[0])) < 1e-12
+    block.router_ND.requires_grad_()
+    y_TD = block(x_TD)
+    assert worst(y_TD.detach(), expected) < 1e-12, "one expert after the other"
+    (gradient,) = torch.autograd.grad(y_TD.square().sum(), block.router_ND)
+    with torch.no_grad():
+        place, step = divmod(int(gradient.abs().argmax()), 32), 1e-6
+        values = []
+        for sign in (1.0, -1.0):
+            block.router_ND[place] += sign * step
+            values.append(float(block(x_TD).square().sum()))
+            block.router_ND[place] -= sign * step
+    assert float(gradient[place]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-6)
+
+
+def naive_outputs(block: Any, x: Tensor, logits: Tensor) -> Tensor:
+    """Of every expert for one token."""
+    parts = [[each.detach() for each in expert.projections] for expert in block.experts]
+    return torch.stack([naive_ffn(own, None, x * z.sigmoid()) for own, z in zip(parts, logits, strict=True)])
+
+
+def test_queries_that_are_not_rotated_grow_with_their_position(tmp_path: Path) -> None:
+    """As in transformers without padding; padded each sequence as alone, where transformers counts the padding too."""
+    made = Made("llama4_text", tmp_path, {"floor_scale": 3, "attn_scale": 0.9})
+    decoder = decoder_of(made.checkpoint)
+    with torch.no_grad():
+        assert worst(decoder(TOKENS), made.logits) <= 1e-4
+        flat = Made("llama4_text", tmp_path / "flat", {"attn_temperature_tuning": False})
+        assert worst(flat.logits, made.logits) > 1e-2
+        real = torch.ones(2, 16, dtype=torch.bool)
+        real[1, :6] = False
+        cache = KeyValueCache(decoder.config, 2, 16, torch.float32)
+        steps = [decoder(TOKENS[:, :9], real[:, :9], cache)]
+        steps += [decoder(TOKENS[:, i : i + 1], real[:, : i + 1], cache) for i in range(9, 16)]
+        together = torch.cat(steps, 1)
+        assert worst(together[1, 6:], decoder(TOKENS[1:, 6:])[0]) <= 1e-5
+        assert worst(together[:1], made.logits[:1]) <= 1e-4
 
 
 # Layers for multi-token prediction
