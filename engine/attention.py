@@ -285,7 +285,8 @@ class Attention(nn.Module):
         if parts[0].shape[2] == 1:
             return self._attend_next(kernels, parts, cache, places)
         blocks, filled, block_size = places
-        steps = enumerate(zip(*(part.split(1, dim=2) for part in parts), strict=True))
+        # The kernels read all heads of a position in a row, which rotating in torch may have taken apart.
+        steps = enumerate(zip(*([each.contiguous() for each in part.split(1, dim=2)] for part in parts), strict=True))
         mixed = [self._attend_next(kernels, step, cache, (blocks, filled + done, block_size)) for done, step in steps]
         return torch.cat(mixed, dim=1)
 
