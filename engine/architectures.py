@@ -447,6 +447,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "moe_gate": ("topk",),
                 "moe_gate_act": ("softmax",),
                 "moe_use_aux_free": (True,),
+                "use_rmsnorm": (True,),
                 **dict.fromkeys(("moe_capacity", "moe_aux_loss_lambda")),
             },
             dense_sibling="ernie4_5",
@@ -782,6 +783,24 @@ class DecoderConfig:
         return max((layer.moe.experts_per_token for layer in self.layers if layer.moe is not None), default=0)
 
 
+@dataclass(frozen=True)
+class Wrapper:
+    """A family whose models hold a language model of a row of the table beside other parts, which are not read."""
+
+    config_key: str
+    """Of the language model's own config."""
+    prefix: str
+    """Of the language model's tensors."""
+    others: tuple[str, ...]
+    """Prefixes of all other tensors."""
+
+
+WRAPPERS = {"llama4": Wrapper("text_config", "language_model.", ("vision_model.", "multi_modal_projector."))}
+
+_LIGHTNING = "lightning attention, which the engine does not have; a MiniMax-M2 says model_type minimax_m2"
+LACKING = dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), _LIGHTNING)
+"""Families that have what the engine does not, with what that is."""
+
 # Keys that a config.json may carry and that change nothing in what the decoder computes.
 _HARMLESS_KEYS = frozenset(
     [
@@ -789,6 +808,7 @@ _HARMLESS_KEYS = frozenset(
         "block_configs",
         "quantization_config",
         "_attn_implementation",
+        "_attn_implementation_autoset",
         "attn_implementation",
         "torch_dtype",
         "dtype",
@@ -859,11 +879,25 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             f"this {model_type!r} is a classifier of {what}, which this command does not take; distill, evaluate, bench, "
             "export and inspect do"
         )
+    if model_type in LACKING:
+        raise UnsupportedError(f"model family {model_type!r} is not supported: it has {LACKING[model_type]}")
     if model_type not in ARCHITECTURES:
         raise UnsupportedError(
             f"model family {model_type!r} is not supported; supported families: {', '.join(sorted(ARCHITECTURES))}"
         )
     return ARCHITECTURES[model_type]
+
+
+def language_model(config: dict[str, Any]) -> tuple[dict[str, Any], Wrapper | None]:
+    """The config of the language model that a raw config.json describes, and the family around it, if there is one."""
+    wrapper = WRAPPERS.get(str(config.get("model_type")))
+    if wrapper is None:
+        return config, None
+    own = config.get(wrapper.config_key)
+    if not isinstance(own, dict):
+        raise CheckpointError(f"config.json: {wrapper.config_key} is missing; give the config.json of the whole model")
+    shared = ("quantization_config", "dtype", "torch_dtype")
+    return {key: config[key] for key in shared if key in config} | own, wrapper
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -1003,7 +1037,7 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
         values = config[key] if isinstance(config.get(key), list) else [config.get(key)]
         if honoured is not None and key in config and any(value not in honoured for value in values):
             lacking.append(f"{key}={config[key]!r}")
-    known = set(type(family)().to_dict()) | _HARMLESS_KEYS | set(row.own_settings)
+    known = set(type(family)().to_dict()) | _HARMLESS_KEYS | set(row.own_settings) | {row.prediction_layers_key}
     lacking += [f"{key}={config[key]!r}" for key in config if key not in known and config[key] not in (None, False)]
     if lacking:
         raise UnsupportedError(

@@ -20,13 +20,16 @@ from torch import Tensor
 
 from engine.architectures import (
     ARCHITECTURES,
+    LACKING,
     Architecture,
     DecoderConfig,
     Stack,
+    Wrapper,
     decoder_config,
     expected_tensors,
     expert_shapes,
     is_router_bias,
+    language_model,
     router_in_memory,
     router_tensor,
     router_tensors,
@@ -87,9 +90,11 @@ class ModelDirectory:
         """What compression.json says, None for a checkpoint that is not an artifact of ours."""
         if self.provenance is not None:
             check_sizes(directory, self.provenance)
-        self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
-        _refuse_foreign_code(directory, self.raw_config)
+        raw = load_json(directory / "config.json", "model config")
+        _refuse_foreign_code(directory, raw)
         try:
+            self.raw_config, self.wrapper = language_model(raw)
+            """Of the language model alone, and what holds it beside other parts, which are not read."""
             self.float8_block = None if is_packed(self.raw_config) else block_of(self.raw_config)
             """Of weights that are stored in 8-bit floating point; None where they are not."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
@@ -127,6 +132,8 @@ class Checkpoint(ModelDirectory):
         if (directory / ONNX_NAME).is_file():
             raise UnsupportedError(f"{directory}: is an ONNX export, which this needs as a checkpoint; {_ONNX_USE}")
         by_name, self.files = open_shards(directory)
+        if self.wrapper is not None:
+            by_name = _language_model(self.wrapper, self.files)
         self._by_name = by_name
         self._check_routers(by_name)
         self._views = _views(self.config, by_name)
@@ -203,7 +210,10 @@ class Checkpoint(ModelDirectory):
     @property
     def prediction_layers(self) -> int:
         """Layers for multi-token prediction in the files, which are not read."""
-        layers = (re.match(r"model\.layers\.(\d+)\.", name) for file in self.files for name in file.entries)
+        prefix, names = self.config.architecture.prediction_prefix, [name for file in self.files for name in file.entries]
+        if prefix is not None and any(name.startswith(prefix) for name in names):
+            return self.config.prediction_layers
+        layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 
     def release(self) -> None:
@@ -338,6 +348,14 @@ class _PackedView(_View):
         return unpacked(*parts)
 
 
+def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    """The file of each tensor of the language model, which the files then call by the names that it has alone."""
+    for file in files:
+        own = {name: entry for name, entry in file.entries.items() if not name.startswith(wrapper.others)}
+        file.entries = {name.removeprefix(wrapper.prefix): entry for name, entry in own.items()}
+    return {name: file for file in files for name in file.entries}
+
+
 def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, _View]:
     """Every name that can be served: stored ones as they are, stacked experts one by one."""
     views = {name: _View(file, name, file.entries[name].shape) for name, file in by_name.items()}
@@ -402,7 +420,7 @@ def _is_ignorable(name: str, config: DecoderConfig) -> bool:
 
 
 def _refuse_foreign_code(directory: Path, config: Mapping[str, Any]) -> None:
-    if config.get("auto_map") and str(config.get("model_type")) not in ARCHITECTURES:
+    if config.get("auto_map") and str(config.get("model_type")) not in {*ARCHITECTURES, *LACKING}:
         raise UnsupportedError(
             f"{directory}: model_type {config.get('model_type')!r} needs code of its own (trust_remote_code), which this "
             "engine never runs; convert it to a supported family first"

@@ -30,6 +30,7 @@ from family_matrix import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from compress.apply import apply
 from compress.plan import SHARED_EXPERT, concatenation_plan, pruning_plan
@@ -215,6 +216,44 @@ def test_queries_that_are_not_rotated_grow_with_their_position(tmp_path: Path) -
         assert worst(together[:1], made.logits[:1]) <= 1e-4
 
 
+# A language model beside other parts
+
+
+def test_the_language_model_within_a_model_of_images(made_of: Any, tmp_path: Path) -> None:
+    """As published Llama 4 has it: its own config within another, names under a prefix, images in tensors of their own."""
+    made = made_of("llama4_text")
+    whole, pruned, expected = (tmp_path / name for name in ("whole", "pruned", "expected"))
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28}
+    vision |= {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+    config = Llama4Config(text_config=made.checkpoint.raw_config, vision_config=vision)
+    model = Llama4ForConditionalGeneration(config)
+    model.language_model.load_state_dict(made.reference.state_dict())
+    model.save_pretrained(whole)
+    found = inspect(str(whole), checksums=False, progress=lambda names, _: names)
+    assert found["parts_not_read"] == ["vision_model", "multi_modal_projector"]
+    assert (found["architecture"], found["parameters"]) == ("llama4_text", made.checkpoint.parameters)
+    assert worst(own_logits(Checkpoint(whole)), made.logits) <= 1e-4
+    plan = pruning_plan({layer: evenly(made.moe(layer)) for layer in made.layers})
+    for source, output in ((whole, pruned), (made.path / "full", expected)):
+        output.mkdir()
+        apply(plan, Checkpoint(source), output)
+    assert (pruned / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert Checkpoint(pruned).raw_config["architectures"] == ["Llama4ForCausalLM"]
+    raw = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({key: raw[key] for key in raw if key != "text_config"}))
+    with pytest.raises(CheckpointError, match="text_config is missing"):
+        Checkpoint(whole)
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "minimax"}, {"model_type": "minimax_m1", "auto_map": {"AutoModel": "a.B"}}]
+)
+def test_a_family_that_is_refused_with_what_it_has(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="lightning attention"):
+        Checkpoint(tmp_path)
+
+
 # Layers for multi-token prediction
 
 
@@ -244,6 +283,44 @@ def test_layers_for_multi_token_prediction_are_left_out(family: str, made_of: An
         assert not any("layers.3" in key for key in load_file(tmp_path / name / "model.safetensors"))
     with pytest.raises(CheckpointError, match=r"model\.layers\.4\.\S+ is not part of this"):
         Checkpoint(with_prediction_layer(made, tmp_path / "too many", 4))
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
+    "ernie4_5_moe": (
+        {"use_rmsnorm": True, "moe_gate": "topk", "moe_use_aux_free": True, "moe_capacity": [6, 6, 6]}
+        | {"num_nextn_predict_layers": 1, "is_quantized": False},
+        "model.mtp_block.0.self_attn.q_proj.weight",
+    ),
+    "minimax_m2": (
+        {"attn_type_list": [1, 1, 1], "scoring_func": "sigmoid", "use_routing_bias": True, "qk_norm_type": "per_layer"}
+        | {"shared_intermediate_size": 0, "rotary_dim": 8, "use_mtp": True, "num_mtp_modules": 1},
+        "model.layers.3.eh_proj.weight",
+    ),
+}
+"""What configs of published models say besides, and a tensor of their layers for multi-token prediction."""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_what_published_configs_say_besides(family: str, made_of: Any, tmp_path: Path) -> None:
+    made, (keys, name) = made_of(family), PUBLISHED[family]
+    shutil.copytree(made.path / "full", tmp_path / "full")
+    raw = made.checkpoint.raw_config
+    (tmp_path / "full" / "config.json").write_text(json.dumps(raw | keys))
+    weights = tmp_path / "full" / "model.safetensors"
+    save_file(load_file(weights) | {name: torch.ones(4, 4)}, weights, metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path / "full")
+    assert checkpoint.prediction_layers == 1
+    assert worst(own_logits(checkpoint), made.logits) <= 1e-4
+    for key, value in (
+        ("moe_gate", "top2"),
+        ("use_rmsnorm", False),
+        ("scoring_func", "softmax"),
+        ("attn_type_list", [1, 0]),
+    ):
+        if key in keys:
+            (tmp_path / "full" / "config.json").write_text(json.dumps(raw | keys | {key: value}))
+            with pytest.raises(UnsupportedError, match=key):
+                Checkpoint(tmp_path / "full")
 
 
 # 8-bit floating point
