@@ -174,7 +174,7 @@ class SigmoidTopK:
 
 @dataclass(frozen=True)
 class BiasedTopK:
-    """Softmax over all experts with a correction bias (ERNIE 4.5 Technical Report, 2025): the bias chooses and never weighs.
+    """Softmax over all experts with a correction bias (arXiv 2408.15664): the bias chooses and never weighs.
 
     Each token takes the k experts of the largest probability + bias; the weights are their probabilities, rescaled to sum to
     one. Slots are sorted by weight, largest first. As in SigmoidTopK an expert whose logit is −∞ does not exist.
