@@ -9,20 +9,12 @@ less the KV cache; before it, one short prompt has made the weights resident.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from random_model import shape, write_random_model
-from results import markdown, save
 
 from engine.generate import Engine
-from engine.kv_cache import KeyValueCache
 from engine.report import peak_memory_bytes, resident_memory_bytes
 
 LENGTHS = (512, 2048, 8192)
