@@ -108,8 +108,9 @@ class Engine:
         Raises CheckpointError, UnsupportedError, and OptionError for what this machine or model cannot honour.
         `threads` holds for the whole process. `backend`: "torch" for checkpoints, "onnx" for what was exported, or "auto".
         `kv_cache_dtype`: what keys and values are kept in, "float16", "bfloat16" or "int8", or "auto" for what is computed
-        in; the compiled kernels attend to bfloat16 only. `checksums`: first compare every file with what was written. `draft`: a smaller model with the same tokenizer, which
-        proposes `draft_tokens` tokens at a time; it never changes what is written, only how fast (Leviathan et al. 2023).
+        in; the compiled kernels attend to bfloat16 only. `checksums`: first compare every file with what was written.
+        `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a time; it never changes
+        what is written, only how fast (Leviathan et al. 2023).
         """
         started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
@@ -488,7 +489,7 @@ def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpo
         return computed
     if checkpoint.config.latent is not None:
         raise OptionError(
-            f"{checkpoint.directory}: its latent attention keeps latent vectors as they are; leave the KV cache dtype at auto"
+            f"{checkpoint.directory}: latent attention keeps its vectors as they are; leave the KV cache dtype at auto"
         )
     if name not in KV_CACHE_DTYPES:
         raise OptionError(f"KV cache dtype {name!r} is not known; choose auto, {', '.join(KV_CACHE_DTYPES)}")

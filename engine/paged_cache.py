@@ -36,17 +36,14 @@ class PagedCache:
         """`size`: bytes of keys and values together; whole blocks of it are used."""
         self.block_bytes = position_bytes(config, dtype) * block_size
         self.pool = BlockPool(size // self.block_bytes, block_size)
+        self.dtype = dtype
+        """What keys and values are kept in."""
         groups, *sizes = config.cached
         shape = (len(config.layers), groups, self.pool.count * block_size)
         self.keys_GSE, self.values_GSE = (list(torch.zeros((*shape, size), dtype=dtype, device=device)) for size in sizes)
         """One for each layer."""
         self.scales = torch.zeros((2, *shape), device=device) if dtype == torch.int8 else None
         """Of keys and of values in 8 bits, [2, layers, G, S]."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What keys and values are kept in."""
-        return self.keys_GSE[0].dtype
 
     @property
     def bytes(self) -> int:
