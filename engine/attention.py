@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.architectures import Chunk, DecoderConfig
 from engine.errors import CheckpointError
-from engine.kv_cache import KeyValueCache
+from engine.kv_cache import Kept, KeyValueCache, Scaled
 from engine.linear import as_bfloat16, compiled_kernels, is_decoding, is_emulated, linear, linears, multiplies_bfloat16
 from engine.paged_cache import PagedBatch
 
@@ -23,6 +23,8 @@ Cache = KeyValueCache | PagedBatch
 
 QUERY_BLOCK = 128
 """Queries that meet their keys at a time."""
+KEY_BLOCK = 1024
+"""Positions of a cache in another dtype that are widened at a time."""
 MAX_SCORES = 1 << 24
 """Scores held at a time, where the keys allow it: 32 MB in bfloat16."""
 
@@ -235,9 +237,8 @@ class Attention(nn.Module):
             cache.append(self.layer, key, value)
             mixed = self._attend_each(query, positions, cache)
         else:
-            if cache is not None:
-                key, value = cache.append(self.layer, key, value)
-            mixed = attend(query, key, value, positions.masks[self.window], self.scale, self.sinks)
+            kept: tuple[Kept, Kept] = (key, value) if cache is None else cache.append(self.layer, key, value)
+            mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
@@ -265,14 +266,14 @@ class Attention(nn.Module):
         """One sequence after the other, because each has keys of its own number and place."""
         mixed = []
         for row, past in enumerate(cache.past):
-            key, value = cache.of_sequence(self.layer, row, first_seen(past, self.window))
+            kept = cache.of_sequence(self.layer, row, first_seen(past, self.window))
             query, mask = query_BHLE[row : row + 1], positions.masks[self.window]
-            mixed.append(attend(query, key, value, mask, self.scale, self.sinks))
+            mixed.append(attend(query, *kept, mask, self.scale, self.sinks))
         return torch.cat(mixed)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
         """The compiled kernels, for the next few positions of a few sequences."""
-        if cache is None or positions.is_padded or query.dtype != torch.bfloat16:
+        if cache is None or positions.is_padded or not query.dtype == cache.dtype == torch.bfloat16:
             return None
         return compiled_kernels(query.shape[0] * query.shape[2], positions.cosine)
 
@@ -320,8 +321,8 @@ class Attention(nn.Module):
 
 def attend(
     query_BHLE: Tensor,
-    key_BGPE: Tensor,
-    value_BGPV: Tensor,
+    key_BGPE: Kept,
+    value_BGPV: Kept,
     mask: Tensor | None,
     scale: float | None = None,
     sinks_H: Tensor | None = None,
@@ -330,6 +331,11 @@ def attend(
 
     sinks_H: for each head one more score, whose share of the softmax goes nowhere.
     """
+    if isinstance(key_BGPE, Scaled) or isinstance(value_BGPV, Scaled) or key_BGPE.dtype != query_BHLE.dtype:
+        widened = query_BHLE.float() if is_emulated(query_BHLE) else query_BHLE
+        if sinks_H is not None:
+            return attend_with_sinks(widened, key_BGPE, value_BGPV, mask, scale, sinks_H).to(query_BHLE.dtype)
+        return attend_in_blocks(widened, key_BGPE, value_BGPV, mask, scale).to(query_BHLE.dtype)
     if is_emulated(query_BHLE):
         wide = (query_BHLE.float(), key_BGPE.float(), value_BGPV.float())
         return attend(*wide, mask, scale, sinks_H).to(query_BHLE.dtype)
@@ -353,7 +359,7 @@ def attend(
 
 
 def attend_in_blocks(
-    query_BHLE: Tensor, key_BGPE: Tensor, value_BGPV: Tensor, mask: Tensor | None, scale: float | None = None
+    query_BHLE: Tensor, key_BGPE: Kept, value_BGPV: Kept, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
     """The same for a processor with bfloat16 products: three times as fast as torch's own kernel at 512 positions.
 
@@ -361,32 +367,32 @@ def attend_in_blocks(
     rounded to bfloat16 between the two products, as transformers' eager attention does, and softmax is in float32.
     """
     batch, heads, length, size = query_BHLE.shape
-    groups, total = key_BGPE.shape[1:3]
-    key_BGEP, scale = key_BGPE.transpose(2, 3), size**-0.5 if scale is None else scale
-    mixed_BHLV = query_BHLE.new_empty(batch, heads, length, value_BGPV.shape[-1])
+    (groups, total), value_size = _plain(key_BGPE).shape[1:3], _plain(value_BGPV).shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    mixed_BHLV = query_BHLE.new_empty(batch, heads, length, value_size)
     for start, end, seen in query_blocks(batch * heads, length, total):
         query = (query_BHLE[:, :, start:end] * scale).reshape(batch, groups, -1, size)
-        scores = (query @ key_BGEP[..., :seen]).view(batch, heads, end - start, seen)
+        scores = scores_of(query, key_BGPE, seen).view(batch, heads, end - start, seen)
         if mask is None:  # causal, no past: what a block may not see lies in the square on its own diagonal
             allowed = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).tril_()
             scores[..., start:].masked_fill_(~allowed, -torch.inf)
         else:
             scores.masked_fill_(~mask[:, :, start:end, :seen], -torch.inf)
         probabilities = scores.softmax(-1).view(batch, groups, -1, seen)
-        mixed_BHLV[:, :, start:end] = (probabilities @ value_BGPV[:, :, :seen]).view(batch, heads, end - start, -1)
+        mixed_BHLV[:, :, start:end] = mixture_of(probabilities, value_BGPV, seen).view(batch, heads, end - start, -1)
     return mixed_BHLV
 
 
 def attend_with_sinks(
-    query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tensor | None, scale: float | None, sinks_H: Tensor
+    query_BHLE: Tensor, key_BGPE: Kept, value_BGPE: Kept, mask: Tensor | None, scale: float | None, sinks_H: Tensor
 ) -> Tensor:
     """The same with sinks, a block of queries at a time; differentiable."""
     batch, heads, length, size = query_BHLE.shape
-    groups, total = key_BGPE.shape[1:3]
-    key_BGEP, mixed = key_BGPE.transpose(2, 3), []
+    groups, total = _plain(key_BGPE).shape[1:3]
+    mixed = []
     for start, end, seen in query_blocks(batch * heads, length, total):
         query = (query_BHLE[:, :, start:end] * (scale or size**-0.5)).reshape(batch, groups, -1, size)
-        scores = (query @ key_BGEP[..., :seen]).view(batch, heads, end - start, seen)
+        scores = scores_of(query, key_BGPE, seen).view(batch, heads, end - start, seen)
         if mask is None:
             place = torch.arange(seen, device=scores.device)
             allowed = place <= place[seen - (end - start) :, None]
@@ -395,9 +401,49 @@ def attend_with_sinks(
         scores = scores.masked_fill(~allowed, -torch.inf)
         sinks = sinks_H.to(scores.dtype)[:, None, None].expand(batch, heads, end - start, 1)
         shares = torch.cat((scores, sinks), dim=-1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        shares = shares[..., :-1].to(value_BGPE.dtype).reshape(batch, groups, -1, seen)
-        mixed.append((shares @ value_BGPE[:, :, :seen]).view(batch, heads, -1, size))
+        shares = shares[..., :-1].to(query.dtype).reshape(batch, groups, -1, seen)
+        mixed.append(mixture_of(shares, value_BGPE, seen).view(batch, heads, -1, size))
     return torch.cat(mixed, dim=2)
+
+
+def scores_of(query_BGLE: Tensor, key_BGPE: Kept, seen: int) -> Tensor:
+    """Products with the first keys, [B, G, L, seen]; keys in another dtype are widened KEY_BLOCK positions at a time.
+
+    Of keys in 8 bits, q·(s·k) = s·(q·k): the integers are exact in any float, and scores are scaled.
+    """
+    if not isinstance(key_BGPE, Scaled) and key_BGPE.dtype == query_BGLE.dtype:
+        return query_BGLE @ key_BGPE.transpose(2, 3)[..., :seen]
+    scores = query_BGLE.new_empty((*query_BGLE.shape[:3], seen))
+    for place, block, scales in key_blocks(key_BGPE, seen, query_BGLE.dtype):
+        products = query_BGLE @ block.transpose(2, 3)
+        scores[..., place] = products if scales is None else products * scales[:, :, None]
+    return scores
+
+
+def mixture_of(probabilities_BGLP: Tensor, value_BGPE: Kept, seen: int) -> Tensor:
+    """Values weighted by probabilities, [B, G, L, E], in the same way: p·(s·v) = (p·s)·v."""
+    if not isinstance(value_BGPE, Scaled) and value_BGPE.dtype == probabilities_BGLP.dtype:
+        return probabilities_BGLP @ value_BGPE[:, :, :seen]
+    mixed: Tensor | None = None
+    for place, block, scales in key_blocks(value_BGPE, seen, probabilities_BGLP.dtype):
+        weights = probabilities_BGLP[..., place]
+        weights = weights if scales is None else (weights * scales[:, :, None]).to(block.dtype)
+        products = (weights @ block).float()
+        mixed = products if mixed is None else mixed.add_(products)
+    assert mixed is not None
+    return mixed.to(probabilities_BGLP.dtype)
+
+
+def _plain(kept: Kept) -> Tensor:
+    return kept.integers if isinstance(kept, Scaled) else kept
+
+
+def key_blocks(kept: Kept, seen: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Blocks of positions: where they are, in `dtype`, and of 8 bits their scales [B, G, positions]."""
+    whole, scales = kept if isinstance(kept, Scaled) else (kept, None)
+    for start in range(0, seen, KEY_BLOCK):
+        place = slice(start, min(start + KEY_BLOCK, seen))
+        yield place, whole[:, :, place].to(dtype), None if scales is None else scales[:, :, place]
 
 
 def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int, int]]:

@@ -15,10 +15,10 @@ import engine.linear
 from engine.attention import rms_norm, rotate
 from engine.block_pool import BlockTable
 from engine.checkpoint import Checkpoint
-from engine.kv_cache import KeyValueCache
+from engine.kv_cache import KeyValueCache, position_bytes
 from engine.linear import as_bfloat16, decoding
 from engine.model import Decoder
-from engine.paged_cache import PagedBatch, PagedCache, position_bytes
+from engine.paged_cache import PagedBatch, PagedCache
 
 EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
 kernels: Any = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
