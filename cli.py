@@ -127,6 +127,15 @@ skip_min_experts_option = click.option(
 )
 
 
+kv_cache_dtype_option = click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(("auto", "float16", "bfloat16", "int8")),
+    default="auto",
+    show_default=True,
+    help="Of keys and values. auto: what is computed in; int8: half of bfloat16, with a scale per position and head.",
+)
+
+
 backend_option = click.option(
     "--backend",
     type=click.Choice(("auto", "torch", "onnx")),
@@ -1070,6 +1079,7 @@ def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dic
     "--draft-tokens", type=click.IntRange(1, 63), default=4, show_default=True, help="It writes before MODEL looks."
 )
 @click.option("--checksums", is_flag=True, help="First compare every file with the artifact's checksums.")
+@kv_cache_dtype_option
 @common_options
 def generate(common: Common, **options: Any) -> dict[str, Any]:
     """Continue a text with MODEL, then report what it cost.
@@ -1090,6 +1100,7 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
         checksums=options["checksums"],
         draft=options["draft"],
         draft_tokens=options["draft_tokens"],
+        kv_cache_dtype=options["kv_cache_dtype"],
     )
     prompts = list(options["prompt"])
     generations = engine.generate(
@@ -1104,7 +1115,9 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
     say(
         common,
         f"{report.generated_tokens} tokens, {number(report.tokens_per_second, 1)} tokens/s, first after "
-        f"{report.time_to_first_token_seconds:.2f} s, peak memory {size(report.peak_memory_bytes)}, "
+        f"{report.time_to_first_token_seconds:.2f} s, loaded in {report.load_seconds:.2f} s, "
+        f"peak memory {size(report.peak_memory_bytes)} (resident: weights {size(report.weights_resident_bytes)}, "
+        f"KV cache {size(report.kv_cache_bytes)}, other {size(report.other_memory_bytes)}), "
         f"experts skipped {report.experts_skipped_share:.0%}",
     )
     if report.tokens_per_target_forward is not None:
@@ -1121,6 +1134,11 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
         "time_to_first_token_seconds": report.time_to_first_token_seconds,
         "tokens_per_second": report.tokens_per_second,
         "peak_memory_bytes": report.peak_memory_bytes,
+        "resident_memory_bytes": report.resident_memory_bytes,
+        "weights_resident_bytes": report.weights_resident_bytes,
+        "kv_cache_bytes": report.kv_cache_bytes,
+        "other_memory_bytes": report.other_memory_bytes,
+        "load_seconds": report.load_seconds,
         "experts_skipped_share": report.experts_skipped_share,
         "experts_skipped_share_per_layer": report.experts_skipped_share_per_layer,
         "draft_acceptance_rate": report.draft_acceptance_rate,
@@ -1153,6 +1171,7 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
     type=ByteSize(),
     help="For keys and values, like 2GB.  [default: for a full batch, at most a quarter of what is free]",
 )
+@kv_cache_dtype_option
 @click.option(
     "--request-timeout",
     type=click.FloatRange(min=0, min_open=True),
@@ -1187,6 +1206,7 @@ def serve(common: Common, **options: Any) -> dict[str, Any]:
         max_batch_size=options["max_batch_size"],
         max_model_length=options["max_model_len"],
         kv_cache_bytes=options["kv_cache_memory"],
+        kv_cache_dtype=options["kv_cache_dtype"],
         request_timeout=options["request_timeout"],
         skip_threshold=options["skip_threshold"],
         device=common.device,
@@ -1232,6 +1252,7 @@ def serve(common: Common, **options: Any) -> dict[str, Any]:
     type=Several(click.IntRange(min=1), "N[,N…]"),
     help="Instead: so many requests at once through the scheduler of `compress serve`, of one model.",
 )
+@kv_cache_dtype_option
 @load_options
 @common_options
 def bench(common: Common, **options: Any) -> dict[str, Any]:
@@ -1268,6 +1289,7 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
         dtype=common.dtype,
         threads=common.threads,
         seed=common.seed,
+        kv_cache_dtype=options["kv_cache_dtype"],
     )
     say(common, format_rows(rows, options["output_format"]))
     return {"rows": rows}
@@ -1319,6 +1341,7 @@ def _bench_concurrency(common: Common, options: dict[str, Any]) -> dict[str, Any
         threads=common.threads,
         skip_threshold=options["skip_threshold"],
         skip_min_experts=options["skip_min_experts"],
+        kv_cache_dtype=options["kv_cache_dtype"],
     )
     rows = bench_concurrency(
         engine,

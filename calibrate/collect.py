@@ -115,7 +115,7 @@ class LayerCollector:
         before_MTT: Gram matrices of the MoE layer before, if there is one.
         """
         sample_TD, probabilities_TN = (torch.cat(parts) for parts in zip(*self.samples, strict=True))
-        outputs_NTD = torch.stack([expert(sample_TD).float() for expert in self.block.experts])
+        outputs_NTD = torch.stack([output_TD.float() for output_TD in self.block.outputs(sample_TD)])
         unselected = 1.0 - self.routed_probability.sum() / max(self.seen, 1)
         linear_NN = linear_cka(outputs_NTD)  # first, so that its large copies do not meet the Gram matrices
         wide_NTT = rbf_grams(outputs_NTD)

@@ -40,7 +40,7 @@ from engine.mxfp4 import BLOCKS, METHOD, POWERS
 from engine.pack_quantized import CONFIG_KEY, Scheme, layout_of, tensors_of
 from engine.quantised_weight import QuantizedWeight, Weight
 from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
-from engine.stacks import Stored, joined, stacked_names, stored_tensors
+from engine.stacks import Stored, dense_names, joined, stacked_names, stored_tensors
 
 _RELEASE_EVERY_BYTES = 64 << 20
 
@@ -180,16 +180,19 @@ def apply(
     made = _made_tensors(plan, checkpoint) | _given(replaced)
     config = decoder_config(raw)
     shapes, origins = expected_tensors(config), _origins(plan, checkpoint)
+    canonical = {on_disk: name for name, on_disk in dense_names(config).items()}
     schemes = _schemes(config, checkpoint, origins, made, quantiser)
     packed = {} if schemes else _kept_packed(plan, checkpoint, replaced or {})
     raw |= _quantisation(config, checkpoint, quantiser) if schemes or packed else {}
     # Weights of few bits lie one by one, whatever the family does.
-    stored = {name: Stored(shape) for name, shape in shapes.items()} if schemes else stored_tensors(config)
+    one_by_one = {dense_names(config).get(name, name): Stored(shape) for name, shape in shapes.items()}
+    stored = one_by_one if schemes else stored_tensors(config)
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, one in stored.items():
-        dtype = _dtype(one.parts[0][0] if one.parts else name, checkpoint)
-        if name in schemes:
-            layout |= layout_of(name, one.shape, schemes[name], dtype)
+        own = canonical.get(name, name)
+        dtype = _dtype(one.parts[0][0] if one.parts else own, checkpoint)
+        if own in schemes:
+            layout |= layout_of(name, one.shape, schemes[own], dtype)
         elif name + BLOCKS not in packed:
             layout[name] = dtype, one.shape
     layout |= {name: (torch.uint8, (len(kept), *whole.shape[1:])) for name, (whole, kept) in packed.items()}
@@ -201,20 +204,21 @@ def apply(
     def pieces_of(name: str) -> Mapping[str, Iterable[Tensor]]:
         if name in packed:
             return {name: _rows_of(*packed[name])}
-        if name not in schemes:
-            return {name: _pieces(name, stored[name], given, layout[name][0])}
+        own = canonical.get(name, name)
+        if own not in schemes:
+            return {name: _pieces(own, stored[name], given, layout[name][0])}
         if quantiser is not None:
-            weight: Weight = quantiser(name, given(name), _dtype(name, checkpoint))
+            weight: Weight = quantiser(own, given(own), _dtype(own, checkpoint))
         else:
-            weight = checkpoint.stored(origins.get(name, name))
+            weight = checkpoint.stored(origins.get(own, own))
         assert isinstance(weight, QuantizedWeight)
-        return {own: [tensor] for own, tensor in tensors_of(name, weight).items()}
+        return {part: [tensor] for part, tensor in tensors_of(name, weight).items()}
 
     releasing = _Releasing(checkpoint)
     with ShardWriter(directory, layout, shard_bytes) as writer:
-        for name in progress([*(name for name in stored if name in layout or name in schemes), *packed]):
-            for own, pieces in pieces_of(name).items():
-                writer.add_rows(own, releasing.after(pieces))
+        for name in progress([*(name for name in stored if name + BLOCKS not in packed), *packed]):
+            for part, pieces in pieces_of(name).items():
+                writer.add_rows(part, releasing.after(pieces))
     write_json(directory / "config.json", raw)
     if "auto_map" in raw:
         source = remote_code.render(checkpoint.config.architecture)

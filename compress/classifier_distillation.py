@@ -18,7 +18,7 @@ from compress.moe_kd import ClassMeans, class_probabilities, e_step, elbo, kd, p
 from compress.training import Batch
 from engine.classifier import Classifier, Split
 from engine.classifier_inputs import Examples
-from engine.mixture_head import Gate, log_experts, projector
+from engine.mixture_head import Experts, Gate, log_experts, projector
 
 CLASSIFIER_RECIPES = ("sft", "kd", "srrl", "moe-kd")
 ABLATIONS = {
@@ -178,8 +178,8 @@ class DistillationLoss:
             assert teacher_BK is not None
             likelihood_B, divergence_B = srrl(scores_BC, labels_B, class_probabilities(teacher_BK, temperature), log_gate_BK)
             return {"labels": -likelihood_B, "gate": divergence_B}
-        biases_KC = self.mixture.prototypes() @ self.student.model.head.weight.float().T
-        log_experts_BK = log_experts(scores_BC, biases_KC, labels_B)
+        experts = Experts.of(self.mixture.prototypes() @ self.student.model.head.weight.float().T)
+        log_experts_BK = log_experts(scores_BC, experts, labels_B)
         if teacher_BK is None:
             log_posterior_BK = e_step(log_gate_BK, log_experts_BK)
         else:  # ablation (v)

@@ -17,6 +17,7 @@ import torch
 from compress.apply import carried_files
 from compress.export_genai import check_genai, tokenizer_problem, write_genai_config
 from compress.export_parity import Allowed, RoundedCheckpoint, check_parity
+from engine.architectures import check_onnx
 from engine.artifact import check_output, whole_or_nothing, write_provenance
 from engine.checkpoint import ONNX_NAME, Checkpoint, resolve
 from engine.encoder_decoder import EncoderDecoderCheckpoint
@@ -89,6 +90,7 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
     started = time.monotonic()
     check_output(options.output, options.overwrite, ONNX_NAME)
     checkpoint = Checkpoint(resolve(options.model))
+    check_onnx(checkpoint.config)
     _check_sizes(options, checkpoint)
     if options.format == "onnx-genai":
         check_genai(checkpoint, options.experts == "portable")

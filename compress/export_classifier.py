@@ -31,8 +31,8 @@ from engine.json_file import write_json
 from engine.onnx_classifier import MIXTURE_SCOPE, OnnxClassifier, write_classifier
 from engine.report import peak_memory_bytes
 
-PRECISIONS = {"float32": Allowed(1e-4, 1e-4), "int8": Allowed(math.inf, 0.1)}
-"""How far logits may be from the engine's in float32, each example's mean taken off."""
+PRECISIONS = {"float32": Allowed(1e-4, 1e-4), "int8": Allowed(math.inf, 0.3)}
+"""How far logits may be from the engine's in float32, each example's mean taken off. Of int8 activations are rounded too."""
 COMPARED = 256
 """Examples of the data on which logits and predictions are compared, and ranges of activations found."""
 BATCHES = (1, 2, 7)

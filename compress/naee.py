@@ -161,7 +161,7 @@ def inner_products(block: MoeBlock, x_TD: Tensor) -> Tensor:
     piece = max(1, OUTPUT_BYTES // (experts * x_TD.shape[1] * dtype.itemsize))
     for start in range(0, x_TD.shape[0], piece):
         rows = slice(start, start + piece)
-        outputs_PND = torch.stack([expert(x_TD[rows]).to(dtype) for expert in block.experts], dim=1)
+        outputs_PND = torch.stack([output_PD.to(dtype) for output_PD in block.outputs(x_TD[rows])], dim=1)
         result_TNN[rows] = outputs_PND @ outputs_PND.mT
     return result_TNN
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import shown
@@ -60,6 +60,12 @@ class ClampedSwiglu:
     limit: float
 
 
+class Chunk(NamedTuple):
+    """Positions are in pieces of `size`, and a query looks at those of its own piece."""
+
+    size: int
+
+
 GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(6)
 """The tensors of an expert, as they are numbered everywhere; some families have no biases."""
 SINKS = "sinks"
@@ -85,6 +91,8 @@ class Architecture:
     """model_type of the family that the same weights form when each MoE layer becomes one FFN; None where there is none."""
     not_dense: str | None = None
     """Why no model of the family can be made dense; None where it can."""
+    not_onnx: str | None = None
+    """Why no model of the family can be written as an ONNX graph; None where it can."""
     experts_keys: tuple[str, ...] = ()
     """Config keys that hold the expert count, best first; all are written."""
     experts_per_token_key: str = "num_experts_per_tok"
@@ -112,7 +120,10 @@ class Architecture:
     grouped_if: tuple[str, str] | None = None
     """Config key and the value under which there are groups; None where there always are."""
     block: str = "model.layers.{layer}.mlp"
-    """Prefix of the MoE block; a dense FFN is always at `model.layers.{layer}.mlp`."""
+    """Prefix of the MoE block."""
+    dense_block: str = "model.layers.{layer}.mlp"
+    """Prefix of a dense FFN on disk. All else has its tensors under the names of `dense_tensor`."""
+    dense_width_key: str = "intermediate_size"
     expert: str = "experts.{expert}.{projection}.weight"
     """Within the block; takes one of `expert_projections`."""
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -129,6 +140,8 @@ class Architecture:
     logit_bias: str | None = None
     """Within the block: one number for each expert that is added to its router logit."""
     gate_network: GateNetwork | None = None
+    scales_inputs: bool = False
+    """The sigmoid of an expert's router logit multiplies what the expert is given, and nothing what it gives."""
     always_normalises_top_k: bool = False
     mixer_jitter_key: str | None = None
     """Config key of ε, where experts are chosen one after the other by sparsemixer (engine/routing.py)."""
@@ -138,6 +151,8 @@ class Architecture:
     """Some layers are dense FFNs, by `decoder_sparse_step` and `mlp_only_layers`."""
     dense_first_key: str | None = None
     """Config key of how many layers at the beginning are dense FFNs."""
+    layers_key: str | None = None
+    """Config key of a list of the layers that hold experts."""
     layer_range_keys: tuple[str, str, str] | None = None
     """Config keys of the first and the last layer that may hold experts, and of n, where only every n-th layer does."""
     layer_step_key: str | None = None
@@ -163,6 +178,15 @@ class Architecture:
     """Each head has a learnt score beside those of the keys, which takes its share of the softmax and adds nothing."""
     windows: str = "none"
     """Sliding window: "none", "all" layers (by `sliding_window`), or by "layer_types"."""
+    chunk_key: str | None = None
+    """Config key of the size of chunks, in layers that are `chunked_attention` by "layer_types"."""
+    rotates_key: str | None = None
+    """Config key of a list with a 0 for each layer that does not rotate queries and keys."""
+    unit_norm_key: str | None = None
+    """Config key that says whether rotated queries and keys are divided by their root mean square."""
+    temperature_keys: tuple[str, str, str] | None = None
+    """Config keys that say whether queries that are not rotated grow with their position (arXiv 2501.19399), from which
+    position on, and how fast."""
     clip_qkv: bool = False
     partial_rotary: bool = False
     """Only the share `partial_rotary_factor` of a head's dimensions, the first ones, is rotated."""
@@ -424,6 +448,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "moe_gate": ("topk",),
                 "moe_gate_act": ("softmax",),
                 "moe_use_aux_free": (True,),
+                "use_rmsnorm": (True,),
                 **dict.fromkeys(("moe_capacity", "moe_aux_loss_lambda")),
             },
             dense_sibling="ernie4_5",
@@ -471,6 +496,35 @@ ARCHITECTURES: dict[str, Architecture] = {
             qk_norm="full",
             partial_rotary=True,
             prediction_layers_key="num_mtp_modules",
+        ),
+        Architecture(
+            model_type="llama4_text",
+            causal_lm_class="Llama4ForCausalLM",
+            own_settings={"for_llm_compressor": None, "cache_implementation": None},
+            not_dense="the inputs of its experts are scaled by the router, token by token, which no FFN does",
+            not_onnx="its chunked attention and experts whose inputs the router scales have no form in our graphs",
+            experts_keys=("num_local_experts",),
+            block="model.layers.{layer}.feed_forward",
+            dense_block="model.layers.{layer}.feed_forward",
+            dense_width_key="intermediate_size_mlp",
+            router="router.weight",
+            router_scores="sigmoid",
+            scales_inputs=True,
+            stacks=(
+                Stack("experts.gate_up_proj", (GATE, UP), transposed=True),
+                Stack("experts.down_proj", (DOWN,), transposed=True),
+            ),
+            modules=("feed_forward", "router"),
+            layers_key="moe_layers",
+            shared_expert="shared_expert",
+            shared_width_key="intermediate_size",
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            chunk_key="attention_chunk_size",
+            rotary_pairs=True,
+            rotates_key="no_rope_layers",
+            unit_norm_key="use_qk_norm",
+            temperature_keys=("attn_temperature_tuning", "floor_scale", "attn_scale"),
         ),
         Architecture(
             model_type="gpt_oss",
@@ -601,6 +655,8 @@ class MoeConfig:
     groups_per_token: int = 1
     """Groups that a token's experts are of, at most."""
     router_in_float32: bool = False
+    scales_inputs: bool = False
+    """An expert is given σ(its router logit) · x, and its output is added as it is."""
     least_sum: float = 0.0
     """What probabilities chosen with a bias are divided by at least."""
     swiglu: ClampedSwiglu | None = None
@@ -630,13 +686,24 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class Temperature:
+    """Queries at position p are multiplied by ln(1 + ⌊(p + 1) / floor⌋) · slope + 1 (arXiv 2501.19399)."""
+
+    floor: float
+    slope: float
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """One decoder layer: MoE where `moe` is set, otherwise one FFN of `dense_width`."""
 
-    window: int | None
-    """Sliding window in tokens; None attends to everything before."""
+    window: int | Chunk | None
+    """Sliding window in tokens, or pieces of so many; None attends to everything before."""
     moe: MoeConfig | None
     dense_width: int
+    rotates: bool = True
+    unit_norm: bool = False
+    """Rotated queries and keys are divided by their root mean square."""
 
 
 @dataclass(frozen=True)
@@ -681,6 +748,8 @@ class DecoderConfig:
     """Layers for multi-token prediction, which follow the last one in a checkpoint and are not read."""
     layers: tuple[LayerConfig, ...]
     multipliers: Multipliers
+    temperature: Temperature | None
+    """Of layers that do not rotate."""
     transformers_config: Any = field(repr=False, compare=False)
     """The family's transformers config: rotary embeddings are initialised from it."""
 
@@ -715,6 +784,24 @@ class DecoderConfig:
         return max((layer.moe.experts_per_token for layer in self.layers if layer.moe is not None), default=0)
 
 
+@dataclass(frozen=True)
+class Wrapper:
+    """A family whose models hold a language model of a row of the table beside other parts, which are not read."""
+
+    config_key: str
+    """Of the language model's own config."""
+    prefix: str
+    """Of the language model's tensors."""
+    others: tuple[str, ...]
+    """Prefixes of all other tensors."""
+
+
+WRAPPERS = {"llama4": Wrapper("text_config", "language_model.", ("vision_model.", "multi_modal_projector."))}
+
+_LIGHTNING = "lightning attention, which the engine does not have; a MiniMax-M2 says model_type minimax_m2"
+LACKING = dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), _LIGHTNING)
+"""Families that have what the engine does not, with what that is."""
+
 # Keys that a config.json may carry and that change nothing in what the decoder computes.
 _HARMLESS_KEYS = frozenset(
     [
@@ -722,6 +809,7 @@ _HARMLESS_KEYS = frozenset(
         "block_configs",
         "quantization_config",
         "_attn_implementation",
+        "_attn_implementation_autoset",
         "attn_implementation",
         "torch_dtype",
         "dtype",
@@ -792,11 +880,25 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             f"this {model_type!r} is a classifier of {what}, which this command does not take; distill, evaluate, bench, "
             "export and inspect do"
         )
+    if model_type in LACKING:
+        raise UnsupportedError(f"model family {model_type!r} is not supported: it has {LACKING[model_type]}")
     if model_type not in ARCHITECTURES:
         raise UnsupportedError(
             f"model family {model_type!r} is not supported; supported families: {', '.join(sorted(ARCHITECTURES))}"
         )
     return ARCHITECTURES[model_type]
+
+
+def language_model(config: dict[str, Any]) -> tuple[dict[str, Any], Wrapper | None]:
+    """The config of the language model that a raw config.json describes, and the family around it, if there is one."""
+    wrapper = WRAPPERS.get(str(config.get("model_type")))
+    if wrapper is None:
+        return config, None
+    own = config.get(wrapper.config_key)
+    if not isinstance(own, dict):
+        raise CheckpointError(f"config.json: {wrapper.config_key} is missing; give the config.json of the whole model")
+    shared = ("quantization_config", "dtype", "torch_dtype")
+    return {key: config[key] for key in shared if key in config} | own, wrapper
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -835,8 +937,15 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         prediction_layers=_natural(family, row.prediction_layers_key) if row.prediction_layers_key else 0,
         layers=tuple(_layer_config(row, config, family, index, count) for index, count in enumerate(counts)),
         multipliers=_multipliers(family) if row.multipliers else Multipliers(),
+        temperature=_temperature(row, family),
         transformers_config=family,
     )
+
+
+def check_onnx(config: DecoderConfig) -> None:
+    """Raise UnsupportedError for a model that cannot be written as an ONNX graph."""
+    if (reason := config.architecture.not_onnx) is not None:
+        raise UnsupportedError(f"a {config.architecture.model_type} cannot be exported: {reason}")
 
 
 def _positive(family: Any, key: str) -> int:
@@ -888,6 +997,15 @@ def _clip(family: Any) -> float | None:
     return value
 
 
+def _temperature(row: Architecture, family: Any) -> Temperature | None:
+    if row.temperature_keys is None or not getattr(family, row.temperature_keys[0]):
+        return None
+    floor, slope = (_number(key, getattr(family, key)) for key in row.temperature_keys[1:])
+    if not floor:
+        raise CheckpointError(f"config.json: {row.temperature_keys[1]} is {floor}; it must be a positive number")
+    return Temperature(floor, slope)
+
+
 def _multipliers(family: Any) -> Multipliers:
     keys = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
     values = [_number(key, getattr(family, key)) for key in keys]
@@ -913,13 +1031,14 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
         lacking.append("rope_parameters for each kind of layer")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not row.partial_rotary:
         lacking.append(f"partial_rotary_factor={rope['partial_rotary_factor']}")
-    if any("chunked" in kind or "linear" in kind for kind in getattr(family, "layer_types", None) or ()):
+    kinds = ("linear",) if row.chunk_key is not None else ("linear", "chunked")
+    if any(kind in own for own in getattr(family, "layer_types", None) or () for kind in kinds):
         lacking.append(f"layer_types={sorted(set(family.layer_types))}")
     for key, honoured in row.own_settings.items():
         values = config[key] if isinstance(config.get(key), list) else [config.get(key)]
         if honoured is not None and key in config and any(value not in honoured for value in values):
             lacking.append(f"{key}={config[key]!r}")
-    known = set(type(family)().to_dict()) | _HARMLESS_KEYS | set(row.own_settings)
+    known = set(type(family)().to_dict()) | _HARMLESS_KEYS | set(row.own_settings) | {row.prediction_layers_key}
     lacking += [f"{key}={config[key]!r}" for key in config if key not in known and config[key] not in (None, False)]
     if lacking:
         raise UnsupportedError(
@@ -950,6 +1069,8 @@ def _holds_experts(row: Architecture, family: Any, index: int) -> bool:
     only_dense = set(getattr(family, "mlp_only_layers", None) or ()) if row.sparse_step else set()
     step = _positive(family, "decoder_sparse_step") if row.sparse_step else 1
     if index in only_dense or (index + 1) % step:
+        return False
+    if row.layers_key is not None and index not in (getattr(family, row.layers_key) or ()):
         return False
     if row.layer_range_keys is not None:
         first, last, every = row.layer_range_keys
@@ -995,6 +1116,7 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
             groups=groups,
             groups_per_token=_positive(family, row.groups_per_token_key) if groups else 1,
             router_in_float32=row.router_in_float32,
+            scales_inputs=row.scales_inputs,
             weight_scale=_weight_scale(row, family, index),
             least_sum=0.0 if row.least_sum_key is None else _number(row.least_sum_key, getattr(family, row.least_sum_key)),
             swiglu=_swiglu(row, family),
@@ -1002,7 +1124,18 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
             gate_network_width=_gate_network_width(row, family),
             noise_epsilon=_noise_epsilon(row, family),
         )
-    return LayerConfig(_window(row, family, index), moe, _positive(family, "intermediate_size"))
+    rotates = row.rotates_key is None or bool(_of_layer(family, row.rotates_key, index))
+    unit_norm = row.unit_norm_key is not None and rotates and bool(getattr(family, row.unit_norm_key))
+    window = _window(row, family, index)
+    return LayerConfig(window, moe, _positive(family, row.dense_width_key), rotates, unit_norm)
+
+
+def _of_layer(family: Any, key: str, index: int) -> Any:
+    """An entry of a list with one for each layer."""
+    values = getattr(family, key, None)
+    if not isinstance(values, list) or len(values) < _positive(family, "num_hidden_layers"):
+        raise CheckpointError(f"config.json: {key} must be a list with an entry for each layer")
+    return values[index]
 
 
 def _shared_width(row: Architecture, family: Any) -> int:
@@ -1117,7 +1250,9 @@ def _number(key: str, value: Any) -> float:
     return float(value)
 
 
-def _window(row: Architecture, family: Any, index: int) -> int | None:
+def _window(row: Architecture, family: Any, index: int) -> int | Chunk | None:
+    if row.chunk_key is not None and _of_layer(family, "layer_types", index) == "chunked_attention":
+        return None if getattr(family, row.chunk_key) is None else Chunk(_positive(family, row.chunk_key))
     if row.windows == "none":
         return None
     if row.windows == "layer_types" and family.layer_types[index] != "sliding_attention":
@@ -1205,7 +1340,7 @@ def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
 
 
 def dense_tensor(layer: int, projection: int) -> str:
-    """Name on disk of a dense FFN's gate (0), up (1) or down (2) projection."""
+    """A dense FFN's gate (0), up (1) or down (2) projection, as most families have it on disk (row.dense_block)."""
     return f"model.layers.{layer}.mlp.{('gate_proj', 'up_proj', 'down_proj')[projection]}.weight"
 
 

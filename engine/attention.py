@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import DecoderConfig
+from engine.architectures import Chunk, DecoderConfig
 from engine.errors import CheckpointError
-from engine.kv_cache import KeyValueCache
+from engine.kv_cache import Kept, KeyValueCache, Scaled
 from engine.linear import as_bfloat16, compiled_kernels, is_decoding, is_emulated, linear, linears, multiplies_bfloat16
 from engine.paged_cache import PagedBatch
 from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen
@@ -24,6 +24,8 @@ Cache = KeyValueCache | PagedBatch
 
 QUERY_BLOCK = 128
 """Queries that meet their keys at a time."""
+KEY_BLOCK = 1024
+"""Positions of a cache in another dtype that are widened at a time."""
 MAX_SCORES = 1 << 24
 """Scores held at a time, where the keys allow it: 32 MB in bfloat16."""
 
@@ -36,10 +38,12 @@ class Positions(NamedTuple):
     sine: Tensor
     is_padded: bool
     """Some positions are padding."""
-    masks: dict[int | None, Tensor | None]
-    """By sliding window: bool [B or 1, 1, L, P], True where a query may look; None where plain causal says it all."""
+    masks: dict[int | Chunk | None, Tensor | None]
+    """By sliding window or chunk: bool [B or 1, 1, L, P], True where a query may look; None where plain causal says all."""
     one_by_one: bool = False
     """A few are read together that could have come alone."""
+    temperature: Tensor | None = None
+    """[B or 1, 1, L, 1] that queries are multiplied by in layers that do not rotate; None for nothing."""
 
 
 class Rotary:
@@ -144,29 +148,38 @@ def rotate(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def attention_mask(
-    real_BP: Tensor | None, new: int, total: int, window: int | None, device: torch.device | str = "cpu"
+    real_BP: Tensor | None, new: int, total: int, window: int | Chunk | None, device: torch.device | str = "cpu"
 ) -> Tensor | None:
-    """Who may look at whom: causal, within the sliding window, never at padding.
+    """Who may look at whom: causal, within the sliding window or the chunk, never at padding.
 
     real_BP: bool [B, P], False at padding; None when there is none. Returns bool [B or 1, 1, L, P], or None where
     nothing but "new positions are causal among themselves" needs saying (the kernel's own causal mask then serves).
     """
-    narrow = window is not None and total > window
+    narrow = window is not None and total > (window.size if isinstance(window, Chunk) else window)
     if real_BP is None and not narrow and (new == 1 or new == total):
         return None
     key = torch.arange(total, device=device)
     query = torch.arange(total - new, total, device=device)[:, None]
     allowed_LP = key <= query
-    if window is not None:
+    if isinstance(window, Chunk):
+        # Chunks are of real positions, so padding shifts them.
+        counted_BP = key[None] if real_BP is None else (real_BP.long().cumsum(-1) - 1).clamp_min(0)
+        chunks_BP = counted_BP // window.size
+        allowed_LP = allowed_LP & (chunks_BP[:, None, :] == chunks_BP[:, total - new :, None])
+    elif window is not None:
         allowed_LP = allowed_LP & (key > query - window)
+    if real_BP is None and allowed_LP.dim() == 3:
+        return allowed_LP[:, None]
     if real_BP is None:
         return allowed_LP[None, None]
     # A padding query looks at nothing real; letting it look at itself keeps its softmax finite.
     return (allowed_LP & real_BP[:, None, :])[:, None] | (key == query)[None, None]
 
 
-def first_seen(past: int, window: int | None) -> int:
+def first_seen(past: int, window: int | Chunk | None) -> int:
     """The first position that a new one, after `past` others, may look at."""
+    if isinstance(window, Chunk):
+        return past // window.size * window.size
     return 0 if window is None else max(0, past + 1 - window)
 
 
@@ -178,6 +191,7 @@ class Attention(nn.Module):
         prefix = f"model.layers.{layer}.self_attn"
         self.layer = layer
         self.window = config.layers[layer].window
+        self.rotates, self.unit_norm = config.layers[layer].rotates, config.layers[layer].unit_norm
         self.head_dimension = config.head_dimension
         self.pairs, self.rotated = config.rotary_pairs, config.rotary_dimension
         self.scale = config.multipliers.attention or config.head_dimension**-0.5
@@ -211,19 +225,35 @@ class Attention(nn.Module):
         value = self._heads(projected[2], None, self.key_heads)
         if (kernels := self._kernels(query, positions, cache)) is not None:
             assert cache is not None
-            mixed = self._attend_compiled(kernels, (query, key, value), positions, cache)
+            angles = positions.cosine, positions.sine
+            if not self._is_turned_whole(positions):  # the kernel turns whole heads: others come to it as they are to be
+                query, key = (x.contiguous() for x in self._placed(query, key, positions))
+                angles = torch.ones_like(query[:1, :1]), torch.zeros_like(query[:1, :1])
+            mixed = self._attend_compiled(kernels, (query, key, value, *angles), cache)
             return linear(mixed, self.output, self.output_bias)
-        query = rotate(query, positions.cosine, positions.sine)
-        key = rotate(key, positions.cosine, positions.sine)
+        query, key = self._placed(query, key, positions)
         if isinstance(cache, PagedBatch):
             cache.append(self.layer, key, value)
             mixed = self._attend_each(query, positions, cache)
         else:
-            if cache is not None:
-                key, value = cache.append(self.layer, key, value)
-            mixed = attend(query, key, value, positions.masks[self.window], self.scale, self.sinks)
+            kept: tuple[Kept, Kept] = (key, value) if cache is None else cache.append(self.layer, key, value)
+            mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+
+    def _placed(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Queries and keys with what depends on their positions."""
+        if not self.rotates:
+            return (query if positions.temperature is None else query * positions.temperature), key
+        query, key = (rotate(x, positions.cosine, positions.sine) for x in (query, key))
+        if not self.unit_norm:
+            return query, key
+        ones = query.new_ones(self.head_dimension)
+        return rms_norm(query, ones, self.epsilon), rms_norm(key, ones, self.epsilon)
+
+    def _is_turned_whole(self, positions: Positions) -> bool:
+        """Whether all that positions do to queries and keys is to rotate all of a head's dimensions."""
+        return self.rotates and not self.unit_norm and positions.cosine.shape[-1] == self.head_dimension
 
     def _paired(self, x_BHLE: Tensor) -> Tensor:
         if not self.pairs:
@@ -235,37 +265,34 @@ class Attention(nn.Module):
         """One sequence after the other, because each has keys of its own number and place."""
         mixed = []
         for row, past in enumerate(cache.past):
-            key, value = cache.of_sequence(self.layer, row, first_seen(past, self.window))
+            kept = cache.of_sequence(self.layer, row, first_seen(past, self.window))
             query, mask = query_BHLE[row : row + 1], positions.masks[self.window]
-            mixed.append(attend(query, key, value, mask, self.scale, self.sinks))
+            mixed.append(attend(query, *kept, mask, self.scale, self.sinks))
         return torch.cat(mixed)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
         """The compiled kernels, for the next few positions of a few sequences."""
-        if cache is None or positions.is_padded or query.dtype != torch.bfloat16:
+        if cache is None or positions.is_padded or not query.dtype == cache.dtype == torch.bfloat16:
             return None
         return compiled_kernels(query.shape[0] * query.shape[2], positions.cosine)
 
-    def _attend_compiled(
-        self, kernels: Any, query_key_value: tuple[Tensor, ...], positions: Positions, cache: Cache
-    ) -> Tensor:
-        """One position after the other: each attends to those before it, and is computed as if it had come alone."""
-        places, parts = cache.places, (*query_key_value, *positions[:2])
-        if query_key_value[0].shape[2] == 1:
+    def _attend_compiled(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache) -> Tensor:
+        """One position after the other: each attends to those before it, and is computed as if it had come alone.
+
+        parts: query, key, value, cosine and sine.
+        """
+        places = cache.places
+        if parts[0].shape[2] == 1:
             return self._attend_next(kernels, parts, cache, places)
         blocks, filled, block_size = places
-        steps = enumerate(zip(*(part.split(1, dim=2) for part in parts), strict=True))
+        # The kernels read all heads of a position in a row, which rotating in torch may have taken apart.
+        steps = enumerate(zip(*([each.contiguous() for each in part.split(1, dim=2)] for part in parts), strict=True))
         mixed = [self._attend_next(kernels, step, cache, (blocks, filled + done, block_size)) for done, step in steps]
         return torch.cat(mixed, dim=1)
 
     def _attend_next(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache, places: tuple[Any, Any, int]) -> Tensor:
         *query_key_value, cosine, sine = parts
         batch, heads, _, size = query_key_value[0].shape
-        if cosine.shape[-1] != size:
-            # The kernel rotates whole heads: those that are rotated in part come to it rotated, and it turns by nothing.
-            query_key_value[:2] = [rotate(each, cosine, sine).contiguous() for each in query_key_value[:2]]
-            cosine = cosine.new_ones(1, 1, 1, size)
-            sine = torch.zeros_like(cosine)
         angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in (cosine, sine)]
         mixed = kernels.attend(
             [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
@@ -274,7 +301,7 @@ class Attention(nn.Module):
             (batch, heads, self.key_heads, size),
             cache.group_stride,
             places,
-            self.window,
+            -self.window.size if isinstance(self.window, Chunk) else self.window,
             self.scale,
             None if self.sinks is None else self.sinks.detach().float().numpy(),
         )
@@ -293,8 +320,8 @@ class Attention(nn.Module):
 
 def attend(
     query_BHLE: Tensor,
-    key_BGPE: Tensor,
-    value_BGPV: Tensor,
+    key_BGPE: Kept,
+    value_BGPV: Kept,
     mask: Tensor | None,
     scale: float | None = None,
     sinks_H: Tensor | None = None,
@@ -303,6 +330,11 @@ def attend(
 
     sinks_H: for each head one more score, whose share of the softmax goes nowhere.
     """
+    if isinstance(key_BGPE, Scaled) or isinstance(value_BGPV, Scaled) or key_BGPE.dtype != query_BHLE.dtype:
+        widened = query_BHLE.float() if is_emulated(query_BHLE) else query_BHLE
+        if sinks_H is not None:
+            return attend_with_sinks(widened, key_BGPE, value_BGPV, mask, scale, sinks_H).to(query_BHLE.dtype)
+        return attend_in_blocks(widened, key_BGPE, value_BGPV, mask, scale).to(query_BHLE.dtype)
     if is_emulated(query_BHLE):
         wide = (query_BHLE.float(), key_BGPE.float(), value_BGPV.float())
         return attend(*wide, mask, scale, sinks_H).to(query_BHLE.dtype)
@@ -326,7 +358,7 @@ def attend(
 
 
 def attend_in_blocks(
-    query_BHLE: Tensor, key_BGPE: Tensor, value_BGPV: Tensor, mask: Tensor | None, scale: float | None = None
+    query_BHLE: Tensor, key_BGPE: Kept, value_BGPV: Kept, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
     """The same for a processor with bfloat16 products: three times as fast as torch's own kernel at 512 positions.
 
@@ -334,32 +366,32 @@ def attend_in_blocks(
     rounded to bfloat16 between the two products, as transformers' eager attention does, and softmax is in float32.
     """
     batch, heads, length, size = query_BHLE.shape
-    groups, total = key_BGPE.shape[1:3]
-    key_BGEP, scale = key_BGPE.transpose(2, 3), size**-0.5 if scale is None else scale
-    mixed_BHLV = query_BHLE.new_empty(batch, heads, length, value_BGPV.shape[-1])
+    (groups, total), value_size = _plain(key_BGPE).shape[1:3], _plain(value_BGPV).shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    mixed_BHLV = query_BHLE.new_empty(batch, heads, length, value_size)
     for start, end, seen in query_blocks(batch * heads, length, total):
         query = (query_BHLE[:, :, start:end] * scale).reshape(batch, groups, -1, size)
-        scores = (query @ key_BGEP[..., :seen]).view(batch, heads, end - start, seen)
+        scores = scores_of(query, key_BGPE, seen).view(batch, heads, end - start, seen)
         if mask is None:  # causal, no past: what a block may not see lies in the square on its own diagonal
             allowed = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).tril_()
             scores[..., start:].masked_fill_(~allowed, -torch.inf)
         else:
             scores.masked_fill_(~mask[:, :, start:end, :seen], -torch.inf)
         probabilities = scores.softmax(-1).view(batch, groups, -1, seen)
-        mixed_BHLV[:, :, start:end] = (probabilities @ value_BGPV[:, :, :seen]).view(batch, heads, end - start, -1)
+        mixed_BHLV[:, :, start:end] = mixture_of(probabilities, value_BGPV, seen).view(batch, heads, end - start, -1)
     return mixed_BHLV
 
 
 def attend_with_sinks(
-    query_BHLE: Tensor, key_BGPE: Tensor, value_BGPE: Tensor, mask: Tensor | None, scale: float | None, sinks_H: Tensor
+    query_BHLE: Tensor, key_BGPE: Kept, value_BGPE: Kept, mask: Tensor | None, scale: float | None, sinks_H: Tensor
 ) -> Tensor:
     """The same with sinks, a block of queries at a time; differentiable."""
     batch, heads, length, size = query_BHLE.shape
-    groups, total = key_BGPE.shape[1:3]
-    key_BGEP, mixed = key_BGPE.transpose(2, 3), []
+    groups, total = _plain(key_BGPE).shape[1:3]
+    mixed = []
     for start, end, seen in query_blocks(batch * heads, length, total):
         query = (query_BHLE[:, :, start:end] * (scale or size**-0.5)).reshape(batch, groups, -1, size)
-        scores = (query @ key_BGEP[..., :seen]).view(batch, heads, end - start, seen)
+        scores = scores_of(query, key_BGPE, seen).view(batch, heads, end - start, seen)
         if mask is None:
             place = torch.arange(seen, device=scores.device)
             allowed = place <= place[seen - (end - start) :, None]
@@ -368,9 +400,49 @@ def attend_with_sinks(
         scores = scores.masked_fill(~allowed, -torch.inf)
         sinks = sinks_H.to(scores.dtype)[:, None, None].expand(batch, heads, end - start, 1)
         shares = torch.cat((scores, sinks), dim=-1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        shares = shares[..., :-1].to(value_BGPE.dtype).reshape(batch, groups, -1, seen)
-        mixed.append((shares @ value_BGPE[:, :, :seen]).view(batch, heads, -1, size))
+        shares = shares[..., :-1].to(query.dtype).reshape(batch, groups, -1, seen)
+        mixed.append(mixture_of(shares, value_BGPE, seen).view(batch, heads, -1, size))
     return torch.cat(mixed, dim=2)
+
+
+def scores_of(query_BGLE: Tensor, key_BGPE: Kept, seen: int) -> Tensor:
+    """Products with the first keys, [B, G, L, seen]; keys in another dtype are widened KEY_BLOCK positions at a time.
+
+    Of keys in 8 bits, q·(s·k) = s·(q·k): the integers are exact in any float, and scores are scaled.
+    """
+    if not isinstance(key_BGPE, Scaled) and key_BGPE.dtype == query_BGLE.dtype:
+        return query_BGLE @ key_BGPE.transpose(2, 3)[..., :seen]
+    scores = query_BGLE.new_empty((*query_BGLE.shape[:3], seen))
+    for place, block, scales in key_blocks(key_BGPE, seen, query_BGLE.dtype):
+        products = query_BGLE @ block.transpose(2, 3)
+        scores[..., place] = products if scales is None else products * scales[:, :, None]
+    return scores
+
+
+def mixture_of(probabilities_BGLP: Tensor, value_BGPE: Kept, seen: int) -> Tensor:
+    """Values weighted by probabilities, [B, G, L, E], in the same way: p·(s·v) = (p·s)·v."""
+    if not isinstance(value_BGPE, Scaled) and value_BGPE.dtype == probabilities_BGLP.dtype:
+        return probabilities_BGLP @ value_BGPE[:, :, :seen]
+    mixed: Tensor | None = None
+    for place, block, scales in key_blocks(value_BGPE, seen, probabilities_BGLP.dtype):
+        weights = probabilities_BGLP[..., place]
+        weights = weights if scales is None else (weights * scales[:, :, None]).to(block.dtype)
+        products = (weights @ block).float()
+        mixed = products if mixed is None else mixed.add_(products)
+    assert mixed is not None
+    return mixed.to(probabilities_BGLP.dtype)
+
+
+def _plain(kept: Kept) -> Tensor:
+    return kept.integers if isinstance(kept, Scaled) else kept
+
+
+def key_blocks(kept: Kept, seen: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Blocks of positions: where they are, in `dtype`, and of 8 bits their scales [B, G, positions]."""
+    whole, scales = kept if isinstance(kept, Scaled) else (kept, None)
+    for start in range(0, seen, KEY_BLOCK):
+        place = slice(start, min(start + KEY_BLOCK, seen))
+        yield place, whole[:, :, place].to(dtype), None if scales is None else scales[:, :, place]
 
 
 def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int, int]]:

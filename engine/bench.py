@@ -37,7 +37,7 @@ from engine.generate import Engine, resolve_device, resolve_dtype, set_threads
 from engine.kv_cache import KeyValueCache
 from engine.linear import SHAPES_KEPT
 from engine.onnx_runtime import backend_of
-from engine.report import peak_memory_bytes
+from engine.report import memory_split, peak_memory_bytes
 
 FORMATS = ("md", "csv", "json", "jsonl")
 HEAD = ("model", "size", "params", "backend", "threads", "test", "t/s", "peak memory", "skipped")
@@ -80,12 +80,15 @@ class BenchSpec:
     skip_threshold: float = 0.0
     skip_min_experts: int = 1
     seed: int = 0
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise OptionError(f"backend {self.backend!r} is not known; choose {', '.join(BACKENDS)}")
         if self.batch < 1:
             raise OptionError(f"batch is {self.batch}; it must be at least 1")
+        if self.backend != "torch" and self.kv_cache_dtype != "auto":
+            raise OptionError(f"backend {self.backend!r} has a KV cache of its own; leave --kv-cache-dtype at auto for it")
         if self.backend != "torch" and self.skip_threshold != 0:
             raise OptionError(f"backend {self.backend!r} cannot skip experts; leave the skip threshold at 0 for it")
 
@@ -125,9 +128,9 @@ def bench(
                     warm[case, worker] = worker.ask(f"warm {request}")
                 else:
                     seconds[case, worker].append(worker.ask(f"run {request}")["seconds"])
-        peaks = {worker: worker.ask("memory")["peak_memory_bytes"] for worker in workers}
+        memory = {worker: worker.ask("memory") for worker in workers}
         return [
-            _row(worker, case, seconds[case, worker], warm[case, worker], peaks[worker])
+            _row(worker, case, seconds[case, worker], warm[case, worker], memory[worker])
             for worker in workers
             for case in cases
         ]
@@ -157,7 +160,9 @@ def bench_models(
     return bench(specs, cases_for(prompt_tokens, generated_tokens, depth), repetitions, progress)
 
 
-def _row(worker: Worker, case: BenchCase, seconds: list[float], warm: dict[str, Any], peak_bytes: int) -> dict[str, Any]:
+def _row(
+    worker: Worker, case: BenchCase, seconds: list[float], warm: dict[str, Any], memory: dict[str, int]
+) -> dict[str, Any]:
     spec, about = worker.spec, worker.about
     rates = [case.tokens * spec.batch / each for each in seconds]
     return {
@@ -166,7 +171,7 @@ def _row(worker: Worker, case: BenchCase, seconds: list[float], warm: dict[str, 
         "test": case.name,
         "tokens_per_second_mean": statistics.mean(rates),
         "tokens_per_second_sd": statistics.stdev(rates) if len(rates) > 1 else 0.0,
-        "peak_memory_bytes": peak_bytes,
+        "peak_memory_bytes": memory["peak_memory_bytes"],
         "weights_bytes": about["weights_bytes"],
         "kv_cache_bytes": warm["kv_cache_bytes"],
         "experts_skipped_share": warm["experts_skipped_share"],
@@ -178,6 +183,11 @@ def _row(worker: Worker, case: BenchCase, seconds: list[float], warm: dict[str, 
         "weight_bits": about["weight_bits"],
         "device": about["device"],
         "skip_threshold": spec.skip_threshold,
+        "load_seconds": about["load_seconds"],
+        "resident_memory_bytes": memory["resident_memory_bytes"],
+        "weights_resident_bytes": memory["weights_resident_bytes"],
+        "other_memory_bytes": memory["other_memory_bytes"],
+        "kv_cache_dtype": spec.kv_cache_dtype,
     }
 
 
@@ -309,6 +319,11 @@ class Backend(Protocol):
     device: torch.device
     dtype: torch.dtype
     weights_bytes: int
+    load_seconds: float
+
+    @property
+    def weights_resident_bytes(self) -> int:
+        """Of the weights, what is in memory."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -339,7 +354,9 @@ class TorchBackend:
             threads=spec.threads,
             skip_threshold=spec.skip_threshold,
             skip_min_experts=spec.skip_min_experts,
+            kv_cache_dtype=spec.kv_cache_dtype,
         )
+        self.load_seconds = self._engine.load_seconds
         self.checkpoint, self.device, self.dtype = self._engine.checkpoint, self._engine.device, self._engine.dtype
         self.weights_bytes = self._engine.weights_bytes
         self._cache: KeyValueCache | None = None
@@ -347,6 +364,10 @@ class TorchBackend:
     @property
     def kv_cache_bytes(self) -> int:
         return 0 if self._cache is None else self._cache.bytes
+
+    @property
+    def weights_resident_bytes(self) -> int:
+        return self._engine.weights_resident_bytes
 
     @property
     def experts_skipped_share(self) -> float:
@@ -362,7 +383,7 @@ class TorchBackend:
             counter.detach()
 
     def start(self, batch: int, capacity: int) -> None:
-        self._cache = KeyValueCache(self.checkpoint.config, batch, capacity, self.dtype, self.device)
+        self._cache = self._engine.new_cache(batch, capacity)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         assert self._cache is not None, "forward before start"
@@ -380,6 +401,7 @@ class TransformersBackend:
         for name in SHAPES_KEPT:
             os.environ.pop(name, None)
         set_threads(spec.threads)
+        started = time.perf_counter()
         self.checkpoint = Checkpoint(resolve(spec.model))
         self.device = resolve_device(spec.device)
         self.dtype = resolve_dtype(spec.dtype, self.checkpoint)
@@ -391,6 +413,8 @@ class TransformersBackend:
         )
         self._model = model.to(self.device).eval()
         self.weights_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        self.weights_resident_bytes = self.weights_bytes if self.device.type == "cpu" else 0
+        self.load_seconds = time.perf_counter() - started
         self._past: Any = None
 
     @property
@@ -451,7 +475,9 @@ def _answer(backend: Backend, spec: BenchSpec, request: str) -> dict[str, Any]:
     """The reply to one request line."""
     verb, *words = request.split()
     if verb == "memory":
-        return {"peak_memory_bytes": peak_memory_bytes()}
+        return {"peak_memory_bytes": peak_memory_bytes()} | memory_split(
+            backend.weights_resident_bytes, backend.kv_cache_bytes
+        )
     case = BenchCase(words[0], int(words[1]), int(words[2]))
     positions, available = case.depth + case.tokens, backend.checkpoint.config.max_positions
     if positions > available:
@@ -500,6 +526,7 @@ def main(arguments: Sequence[str]) -> int:
         scheme = backend.checkpoint.fewest_bits
         about = {"parameters": backend.checkpoint.parameters, "weights_bytes": backend.weights_bytes}
         about["weight_bits"] = None if scheme is None else scheme.bits
+        about["load_seconds"] = backend.load_seconds
         machine = {"threads": torch.get_num_threads(), "device": backend.device.type}
         dtype = {"dtype": str(backend.dtype).removeprefix("torch.")}
         return about | machine | dtype, lambda request: _answer(backend, spec, request)

@@ -11,8 +11,9 @@ from typing import Any
 
 from engine.errors import CompressError, OptionError
 from engine.generate import Engine
+from engine.kv_cache import position_bytes
 from engine.loop import EngineLoop
-from engine.paged_cache import BLOCK_SIZE, position_bytes
+from engine.paged_cache import BLOCK_SIZE
 from engine.request import Request, Update
 
 
@@ -36,7 +37,7 @@ def bench_concurrency(
     config = engine.checkpoint.config
     engine_loop = EngineLoop(
         engine,
-        kv_cache_bytes=most * (length + BLOCK_SIZE) * position_bytes(config, engine.dtype),
+        kv_cache_bytes=most * (length + BLOCK_SIZE) * position_bytes(config, engine.kv_cache_dtype),
         max_batch_size=most,
         max_model_length=length,
     )

@@ -20,15 +20,18 @@ from torch import Tensor
 
 from engine.architectures import (
     ARCHITECTURES,
+    LACKING,
     Architecture,
     DecoderConfig,
     Stack,
+    Wrapper,
     attention_weights,
     decoder_config,
     expected_tensors,
     expert_shapes,
     feed_forward_weights,
     is_router_bias,
+    language_model,
     router_in_memory,
     router_tensor,
     router_tensors,
@@ -45,7 +48,7 @@ from engine.mxfp4 import BLOCK, BLOCKS, POWERS, is_packed, unpacked
 from engine.pack_quantized import PACKED, QuantizedView, Scheme, schemes_of
 from engine.quantised_weight import QuantizedWeight, Weight, moved, plain
 from engine.safetensors_file import SafetensorsFile, open_shards
-from engine.stacks import packed_shapes, shared_names, shared_stack_shape, stack_shape, stacked_names, taken
+from engine.stacks import dense_names, packed_shapes, shared_names, shared_stack_shape, stack_shape, stacked_names, taken
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
@@ -91,9 +94,11 @@ class ModelDirectory:
         """What compression.json says, None for a checkpoint that is not an artifact of ours."""
         if self.provenance is not None:
             check_sizes(directory, self.provenance)
-        self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
-        _refuse_foreign_code(directory, self.raw_config)
+        raw = load_json(directory / "config.json", "model config")
+        _refuse_foreign_code(directory, raw)
         try:
+            self.raw_config, self.wrapper = language_model(raw)
+            """Of the language model alone, and what holds it beside other parts, which are not read."""
             self.schemes = schemes_of(self.raw_config)
             """How weights of few bits are stored; none where there are none."""
             self.float8_block = None if self.schemes or is_packed(self.raw_config) else block_of(self.raw_config)
@@ -138,6 +143,8 @@ class Checkpoint(ModelDirectory):
         if (directory / ONNX_NAME).is_file():
             raise UnsupportedError(f"{directory}: is an ONNX export, which this needs as a checkpoint; {_ONNX_USE}")
         by_name, self.files = open_shards(directory)
+        if self.wrapper is not None:
+            by_name = _language_model(self.wrapper, self.files)
         self._by_name = by_name
         self._check_routers(by_name)
         self._views: dict[str, _View | QuantizedView] = dict(_views(self.config, by_name))
@@ -176,11 +183,13 @@ class Checkpoint(ModelDirectory):
                 view.dtype = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].dtype
 
     def _quantised_views(self, by_name: Mapping[str, SafetensorsFile]) -> dict[str, QuantizedView]:
-        names = (name.removesuffix(PACKED) for name in by_name if name.endswith(PACKED))
-        packed = [name for name in names if name in self.shapes and name not in by_name]
+        renamed = dense_names(self.config)
+        on_disk = {name: renamed.get(name, name) for name in self.shapes}
+        packed = {name: own for name, own in on_disk.items() if own + PACKED in by_name and own not in by_name}
         if packed and not self.schemes:
-            raise CheckpointError(f"tensor {packed[0]}{PACKED} is packed and config.json has no quantization_config of that")
-        return {name: QuantizedView(name, self.shapes[name], by_name, self.schemes) for name in packed}
+            first = next(iter(packed.values()))
+            raise CheckpointError(f"tensor {first}{PACKED} is packed and config.json has no quantization_config of that")
+        return {name: QuantizedView(own, self.shapes[name], by_name, self.schemes) for name, own in packed.items()}
 
     def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
         problems: list[str] = []
@@ -255,7 +264,10 @@ class Checkpoint(ModelDirectory):
     @property
     def prediction_layers(self) -> int:
         """Layers for multi-token prediction in the files, which are not read."""
-        layers = (re.match(r"model\.layers\.(\d+)\.", name) for file in self.files for name in file.entries)
+        prefix, names = self.config.architecture.prediction_prefix, [name for file in self.files for name in file.entries]
+        if prefix is not None and any(name.startswith(prefix) for name in names):
+            return self.config.prediction_layers
+        layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 
     def release(self) -> None:
@@ -405,10 +417,19 @@ class _PackedView(_View):
         return unpacked(*parts)
 
 
+def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    """The file of each tensor of the language model, which the files then call by the names that it has alone."""
+    for file in files:
+        own = {name: entry for name, entry in file.entries.items() if not name.startswith(wrapper.others)}
+        file.entries = {name.removeprefix(wrapper.prefix): entry for name, entry in own.items()}
+    return {name: file for file in files for name in file.entries}
+
+
 def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, _View]:
     """Every name that can be served: stored ones as they are, stacked experts one by one."""
     views = {name: _View(file, name, file.entries[name].shape) for name, file in by_name.items()}
     row = config.architecture
+    views |= {name: views[stored] for name, stored in dense_names(config).items() if stored in views}
     for layer in config.moe_layers:
         for stacks in (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
             if all(stack.name in by_name or stack.name + BLOCKS in by_name for stack in stacks):
@@ -468,7 +489,7 @@ def _is_ignorable(name: str, config: DecoderConfig) -> bool:
 
 
 def _refuse_foreign_code(directory: Path, config: Mapping[str, Any]) -> None:
-    if config.get("auto_map") and str(config.get("model_type")) not in ARCHITECTURES:
+    if config.get("auto_map") and str(config.get("model_type")) not in {*ARCHITECTURES, *LACKING}:
         raise UnsupportedError(
             f"{directory}: model_type {config.get('model_type')!r} needs code of its own (trust_remote_code), which this "
             "engine never runs; convert it to a supported family first"

@@ -10,7 +10,7 @@ gate network.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -99,10 +99,10 @@ class CompiledExperts:
         self._width = 0
         """0 for experts that the kernels cannot serve."""
 
-    def __call__(self, x_TD: Tensor, experts: Any, chosen_TS: Any, weights_TS: Any) -> Tensor | None:
-        """Σ_s weight_s · FFN_s(x), [T, D]; None where it is torch's turn.
+    def __call__(self, x_TD: Tensor, experts: Any, chosen_TS: Any, weights_TS: Any, scales_TS: Any = None) -> Tensor | None:
+        """Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None where it is torch's turn.
 
-        experts: a list of modules, or a tuple; chosen_TS and weights_TS: NumPy arrays.
+        experts: a list of modules, or a tuple; chosen_TS, weights_TS and scales_TS: NumPy arrays.
         """
         tokens, hidden = x_TD.shape
         kernels = compiled_kernels(tokens, x_TD)
@@ -113,7 +113,7 @@ class CompiledExperts:
         if not self._width:
             return None
         sizes = hidden, self._width
-        made = kernels.swiglu(x_TD.data_ptr(), self._table_NA, chosen_TS, weights_TS, sizes, self._clamp)
+        made = kernels.swiglu(x_TD.data_ptr(), self._table_NA, chosen_TS, weights_TS, sizes, self._clamp, scales_TS)
         return as_bfloat16(made)
 
     def _knows(self, experts: Any) -> bool:
@@ -159,10 +159,11 @@ class MoeBlock(nn.Module):
         noise_ND: Tensor | None = None,
         router_in_float32: bool = False,
         logit_bias_N: Tensor | None = None,
+        scales_inputs: bool = False,
     ) -> None:
         """router_ND: one row for each expert; [N, H] where `gate_hidden_HD` is the first layer of a gate network."""
         super().__init__()
-        self.router_in_float32 = router_in_float32
+        self.router_in_float32, self.scales_inputs = router_in_float32, scales_inputs
         self.router_ND = nn.Parameter(router_ND, requires_grad=False)
         self.experts = nn.ModuleList(experts)
         self.routing = routing
@@ -186,7 +187,7 @@ class MoeBlock(nn.Module):
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
-        y_TD = self._routed(x_TD, selection)
+        y_TD = self._routed(x_TD, selection, self.input_scales(logits_TN))
         if self.shared is None:
             return y_TD
         shared_TD: Tensor = self.shared(x_TD)
@@ -200,12 +201,26 @@ class MoeBlock(nn.Module):
         bias_N = None if self.logit_bias_N is None else self.logit_bias_N.to(dtype)
         return router_logits(x_TD.to(dtype), self.router_ND.to(dtype), self.gate_hidden_HD, bias_N)
 
-    def _routed(self, x_TD: Tensor, selection: Selection) -> Tensor:
+    def input_scales(self, logits_TN: Tensor) -> Tensor | None:
+        """What each expert's input is multiplied by, [T, N]; None for nothing."""
+        if not self.scales_inputs:
+            return None
+        return logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32)).sigmoid().to(logits_TN.dtype)
+
+    def outputs(self, x_TD: Tensor) -> Iterator[Tensor]:
+        """What each expert gives for these tokens, [T, D], whoever would choose it; with a weight of one."""
+        scales_TN = self.input_scales(self.logits(x_TD)) if self.scales_inputs else None
+        for index, expert in enumerate(self.experts):
+            yield expert(x_TD if scales_TN is None else x_TD * scales_TN[:, index, None].to(x_TD.dtype))
+
+    def _routed(self, x_TD: Tensor, selection: Selection, scales_TN: Tensor | None) -> Tensor:
+        scales_TS = None if scales_TN is None else scales_TN.gather(1, selection.experts.clamp_min(0))
         if is_decoding() and self.expert_observer is None and selection.experts.is_cpu:
             chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
-            if (y_TD := self._compiled(x_TD, self.experts, chosen, weights)) is not None:
+            scales = None if scales_TS is None else np.ascontiguousarray(scales_TS.detach().float().numpy())
+            if (y_TD := self._compiled(x_TD, self.experts, chosen, weights, scales)) is not None:
                 return y_TD
-        return route_through(x_TD, selection, self.experts, self.expert_observer)
+        return route_through(x_TD, selection, self.experts, self.expert_observer, scales_TS)
 
 
 def router_logits(
@@ -222,25 +237,37 @@ def _frozen(weight: Weight | None) -> nn.Parameter | None:
 
 
 def route_through(
-    x_TD: Tensor, selection: Selection, experts: nn.ModuleList, observer: ExpertObserver | None = None
+    x_TD: Tensor,
+    selection: Selection,
+    experts: nn.ModuleList,
+    observer: ExpertObserver | None = None,
+    scales_TS: Tensor | None = None,
 ) -> Tensor:
-    """The routed output Σ_slots weight · FFN_expert(x), [T, D]; empty slots cost nothing."""
+    """The routed output Σ_slots weight · FFN_expert(scale · x), [T, D]; empty slots cost nothing. Scales of one if None."""
     if x_TD.shape[0] <= SPARSE_MAX_TOKENS and observer is None and not torch.is_grad_enabled():
-        return sparse(x_TD, selection, experts)
-    return grouped(x_TD, selection, experts, observer)
+        return sparse(x_TD, selection, experts, scales_TS)
+    return grouped(x_TD, selection, experts, observer, scales_TS)
 
 
-def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList) -> Tensor:
+def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, scales_TS: Tensor | None = None) -> Tensor:
     """Token by token, only the chosen experts' weights are touched."""
     rows = []
-    for x_1D, indices, weights in zip(x_TD.split(1), selection.experts.tolist(), selection.weights.tolist(), strict=True):
-        slots = zip(indices, weights, strict=True)
-        outputs = [experts[index](x_1D) * weight for index, weight in slots if index != NO_EXPERT]
+    for row, (indices, weights) in enumerate(zip(selection.experts.tolist(), selection.weights.tolist(), strict=True)):
+        x_1D = x_TD[row : row + 1]
+        x_SD = x_1D if scales_TS is None else x_1D * scales_TS[row, :, None].to(x_1D.dtype)
+        slots = zip(indices, weights, x_SD.expand(len(indices), -1).split(1), strict=True)
+        outputs = [experts[index](x) * weight for index, weight, x in slots if index != NO_EXPERT]
         rows.append(sum(outputs[1:], outputs[0]) if outputs else torch.zeros_like(x_1D))
     return torch.cat(rows)
 
 
-def grouped(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, observer: ExpertObserver | None = None) -> Tensor:
+def grouped(
+    x_TD: Tensor,
+    selection: Selection,
+    experts: nn.ModuleList,
+    observer: ExpertObserver | None = None,
+    scales_TS: Tensor | None = None,
+) -> Tensor:
     """One product per expert over its tokens.
 
     Slots are sorted by expert once and the results put back by the inverse permutation: gathers in both directions,
@@ -251,7 +278,10 @@ def grouped(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, observer
     order = flat.argsort(stable=True)
     empty, *counts = torch.bincount(flat + 1, minlength=len(experts) + 1).tolist()
     order_R = order[empty:]
-    pieces = x_TD[order_R // slots].split(counts)
+    x_RD = x_TD[order_R // slots]
+    if scales_TS is not None:
+        x_RD = x_RD * scales_TS.reshape(-1)[order_R, None].to(x_RD.dtype)
+    pieces = x_RD.split(counts)
     weights = selection.weights.reshape(-1)[order_R].to(x_TD.dtype).split(counts)
     outputs = [x_TD.new_zeros(empty, x_TD.shape[1])]
     for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):

@@ -35,7 +35,7 @@ _MATHS = {"reassoc", "contract", "nsz"}
 _LANES = 16
 _SUMS = 4
 """Vector registers that one product is added up in."""
-_NO_SINKS = np.empty(0, np.float32)
+_NO_SINKS, _NO_SCALES = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 _FLOAT, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, _LANES)
 
@@ -355,12 +355,22 @@ def _add_bias(address: Any, first: Any, count: Any, y_TW: Any) -> None:
 
 
 @_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64, uint64[:, ::1], int64[:, ::1], float32[:, ::1], int64, float32, float32, uint16[:, ::1])"
+    "void(uint64, uint64[:, ::1], int64[:, ::1], float32[:, ::1], float32[:, ::1], int64, float32, float32, uint16[:, ::1])"
 )
 def _swiglu(
-    x_address: Any, experts_NA: Any, chosen_TS: Any, weights_TS: Any, width: Any, alpha: Any, limit: Any, y_TD: Any
+    x_address: Any,
+    experts_NA: Any,
+    chosen_TS: Any,
+    weights_TS: Any,
+    scales_TS: Any,
+    width: Any,
+    alpha: Any,
+    limit: Any,
+    y_TD: Any,
 ) -> None:
-    """y = Σ_s w_s · down_s(silu(gate_s·x) ⊙ up_s·x), slots sorted by expert; a negative one is empty.
+    """y = Σ_s w_s · down_s(silu(gate_s·x_s) ⊙ up_s·x_s), slots sorted by expert; a negative one is empty.
+
+    x_s is x, times the slot's scale where there are scales.
 
     With six addresses of an expert the last are of biases; with a limit above 0 the units are of ClampedSwiglu.
     """
@@ -390,8 +400,9 @@ def _swiglu(
             place_TS[token, slot] = -1
             if expert >= 0:
                 place_TS[token, slot] = begins_N[expert]
+                scale = scales_TS[token, slot] if scales_TS.shape[0] else np.float32(1.0)
                 for index in range(hidden):
-                    x_MD[begins_N[expert], index] = _widen(x_D[index])
+                    x_MD[begins_N[expert], index] = scale * _widen(x_D[index])
                 begins_N[expert] += 1
     x_bytes, middle_bytes = np.uint64(4) * np.uint64(hidden), np.uint64(4) * np.uint64(width)
     blocks = (width + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -488,7 +499,11 @@ def _attend(
     for work in numba.prange(sequences * groups):
         sequence, group = work // groups, work % groups
         past = past_B[sequence]
-        first = max(0, past + 1 - window) if window > 0 else 0
+        first = 0
+        if window > 0:
+            first = max(0, past + 1 - window)
+        elif window < 0:
+            first = past // -window * -window
         turn = np.uint64(2) * np.uint64(sequence * size)
         cosine_E, sine_E = _wide_vector(inputs_5[3] + turn, size), _wide_vector(inputs_5[4] + turn, size)
         # The new key and value go to the cache.
@@ -559,17 +574,19 @@ def swiglu(
     weights_TS: Any,
     sizes: tuple[int, int],
     clamp: tuple[float, float] | None = None,
+    scales_TS: Any = None,
 ) -> Any:
-    """Σ_s w_s · FFN_s(x), [T, D]; an expert is read once for all tokens that chose it.
+    """Σ_s w_s · FFN_s(scale_s · x), [T, D]; an expert is read once for all tokens that chose it.
 
     x [T, D] and each expert's gate [F, D], up [F, D], down [D, F], and where it has biases those of all three: addresses, as
-    in `products`. chosen_TS: int64, negative for an empty slot; weights_TS: float32. sizes: D and F. clamp: α and limit of a
-    ClampedSwiglu.
+    in `products`. chosen_TS: int64, negative for an empty slot; weights_TS, scales_TS: float32, None for scales of one.
+    sizes: D and F. clamp: α and limit of a ClampedSwiglu.
     """
     hidden, width = sizes
     alpha, limit = clamp or (1.0, 0.0)
     y_TD = np.empty((chosen_TS.shape[0], hidden), np.uint16)
-    _swiglu(x_address, experts_NA, chosen_TS, weights_TS, width, alpha, limit, y_TD)
+    scales_TS = _NO_SCALES if scales_TS is None else scales_TS
+    _swiglu(x_address, experts_NA, chosen_TS, weights_TS, scales_TS, width, alpha, limit, y_TD)
     return y_TD
 
 
@@ -596,8 +613,8 @@ def attend(
     inputs: addresses, as in `products`, of query [B, H, E], key and value [B, G, E], cosine and sine [B, E]; strides: values
     from one sequence's query, key and value to the next one's. cache: addresses of keys and values [G, slots, E], with
     `group_stride` values from one group to the next. shape: B, H, G and E. places: blocks int64 [B, M] of each sequence,
-    filled positions int64 [B], positions of a block. scale: of the scores. sinks_H: float32, where
-    heads have them. Returns [B, H, E] bits.
+    filled positions int64 [B], positions of a block. window: sliding; below zero, the size of chunks; None for none.
+    scale: of the scores. sinks_H: float32, where heads have them. Returns [B, H, E] bits.
     """
     sequences, heads, groups, size = shape
     blocks_BM, past_B, block_size = places

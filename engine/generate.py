@@ -22,11 +22,19 @@ from torch import Tensor
 from engine.artifact import compare_checksums
 from engine.checkpoint import Checkpoint, ModelDirectory, check_same_tokens, end_tokens, load_tokenizer, resolve
 from engine.errors import OptionError
-from engine.kv_cache import KeyValueCache
+from engine.kv_cache import KV_CACHE_DTYPES, KeyValueCache
 from engine.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding
 from engine.model import Decoder, own_routings
 from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
-from engine.report import ExportedSkipCounter, Report, SkipCounter, peak_memory_bytes, rate
+from engine.report import (
+    ExportedSkipCounter,
+    Report,
+    SkipCounter,
+    memory_split,
+    peak_memory_bytes,
+    rate,
+    resident_weights_bytes,
+)
 from engine.sampling import SamplingOptions, penalised_rows, sample
 from engine.skip_tables import load_skip_tables, skipping_routings
 from engine.speculative import Reader, Speculation
@@ -73,6 +81,10 @@ class Engine:
         self.draft: Engine | None = None
         """Writes ahead, for this one to verify."""
         self.draft_tokens = DRAFT_TOKENS
+        self.kv_cache_dtype = decoder.dtype
+        """What keys and values are kept in."""
+        self.load_seconds = 0.0
+        """What `open` took."""
         self._last: _Batch | None = None
 
     @classmethod
@@ -89,14 +101,18 @@ class Engine:
         checksums: bool = False,
         draft: str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
+        kv_cache_dtype: str = "auto",
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are mapped, not read, where device and dtype allow it.
 
         Raises CheckpointError, UnsupportedError, and OptionError for what this machine or model cannot honour.
         `threads` holds for the whole process. `backend`: "torch" for checkpoints, "onnx" for what was exported, or "auto".
-        `checksums`: first compare every file with what was written. `draft`: a smaller model with the same tokenizer, which
-        proposes `draft_tokens` tokens at a time; it never changes what is written, only how fast (Leviathan et al. 2023).
+        `kv_cache_dtype`: what keys and values are kept in, "float16", "bfloat16" or "int8", or "auto" for what is computed
+        in; the compiled kernels attend to bfloat16 only. `checksums`: first compare every file with what was written.
+        `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a time; it never changes
+        what is written, only how fast (Leviathan et al. 2023).
         """
+        started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
             raise OptionError(f"draft tokens are {draft_tokens}; they must be from 1 to {COMPILED_MAX_ROWS - 1}")
         set_threads(threads)
@@ -109,23 +125,36 @@ class Engine:
         if backend_of(directory, backend) == "onnx":
             if skip_threshold > 0:
                 raise OptionError("an exported model skips what it was exported to; give the skip threshold to the export")
+            if kv_cache_dtype != "auto":
+                raise OptionError("an exported model has a KV cache of its own; leave the KV cache dtype at auto")
             exported = ModelDirectory(directory)
-            return cls(exported, open_exported(exported, device, dtype))
+            engine = cls(exported, open_exported(exported, device, dtype))
+            engine.load_seconds = time.perf_counter() - started
+            return engine
         place = resolve_device(device)
         checkpoint = Checkpoint(directory)
         config = checkpoint.config
         tables = load_skip_tables(checkpoint.directory, config) if skip_threshold > 0 else None
         computed = resolve_dtype(dtype, checkpoint)
+        kept = resolve_kv_cache_dtype(kv_cache_dtype, computed, checkpoint)
         own = own_routings(config, checkpoint.source(computed, place))
         routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own)
         decoder = Decoder(config, checkpoint.weights(computed, place)).eval()
+        if computed != checkpoint.model_dtype or place.type != "cpu":
+            checkpoint.release()  # all was copied
         for block, routing in zip(decoder.moe_blocks, routings, strict=True):
             block.routing = routing
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
+        engine.kv_cache_dtype = kept
+        engine.load_seconds = time.perf_counter() - started
         if drafting is not None:
             engine.draft = cls.open(drafting, device=device, dtype=dtype, checksums=checksums)
             engine.draft_tokens = draft_tokens
         return engine
+
+    def new_cache(self, sequences: int, capacity: int) -> KeyValueCache:
+        """An empty cache of so many positions for each of a batch's sequences."""
+        return KeyValueCache(self.checkpoint.config, sequences, capacity, self.kv_cache_dtype, self.device)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -136,6 +165,17 @@ class Engine:
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a sequence."""
         return end_tokens(self.checkpoint)
+
+    @property
+    def weights_resident_bytes(self) -> int:
+        """Of the weights, what is in memory: all, or of mapped ones the pages that were used."""
+        if self.device.type != "cpu":
+            return 0
+        if not isinstance(self.checkpoint, Checkpoint) or not isinstance(self.decoder, Decoder):
+            return self.weights_bytes
+        return resident_weights_bytes(
+            (*self.decoder.parameters(), *self.decoder.buffers()), (file.path for file in self.checkpoint.files)
+        )
 
     @property
     def weights_bytes(self) -> int:
@@ -310,8 +350,7 @@ class _Batch:
 
     def new_cache(self, engine: Engine) -> KeyValueCache:
         """An empty cache as large as the batch can need."""
-        rows, capacity = self._real_BP.shape
-        cache = KeyValueCache(engine.checkpoint.config, rows, capacity, engine.dtype, engine.device)
+        cache = engine.new_cache(*self._real_BP.shape)
         self._kv_cache_bytes += cache.bytes
         return cache
 
@@ -377,7 +416,8 @@ class _Batch:
             tokens_per_second=rate(generated - len(self.sequences), self._decode_seconds),
             peak_memory_bytes=peak_memory_bytes(),
             weights_bytes=sum(each.weights_bytes for each in engine._engines),
-            kv_cache_bytes=self._kv_cache_bytes,
+            **memory_split(sum(each.weights_resident_bytes for each in engine._engines), self._kv_cache_bytes),
+            load_seconds=sum(each.load_seconds for each in engine._engines),
             experts_skipped_share=0.0 if counter is None else counter.share,
             experts_skipped_share_per_layer=[0.0] * len(layers) if counter is None else counter.share_per_layer,
             experts_read=asked if counter is None else counter.filled,
@@ -442,6 +482,19 @@ def resolve_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     if dtype not in (*DTYPES.values(), torch.float64):
         raise OptionError(f"{checkpoint.directory} is stored in {dtype}; choose a dtype: {', '.join(DTYPES)}")
     return dtype
+
+
+def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpoint) -> torch.dtype:
+    """`auto` is what is computed in. Raises OptionError for an unknown one, and for latent attention, which has no other."""
+    if name == "auto":
+        return computed
+    if checkpoint.config.latent is not None:
+        raise OptionError(
+            f"{checkpoint.directory}: latent attention keeps its vectors as they are; leave the KV cache dtype at auto"
+        )
+    if name not in KV_CACHE_DTYPES:
+        raise OptionError(f"KV cache dtype {name!r} is not known; choose auto, {', '.join(KV_CACHE_DTYPES)}")
+    return KV_CACHE_DTYPES[name]
 
 
 def set_threads(count: int | None) -> None:

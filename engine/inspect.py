@@ -58,6 +58,7 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         "bytes_not_quantized": checkpoint.plain_bytes,
         "float8_block": None if checkpoint.float8_block is None else list(checkpoint.float8_block),
         "prediction_layers_not_read": checkpoint.prediction_layers,
+        "parts_not_read": [part.strip(".") for part in checkpoint.wrapper.others] if checkpoint.wrapper else [],
         "skip_tables": tables is not None,
         "valid": True,
         "checksums_compared": checksums,

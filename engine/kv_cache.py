@@ -8,7 +8,7 @@ Shape suffixes: B batch, G key-value heads, L positions, E head dimension.
 from __future__ import annotations
 
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,39 @@ from torch import Tensor
 
 from engine.architectures import DecoderConfig
 
+KV_CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_LARGEST = 127
+
+
+class Scaled(NamedTuple):
+    """Keys or values in 8 bits: `integers` int8 [..., P, E] times `scales` float32 [..., P], one for a head's position."""
+
+    integers: Tensor
+    scales: Tensor
+
+
+def to_int8(x: Tensor) -> Scaled:
+    """Symmetric rounding to nearest over the last dimension: scale = max|x| / 127."""
+    wide = x.float()
+    scales = wide.abs().amax(-1) / _LARGEST
+    return Scaled((wide / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().to(torch.int8), scales)
+
+
+def position_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one position in all layers, kept in `dtype`."""
+    groups, key, value = config.cached
+    scales = 2 * torch.float32.itemsize if dtype == torch.int8 else 0
+    return len(config.layers) * groups * ((key + value) * dtype.itemsize + scales)
+
+
+Kept = Tensor | Scaled
+
 
 class KeyValueCache:
-    """Preallocated keys and values of every layer; `length` positions are filled."""
+    """Preallocated keys and values of every layer; `length` positions are filled.
+
+    They are kept in `dtype`, whatever is computed in.
+    """
 
     def __init__(
         self, config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -26,6 +56,8 @@ class KeyValueCache:
         groups, *sizes = config.cached
         shape = (len(config.layers), batch, groups, capacity)
         self.keys, self.values = (torch.empty((*shape, size), dtype=dtype, device=device) for size in sizes)
+        self.scales = torch.empty((2, *shape), device=device) if dtype == torch.int8 else None
+        """Of keys and of values in 8 bits."""
         self.capacity = capacity
         self.length = 0
         self.read_as = 0
@@ -34,7 +66,12 @@ class KeyValueCache:
     @property
     def bytes(self) -> int:
         """Bytes held, filled or not."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are kept in."""
+        return self.keys.dtype
 
     def addresses(self, layer: int) -> list[int]:
         """Of one layer's keys and values, for the compiled kernels."""
@@ -55,13 +92,19 @@ class KeyValueCache:
         """Values from one group to the next."""
         return self.keys.stride(2)
 
-    def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> tuple[Kept, Kept]:
         """Write one layer's new positions; return all its keys and values so far. `advance` moves on afterwards."""
         end = self.length + keys_BGLE.shape[2]
         assert end <= self.capacity, f"cache of {self.capacity} positions asked to hold {end}"
-        self.keys[layer, :, :, self.length : end] = keys_BGLE
-        self.values[layer, :, :, self.length : end] = values_BGLE
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        new = slice(self.length, end)
+        if self.scales is None:
+            self.keys[layer, :, :, new], self.values[layer, :, :, new] = keys_BGLE, values_BGLE
+            return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        kept = []
+        for part, scales, x_BGLE in zip((self.keys, self.values), self.scales, (keys_BGLE, values_BGLE), strict=True):
+            part[layer, :, :, new], scales[layer, :, :, new] = to_int8(x_BGLE)
+            kept.append(Scaled(part[layer, :, :, :end], scales[layer, :, :, :end]))
+        return kept[0], kept[1]
 
     def advance(self, positions: int) -> None:
         """Count `positions` as filled, once every layer has appended them."""
@@ -71,6 +114,10 @@ class KeyValueCache:
         """Make room for so many positions, in other memory; keys move first, so that only half is ever held twice."""
         self.keys = self._longer(self.keys, capacity)
         self.values = self._longer(self.values, capacity)
+        if self.scales is not None:
+            scales = self.scales
+            self.scales = scales.new_empty((*scales.shape[:-1], capacity))
+            self.scales[..., : self.length] = scales[..., : self.length]
         self.capacity = capacity
 
     def _longer(self, part: Tensor, capacity: int) -> Tensor:
@@ -82,4 +129,5 @@ class KeyValueCache:
         """A cache of some of the sequences only, `rows_R` [R] int64; in memory of its own."""
         made = copy(self)
         made.keys, made.values = self.keys[:, rows_R], self.values[:, rows_R]
+        made.scales = None if self.scales is None else self.scales[:, :, rows_R]
         return made

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from engine.architectures import LATENT_UP, DecoderConfig
 from engine.attention import Cache, Positions, attend, half_by_half, rms_norm, rotate
+from engine.kv_cache import Kept
 from engine.linear import is_emulated, linear, linears
 from engine.paged_cache import PagedBatch
 from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen
@@ -72,13 +73,15 @@ class LatentAttention(nn.Module):
         if isinstance(cache, PagedBatch):
             cache.append(self.layer, latent_B1LC, key_B1LR)
             mixed = [
-                self.attend(Queries(*(each[row : row + 1] for each in queries)), *cache.of_sequence(self.layer, row), mask)
+                self.attend(
+                    Queries(*(each[row : row + 1] for each in queries)), *_whole(cache.of_sequence(self.layer, row)), mask
+                )
                 for row in range(batch)
             ]
             mixed_BHLV = torch.cat(mixed)
         else:
             if cache is not None:
-                latent_B1LC, key_B1LR = cache.append(self.layer, latent_B1LC, key_B1LR)
+                latent_B1LC, key_B1LR = _whole(cache.append(self.layer, latent_B1LC, key_B1LR))
             way = self._attend_next_ones if positions.one_by_one else self.attend
             mixed_BHLV = way(queries, latent_B1LC, key_B1LR, mask)
         return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
@@ -156,3 +159,10 @@ def softmax_scale(config: DecoderConfig) -> float:
 def _present(parameter: nn.Parameter | None) -> nn.Parameter:
     assert parameter is not None
     return parameter
+
+
+def _whole(kept: tuple[Kept, Kept]) -> tuple[Tensor, Tensor]:
+    """Latent vectors are kept in the dtype that is computed in: Engine.open refuses any other."""
+    latent, key = kept
+    assert isinstance(latent, Tensor) and isinstance(key, Tensor)
+    return latent, key

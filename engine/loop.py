@@ -126,6 +126,7 @@ class EngineLoop:
             tokens_per_second=self._rate.over(RATE_SECONDS),
             experts_evaluated_per_layer=evaluated,
             experts_skipped_per_layer=skipped,
+            load_seconds=self._engine.load_seconds,
         )
 
     def _serve(self) -> None:

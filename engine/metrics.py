@@ -20,6 +20,7 @@ GAUGES: Figures = {
     "compress_kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1.", lambda load: load.kv_cache_used_share),
     "compress_kv_cache_bytes": ("Bytes that there are for keys and values.", lambda load: load.kv_cache_bytes),
     "compress_weights_bytes": ("Bytes of the weights.", lambda load: load.weights_bytes),
+    "compress_load_seconds": ("Seconds that loading the model took.", lambda load: load.load_seconds),
     "compress_process_resident_memory_bytes": ("Bytes of the process in memory.", lambda load: load.resident_bytes),
 }
 COUNTERS: Figures = {

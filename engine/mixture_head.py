@@ -10,6 +10,7 @@ Shape suffixes: B batch, K experts (classes of the gate), C classes, D student f
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,26 +18,43 @@ from torch import Tensor, nn
 _LEAST = 1e-300
 
 
-def log_product(x_BC: Tensor, y_CK: Tensor) -> Tensor:
-    """log Σ_c exp(x_bc + y_ck), [B, K], as one product in float64: a tensor of all three dimensions never exists."""
-    shift_B1, shift_1K = x_BC.detach().amax(dim=1, keepdim=True), y_CK.detach().amax(dim=0, keepdim=True)
-    product_BK = (x_BC - shift_B1).double().exp() @ (y_CK - shift_1K).double().exp()
-    return product_BK.clamp_min(_LEAST).log().to(x_BC.dtype) + shift_B1 + shift_1K
+class Experts(NamedTuple):
+    """b_k of all experts, as both products take them.
+
+    A number added to all of b_k changes nothing of expert k; it is chosen so that the largest is 0.
+    """
+
+    biases_KC: Tensor
+    powers_KC: Tensor
+    """exp b_kc, in float64."""
+
+    @classmethod
+    def of(cls, biases_KC: Tensor) -> Experts:
+        """biases_KC: b_k = Wᵀe_k."""
+        shifted_KC = biases_KC - biases_KC.detach().amax(dim=1, keepdim=True)
+        return cls(shifted_KC, shifted_KC.double().exp())
 
 
-def log_experts(scores_BC: Tensor, biases_KC: Tensor, labels_B: Tensor) -> Tensor:
+def log_product(x_BC: Tensor, powers_CK: Tensor) -> Tensor:
+    """log Σ_c exp(x_bc)·powers_ck, [B, K], as one product: a tensor of all three dimensions never exists."""
+    shift_B1 = x_BC.detach().amax(dim=1, keepdim=True)
+    product_BK = (x_BC - shift_B1).double().exp() @ powers_CK
+    return product_BK.clamp_min(_LEAST).log().to(x_BC.dtype) + shift_B1
+
+
+def log_experts(scores_BC: Tensor, experts: Experts, labels_B: Tensor) -> Tensor:
     """log P(Y^S=y|Y^T=k,x) = log softmax_y(Wᵀz + b_k) of each example's label by each expert (eq. 6), [B, K].
 
     scores_BC: Wᵀz.
     """
     chosen_B1 = scores_BC.gather(1, labels_B[:, None])
-    return chosen_B1 + biases_KC.T[labels_B] - log_product(scores_BC, biases_KC.T)
+    return chosen_B1 + experts.biases_KC.T[labels_B] - log_product(scores_BC, experts.powers_KC.T)
 
 
-def log_mixture(log_gate_BK: Tensor, scores_BC: Tensor, biases_KC: Tensor) -> Tensor:
+def log_mixture(log_gate_BK: Tensor, scores_BC: Tensor, experts: Experts) -> Tensor:
     """log P(Y^S=y|x) = log Σ_k P(Y^S=y|Y^T=k,x)·P(Y^T=k|x) of every class (eq. 4), [B, C]."""
-    log_normalisers_BK = log_product(scores_BC, biases_KC.T)
-    return scores_BC + log_product(log_gate_BK - log_normalisers_BK, biases_KC)
+    log_normalisers_BK = log_product(scores_BC, experts.powers_KC.T)
+    return scores_BC + log_product(log_gate_BK - log_normalisers_BK, experts.powers_KC)
 
 
 def projector(features: int, teacher_features: int, of_map: bool) -> nn.Sequential:
@@ -76,13 +94,15 @@ class MixtureHead(nn.Module):
     """Gate and experts behind a student's W, for inference (§4.3): log P(Y^S=y|x)."""
 
     biases_KC: Tensor
+    powers_KC: Tensor
 
     def __init__(self, gate: Gate, prototypes_KD: Tensor, head: nn.Linear) -> None:
         """prototypes_KD: e_k in the student's space; b_k = Wᵀe_k is made of them here, once."""
         super().__init__()
         self.gate = gate
-        self.register_buffer("biases_KC", prototypes_KD @ head.weight.float().T)
+        for name, value in Experts.of(prototypes_KD @ head.weight.float().T)._asdict().items():
+            self.register_buffer(name, value)
 
     def forward(self, features: Tensor, scores_BC: Tensor) -> Tensor:
         """[B, C]. features: what the gate takes; scores_BC: Wᵀz."""
-        return log_mixture(self.gate(features), scores_BC, self.biases_KC)
+        return log_mixture(self.gate(features), scores_BC, Experts(self.biases_KC, self.powers_KC))

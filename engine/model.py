@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.architectures import (
+    Chunk,
     DecoderConfig,
     MoeConfig,
     dense_tensor,
@@ -38,7 +39,18 @@ from engine.latent_attention import LatentAttention
 from engine.linear import linear
 from engine.paged_cache import PagedBatch
 from engine.quantised_weight import Weight, as_tensor
-from engine.routing import BiasedTopK, Gate, GroupedTopK, Routing, SigmoidTopK, SparseMixer, TopK, sigmoid_shares, softmax
+from engine.routing import (
+    BiasedTopK,
+    Gate,
+    GroupedTopK,
+    Routing,
+    SigmoidTopK,
+    SparseMixer,
+    TopK,
+    UnweightedTopK,
+    sigmoid_shares,
+    softmax,
+)
 
 TensorSource = Callable[[str], Weight]
 FINAL_NORM = "model.norm"
@@ -208,7 +220,16 @@ def positions_for(
         real_BP is not None,
         {window: attention_mask(real_BP, new, total, window, tokens_BL.device) for window in windows},
         one_by_one,
+        _temperatures(config, index_BL, dtype),
     )
+
+
+def _temperatures(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What queries that are not rotated are multiplied by, [B or 1, 1, L, 1]; None for nothing."""
+    if config.temperature is None:
+        return None
+    steps_BL = torch.floor((positions_BL.float() + 1.0) / config.temperature.floor)
+    return (torch.log1p(steps_BL) * config.temperature.slope + 1.0).to(dtype)[:, None, :, None]
 
 
 def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_BLD: Tensor) -> Positions:
@@ -216,18 +237,21 @@ def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_
     lengths_BL = cache.lengths_BL if rotary.varies else None
     cosine, sine = rotary(cache.positions_BL.to(x_BLD.device), x_BLD.dtype, lengths_BL)
     windows = {layer.window for layer in config.layers}
-    masks: dict[int | None, Tensor | None] = dict.fromkeys(windows)
+    masks: dict[int | Chunk | None, Tensor | None] = dict.fromkeys(windows)
     if cache.new > 1:
         (past,) = cache.past  # chunks of prompts come alone
         for window in windows:
             total = past + cache.new - first_seen(past, window)
             masks[window] = attention_mask(None, cache.new, total, window, x_BLD.device)
-    return Positions(cosine, sine, False, masks)
+    temperature = _temperatures(config, cache.positions_BL.to(x_BLD.device), x_BLD.dtype)
+    return Positions(cosine, sine, False, masks, temperature=temperature)
 
 
 def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
     """The model's own rule; `bias_N` is of a router that has one (router_bias_tensor)."""
     groups = tuple(tuple(e for e, own in enumerate(moe.groups) if own == group) for group in sorted(set(moe.groups)))
+    if moe.scales_inputs:
+        return UnweightedTopK(moe.experts_per_token)
     if moe.scores == "sigmoid":
         assert bias_N is not None
         return SigmoidTopK(
@@ -292,6 +316,7 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
         as_tensor(tensor(router_noise_tensor(row, layer))) if moe.noise_epsilon is not None else None,
         moe.router_in_float32,
         as_tensor(tensor(logit_bias_tensor(row, layer))) if row.logit_bias is not None else None,
+        moe.scales_inputs,
     )
 
 

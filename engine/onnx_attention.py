@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.architectures import LATENT_UP, DecoderConfig, sinks_tensor
+from engine.architectures import LATENT_UP, Chunk, DecoderConfig, sinks_tensor
 from engine.attention import Rotary
 from engine.latent_attention import LATENT_NORM_EPSILON, softmax_scale
 from engine.onnx_graph import BOOL, INT32, INT64, MICROSOFT, Graph
@@ -244,7 +244,9 @@ class Standard:
         split = graph.integers(0, groups, config.attention_heads // groups, -1, size)
         query_BGQLE = graph.node("Reshape", query_BHLE, split)
         key_BG1EP = graph.node("Unsqueeze", graph.node("Transpose", key_BGPE, perm=[0, 1, 3, 2]), graph.integers(2))
-        mask_B11LP = self._mask(config.layers[layer].window)
+        window = config.layers[layer].window
+        assert not isinstance(window, Chunk)
+        mask_B11LP = self._mask(window)
         scores_BGQLP = graph.node("Add", graph.node("MatMul", query_BGQLE, key_BG1EP), mask_B11LP)
         weights_BGQLP = self._shares(layer, scores_BGQLP)
         mixed_BGQLE = graph.node("MatMul", weights_BGQLP, graph.node("Unsqueeze", value_BGPE, graph.integers(2)))

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from engine.architectures import check_onnx
 from engine.checkpoint import Checkpoint
 from engine.json_file import writing
 from engine.model import FINAL_NORM
@@ -46,6 +47,7 @@ def write_decoder(
     `portable`: standard operators only, otherwise also those of onnxruntime. `bits`: 8 or 4 for the weights of products;
     embeddings and head then have 8.
     """
+    check_onnx(checkpoint.config)
     config, by_layer = checkpoint.config, dict(zip(checkpoint.config.moe_layers, routings, strict=True))
     data_path = directory / DATA_NAME
     with writing(data_path, "ONNX weights"), data_path.open("wb") as data:

@@ -17,9 +17,8 @@ from engine.architectures import DecoderConfig
 from engine.attention import Rotary
 from engine.block_pool import BlockPool, BlockTable
 from engine.errors import OptionError
-from engine.kv_cache import KeyValueCache
+from engine.kv_cache import KeyValueCache, position_bytes
 from engine.onnx_runtime import OnnxDecoder
-from engine.paged_cache import position_bytes
 from engine.request_state import RequestState
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.architectures import DecoderConfig
 from engine.block_pool import BlockPool, BlockTable
+from engine.kv_cache import Kept, Scaled, position_bytes, to_int8
 
 BLOCK_SIZE = 32
 """Positions of a block."""
@@ -35,10 +36,14 @@ class PagedCache:
         """`size`: bytes of keys and values together; whole blocks of it are used."""
         self.block_bytes = position_bytes(config, dtype) * block_size
         self.pool = BlockPool(size // self.block_bytes, block_size)
+        self.dtype = dtype
+        """What keys and values are kept in."""
         groups, *sizes = config.cached
         shape = (len(config.layers), groups, self.pool.count * block_size)
         self.keys_GSE, self.values_GSE = (list(torch.zeros((*shape, size), dtype=dtype, device=device)) for size in sizes)
         """One for each layer."""
+        self.scales = torch.zeros((2, *shape), device=device) if dtype == torch.int8 else None
+        """Of keys and of values in 8 bits, [2, layers, G, S]."""
 
     @property
     def bytes(self) -> int:
@@ -59,12 +64,6 @@ class PagedCache:
         return slots.flatten()[:end].to(self.keys_GSE[0].device)
 
 
-def position_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one position in all layers."""
-    groups, key, value = config.cached
-    return len(config.layers) * groups * (key + value) * dtype.itemsize
-
-
 class PagedBatch:
     """One forward's view of the cache: L new positions of each of B sequences, after what their tables hold.
 
@@ -82,6 +81,11 @@ class PagedBatch:
     def lengths_BL(self) -> Tensor:
         """Of the text that each position is read as part of."""
         return (self.positions_BL + 1).maximum(torch.tensor(self._read_as)[:, None])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are kept in."""
+        return self.cache.dtype
 
     @cached_property
     def _slots(self) -> list[slice | Tensor]:
@@ -114,11 +118,22 @@ class PagedBatch:
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> None:
         """Write one layer's new positions."""
-        for target_GSE, new_BGLE in ((self.cache.keys_GSE, keys_BGLE), (self.cache.values_GSE, values_BGLE)):
-            target_GSE[layer][:, self._new_slots_T] = new_BGLE.transpose(0, 1).flatten(1, 2)
+        targets = self.cache.keys_GSE[layer], self.cache.values_GSE[layer]
+        for part, (target_GSE, new_BGLE) in enumerate(zip(targets, (keys_BGLE, values_BGLE), strict=True)):
+            new_GTE = new_BGLE.transpose(0, 1).flatten(1, 2)
+            if self.cache.scales is None:
+                target_GSE[:, self._new_slots_T] = new_GTE.to(target_GSE.dtype)
+            else:
+                integers, scales = to_int8(new_GTE)
+                target_GSE[:, self._new_slots_T] = integers
+                self.cache.scales[part, layer][:, self._new_slots_T] = scales
 
-    def of_sequence(self, layer: int, row: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    def of_sequence(self, layer: int, row: int, first: int = 0) -> tuple[Kept, Kept]:
         """Keys and values [1, G, P, E] of one sequence in one layer, from position `first` on."""
         slots = self._slots[row]
         place = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]
-        return self.cache.keys_GSE[layer][None, :, place], self.cache.values_GSE[layer][None, :, place]
+        key, value = self.cache.keys_GSE[layer][None, :, place], self.cache.values_GSE[layer][None, :, place]
+        if self.cache.scales is None:
+            return key, value
+        key_scales, value_scales = self.cache.scales[:, layer][:, None, :, place]
+        return Scaled(key, key_scales), Scaled(value, value_scales)

@@ -26,7 +26,7 @@ class PagedRunner:
         """Raises CheckpointError for damaged skip tables."""
         self._decoder, self._dtype, self._device = decoder, engine.dtype, engine.device
         self._skipping = TokenSkipping(engine, decoder)
-        self.cache = PagedCache(engine.checkpoint.config, kv_cache_bytes, engine.dtype, engine.device, block_size)
+        self.cache = PagedCache(engine.checkpoint.config, kv_cache_bytes, engine.kv_cache_dtype, engine.device, block_size)
         prepare_decoding(engine.dtype, engine.device)
 
     @property

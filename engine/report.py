@@ -5,9 +5,10 @@ Shape suffixes: T tokens, S slots, L MoE layers.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,14 @@ class Report:
     peak_memory_bytes: int
     weights_bytes: int
     """A draft's included, as in the cache."""
+    resident_memory_bytes: int
+    """When the report was made: the next three together."""
+    weights_resident_bytes: int
+    """Of the weights, what is in memory: mapped ones come in as they are used."""
     kv_cache_bytes: int
+    other_memory_bytes: int
+    """The interpreter, libraries and buffers."""
+    load_seconds: float
     experts_skipped_share: float
     """Of the expert evaluations that the model's own rule asks for."""
     experts_skipped_share_per_layer: list[float]
@@ -65,6 +73,46 @@ def resident_memory_bytes() -> int:
     """What this process has resident now, mapped weights included."""
     resident = _status_bytes("VmRSS")
     return int(psutil.Process().memory_info().rss) if resident is None else resident
+
+
+def resident_weights_bytes(weights: Iterable[Tensor], paths: Iterable[Path]) -> int:
+    """Bytes of the weights in memory: of these files what is resident through maps, and weights that lie elsewhere whole.
+
+    Where the system tells nothing of maps, all weights.
+    """
+    ranges, resident = _maps(paths)
+    elsewhere = (weight for weight in weights if not any(begin <= weight.data_ptr() < end for begin, end in ranges))
+    return resident + sum(weight.nbytes for weight in elsewhere)
+
+
+def _maps(paths: Iterable[Path]) -> tuple[list[tuple[int, int]], int]:
+    """Where files are mapped, as ranges of addresses, and bytes of them that are resident."""
+    wanted, resident, ranges, counts = {os.path.realpath(path) for path in paths}, 0, [], False
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return [], 0
+    for line in lines:
+        first, *rest = line.split(maxsplit=5)
+        if not first.endswith(":"):
+            counts = len(rest) == 5 and rest[4] in wanted
+            if counts:
+                begin, end = first.split("-")
+                ranges.append((int(begin, 16), int(end, 16)))
+        elif counts and first == "Rss:":
+            resident += int(rest[0]) * 1024
+    return ranges, resident
+
+
+def memory_split(weights_resident_bytes: int, kv_cache_bytes: int) -> dict[str, int]:
+    """The four fields of a Report that say what is resident, for this process."""
+    resident = resident_memory_bytes()
+    return {
+        "resident_memory_bytes": resident,
+        "weights_resident_bytes": weights_resident_bytes,
+        "kv_cache_bytes": kv_cache_bytes,
+        "other_memory_bytes": max(0, resident - weights_resident_bytes - kv_cache_bytes),
+    }
 
 
 def _status_bytes(field: str) -> int | None:

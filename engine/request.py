@@ -101,3 +101,5 @@ class Load:
     experts_evaluated_per_layer: tuple[int, ...]
     experts_skipped_per_layer: tuple[int, ...]
     """One for each MoE layer."""
+    load_seconds: float = 0.0
+    """Of the model, before the start."""

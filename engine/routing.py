@@ -174,7 +174,7 @@ class SigmoidTopK:
 
 @dataclass(frozen=True)
 class BiasedTopK:
-    """Softmax over all experts with a correction bias (ERNIE 4.5 Technical Report, 2025): the bias chooses and never weighs.
+    """Softmax over all experts with a correction bias (arXiv 2408.15664): the bias chooses and never weighs.
 
     Each token takes the k experts of the largest probability + bias; the weights are their probabilities, rescaled to sum to
     one. Slots are sorted by weight, largest first. As in SigmoidTopK an expert whose logit is −∞ does not exist.
@@ -195,6 +195,23 @@ class BiasedTopK:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(self.least_sum)
         weights_TK, order_TK = weights_TK.sort(dim=-1, descending=True, stable=True)
         return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT).gather(-1, order_TK), weights_TK)
+
+
+@dataclass(frozen=True)
+class UnweightedTopK:
+    """The k experts of the largest logits, each with weight one: for routers that scale what experts are given."""
+
+    experts_per_token: int
+
+    def __call__(self, logits_TN: Tensor) -> Selection:
+        best = logits_TN.topk(min(self.experts_per_token, logits_TN.shape[-1]), dim=-1)
+        empty_TK = best.values == -torch.inf
+        ones_TK = torch.ones_like(best.values, dtype=torch.promote_types(logits_TN.dtype, torch.float32))
+        return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT), ones_TK.masked_fill(empty_TK, 0.0))
+
+    def probabilities(self, logits_TN: Tensor) -> Tensor:
+        """The scales over their sum."""
+        return sigmoid_shares(logits_TN)
 
 
 @dataclass(frozen=True)

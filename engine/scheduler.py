@@ -19,9 +19,10 @@ from torch import Tensor
 from engine.block_pool import BlockPool, OutOfBlocksError
 from engine.errors import OptionError
 from engine.generate import Engine
+from engine.kv_cache import position_bytes
 from engine.onnx_runner import OnnxRunner
 from engine.onnx_runtime import OnnxDecoder
-from engine.paged_cache import BLOCK_SIZE, position_bytes
+from engine.paged_cache import BLOCK_SIZE
 from engine.paged_runner import PagedRunner
 from engine.request import Request
 from engine.request_state import RequestState
@@ -272,7 +273,7 @@ def _runner(engine: Engine, kv_cache_bytes: int, block_size: int) -> Runner:
 
 def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, block_size: int) -> int:
     """The longest sequence that is served."""
-    positions, each = engine.checkpoint.config.max_positions, position_bytes(engine.checkpoint.config, engine.dtype)
+    positions, each = engine.checkpoint.config.max_positions, position_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
     room = kv_cache_bytes // (each * block_size) * block_size
     length = min(positions, max(room, block_size)) if asked is None else asked
     if not 1 <= length <= positions:

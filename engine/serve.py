@@ -29,8 +29,9 @@ except ModuleNotFoundError as error:
         f"serving needs the package {error.name}, which is not installed: pip install 'moe-compress[serve]'"
     ) from error
 
+from engine.kv_cache import position_bytes
 from engine.loop import EngineLoop
-from engine.paged_cache import BLOCK_SIZE, position_bytes
+from engine.paged_cache import BLOCK_SIZE
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 LAST_BYTES_SECONDS = 10
@@ -58,6 +59,7 @@ class ServeOptions:
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
@@ -116,6 +118,7 @@ def load(options: ServeOptions) -> Service:
         dtype=options.dtype,
         threads=options.threads,
         skip_threshold=options.skip_threshold,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     engine.tokenizer("a")  # a tokenizer takes its settings at first use, and later ones come from several threads
     engine_loop = EngineLoop(
@@ -139,7 +142,7 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
     """Room for a full batch of the longest sequences, within a share of free memory, and for one of them in any case."""
     config = engine.checkpoint.config
     positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
-    sequence = position_bytes(config, engine.dtype) * positions
+    sequence = position_bytes(config, engine.kv_cache_dtype) * positions
     on_gpu = engine.device.type == "cuda"
     free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else psutil.virtual_memory().available
     return max(sequence, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free)))

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from engine.architectures import (
     DOWN,
+    Architecture,
     DecoderConfig,
     Stack,
+    dense_tensor,
     expected_tensors,
     expert_shapes,
     expert_tensor,
@@ -47,7 +49,20 @@ def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
             names = shared_names(config, layer, stack)
             stored = Stored(shared_stack_shape(config, layer, stack), stack, (names,) if names else ())
             stacks |= dict.fromkeys(names, (stack.name, stored))
-    return dict(stacks.get(name, (name, Stored(shape))) for name, shape in expected_tensors(config).items())
+    renamed = dense_names(config)
+    return dict(
+        stacks.get(name, (renamed.get(name, name), Stored(shape))) for name, shape in expected_tensors(config).items()
+    )
+
+
+def dense_names(config: DecoderConfig) -> dict[str, str]:
+    """Names on disk of the dense FFNs' tensors, by those that all else asks for them by; nothing where they are the same."""
+    if config.architecture.dense_block == Architecture.dense_block:
+        return {}
+    dense = [index for index, layer in enumerate(config.layers) if layer.moe is None]
+    names = [(index, dense_tensor(index, projection)) for index in dense for projection in range(3)]
+    common, own = Architecture.dense_block, config.architecture.dense_block
+    return {name: own.format(layer=index) + name.removeprefix(common.format(layer=index)) for index, name in names}
 
 
 def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) -> tuple[str, ...]:

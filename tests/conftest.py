@@ -100,6 +100,16 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "llama4_text": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 40,
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 5,
+        "no_rope_layer_interval": 3,
+    },
     "granitemoeshared": {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40} | MULTIPLIERS,
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
 }
@@ -111,7 +121,7 @@ NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe, "deepseek": NaiveDeepseek}
 """Our own models in place of transformers' where it has none."""
 NAMES = {"kimi_k2": "deepseek_v3"}
 """Families that transformers has under another name."""
-NOT_DENSE = ("phimoe",)
+NOT_DENSE = ("phimoe", "llama4_text")
 """Those that densify refuses."""
 DENSIFIED = tuple(family for family in EVERY_MOE_FAMILY if family not in NOT_DENSE)
 

@@ -47,8 +47,13 @@ ROWS = {
     "ernie4_5_moe": "ERNIE-4.5-MoE",
     "minimax_m2": "MiniMax-M2 ³",
     "gpt_oss": "GPT-OSS ³",
+    "llama4_text": "Llama 4 (text)",
 }
-REFUSED = {("phimoe", "dense"): "it has no dense sibling, and its router takes two experts"}
+REFUSED = {
+    ("phimoe", "dense"): "it has no dense sibling, and its router takes two experts",
+    ("llama4_text", "dense"): "the inputs of its experts are scaled by the router, token by token",
+    ("llama4_text", "ONNX"): "its chunked attention and experts whose inputs the router scales have no form in our graphs",
+}
 """Cells that are no number, with what the refusal says."""
 NOTES = (
     "¹ transformers has no class of it: compared with a naive implementation (`tests/naive_*.py`). ² Results are\n"
@@ -227,6 +232,11 @@ def skipped_by(made: Made, rule: Callable[[int, list[int], list[float]], list[fl
 
     def hook(layer: int) -> Any:
         def changed(gate: Any, inputs: Any, outputs: Any) -> Any:
+            if len(outputs) == 2:  # what experts are given is scaled, and all that are chosen weigh one
+                scales, logits = outputs
+                experts = logits.topk(gate.top_k, dim=-1).indices
+                left = [rule(layer, own, [1.0] * len(own)) for own in experts.tolist()]
+                return scales * torch.zeros_like(scales).scatter(1, experts, torch.tensor(left)), logits
             logits, weights, experts = outputs
             weights, order = weights.sort(dim=-1, descending=True)
             experts = experts.gather(-1, order)

@@ -36,7 +36,7 @@ SUMS = (
     "squared_norm_sum",
 )
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((family, {}) for family in MOE_FAMILIES),
+    *((family, {}) for family in (*MOE_FAMILIES, "llama4_text")),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [1], "num_experts_per_tok": 3}),
     ("olmoe", {"num_experts_per_tok": 1}),
 ]
@@ -63,6 +63,8 @@ def naive_statistics(checkpoint: Checkpoint, tokens: Tensor, sample: list[int]) 
 def naive_weights(moe: MoeConfig, z: Tensor) -> dict[int, float]:
     """Of the experts that one token uses, largest first."""
     logits, left, weights = z.tolist(), [*range(moe.experts)], {}
+    if moe.scales_inputs:
+        return dict.fromkeys(sorted(left, key=lambda i: -logits[i])[: moe.experts_per_token], 1.0)
     if moe.mixer_jitter is None:
         chosen = sorted(left, key=lambda i: -logits[i])[: moe.experts_per_token]
         among = chosen if moe.normalise_top_k else left
@@ -84,9 +86,12 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
     moe = checkpoint.config.layers[index].moe
     assert moe is not None
 
-    def ffn(expert: int, token: Tensor) -> Tensor:
+    def ffn(expert: int, token: Tensor, z: Tensor) -> Tensor:
         parts = [checkpoint.tensor(expert_tensor(row, index, expert, part)).double() for part in expert_parts(row)]
-        return naive_ffn(parts, moe.swiglu, token)
+        return naive_ffn(parts, moe.swiglu, token * z[expert].sigmoid() if moe.scales_inputs else token)
+
+    def shares(z: Tensor) -> Tensor:
+        return z.sigmoid() / z.sigmoid().sum() if moe.scores == "sigmoid" else z.softmax(0)
 
     n, k = moe.experts, moe.experts_per_token
     per_expert = {name: [0.0] * n for name in SUMS}
@@ -97,14 +102,14 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
     for token in x:
         z = router @ token + shift
         gram += torch.outer(z, z)
-        p = z.softmax(0).tolist()
+        p = shares(z).tolist()
         weights = naive_weights(moe, z)
         first = max(weights.values())
         unselected += (1.0 - sum(p[i] for i in weights)) / len(x)
         for i in range(n):
             per_expert["probability_sum"][i] += p[i]
         for rank, (i, w) in enumerate(weights.items()):
-            y = ffn(i, token)
+            y = ffn(i, token, z)
             norm = float(y.square().sum()) ** 0.5
             for name, value in {
                 "tokens_routed": 1.0,
@@ -118,8 +123,9 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
             output[i] += y
             if rank:
                 ratios[rank - 1].append(w / first)
-    samples = torch.stack([torch.stack([ffn(i, x[t]) for t in sample]) for i in range(n)])
-    gates = [(router @ x[t] + shift).softmax(0) for t in sample]
+    logits = {t: router @ x[t] + shift for t in sample}
+    samples = torch.stack([torch.stack([ffn(i, x[t], logits[t]) for t in sample]) for i in range(n)])
+    gates = [shares(z) for z in logits.values()]
     weighted = [sum(gates[at][i] * samples[i, at] for at in range(len(sample))) / len(sample) for i in range(n)]
     return per_expert | {
         "tokens": len(x),

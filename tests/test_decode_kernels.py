@@ -15,13 +15,19 @@ import engine.linear
 from engine.attention import rms_norm, rotate
 from engine.block_pool import BlockTable
 from engine.checkpoint import Checkpoint
-from engine.kv_cache import KeyValueCache
+from engine.kv_cache import KeyValueCache, position_bytes
 from engine.linear import as_bfloat16, decoding
 from engine.model import Decoder
-from engine.paged_cache import PagedBatch, PagedCache, position_bytes
+from engine.paged_cache import PagedBatch, PagedCache
 
 EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
 kernels: Any = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in EVERY_FAMILY),
+    ("llama4_text", {"floor_scale": 2}),
+    ("mixtral", {"sliding_window": 4}),
+    ("olmoe", {"clip_qkv": 0.5}),
+]
 TOKENS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(1))
 
 
@@ -37,7 +43,7 @@ def decoded(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [*((family, {}) for family in EVERY_FAMILY), ("mixtral", {"sliding_window": 4}), ("olmoe", {"clip_qkv": 0.5})],
+    CASES,
 )
 def test_every_family_decodes_as_well_as_through_torch(
     family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,7 +75,7 @@ def test_norm_equals_torch_to_the_bit() -> None:
         assert torch.equal(several, alone) and torch.equal(several, together)
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, -4])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("past", [[0], [6], [3, 0, 11, 4]])
 def test_attention_equals_the_textbook(past: list[int], window: int | None, threads: int) -> None:
@@ -81,6 +87,7 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
     query, key, value = (p.view(count, -1, size) for p in projected.split([heads * size, groups * size, groups * size], 1))
     angles = torch.randn(count, size // 2).repeat(1, 2)
     cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
+    sinks = torch.randn(heads)
     keys, values = (torch.randn(groups, 48, size).bfloat16() for _ in range(2))
     before = keys.clone(), values.clone()
     blocks = torch.randperm(12)[: 3 * count].view(count, 3)
@@ -93,6 +100,7 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
         (blocks.numpy(), np.array(past), 4),
         window,
         size**-0.5,
+        sinks.numpy(),
     )
     mixed, written = as_bfloat16(mixed), []
     for row, position in enumerate(past):
@@ -102,11 +110,12 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
         written.append(slots[-1])
         assert torch.allclose(keys[:, slots[-1]].double(), turned_key, rtol=2**-8, atol=1e-6)
         assert torch.equal(values[:, slots[-1]], value[row])
-        seen = slots if window is None else slots[-window:]
+        seen = slots if window is None else slots[-window:] if window > 0 else slots[position // -window * -window :]
         for head in range(heads):
             group = head // (heads // groups)
-            weights = (keys[group, seen].double() @ turned_query[head] / size**0.5).softmax(0)
-            expected = weights @ values[group, seen].double()
+            scores = keys[group, seen].double() @ turned_query[head] / size**0.5
+            weights = torch.cat([scores, sinks[head, None].double()]).softmax(0)
+            expected = weights[:-1] @ values[group, seen].double()
             assert torch.allclose(mixed[row, head].double(), expected, rtol=2**-7, atol=1e-3)
     others = [slot for slot in range(48) if slot not in written]
     assert torch.equal(keys[:, others], before[0][:, others]) and torch.equal(values[:, others], before[1][:, others])
@@ -114,7 +123,7 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [*((family, {}) for family in EVERY_FAMILY), ("mixtral", {"sliding_window": 4}), ("olmoe", {"clip_qkv": 0.5})],
+    CASES,
 )
 def test_a_sequence_gets_the_same_bits_beside_others(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """And the same in blocks as in one piece of memory."""

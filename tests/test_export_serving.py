@@ -26,8 +26,8 @@ from compress.evaluate import exported_perplexity, perplexity
 from compress.export import ExportOptions, export
 from engine.errors import OptionError
 from engine.generate import Engine
+from engine.kv_cache import position_bytes
 from engine.load_test import LoadOptions, load_test
-from engine.paged_cache import position_bytes
 from engine.request import Request
 from engine.sampling import SamplingOptions
 from engine.serve import ServeOptions, load

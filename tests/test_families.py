@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, FURTHER_FAMILIES
+from conftest import FAMILIES, FURTHER_FAMILIES, naive_ffn
 from family_matrix import (
     COLUMNS,
     NOTES,
     REFUSED,
     ROWS,
+    TOKENS,
     Made,
     decoder_of,
     evenly,
@@ -29,6 +30,7 @@ from family_matrix import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from compress.apply import apply
 from compress.plan import SHARED_EXPERT, concatenation_plan, pruning_plan
@@ -36,6 +38,7 @@ from engine.architectures import ARCHITECTURES
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, UnsupportedError
 from engine.inspect import inspect
+from engine.kv_cache import KeyValueCache
 from engine.latent_attention import Queries
 from engine.routing import NO_EXPERT, GroupedTopK, SigmoidTopK
 
@@ -83,6 +86,14 @@ def test_the_table_shows_every_cell() -> None:
 # What configs ask for
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v3", "queries without a latent vector", {"q_lora_rank": None}),
     ("deepseek_v3", "biases, halves rotated", {"attention_bias": True, "rope_interleave": False}),
@@ -97,6 +108,9 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("granitemoeshared", "without a shared expert", {"shared_intermediate_size": 0, "attention_bias": True}),
     ("ernie4_5_moe", "some layers", {"moe_layer_end_index": 3, "moe_layer_interval": 2, "num_hidden_layers": 5}),
     ("ernie4_5_moe", "no shared expert, tied", {"moe_num_shared_experts": 0, "tie_word_embeddings": True}),
+    ("llama4_text", "top-1, no norms", {"num_experts_per_tok": 1, "use_qk_norm": False, "attention_bias": True}),
+    ("llama4_text", "all sparse", {"interleave_moe_layer_step": 1, "rope_parameters": LLAMA3, "num_hidden_layers": 3}),
+    ("llama4_text", "no chunks", {"attention_chunk_size": 64, "no_rope_layers": [1, 0, 0, 1], "moe_layers": [0, 1, 3]}),
     ("minimax_m2", "yarn", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     ("deepseek", "every second layer", {"moe_layer_freq": 2, "first_k_dense_replace": 0, "num_hidden_layers": 4}),
 ]
@@ -151,6 +165,95 @@ def test_groups_of_any_size(sigmoid: bool) -> None:
     assert empty > 0, "a group of one and one of three hold fewer than five"
 
 
+def test_what_a_router_scales_is_what_experts_are_given(made_of: Any) -> None:
+    """Written out; on both paths, and differentiable in the router."""
+    block = decoder_of(made_of("llama4_text").checkpoint, torch.float64).layers[1].feed_forward
+    x_TD = torch.randn(3, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        logits = x_TD @ block.router_ND.T
+        expected = torch.stack([block.shared(x[None])[0] for x in x_TD])
+        for row, x in enumerate(x_TD):
+            for expert in logits[row].topk(2).indices.tolist():
+                parts = [each.detach() for each in block.experts[expert].projections]
+                expected[row] += naive_ffn(parts, None, x * logits[row, expert].sigmoid())
+        assert worst(block(x_TD), expected) < 1e-12, "one token after the other"
+        assert worst(torch.stack(list(block.outputs(x_TD)))[:, 0], naive_outputs(block, x_TD[0], logits[0])) < 1e-12
+    block.router_ND.requires_grad_()
+    y_TD = block(x_TD)
+    assert worst(y_TD.detach(), expected) < 1e-12, "one expert after the other"
+    (gradient,) = torch.autograd.grad(y_TD.square().sum(), block.router_ND)
+    with torch.no_grad():
+        place, step = divmod(int(gradient.abs().argmax()), 32), 1e-6
+        values = []
+        for sign in (1.0, -1.0):
+            block.router_ND[place] += sign * step
+            values.append(float(block(x_TD).square().sum()))
+            block.router_ND[place] -= sign * step
+    assert float(gradient[place]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-6)
+
+
+def naive_outputs(block: Any, x: Tensor, logits: Tensor) -> Tensor:
+    """Of every expert for one token."""
+    parts = [[each.detach() for each in expert.projections] for expert in block.experts]
+    return torch.stack([naive_ffn(own, None, x * z.sigmoid()) for own, z in zip(parts, logits, strict=True)])
+
+
+def test_queries_that_are_not_rotated_grow_with_their_position(tmp_path: Path) -> None:
+    """As in transformers without padding; padded each sequence as alone, where transformers counts the padding too."""
+    made = Made("llama4_text", tmp_path, {"floor_scale": 3, "attn_scale": 0.9})
+    decoder = decoder_of(made.checkpoint)
+    with torch.no_grad():
+        assert worst(decoder(TOKENS), made.logits) <= 1e-4
+        flat = Made("llama4_text", tmp_path / "flat", {"attn_temperature_tuning": False})
+        assert worst(flat.logits, made.logits) > 1e-2
+        real = torch.ones(2, 16, dtype=torch.bool)
+        real[1, :6] = False
+        cache = KeyValueCache(decoder.config, 2, 16, torch.float32)
+        steps = [decoder(TOKENS[:, :9], real[:, :9], cache)]
+        steps += [decoder(TOKENS[:, i : i + 1], real[:, : i + 1], cache) for i in range(9, 16)]
+        together = torch.cat(steps, 1)
+        assert worst(together[1, 6:], decoder(TOKENS[1:, 6:])[0]) <= 1e-5
+        assert worst(together[:1], made.logits[:1]) <= 1e-4
+
+
+# A language model beside other parts
+
+
+def test_the_language_model_within_a_model_of_images(made_of: Any, tmp_path: Path) -> None:
+    """As published Llama 4 has it: its own config within another, names under a prefix, images in tensors of their own."""
+    made = made_of("llama4_text")
+    whole, pruned, expected = (tmp_path / name for name in ("whole", "pruned", "expected"))
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28}
+    vision |= {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+    config = Llama4Config(text_config=made.checkpoint.raw_config, vision_config=vision)
+    model = Llama4ForConditionalGeneration(config)
+    model.language_model.load_state_dict(made.reference.state_dict())
+    model.save_pretrained(whole)
+    found = inspect(str(whole), checksums=False, progress=lambda names, _: names)
+    assert found["parts_not_read"] == ["vision_model", "multi_modal_projector"]
+    assert (found["architecture"], found["parameters"]) == ("llama4_text", made.checkpoint.parameters)
+    assert worst(own_logits(Checkpoint(whole)), made.logits) <= 1e-4
+    plan = pruning_plan({layer: evenly(made.moe(layer)) for layer in made.layers})
+    for source, output in ((whole, pruned), (made.path / "full", expected)):
+        output.mkdir()
+        apply(plan, Checkpoint(source), output)
+    assert (pruned / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert Checkpoint(pruned).raw_config["architectures"] == ["Llama4ForCausalLM"]
+    raw = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({key: raw[key] for key in raw if key != "text_config"}))
+    with pytest.raises(CheckpointError, match="text_config is missing"):
+        Checkpoint(whole)
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "minimax"}, {"model_type": "minimax_m1", "auto_map": {"AutoModel": "a.B"}}]
+)
+def test_a_family_that_is_refused_with_what_it_has(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="lightning attention"):
+        Checkpoint(tmp_path)
+
+
 # Layers for multi-token prediction
 
 
@@ -180,6 +283,44 @@ def test_layers_for_multi_token_prediction_are_left_out(family: str, made_of: An
         assert not any("layers.3" in key for key in load_file(tmp_path / name / "model.safetensors"))
     with pytest.raises(CheckpointError, match=r"model\.layers\.4\.\S+ is not part of this"):
         Checkpoint(with_prediction_layer(made, tmp_path / "too many", 4))
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
+    "ernie4_5_moe": (
+        {"use_rmsnorm": True, "moe_gate": "topk", "moe_use_aux_free": True, "moe_capacity": [6, 6, 6]}
+        | {"num_nextn_predict_layers": 1, "is_quantized": False},
+        "model.mtp_block.0.self_attn.q_proj.weight",
+    ),
+    "minimax_m2": (
+        {"attn_type_list": [1, 1, 1], "scoring_func": "sigmoid", "use_routing_bias": True, "qk_norm_type": "per_layer"}
+        | {"shared_intermediate_size": 0, "rotary_dim": 8, "use_mtp": True, "num_mtp_modules": 1},
+        "model.layers.3.eh_proj.weight",
+    ),
+}
+"""What configs of published models say besides, and a tensor of their layers for multi-token prediction."""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_what_published_configs_say_besides(family: str, made_of: Any, tmp_path: Path) -> None:
+    made, (keys, name) = made_of(family), PUBLISHED[family]
+    shutil.copytree(made.path / "full", tmp_path / "full")
+    raw = made.checkpoint.raw_config
+    (tmp_path / "full" / "config.json").write_text(json.dumps(raw | keys))
+    weights = tmp_path / "full" / "model.safetensors"
+    save_file(load_file(weights) | {name: torch.ones(4, 4)}, weights, metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path / "full")
+    assert checkpoint.prediction_layers == 1
+    assert worst(own_logits(checkpoint), made.logits) <= 1e-4
+    for key, value in (
+        ("moe_gate", "top2"),
+        ("use_rmsnorm", False),
+        ("scoring_func", "softmax"),
+        ("attn_type_list", [1, 0]),
+    ):
+        if key in keys:
+            (tmp_path / "full" / "config.json").write_text(json.dumps(raw | keys | {key: value}))
+            with pytest.raises(UnsupportedError, match=key):
+                Checkpoint(tmp_path / "full")
 
 
 # 8-bit floating point

@@ -12,9 +12,9 @@ from conftest import FAMILIES, save_reference
 
 from engine.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from engine.checkpoint import Checkpoint
-from engine.kv_cache import KeyValueCache
+from engine.kv_cache import KeyValueCache, position_bytes
 from engine.model import Decoder
-from engine.paged_cache import PagedBatch, PagedCache, position_bytes
+from engine.paged_cache import PagedBatch, PagedCache
 
 LONG_ROPE = {
     "rope_parameters": {

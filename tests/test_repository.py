@@ -22,7 +22,10 @@ FORBIDDEN_IMPORTS = {
     "calibrate": {"compress", "cli"},
     "compress": {"cli"},
 }
-FAMILIES = re.compile(r"mixtral|qwen|olmoe|llama|mistral|deepseek|switch_?transformer|\bt5", re.IGNORECASE)
+FAMILIES = re.compile(
+    r"mixtral|qwen|olmoe|llama|mistral|deepseek|kimi|\bglm|granite|phi_?moe|gpt.?oss|ernie|minimax|switch_?transformer|\bt5",
+    re.IGNORECASE,
+)
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 # Promised to those who script against the commands, on every one of them and on each.

@@ -17,8 +17,8 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from compress.export import ExportOptions, export
 from engine.errors import OptionError
 from engine.generate import Engine
+from engine.kv_cache import position_bytes
 from engine.model import Decoder
-from engine.paged_cache import position_bytes
 from engine.request import Request
 from engine.routing import NO_EXPERT, Skipping, TopK
 from engine.sampling import NOT_FINITE, SamplingOptions

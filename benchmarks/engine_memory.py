@@ -1,0 +1,142 @@
+"""What the engine keeps in memory: after loading and 64 tokens, while it reads long prompts, and what small KV caches cost.
+
+python benchmarks/engine_memory.py [--directory DIR]
+
+Each figure is the operating system's for a process that does nothing else, on a random mixture of 1.5 B parameters in
+bfloat16 (3 GB), whose weights are mapped. "Extra" is the most that was resident during a prompt, less what was before it and
+less the KV cache; before it, one short prompt has made the weights resident. Perplexity is the demo model's on text of the
+Python standard library, read through the cache, with all else alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from random_model import shape, write_random_model
+from results import markdown, save
+
+from calibrate.text import token_batches
+from engine.generate import Engine
+from engine.kv_cache import position_bytes
+from engine.model import Decoder
+from engine.report import peak_memory_bytes, resident_memory_bytes
+
+LENGTHS = (512, 2048, 8192)
+NEW_TOKENS = 64
+ALLOWED_BEYOND = 350_000_000
+"""Of interpreter and libraries, above 1.05 times the weights and the KV cache."""
+KV_CACHE_DTYPES = ("auto", "float16", "int8")
+SEQUENCES, SEQUENCE_LENGTH = 64, 512
+
+
+def prompt(model: str, length: str) -> dict[str, Any]:
+    """Extra bytes of one prompt, in this process."""
+    engine, size = Engine.open(model), int(length)
+    tokens = torch.randint(engine.checkpoint.config.vocabulary_size, (1, size), generator=torch.Generator().manual_seed(0))
+    engine.prefill(tokens[:, :512], None, engine.new_cache(1, 512))
+    cache = engine.new_cache(1, size)
+    before = resident_memory_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    engine.prefill(tokens, None, cache)
+    return {"length": size, "kv_cache_bytes": cache.bytes, "extra_bytes": peak_memory_bytes() - before - cache.bytes}
+
+
+def generate(model: str) -> dict[str, Any]:
+    """What is resident after loading and some tokens."""
+    engine = Engine.open(model)
+    engine.generate("def add(", max_new_tokens=NEW_TOKENS)
+    report = engine.report()
+    names = ("load_seconds", "weights_bytes", "resident_memory_bytes", "weights_resident_bytes", "kv_cache_bytes")
+    return {name: getattr(report, name) for name in (*names, "other_memory_bytes")}
+
+
+@torch.inference_mode()
+def perplexity(model: str, kv_cache_dtype: str) -> dict[str, Any]:
+    """Of text that is read through a cache of this dtype."""
+    engine = Engine.open(model, kv_cache_dtype=kv_cache_dtype)
+    assert isinstance(engine.decoder, Decoder)
+    tokens_SL = token_batches(
+        "stdlib", engine.tokenizer, samples=SEQUENCES, sequence_length=SEQUENCE_LENGTH, seed=0, split="held-out"
+    )
+    total = 0.0
+    for tokens_1L in tokens_SL.split(1):
+        cache = engine.new_cache(1, SEQUENCE_LENGTH)
+        logits_LV = engine.decoder(tokens_1L, None, cache)[0, :-1].float()
+        total += float(F.cross_entropy(logits_LV, tokens_1L[0, 1:], reduction="sum"))
+    bytes_each = position_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
+    value = math.exp(total / (SEQUENCES * (SEQUENCE_LENGTH - 1)))
+    return {"dtype": kv_cache_dtype, "perplexity": value, "position_bytes": bytes_each}
+
+
+PARTS = {part.__name__: part for part in (prompt, generate, perplexity)}
+
+
+def measured(part: str, model: str, *words: str) -> dict[str, Any]:
+    """One of the above in a process of its own."""
+    command = [sys.executable, __file__, "--part", part, model, *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def show_prompts(model: str) -> None:
+    figures, names = [measured("prompt", model, str(length)) for length in LENGTHS], ("kv_cache_bytes", "extra_bytes")
+    rows = [[f"{each['length']:,}", *(f"{each[name] / 1e6:.0f}" for name in names)] for each in figures]
+    save("long_prompts", figures, markdown(["tokens of the prompt", "KV cache, MB", "extra, MB"], rows))
+
+
+def show_resident(model: str) -> None:
+    figures = measured("generate", model)
+    allowed = 1.05 * figures["weights_bytes"] + figures["kv_cache_bytes"] + ALLOWED_BEYOND
+    titles = {
+        "weights_bytes": "weights as stored",
+        "weights_resident_bytes": "weights in memory",
+        "kv_cache_bytes": "KV cache",
+        "other_memory_bytes": "interpreter, libraries, buffers",
+        "resident_memory_bytes": "resident, all together",
+    }
+    rows = [[title, f"{figures[name] / 1e6:,.0f}"] for name, title in titles.items()]
+    rows.append(["1.05 × weights + KV cache + 350 MB", f"{allowed / 1e6:,.0f}"])
+    rows.append(["seconds to load", f"{figures['load_seconds']:.2f}"])
+    save("resident_memory", figures, markdown([f"after {NEW_TOKENS} tokens", "MB"], rows))
+
+
+def show_kv_caches() -> None:
+    figures = [measured("perplexity", "demo", dtype) for dtype in KV_CACHE_DTYPES]
+    names = {"auto": "bfloat16 (auto)"}
+    rows = [
+        [names.get(each["dtype"], each["dtype"]), f"{each['position_bytes']:,}", f"{each['perplexity']:.4f}"]
+        for each in figures
+    ]
+    save("kv_cache", figures, markdown(["KV cache", "bytes per token", "perplexity"], rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, help="where the model is made, and found again")
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        part, *words = arguments.part
+        print(json.dumps(PARTS[part](*words)))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        model = arguments.directory or Path(temporary) / "model"
+        if not model.is_dir():
+            write_random_model(model, shape() | {"max_position_embeddings": max(LENGTHS)})
+        show_resident(str(model))
+        show_prompts(str(model))
+    show_kv_caches()
+
+
+if __name__ == "__main__":
+    main()

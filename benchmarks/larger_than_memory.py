@@ -1,0 +1,66 @@
+"""A checkpoint of one and a half times the memory that its process may have still generates.
+
+python benchmarks/larger_than_memory.py [--directory DIR] [--times 1.5] [--new-tokens 16]
+
+The limit is a control group's, page cache included, without swap; making one takes root or a delegated group. The text is
+compared with that of the same command without a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from memory_limit import forget_files, memory_limit, peak_bytes, run_in
+from random_model import shape, write_random_model
+from results import markdown, save
+
+
+def generated(command: list[str], directory: Path, limit: int) -> dict[str, Any]:
+    """What `compress generate --json` says in a group of so much memory, and the group's peak."""
+    forget_files(directory)
+    with memory_limit(limit) as group:
+        done = run_in(group, command)
+        if done.returncode:
+            raise SystemExit(f"ended with {done.returncode}: {done.stderr[-2000:]}")
+        return json.loads(done.stdout) | {"group_peak_bytes": peak_bytes(group)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path)
+    parser.add_argument("--times", type=float, default=1.5)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = arguments.directory or Path(temporary) / "model"
+        if not directory.is_dir():
+            write_random_model(directory, shape())
+        stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        limit = int(stored / arguments.times)
+        command = [sys.executable, "-m", "cli", "generate", str(directory), "--json", "-p", "def add("]
+        command += ["-n", str(arguments.new_tokens)]
+        limited, free = generated(command, directory, limit), generated(command, directory, 4 * stored)
+    same = limited["text"] == free["text"]
+    rows = [
+        ["checkpoint, GB", f"{stored / 1e9:.2f}", f"{stored / 1e9:.2f}"],
+        ["memory limit, GB", f"{limit / 1e9:.2f}", "none"],
+        *(
+            [title, *(f"{figures[name] * scale:.2f}" for figures in (limited, free))]
+            for title, name, scale in (
+                ("most charged to its group, GB", "group_peak_bytes", 1e-9),
+                ("seconds to the first token", "time_to_first_token_seconds", 1),
+                ("tokens/s after it", "tokens_per_second", 1),
+            )
+        ),
+        ["the same text", "yes" if same else "no", ""],
+    ]
+    save("larger_than_memory", {"limited": limited, "free": free, "same": same}, markdown(["", "limited", "free"], rows))
+
+
+if __name__ == "__main__":
+    main()
