@@ -22,10 +22,11 @@ from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import CheckpointError, ExportError
 from engine.experts import MoeBlock
 from engine.kv_cache import KeyValueCache
+from engine.linear import plain
 from engine.model import DecoderLayer, Outer
 from engine.onnx_quantise import Packing
 from engine.onnx_runtime import OnnxDecoder
-from engine.quantised_weight import Weight, plain, quantise
+from engine.quantised_weight import Weight, quantise
 from engine.routing import Routing
 from engine.streaming import Activations, stream_layers
 

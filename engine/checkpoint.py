@@ -46,7 +46,7 @@ from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.mxfp4 import BLOCK, BLOCKS, POWERS, is_packed, unpacked
 from engine.pack_quantized import PACKED, QuantizedView, Scheme, schemes_of
-from engine.quantised_weight import QuantizedWeight, Weight, moved, plain
+from engine.quantised_weight import QuantizedWeight, Weight, moved
 from engine.safetensors_file import SafetensorsFile, open_shards
 from engine.stacks import dense_names, packed_shapes, shared_names, shared_stack_shape, stack_shape, stacked_names, taken
 
@@ -218,7 +218,8 @@ class Checkpoint(ModelDirectory):
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The same as a plain tensor: one of few bits is dequantised, to `dtype` or else to that of its scales."""
-        return plain(self.stored(name), dtype or self.dtype(name))
+        stored = self.stored(name)
+        return stored.dequantised(dtype or stored.scales_OC.dtype) if isinstance(stored, QuantizedWeight) else stored
 
     @cached_property
     def _multiplied(self) -> frozenset[str]:

@@ -19,8 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.architectures import ClampedSwiglu
-from engine.linear import as_bfloat16, compiled_kernels, is_decoding, linear, linears, multiplies_bfloat16
-from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen, plain
+from engine.linear import (
+    addresses,
+    as_bfloat16,
+    compiled_kernels,
+    is_decoding,
+    kernel_form,
+    linear,
+    linears,
+    multiplies_bfloat16,
+    plain,
+)
+from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen
 from engine.routing import NO_EXPERT, Routing, Selection, select
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
@@ -94,10 +104,11 @@ class CompiledExperts:
     def __init__(self) -> None:
         self._experts: Any = None
         self._weights: list[Weight] = []
-        self._table_NA = np.empty((0, 3), np.uint64)
+        self._table_NA2 = np.empty((0, 3, 2), np.uint64)
         self._clamp: tuple[float, float] | None = None
         self._width = 0
-        """0 for experts that the kernels cannot serve."""
+        self._form: tuple[int, int] | None = None
+        """None for experts that the kernels cannot serve."""
 
     def __call__(self, x_TD: Tensor, experts: Any, chosen_TS: Any, weights_TS: Any, scales_TS: Any = None) -> Tensor | None:
         """Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None where it is torch's turn.
@@ -109,35 +120,34 @@ class CompiledExperts:
         if kernels is None:
             return None
         if not self._knows(experts):
-            self._look_up(experts)
-        if not self._width:
+            self._look_up(kernels, experts)
+        if self._form is None:
             return None
-        sizes = hidden, self._width
-        made = kernels.swiglu(x_TD.data_ptr(), self._table_NA, chosen_TS, weights_TS, sizes, self._clamp, scales_TS)
+        kind = self._form, self._clamp
+        made = kernels.swiglu(
+            x_TD.data_ptr(), self._table_NA2, chosen_TS, weights_TS, (hidden, self._width), *kind, scales_TS
+        )
         return as_bfloat16(made)
 
     def _knows(self, experts: Any) -> bool:
         """Whether these are still the same: weights are moved all together or not at all."""
-        if self._experts != experts or self._table_NA.size != len(self._weights) or not self._weights:
+        if self._experts != experts or self._table_NA2.size != 2 * len(self._weights) or not self._weights:
             return False
-        first, last = self._weights[0].data_ptr(), self._weights[-1].data_ptr()
-        return bool(first == self._table_NA[0, 0] and last == self._table_NA[-1, -1])
+        first, last = addresses(self._weights[0])[0], addresses(self._weights[-1])[0]
+        return bool(first == self._table_NA2[0, 0, 0] and last == self._table_NA2[-1, -1, 0])
 
-    def _look_up(self, experts: Any) -> None:
+    def _look_up(self, kernels: Any, experts: Any) -> None:
         every = [weight for expert in experts for weight in expert.projections]
         self._experts, self._weights = experts, every
-        self._table_NA = np.array([weight.data_ptr() for weight in every], np.uint64).reshape(len(experts), -1)
+        self._table_NA2 = np.array([addresses(weight) for weight in every], np.uint64).reshape(len(experts), -1, 2)
         swiglu: ClampedSwiglu | None = experts[0].swiglu
         self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
-        usable = all(_is_plain_bfloat16(weight) for weight in every)
         widths = {expert.gate_FD.shape[0] for expert in experts}
-        self._width = widths.pop() if usable and len(widths) == 1 else 0
-
-
-def _is_plain_bfloat16(weight: Weight) -> bool:
-    if isinstance(weight, QuantizedWeight):
-        return False
-    return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.is_contiguous()
+        self._width = min(widths)
+        matrices = [weight for expert in experts for weight in expert.projections[:3]]
+        biases = [weight for expert in experts for weight in expert.projections[3:]]
+        served = len(widths) == 1 and (not biases or kernel_form(kernels, biases) == kernels.PLAIN)
+        self._form = kernel_form(kernels, matrices) if served else None
 
 
 class MoeBlock(nn.Module):

@@ -1,4 +1,8 @@
-"""The products that decoding consists of, compiled by Numba: bfloat16 matrices times a few vectors, one for each sequence.
+"""The products that decoding consists of, compiled by Numba: matrices times a few vectors, one for each sequence.
+
+Matrices are of bfloat16, or of 8 or 4 bits with a bfloat16 scale for each group of 32 or 128 weights. Vectors stay in
+float32 beside the former. Beside the latter each 32 values are rounded to 8 bits and share a scale, so that processors that
+have an instruction for it (VNNI) multiply four pairs of integers in a lane at once.
 
 Decoding is bound by the memory that its weights come from. These kernels read each weight once for all vectors, a block of
 rows after the other, one stream per thread, and keep everything between two products in float32. One call does what torch
@@ -24,20 +28,36 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-BLOCK_ROWS = 32
-"""Matrix rows that one thread multiplies with all vectors before it goes on: they stay in cache meanwhile."""
+MOST_ROWS, FEWEST_ROWS = 128, 32
+"""Matrix rows that one thread multiplies with all vectors before it goes on: the longer it stays with one matrix, the faster
+memory gives it."""
+BLOCKS_OF_A_THREAD = 8
+"""At least so many where rows suffice, so that threads end together."""
 _MATHS = {"reassoc", "contract", "nsz"}
 """Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are."""
 _LANES = 16
 _SUMS = 4
 """Vector registers that one product is added up in."""
 _NO_SINKS, _NO_SCALES = np.empty(0, np.float32), np.empty((0, 0), np.float32)
-_FLOAT, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_FLOAT, _BYTE, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, _LANES)
+
+ROUNDED = 32
+"""Values of a vector that share a scale where they are rounded to 8 bits."""
+GROUP_SIZES = (32, 128)
+"""Weights of few bits that share a scale."""
+MULTIPLE_OF_OUTPUTS = 4
+"""Of a matrix of few bits."""
+_CHUNK = 512
+"""Weights of few bits that one step of a product takes: their scales fill a vector register, or a quarter of one."""
+binding.initialize_native_asmparser()
+_features = binding.get_host_cpu_features()
+MULTIPLIES_INTEGERS = bool(_features.get("avx512vnni") and _features.get("avx512vl"))
+"""Whether this processor has the instruction that matrices of few bits are multiplied with."""
 
 
 def _inline(function: Any) -> Any:
@@ -64,15 +84,21 @@ def _as_bits(context: Any, value: Any) -> Any:
     return numba.uint32(numba.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(context: Any, address: Any) -> Any:
-    """The bfloat16 values that begin at an address."""
-    kind = types.CPointer(types.uint16)
+def _pointer_to(value: Any) -> Any:
+    """A function that gives the values of a type that begin at an address."""
+    kind = types.CPointer(value)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(kind))
+    def pointer(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(kind))
 
-    return kind(types.uint64), generate
+        return kind(types.uint64), generate
+
+    return intrinsic(pointer)
+
+
+_pointer, _floats = _pointer_to(types.uint16), _pointer_to(types.float32)
+_bytes = _pointer_to(types.int8)
 
 
 @_inline
@@ -213,6 +239,189 @@ def _added_up(builder: Any, vectors: list[Any]) -> list[Any]:
     return [builder.extract_element(ones, _INT(place)) for place in range(len(vectors))]
 
 
+def _few_bits_tile(rows: int, bits: int) -> Any:
+    """A function of (address of weights, address of their scales, weights that share one, address of R vectors as `_prepare`
+    makes them, I, address of the results, stride).
+
+    4 / R matrix rows of I weights, one after the other, times R vectors: the product of matrix row w and vector r goes to
+    place `w + r · stride`. A weight is scale · (stored − 2^(bits−1)): what is stored is multiplied as it is, without a sign,
+    and the vector's sums are taken off in the end.
+    """
+    unit = 64 * 8 // bits  # weights in the 64 bytes of a register
+
+    def tile(context: Any, weights: Any, scales: Any, group: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
+        address, number = types.uint64, types.int64
+        return types.void(address, address, number, address, number, address, number), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weights, scales, group, x_address, inputs, result_address, stride = arguments
+        whole = builder.and_(inputs, _INDEX(-_CHUNK))
+        vectors = [_Rounded(builder, x_address, inputs, r) for r in range(rows)]
+        weight_bytes = _parts(builder, inputs, 8, bits)
+        scale_bytes = builder.mul(builder.udiv(inputs, group), _INDEX(2))
+        sums = []
+        for matrix_row in range(MULTIPLE_OF_OUTPUTS // rows):
+            row_weights = builder.add(weights, builder.mul(weight_bytes, _INDEX(matrix_row)))
+            row_scales = builder.add(scales, builder.mul(scale_bytes, _INDEX(matrix_row)))
+
+            def chunk(index: Any, sums: list[Any], weights: Any = row_weights, scales: Any = row_scales) -> list[Any]:
+                """512 weights; of each vector three sums: two of products, one of what is to be taken off."""
+                scales_of_16 = _scales_of_chunk(builder, _at(builder, scales, builder.udiv(index, group), 2), group)
+                own = [builder.fmul(scales_of_16, vector.scales(index, _LANES)) for vector in vectors]
+                sums = list(sums)
+                for r, vector in enumerate(vectors):
+                    sums[3 * r + 2] = _add_product(builder, sums[3 * r + 2], scales_of_16, vector.offsets(index, _LANES))
+                start = builder.add(weights, _parts(builder, index, 8, bits))
+                for step in range(_CHUNK // unit):
+                    stored = _stored(builder, _at(builder, start, _INDEX(64 * step), 1), bits, 64)
+                    first = step * unit // ROUNDED
+                    for r, vector in enumerate(vectors):
+                        dots = vector.dots(builder.add(index, _INDEX(step * unit)), stored, 64)
+                        each = _spread(builder, own[r], first, _LANES * ROUNDED // unit, _LANES)
+                        sums[3 * r + step % 2] = _add_product(builder, sums[3 * r + step % 2], dots, each)
+                return sums
+
+            def rest(index: Any, sums: list[Any], weights: Any = row_weights, scales: Any = row_scales) -> list[Any]:
+                """32 weights; of each vector a short sum of products, and one number to be taken off."""
+                scale = _widened(builder, _at(builder, scales, builder.udiv(index, group), 2), 1)
+                stored = _stored(builder, builder.add(weights, _parts(builder, index, 8, bits)), bits, 4 * bits)
+                made = []
+                for r, vector in enumerate(vectors):
+                    own = _repeated(builder, builder.fmul(scale, vector.scales(index, 1)), bits)
+                    made.append(_add_product(builder, sums[2 * r], vector.dots(index, stored, 4 * bits), own))
+                    made.append(_add_product(builder, sums[2 * r + 1], scale, vector.offsets(index, 1)))
+                return made
+
+            zero, nothing = ir.Constant(_FLOATS, [0.0] * _LANES), ir.Constant(_FLOAT, 0.0)
+            few_zeros = ir.Constant(ir.VectorType(_FLOAT, bits), [0.0] * bits)
+            long = _loop(builder, _INDEX(0), whole, _CHUNK, [zero] * (3 * rows), chunk)
+            short = _loop(builder, whole, inputs, ROUNDED, [few_zeros, nothing] * rows, rest)
+            for r in range(rows):
+                sum_of_16 = builder.fsub(builder.fadd(long[3 * r], long[3 * r + 1]), long[3 * r + 2])
+                lanes = [*range(bits), *[bits] * (_LANES - bits)]
+                filled = builder.shuffle_vector(short[2 * r], few_zeros, ir.Constant(ir.VectorType(_INT, _LANES), lanes))
+                taken_off = builder.insert_element(zero, short[2 * r + 1], _INT(0))
+                sums.append(builder.fadd(sum_of_16, builder.fsub(filled, taken_off)))
+        for place, total in enumerate(_added_up(builder, sums)):
+            index = builder.add(builder.mul(stride, _INDEX(place % rows)), _INDEX(place // rows))
+            builder.store(total, builder.inttoptr(_at(builder, result_address, index, 4), _FLOAT.as_pointer()))
+        return context.get_dummy_value()
+
+    return intrinsic(tile)
+
+
+def _scales_of_chunk(builder: Any, address: Any, group: Any) -> Any:
+    """The scale of each 32 of 512 weights."""
+    with builder.if_else(builder.icmp_signed("==", group, _INDEX(ROUNDED))) as (one_each, shared):
+        with one_each:
+            own, after_own = _widened(builder, address, _LANES), builder.block
+        with shared:
+            of_four = _spread(builder, _widened(builder, address, 4), 0, 4, _LANES)
+            after_shared = builder.block
+    scales = builder.phi(_FLOATS)
+    scales.add_incoming(own, after_own)
+    scales.add_incoming(of_four, after_shared)
+    return scales
+
+
+class _Rounded:
+    """One of the vectors that `_prepare` makes, as a tile reads it."""
+
+    def __init__(self, builder: Any, address: Any, inputs: Any, place: int) -> None:
+        self._builder = builder
+        own = builder.add(inputs, builder.lshr(inputs, _INDEX(2)))
+        self._values = builder.add(address, builder.mul(own, _INDEX(place)))
+        self._scales = builder.add(self._values, inputs)
+        self._offsets = builder.add(self._scales, builder.lshr(inputs, _INDEX(3)))
+
+    def scales(self, index: Any, size: int) -> Any:
+        return self._read(self._scales, index, size)
+
+    def offsets(self, index: Any, size: int) -> Any:
+        return self._read(self._offsets, index, size)
+
+    def _read(self, address: Any, index: Any, size: int) -> Any:
+        return _load(
+            self._builder, _at(self._builder, address, _parts(self._builder, index, ROUNDED), 4), _many(_FLOAT, size)
+        )
+
+    def dots(self, index: Any, stored: list[Any], size: int) -> Any:
+        """Sums of four products each, as floats; `stored`: registers of `size` bytes, which follow each other here."""
+        builder, lanes = self._builder, ir.VectorType(_INT, size // 4)
+        total = ir.Constant(lanes, [0] * (size // 4))
+        for place, weights in enumerate(stored):
+            address = _at(builder, self._values, builder.add(index, _INDEX(place * size)), 1)
+            total = builder.asm(
+                ir.FunctionType(lanes, [lanes] * 3),
+                "vpdpbusd $3, $2, $0",
+                "=v,0,v,v",
+                [total, builder.bitcast(weights, lanes), _load(builder, address, lanes)],
+                False,
+            )
+        return builder.sitofp(total, ir.VectorType(_FLOAT, size // 4))
+
+
+def _wide_group(bits: int) -> Any:
+    """A function of (address of 32 weights, their scale, address of 32 bfloat16 values): what the weights stand for."""
+
+    def wide(context: Any, weights: Any, scale: Any, results: Any) -> Any:
+        return types.void(types.uint64, types.float32, types.uint64), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, scale, target = arguments
+        # 16 at a time: wider vectors of integers are taken apart.
+        size = ROUNDED // 2
+        halves = [address] if bits == 4 else [address, builder.add(address, _INDEX(size))]
+        stored = [part for half in halves for part in _stored(builder, half, bits, size)]
+        numbers = ir.VectorType(_INT, size)
+
+        def each(value: int) -> Any:
+            return ir.Constant(numbers, [value] * size)
+
+        parts = []
+        for values in stored:
+            signed = builder.sub(builder.zext(values, numbers), each(1 << (bits - 1)))
+            floats = builder.sitofp(signed, ir.VectorType(_FLOAT, size))
+            product = builder.bitcast(builder.fmul(floats, _repeated(builder, scale, size)), numbers)
+            # To the nearest bfloat16, ties to even, as in `_narrow`.
+            odd = builder.and_(builder.lshr(product, each(16)), each(1))
+            upper = builder.lshr(builder.add(builder.add(product, each(0x7FFF)), odd), each(16))
+            parts.append(builder.trunc(upper, ir.VectorType(_SHORT, size)))
+        in_turns = [place // 2 + place % 2 * size for place in range(ROUNDED)]
+        order = ir.Constant(ir.VectorType(_INT, ROUNDED), in_turns if bits == 4 else [*range(ROUNDED)])
+        short = builder.shuffle_vector(*parts, order)
+        builder.store(short, builder.inttoptr(target, short.type.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return intrinsic(wide)
+
+
+def _stored(builder: Any, address: Any, bits: int, size: int) -> list[Any]:
+    """`size` bytes of weights as registers of bytes: of 4 bits the first of each two, and then the second."""
+    kind = ir.VectorType(_BYTE, size)
+    loaded = _load(builder, address, kind)
+    if bits == 8:
+        return [loaded]
+    low, pairs = ir.Constant(kind, [15] * size), ir.VectorType(_SHORT, size // 2)
+    upper = builder.lshr(builder.bitcast(loaded, pairs), ir.Constant(pairs, [4] * (size // 2)))
+    return [builder.and_(loaded, low), builder.and_(builder.bitcast(upper, kind), low)]
+
+
+def _parts(builder: Any, index: Any, divisor: int, factor: int = 1) -> Any:
+    """index · factor / divisor, without a remainder."""
+    return builder.udiv(builder.mul(index, _INDEX(factor)), _INDEX(divisor))
+
+
+def _spread(builder: Any, values: Any, first: int, times: int, size: int) -> Any:
+    """A vector of the values from `first` on, each so many times."""
+    places = ir.Constant(ir.VectorType(_INT, size), [first + lane // times for lane in range(size)])
+    return builder.shuffle_vector(values, values, places)
+
+
+def _add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(total, builder.fmul(a, b, flags=("contract",)), flags=("contract",))
+
+
 def _weigh(rows: int, size: int) -> Any:
     """A function of (address of P bfloat16 vectors, values from one to the next, P, address of R rows of P float32 weights,
     values from one row to the next, address of the results, stride).
@@ -254,14 +463,26 @@ def _repeated(builder: Any, value: Any, size: int) -> Any:
 
 
 _ONE_VECTOR, _TWO_VECTORS, _FOUR_VECTORS = _tile(1), _tile(2), _tile(4)
+_ONE_OF_8, _TWO_OF_8, _FOUR_OF_8 = (_few_bits_tile(rows, 8) for rows in (1, 2, 4))
+_ONE_OF_4, _TWO_OF_4, _FOUR_OF_4 = (_few_bits_tile(rows, 4) for rows in (1, 2, 4))
+_WIDE_OF_8, _WIDE_OF_4 = _wide_group(8), _wide_group(4)
+
+
+@_inline
+def _vector_bytes(inputs: Any, bits: Any) -> Any:
+    """Of a vector beside weights of so many bits."""
+    return np.uint64(4 * inputs if bits == 16 else inputs + inputs // 4)
+
+
+@_inline
+def _row_bytes(inputs: Any, bits: Any) -> Any:
+    """Of a matrix row's weights."""
+    return np.uint64(inputs * bits // 8)
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _multiply(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any) -> None:
-    """`count` matrix rows of `inputs` bfloat16 at `weights` times `rows` float32 vectors.
-
-    The product of matrix row w and vector r goes to place `w + r · stride` of the float32 results.
-    """
+def _multiply_wide(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any) -> None:
+    """`_multiply` for bfloat16."""
     row = 0
     while row < rows:
         vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
@@ -276,6 +497,84 @@ def _multiply(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, 
             else:
                 _ONE_VECTOR(w, x, inputs, y, stride)
         row += vectors
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _multiply(
+    weights: Any, scales: Any, form: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any
+) -> None:
+    """`count` matrix rows of `inputs` weights times `rows` vectors, which `_prepare` made.
+
+    `form`: bits of a weight, and weights that share a scale. The product of matrix row w and vector r goes to place
+    `w + r · stride` of the float32 results.
+    """
+    bits, group = form
+    if bits == 16:
+        _multiply_wide(weights, count, inputs, x_address, rows, results, stride)
+        return
+    row = 0
+    while row < rows:
+        vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
+        x = x_address + np.uint64(row) * _vector_bytes(inputs, bits)
+        for place in range(0, count, MULTIPLE_OF_OUTPUTS // vectors):
+            w = weights + np.uint64(place) * _row_bytes(inputs, bits)
+            s = scales + np.uint64(place * (inputs // group) * 2)
+            y = results + np.uint64(4) * np.uint64(row * stride + place)
+            if bits == 8:
+                if vectors == 4:
+                    _FOUR_OF_8(w, s, group, x, inputs, y, stride)
+                elif vectors == 2:
+                    _TWO_OF_8(w, s, group, x, inputs, y, stride)
+                else:
+                    _ONE_OF_8(w, s, group, x, inputs, y, stride)
+            elif vectors == 4:
+                _FOUR_OF_4(w, s, group, x, inputs, y, stride)
+            elif vectors == 2:
+                _TWO_OF_4(w, s, group, x, inputs, y, stride)
+            else:
+                _ONE_OF_4(w, s, group, x, inputs, y, stride)
+        row += vectors
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _prepare(values_I: Any, bits: Any, target: Any) -> None:
+    """A float32 vector as `_multiply` wants it beside weights of so many bits.
+
+    Beside 16 as it is. Beside fewer, each 32 values are rounded to 8 bits, and after the I bytes come two rows of float32,
+    one number for each 32: scales, and scale · Σ rounded · 2^(bits−1). Beside 4 bits, which lie two in a byte, the first of
+    each two values come before the second ones: in runs of 128 values as far as whole chunks go, then of 32.
+    """
+    inputs = values_I.shape[0]
+    if bits == 16:
+        plain_I = numba.carray(_floats(target), (inputs,))
+        for index in range(inputs):
+            plain_I[index] = values_I[index]
+        return
+    groups = inputs // ROUNDED
+    rounded_I = numba.carray(_bytes(target), (inputs,))
+    scales_G = numba.carray(_floats(target + np.uint64(inputs)), (groups,))
+    offsets_G = numba.carray(_floats(target + np.uint64(inputs + 4 * groups)), (groups,))
+    whole = inputs - inputs % _CHUNK
+    for group in range(groups):
+        first = group * ROUNDED
+        largest = zero = np.float32(0.0)
+        for index in range(first, first + ROUNDED):
+            largest = max(largest, abs(values_I[index]))
+            zero += values_I[index] * np.float32(0.0)  # NaN where a value is not finite
+        scale = largest / np.float32(127.0) + zero
+        inverse = np.float32(127.0) / largest if largest > np.float32(0.0) else np.float32(0.0)
+        total = np.int32(0)
+        run = 128 if first < whole else ROUNDED
+        for index in range(first, first + ROUNDED):
+            value = np.int32(np.rint(values_I[index] * inverse))
+            total += value
+            place = index
+            if bits == 4:
+                within = index % run
+                place = index - within + within // 2 + (run // 2 if within % 2 else 0)
+            rounded_I[place] = np.int8(value)
+        scales_G[group] = scale
+        offsets_G[group] = scale * np.float32(total) * np.float32(1 << (bits - 1))
 
 
 _FOUR_OF_MANY, _ONE_OF_MANY, _FOUR_OF_SOME, _ONE_OF_SOME = _weigh(4, 64), _weigh(1, 64), _weigh(4, 16), _weigh(1, 16)
@@ -318,28 +617,55 @@ def _address(array: Any) -> Any:
     return np.uint64(array.ctypes.data)
 
 
-@_compiled("void(uint64, int64, uint64[::1], int64[::1], int64, uint16[:, ::1])")  # type: ignore[untyped-decorator]
-def _products(x_address: Any, rows: Any, weights_M: Any, ends_M: Any, inputs: Any, y_TO: Any) -> None:
+@_inline
+def _prepared(x_address: Any, rows: Any, inputs: Any, bits: Any) -> Any:
+    """Rows of bfloat16 as `_multiply` wants them."""
+    own = _vector_bytes(inputs, bits)
+    made = np.empty(np.uint64(rows) * own, np.uint8)
+    for row in range(rows):
+        wide_I = _wide_vector(x_address + np.uint64(2) * np.uint64(row * inputs), inputs)
+        _prepare(wide_I, bits, _address(made) + np.uint64(row) * own)
+    return made
+
+
+@_inline
+def _block_rows(rows: Any, threads: Any) -> Any:
+    """Of a block, where all matrices together have so many."""
+    size = MOST_ROWS
+    while size > FEWEST_ROWS and rows < size * BLOCKS_OF_A_THREAD * threads:
+        size //= 2
+    return size
+
+
+@_compiled(  # type: ignore[untyped-decorator]
+    "void(uint64, int64, uint64[:, ::1], UniTuple(int64, 2), int64[::1], int64, int64, uint16[:, ::1])"
+)
+def _products(
+    x_address: Any, rows: Any, weights_M2: Any, form: Any, ends_M: Any, inputs: Any, threads: Any, y_TO: Any
+) -> None:
     """y = [x·W_0ᵀ, x·W_1ᵀ, …]; ends_M: where each matrix's rows end in a row of y."""
-    x_TI = _wide_vector(x_address, rows * inputs)
+    bits, group = form
+    x = _prepared(x_address, rows, inputs, bits)
+    size = _block_rows(ends_M[-1], threads)
     begin, blocks = 0, 0
     for end in ends_M:
-        blocks += (end - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
+        blocks += (end - begin + size - 1) // size
         begin = end
     matrix_of, first_of = np.empty(blocks, np.int64), np.empty(blocks, np.int64)
     begin = block = 0
     for matrix, end in enumerate(ends_M):
-        for first in range(begin, end, BLOCK_ROWS):
+        for first in range(begin, end, size):
             matrix_of[block], first_of[block] = matrix, first
             block += 1
         begin = end
     for block in numba.prange(blocks):  # each thread takes one run of consecutive blocks
         matrix, first = matrix_of[block], first_of[block]
         begin = ends_M[matrix - 1] if matrix else 0
-        count = min(BLOCK_ROWS, ends_M[matrix] - first)
-        wide_TW = np.empty((rows, BLOCK_ROWS), np.float32)
-        weights = weights_M[matrix] + np.uint64(2) * np.uint64((first - begin) * inputs)
-        _multiply(weights, count, inputs, _address(x_TI), rows, _address(wide_TW), BLOCK_ROWS)
+        count = min(size, ends_M[matrix] - first)
+        wide_TW = np.empty((rows, size), np.float32)
+        weights = weights_M2[matrix, 0] + np.uint64(first - begin) * _row_bytes(inputs, bits)
+        scales = weights_M2[matrix, 1] + np.uint64((first - begin) * (inputs // group) * 2)
+        _multiply(weights, scales, form, count, inputs, _address(x), rows, _address(wide_TW), size)
         for row in range(rows):
             for place in range(count):
                 y_TO[row, first + place] = _narrow(wide_TW[row, place])
@@ -355,68 +681,72 @@ def _add_bias(address: Any, first: Any, count: Any, y_TW: Any) -> None:
 
 
 @_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64, uint64[:, ::1], int64[:, ::1], float32[:, ::1], float32[:, ::1], int64, float32, float32, uint16[:, ::1])"
+    "void(uint64, uint64[:, :, ::1], UniTuple(int64, 2), int64[:, ::1], float32[:, ::1], float32[:, ::1], int64, "
+    "UniTuple(float32, 2), int64, uint16[:, ::1])"
 )
 def _swiglu(
     x_address: Any,
-    experts_NA: Any,
+    experts_NA2: Any,
+    form: Any,
     chosen_TS: Any,
     weights_TS: Any,
     scales_TS: Any,
     width: Any,
-    alpha: Any,
-    limit: Any,
+    clamp: Any,
+    threads: Any,
     y_TD: Any,
 ) -> None:
     """y = Σ_s w_s · down_s(silu(gate_s·x_s) ⊙ up_s·x_s), slots sorted by expert; a negative one is empty.
 
     x_s is x, times the slot's scale where there are scales.
 
-    With six addresses of an expert the last are of biases; with a limit above 0 the units are of ClampedSwiglu.
+    Six pairs of addresses of an expert end in those of biases; with a limit above 0 the units are of ClampedSwiglu.
     """
-    biased = experts_NA.shape[1] > 3
+    (bits, group), (alpha, limit), biased = form, clamp, experts_NA2.shape[1] > 3
     (tokens, slots), hidden = chosen_TS.shape, y_TD.shape[1]
-    ends_N = np.zeros(experts_NA.shape[0] + 1, np.int64)
+    ends_N = np.zeros(experts_NA2.shape[0] + 1, np.int64)
     for token in range(tokens):
         for slot in range(slots):
             ends_N[chosen_TS[token, slot] + 1] += chosen_TS[token, slot] >= 0
     used = 0
-    for expert in range(experts_NA.shape[0]):
+    for expert in range(experts_NA2.shape[0]):
         used += ends_N[expert + 1] > 0
         ends_N[expert + 1] += ends_N[expert]
     used_N, begins_N = np.empty(used, np.int64), ends_N[:-1].copy()
     place = 0
-    for expert in range(experts_NA.shape[0]):
+    for expert in range(experts_NA2.shape[0]):
         if ends_N[expert + 1] > ends_N[expert]:
             used_N[place] = expert
             place += 1
     members = ends_N[-1]
-    x_MD, middle_MF = np.empty((members, hidden), np.float32), np.empty((members, width), np.float32)
+    x_bytes, middle_bytes = _vector_bytes(hidden, bits), _vector_bytes(width, bits)
+    x_M = np.empty(np.uint64(members) * x_bytes, np.uint8)
     place_TS = np.empty((tokens, slots), np.int64)
     for token in range(tokens):
-        x_D = numba.carray(_pointer(x_address + np.uint64(2) * np.uint64(token * hidden)), (hidden,))
+        own_D = _wide_vector(x_address + np.uint64(2) * np.uint64(token * hidden), hidden)
         for slot in range(slots):
             expert = chosen_TS[token, slot]
             place_TS[token, slot] = -1
             if expert >= 0:
                 place_TS[token, slot] = begins_N[expert]
-                scale = scales_TS[token, slot] if scales_TS.shape[0] else np.float32(1.0)
-                for index in range(hidden):
-                    x_MD[begins_N[expert], index] = scale * _widen(x_D[index])
+                x_D = own_D * scales_TS[token, slot] if scales_TS.shape[0] else own_D
+                _prepare(x_D, bits, _address(x_M) + np.uint64(begins_N[expert]) * x_bytes)
                 begins_N[expert] += 1
-    x_bytes, middle_bytes = np.uint64(4) * np.uint64(hidden), np.uint64(4) * np.uint64(width)
-    blocks = (width + BLOCK_ROWS - 1) // BLOCK_ROWS
+    middle_MF = np.empty((members, width), np.float32)
+    size = _block_rows(used * width, threads)
+    blocks = (width + size - 1) // size
     for place in numba.prange(used * blocks):
-        expert, first = used_N[place // blocks], place % blocks * BLOCK_ROWS
-        begin, rows, count = ends_N[expert], ends_N[expert + 1] - ends_N[expert], min(BLOCK_ROWS, width - first)
-        x = _address(x_MD) + np.uint64(begin) * x_bytes
-        skipped = np.uint64(2) * np.uint64(first * hidden)
-        gate, up = np.empty((rows, BLOCK_ROWS), np.float32), np.empty((rows, BLOCK_ROWS), np.float32)
-        _multiply(experts_NA[expert, 0] + skipped, count, hidden, x, rows, _address(gate), BLOCK_ROWS)
-        _multiply(experts_NA[expert, 1] + skipped, count, hidden, x, rows, _address(up), BLOCK_ROWS)
+        expert, first = used_N[place // blocks], place % blocks * size
+        begin, rows, count = ends_N[expert], ends_N[expert + 1] - ends_N[expert], min(size, width - first)
+        x = _address(x_M) + np.uint64(begin) * x_bytes
+        skipped, scales = np.uint64(first) * _row_bytes(hidden, bits), np.uint64(first * (hidden // group) * 2)
+        gate, up = np.empty((rows, size), np.float32), np.empty((rows, size), np.float32)
+        own = experts_NA2[expert]
+        _multiply(own[0, 0] + skipped, own[0, 1] + scales, form, count, hidden, x, rows, _address(gate), size)
+        _multiply(own[1, 0] + skipped, own[1, 1] + scales, form, count, hidden, x, rows, _address(up), size)
         if biased:
-            _add_bias(experts_NA[expert, 3], first, count, gate)
-            _add_bias(experts_NA[expert, 4], first, count, up)
+            _add_bias(own[3, 0], first, count, gate)
+            _add_bias(own[4, 0], first, count, up)
         for row in range(rows):
             if limit > np.float32(0.0):
                 for index in range(count):
@@ -427,18 +757,23 @@ def _swiglu(
                 for index in range(count):
                     g = gate[row, index]
                     middle_MF[begin + row, first + index] = g / (np.float32(1.0) + _exp(-g)) * up[row, index]
-    for place in numba.prange((hidden + BLOCK_ROWS - 1) // BLOCK_ROWS):
-        first = place * BLOCK_ROWS
-        count = min(BLOCK_ROWS, hidden - first)
-        down_MW = np.empty((members, BLOCK_ROWS), np.float32)
+    middle_M = np.empty(np.uint64(members) * middle_bytes, np.uint8)
+    for member in numba.prange(members):
+        _prepare(middle_MF[member], bits, _address(middle_M) + np.uint64(member) * middle_bytes)
+    wide = _block_rows(hidden, threads)
+    for place in numba.prange((hidden + wide - 1) // wide):
+        first = place * wide
+        count = min(wide, hidden - first)
+        down_MW = np.empty((members, wide), np.float32)
         for chosen in used_N:
             begin, rows = ends_N[chosen], ends_N[chosen + 1] - ends_N[chosen]
-            middle = _address(middle_MF) + np.uint64(begin) * middle_bytes
-            results = _address(down_MW) + np.uint64(4) * np.uint64(begin * BLOCK_ROWS)
-            weights = experts_NA[chosen, 2] + np.uint64(2) * np.uint64(first * width)
-            _multiply(weights, count, width, middle, rows, results, BLOCK_ROWS)
+            middle = _address(middle_M) + np.uint64(begin) * middle_bytes
+            results = _address(down_MW) + np.uint64(4) * np.uint64(begin * wide)
+            weights = experts_NA2[chosen, 2, 0] + np.uint64(first) * _row_bytes(width, bits)
+            scales = experts_NA2[chosen, 2, 1] + np.uint64(first * (width // group) * 2)
+            _multiply(weights, scales, form, count, width, middle, rows, results, wide)
             if biased:
-                _add_bias(experts_NA[chosen, 5], first, count, down_MW[begin : begin + rows])
+                _add_bias(experts_NA2[chosen, 5, 0], first, count, down_MW[begin : begin + rows])
         for token in range(tokens):
             for index in range(count):
                 total = np.float32(0.0)
@@ -446,6 +781,22 @@ def _swiglu(
                     if place_TS[token, slot] >= 0:
                         total += weights_TS[token, slot] * down_MW[place_TS[token, slot], index]
                 y_TD[token, first + index] = _narrow(total)
+
+
+@_compiled("void(uint64, uint64, UniTuple(int64, 2), uint16[:, ::1])")  # type: ignore[untyped-decorator]
+def _dequantise(weights: Any, scales: Any, form: Any, y_OI: Any) -> None:
+    """y = scale · (stored − 2^(bits−1)), rounded once; groups of a multiple of 32 weights."""
+    (bits, group), (outputs, inputs) = form, y_OI.shape
+    for row in numba.prange(outputs):
+        stored = weights + np.uint64(row) * _row_bytes(inputs, bits)
+        scales_C = numba.carray(_pointer(scales + np.uint64(row * (inputs // group) * 2)), (inputs // group,))
+        target = _address(y_OI) + np.uint64(2) * np.uint64(row * inputs)
+        for place in range(inputs // ROUNDED):
+            scale = _widen(scales_C[place * ROUNDED // group])
+            if bits == 8:
+                _WIDE_OF_8(stored + np.uint64(ROUNDED * place), scale, target + np.uint64(2 * ROUNDED * place))
+            else:
+                _WIDE_OF_4(stored + np.uint64(ROUNDED // 2 * place), scale, target + np.uint64(2 * ROUNDED * place))
 
 
 @_compiled("void(uint64, uint64, float32, uint16[:, ::1])", parallel=False)  # type: ignore[untyped-decorator]
@@ -531,7 +882,7 @@ def _attend(
             slot = blocks_BM[sequence, place // block_size] * block_size + place % block_size
             keys = cache_2[0] + np.uint64(2) * np.uint64(group * group_stride + slot * size)
             results = _address(scores_RP) + np.uint64(4) * np.uint64(place - first)
-            _multiply(keys, count, size, _address(query_RE), per_group, results, positions)
+            _multiply_wide(keys, count, size, _address(query_RE), per_group, results, positions)
             place += count
         total_R = np.zeros(per_group, np.float32)
         for head in range(per_group):
@@ -559,35 +910,54 @@ def _attend(
                 mixed_BHE[sequence, group * per_group + head, index] = _narrow(sum_RE[head, index] / total_R[head])
 
 
-def products(x_address: int, rows: int, weights: list[int], outputs: list[int], inputs: int) -> Any:
-    """[x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O]. x and the weights: addresses of contiguous bfloat16; returns such bits."""
+PLAIN = (16, 1)
+"""The form of bfloat16 weights: their bits, and how many share a scale, of which there is none."""
+
+
+def products(
+    x_address: int, rows: int, weights: list[tuple[int, int]], outputs: list[int], inputs: int, form: tuple[int, int] = PLAIN
+) -> Any:
+    """[x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O].
+
+    x: the address of contiguous bfloat16. weights: addresses of each one's values and scales, which plain ones have none of
+    (0). Returns the bits of bfloat16.
+    """
     ends_M = np.array(list(accumulate(outputs)))
     y_TO = np.empty((rows, ends_M[-1]), np.uint16)
-    _products(x_address, rows, np.array(weights, np.uint64), ends_M, inputs, y_TO)
+    _products(x_address, rows, np.array(weights, np.uint64), form, ends_M, inputs, numba.get_num_threads(), y_TO)
     return y_TO
 
 
 def swiglu(
     x_address: int,
-    experts_NA: Any,
+    experts_NA2: Any,
     chosen_TS: Any,
     weights_TS: Any,
     sizes: tuple[int, int],
+    form: tuple[int, int] = PLAIN,
     clamp: tuple[float, float] | None = None,
     scales_TS: Any = None,
 ) -> Any:
     """Σ_s w_s · FFN_s(scale_s · x), [T, D]; an expert is read once for all tokens that chose it.
 
-    x [T, D] and each expert's gate [F, D], up [F, D], down [D, F], and where it has biases those of all three: addresses, as
-    in `products`. chosen_TS: int64, negative for an empty slot; weights_TS, scales_TS: float32, None for scales of one.
-    sizes: D and F. clamp: α and limit of a ClampedSwiglu.
+    x [T, D]: an address; each expert's gate [F, D], up [F, D], down [D, F], and plain biases of all three if any:
+    addresses of values and scales, as in `products`. chosen_TS: int64, negative for an empty slot; weights_TS, scales_TS:
+    float32, None for scales of one. sizes: D and F. form: of the matrices. clamp: α and limit of a ClampedSwiglu.
     """
     hidden, width = sizes
     alpha, limit = clamp or (1.0, 0.0)
     y_TD = np.empty((chosen_TS.shape[0], hidden), np.uint16)
     scales_TS = _NO_SCALES if scales_TS is None else scales_TS
-    _swiglu(x_address, experts_NA, chosen_TS, weights_TS, scales_TS, width, alpha, limit, y_TD)
+    threads = numba.get_num_threads()
+    _swiglu(x_address, experts_NA2, form, chosen_TS, weights_TS, scales_TS, width, (alpha, limit), threads, y_TD)
     return y_TD
+
+
+def dequantised(weight: tuple[int, int], shape: tuple[int, int], form: tuple[int, int]) -> Any:
+    """The bits of the bfloat16 matrix [O, I] that a weight of few bits stands for; `weight`: addresses, as in `products`."""
+    y_OI = np.empty(shape, np.uint16)
+    _dequantise(*weight, form, y_OI)
+    return y_OI
 
 
 def rms_norm(x_address: int, weight_address: int, epsilon: float, rows: int, size: int) -> Any:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.quantised_weight import QuantizedWeight, Weight, plain
+from engine.quantised_weight import QuantizedWeight, Weight
 
 SHAPES_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """How many shapes of products oneDNN, and torch's layer above it, keep compiled code of, about 1 MB each, 1,024 by default:
@@ -64,12 +64,13 @@ def linear(x: Tensor, weight_OI: Weight, bias_O: Tensor | None = None) -> Tensor
 def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """`linear` of one x with several weights: a few rows take one compiled call for all of them."""
     rows = x.numel() // x.shape[-1]
-    kernels = compiled_kernels(rows, x, *weights)
-    if kernels is None:
+    kernels = compiled_kernels(rows, x)
+    form = None if kernels is None else kernel_form(kernels, weights)
+    if form is None:
         return [_linear(x, plain(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = [weight.shape[0] for weight in weights]
-    addresses = [weight.data_ptr() for weight in weights]
-    y = as_bfloat16(kernels.products(x.data_ptr(), rows, addresses, outputs, x.shape[-1])).view(*x.shape[:-1], -1)
+    made = kernels.products(x.data_ptr(), rows, [addresses(weight) for weight in weights], outputs, x.shape[-1], form)
+    y = as_bfloat16(made).view(*x.shape[:-1], -1)
     pieces = (y,) if len(outputs) == 1 else y.split_with_sizes(outputs, dim=-1)
     return [piece if bias is None else piece + bias for piece, bias in zip(pieces, biases, strict=True)]
 
@@ -92,15 +93,10 @@ def is_decoding() -> bool:
     return getattr(_local, "is_decoding", False)
 
 
-def compiled_kernels(rows: int, *tensors: Weight) -> Any:
+def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
     """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None."""
-    if not is_decoding() or not 1 <= rows <= COMPILED_MAX_ROWS:
+    if not is_decoding() or not 1 <= rows <= COMPILED_MAX_ROWS or not all(map(_is_served, tensors)):
         return None
-    for tensor in tensors:
-        if isinstance(tensor, QuantizedWeight):
-            return None
-        if tensor.dtype != torch.bfloat16 or not tensor.is_cpu or not tensor.is_contiguous():
-            return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
     kernels = _load_kernels()
@@ -109,6 +105,57 @@ def compiled_kernels(rows: int, *tensors: Weight) -> Any:
         kernels.use_threads(threads)
         _local.threads = threads
     return kernels
+
+
+def _is_served(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16 and tensor.is_cpu and tensor.is_contiguous()
+
+
+def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The matrix that a weight stands for: of few bits in `dtype`, otherwise as it is."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight
+    kernels = (
+        _loaded_kernels() if dtype == torch.bfloat16 and _is_served(weight.scales_OC) and _lies_packed(weight) else None
+    )
+    if kernels is not None and weight.group_size % kernels.ROUNDED == 0:
+        return as_bfloat16(kernels.dequantised(weight.addresses, weight.shape, (weight.bits, weight.group_size)))
+    return weight.dequantised(dtype)
+
+
+def _lies_packed(weight: QuantizedWeight) -> bool:
+    """Without gaps between rows."""
+    return weight.packed_OB.is_contiguous() and weight.packed_OB.shape[1] * 8 == weight.shape[1] * weight.bits
+
+
+def kernel_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int, int] | None:
+    """What the kernels have to know of these weights, which is one thing for all; None where they cannot serve them."""
+    forms = {
+        _packed_form(kernels, each) if isinstance(each, QuantizedWeight) else _plain_form(kernels, each) for each in weights
+    }
+    return forms.pop() if len(forms) == 1 else None
+
+
+def _plain_form(kernels: Any, weight: Tensor) -> tuple[int, int] | None:
+    trains = torch.is_grad_enabled() and weight.requires_grad
+    form: tuple[int, int] = kernels.PLAIN
+    return form if _is_served(weight) and not trains else None
+
+
+def _packed_form(kernels: Any, weight: QuantizedWeight) -> tuple[int, int] | None:
+    served = (
+        kernels.MULTIPLIES_INTEGERS
+        and _is_served(weight.scales_OC)
+        and _lies_packed(weight)
+        and weight.shape[0] % kernels.MULTIPLE_OF_OUTPUTS == 0
+        and weight.group_size in kernels.GROUP_SIZES
+    )
+    return (weight.bits, weight.group_size) if served else None
+
+
+def addresses(weight: Weight) -> tuple[int, int]:
+    """Where a weight's values and its scales begin; 0 where it has none."""
+    return weight.addresses if isinstance(weight, QuantizedWeight) else (weight.data_ptr(), 0)
 
 
 def prepare_decoding(dtype: torch.dtype, device: torch.device) -> None:
@@ -133,6 +180,11 @@ def as_bfloat16(bits: Any) -> Tensor:
     return torch.from_numpy(bits).view(torch.bfloat16)
 
 
+def _loaded_kernels() -> Any:
+    """The compiled kernels if decoding has loaded them, else None."""
+    return _load_kernels() if _load_kernels.cache_info().currsize else None
+
+
 @cache
 def _load_kernels() -> Any:
     """The compiled kernels; None where Numba is missing or has no place for its cache."""
@@ -142,7 +194,7 @@ def _load_kernels() -> Any:
     except (ImportError, RuntimeError):
         return None
     nothing = torch.zeros(1, dtype=torch.bfloat16)
-    gemv.products(nothing.data_ptr(), 1, [nothing.data_ptr()], [1], 1)
+    gemv.products(nothing.data_ptr(), 1, [(nothing.data_ptr(), 0)], [1], 1)
     # Numba's start gives all cores to the OpenMP pool that it shares with torch; torch takes its own number back.
     torch.set_num_threads(threads)
     return gemv

@@ -42,9 +42,10 @@ class QuantizedWeight(nn.Module):
         """Weights that share a scale."""
         return self.shape[1] // self.scales_OC.shape[1]
 
-    def data_ptr(self) -> int:
-        """Where the bytes of its first row begin."""
-        return self.packed_OB.data_ptr()
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where the bytes and the scales of its first row begin."""
+        return self.packed_OB.data_ptr(), self.scales_OC.data_ptr()
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weight [O, D] that it stands for, rounded once to `dtype`."""
@@ -69,11 +70,6 @@ Weight = Tensor | QuantizedWeight
 def frozen(weight: Weight) -> nn.Parameter | QuantizedWeight:
     """A weight as the attribute of a module."""
     return weight if isinstance(weight, QuantizedWeight) else nn.Parameter(weight, requires_grad=False)
-
-
-def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """The matrix that a weight stands for: of few bits in `dtype`, otherwise as it is."""
-    return weight.dequantised(dtype) if isinstance(weight, QuantizedWeight) else weight
 
 
 def as_tensor(weight: Weight) -> Tensor:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 import engine.experts
 import engine.linear
-from engine.experts import Expert, MoeBlock, grouped
-from engine.linear import as_bfloat16, decoding, linear, linears
+from engine.experts import CompiledExperts, Expert, MoeBlock, grouped
+from engine.linear import addresses, as_bfloat16, decoding, kernel_form, linear, linears, plain
+from engine.quantised_weight import quantise
 from engine.routing import NO_EXPERT, TopK
 
 
@@ -42,12 +43,12 @@ def test_compiled_products_equal_float64(threads: int, rows: int) -> None:
     torch.manual_seed(0)
     kernels.use_threads(threads)
     x, weights = torch.randn(rows, 51).bfloat16(), [torch.randn(count, 51).bfloat16() for count in (37, 1, 8)]
-    y = as_bfloat16(kernels.products(x.data_ptr(), rows, [w.data_ptr() for w in weights], [37, 1, 8], 51))
+    y = as_bfloat16(kernels.products(x.data_ptr(), rows, [addresses(w) for w in weights], [37, 1, 8], 51))
     exact = x.double() @ torch.cat(weights).double().T
     assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-6)
     assert (y == exact.float().bfloat16()).double().mean() > 0.99, "rounded once, from float32"
     for row in range(rows):  # to the bit, whatever is computed beside it
-        alone = kernels.products(x[row].data_ptr(), 1, [w.data_ptr() for w in weights], [37, 1, 8], 51)
+        alone = kernels.products(x[row].data_ptr(), 1, [addresses(w) for w in weights], [37, 1, 8], 51)
         assert torch.equal(as_bfloat16(alone)[0], y[row])
 
 
@@ -59,7 +60,7 @@ def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
     hidden, width = 24, 77  # no multiple of a block of rows
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     experts = [tuple(torch.randn(shape).bfloat16() for shape in shapes) for _ in range(5)]
-    table = np.array([[weight.data_ptr() for weight in expert] for expert in experts], np.uint64)
+    table = np.array([[addresses(weight) for weight in expert] for expert in experts], np.uint64)
     x = torch.randn(tokens, hidden).bfloat16() * 4  # gates up to ±60: all of exp's range
     chosen = torch.stack([torch.randperm(5)[:slots] for _ in range(tokens)])
     chosen[:, 1:2][::2] = NO_EXPERT
@@ -76,11 +77,99 @@ def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
         assert torch.equal(as_bfloat16(kernels.swiglu(*of_one, (hidden, width)))[0], y[token])
 
 
+def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """What the kernels make of vectors beside weights of few bits: of each 32 values the largest becomes 127."""
+    groups = x.float().unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.tensor(127.0).div(largest)  # `127 / largest` would be 127 times a rounded reciprocal
+    return ((groups * inverse).round().double() * (largest / 127).double()).flatten(-2)
+
+
+needs_integers = pytest.mark.skipif(
+    not getattr(pytest.importorskip("engine.gemv", reason="needs the extra `fast`"), "MULTIPLIES_INTEGERS", False),
+    reason="this processor does not multiply 8-bit integers four at a time",
+)
+
+
+@needs_integers
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("inputs", [128, 640, 1536])  # less than a chunk, a chunk and a rest, whole chunks
+def test_compiled_products_of_few_bits(bits: int, group: int, inputs: int) -> None:
+    kernels = pytest.importorskip("engine.gemv")
+    torch.manual_seed(0)
+    x, outputs = torch.randn(7, inputs).bfloat16(), [36, 4, 64]
+    weights = [quantise(torch.randn(count, inputs), bits, group, torch.bfloat16) for count in outputs]
+    assert kernel_form(kernels, weights) == (bits, group)
+    with decoding():
+        y = torch.cat(linears(x, weights, (None,) * 3), dim=-1)
+        alone = [torch.cat(linears(row[None], weights, (None,) * 3), dim=-1) for row in x]
+    exact = rounded_to_8_bits(x) @ torch.cat([weight.dequantised(torch.float64) for weight in weights]).T
+    assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-4 * float(exact.abs().max()))
+    assert (y == exact.float().bfloat16()).double().mean() > 0.97, "summed up in float32, rounded once"
+    assert torch.equal(torch.cat(alone), y), "to the bit, whatever is computed beside it"
+
+
+@needs_integers
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compiled_experts_of_few_bits(bits: int) -> None:
+    torch.manual_seed(0)
+    hidden, width, slots = 160, 96, 2
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    experts = [Expert(*(quantise(torch.randn(shape) / 8, bits, 32, torch.bfloat16) for shape in shapes)) for _ in range(4)]
+    x, weights = torch.randn(5, hidden).bfloat16(), torch.rand(5, slots)
+    chosen = torch.stack([torch.randperm(4)[:slots] for _ in range(5)])
+    chosen[1, 0] = NO_EXPERT
+    compiled = CompiledExperts()
+    with decoding():
+        y = compiled(x, experts, chosen.numpy(), weights.numpy())
+        alone = [compiled(x[t : t + 1], experts, chosen[t : t + 1].numpy(), weights[t : t + 1].numpy()) for t in range(5)]
+    assert y is not None
+    for token in range(5):
+        wide, exact = rounded_to_8_bits(x[token]), torch.zeros(hidden, dtype=torch.float64)
+        for index, weight in zip(chosen[token].tolist(), weights[token].tolist(), strict=True):
+            if index != NO_EXPERT:
+                gate, up, down = (part.dequantised(torch.float64) for part in experts[index].projections)
+                exact += weight * (down @ rounded_to_8_bits(F.silu(gate @ wide) * (up @ wide)))
+        # A value in the middle may be rounded the other way in float32.
+        assert torch.allclose(y[token].double(), exact, rtol=2**-7, atol=2e-3 * float(exact.abs().max()))
+        assert alone[token] is not None and torch.equal(alone[token][0], y[token])
+
+
+@needs_integers
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_compiled_products_of_few_bits_hide_no_overflow(value: float) -> None:
+    x = torch.ones(1, 64).bfloat16()
+    x[0, 40] = value
+    with decoding():
+        assert not linear(x, quantise(torch.ones(4, 64), 8, 32, torch.bfloat16)).isfinite().any()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compiled_dequantising_is_the_plain_one(bits: int, group: int) -> None:
+    pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    torch.manual_seed(0)
+    weight = quantise(torch.randn(5, 256), bits, group, torch.bfloat16)
+    engine.linear.prepare_decoding(torch.bfloat16, torch.device("cpu"))
+    assert torch.equal(plain(weight, torch.bfloat16), weight.dequantised(torch.bfloat16))
+
+
+@pytest.mark.parametrize("change", ["outputs", "group", "scales"])
+def test_few_bits_that_the_kernels_do_not_know(change: str) -> None:
+    torch.manual_seed(0)
+    outputs, group = 6 if change == "outputs" else 8, 64 if change == "group" else 32
+    weight = quantise(torch.randn(outputs, 64), 4, group, torch.float16 if change == "scales" else torch.bfloat16)
+    x = torch.randn(2, 64).bfloat16()
+    with decoding():
+        assert torch.equal(linear(x, weight), linear(x, weight.dequantised(torch.bfloat16)))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40])
 def test_the_compiled_kernel_hides_no_overflow(value: float) -> None:
     kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
     x, weight = torch.tensor([value, 1.0]).bfloat16(), torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16()
-    y = as_bfloat16(kernels.products(x.data_ptr(), 1, [weight.data_ptr()], [2], 2))[0]
+    y = as_bfloat16(kernels.products(x.data_ptr(), 1, [addresses(weight)], [2], 2))[0]
     expected = (weight.double() @ x.double()).float().bfloat16()
     assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.nan_to_num(), expected.nan_to_num())
 
