@@ -23,6 +23,7 @@ P positions, E head dimension, W matrix rows of a block, A addresses of an exper
 
 from __future__ import annotations
 
+import ctypes
 from itertools import accumulate
 from typing import Any
 
@@ -43,6 +44,7 @@ _LANES = 16
 _SUMS = 4
 """Vector registers that one product is added up in."""
 _NO_SINKS, _NO_SCALES = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+_NOT_SEEN = tuple(np.empty((0, 0, 0), kind) for kind in (np.int64, np.float32, np.uint16, np.uint16))
 _FLOAT, _BYTE, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, _LANES)
 
@@ -62,6 +64,10 @@ MULTIPLIES_INTEGERS = bool(_features.get("avx512vnni") and _features.get("avx512
 
 def _inline(function: Any) -> Any:
     return numba.njit(fastmath=_MATHS, inline="always")(function)
+
+
+def _helper(function: Any) -> Any:
+    return numba.njit(fastmath=_MATHS, nogil=True)(function)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -910,6 +916,234 @@ def _attend(
                 mixed_BHE[sequence, group * per_group + head, index] = _narrow(sum_RE[head, index] / total_R[head])
 
 
+# What `_decode` reads of a layer: addresses, whole numbers and factors, in these columns.
+NORM, QUERY, KEY, VALUE, OUTPUT, BIASES, HEAD_NORMS, SINKS, FFN_NORM, ROUTER, SHARED_GATE, GAMMAS = (
+    0, 1, 3, 5, 7, 9, 13, 15, 16, 17, 19, 20,
+)  # fmt: skip
+"""Addresses. Matrices have a second one, of their scales; biases: of query, key, value and output; routers have one."""
+ADDRESSES = 22
+WINDOW, FORM, FIRST, EXPERTS, WIDTH, EXPERT_FORM, SLOTS, SHARED, SHARED_WIDTH, SHARED_FORM, KEEP, NORMALISES = (
+    0, 1, 3, 4, 5, 6, 8, 9, 10, 11, 13, 14,
+)  # fmt: skip
+"""Whole numbers. Forms are two; FIRST and SHARED: rows of the tables of experts, the latter −1 for none; a layer with
+EXPERTS 0 is dense, its one FFN in the table of shared ones. NORMALISES: bit 0 the top-k's weights, bit 1 those that skipping
+left."""
+NUMBERS = 15
+HEAD_NORM, WHOLE_NORM = 1, 2
+"""Kinds of norms of queries and keys: of each head, or of all heads together."""
+
+
+@_inline
+def _pair(first: Any, second: Any) -> Any:
+    made = np.empty((1, 2), np.uint64)
+    made[0, 0], made[0, 1] = first, second
+    return made
+
+
+@_helper
+def _add(x_TD: Any, y_TD: Any, factor: Any) -> None:
+    """x += factor · y, rounded where torch's own steps round."""
+    for token in range(x_TD.shape[0]):
+        for index in range(x_TD.shape[1]):
+            added = _widen(y_TD[token, index])
+            if factor != np.float32(1.0):
+                added = _widen(_narrow(added * factor))
+            x_TD[token, index] = _narrow(_widen(x_TD[token, index]) + added)
+
+
+@_helper
+def _add_to_part(y_TO: Any, first: Any, count: Any, bias: Any) -> None:
+    """Add the bfloat16 values at an address to `count` columns."""
+    bias_W = _wide_vector(bias, count)
+    for token in range(y_TO.shape[0]):
+        for index in range(count):
+            y_TO[token, first + index] = _narrow(_widen(y_TO[token, first + index]) + bias_W[index])
+
+
+@_helper
+def _norm_parts(y_TO: Any, first: Any, parts: Any, size: Any, weight: Any, epsilon: Any) -> None:
+    """The RMS norm of `parts` runs of `size` columns, in their place."""
+    own = np.empty((1, size), np.uint16)
+    for token in range(y_TO.shape[0]):
+        for part in range(parts):
+            begin = first + part * size
+            _rms_norm(_address(y_TO[token]) + np.uint64(2 * begin), weight, epsilon, own)
+            for index in range(size):
+                y_TO[token, begin + index] = own[0, index]
+
+
+@_helper
+def _choose(logits_N: Any, slots: Any, normalises: Any, scale: Any, chosen_S: Any, weights_S: Any) -> None:
+    """The slots' experts by softmax of bfloat16 logits, largest first, and their weights."""
+    experts = logits_N.shape[0]
+    shares_N = np.empty(experts, np.float32)
+    largest = np.float32(-np.inf)
+    for expert in range(experts):
+        shares_N[expert] = _widen(logits_N[expert])
+        largest = max(largest, shares_N[expert])
+    total = np.float32(0.0)
+    for expert in range(experts):
+        shares_N[expert] = _exp(shares_N[expert] - largest)
+        total += shares_N[expert]
+    of_chosen = np.float32(0.0)
+    for slot in range(slots):
+        best = 0
+        for expert in range(1, experts):
+            if shares_N[expert] > shares_N[best]:
+                best = expert
+        chosen_S[slot], weights_S[slot] = best, shares_N[best] / total
+        of_chosen += weights_S[slot]
+        shares_N[best] = np.float32(-1.0)
+    for slot in range(slots):
+        if normalises:
+            weights_S[slot] /= of_chosen
+        weights_S[slot] *= scale
+
+
+@_helper
+def _skip(
+    gammas_2: Any, experts: Any, slots: Any, threshold: Any, keep: Any, normalises: Any, chosen_S: Any, weights_S: Any
+) -> None:
+    """Adaptive skipping (DiEP §4.3), as `routing.Skipping` has it."""
+    gamma1 = numba.carray(_floats(gammas_2[0]), (slots - 1,))
+    gamma2 = numba.carray(_floats(gammas_2[1]), (experts, experts))
+    before = left = np.float32(0.0)
+    for slot in range(slots):
+        before += weights_S[slot]
+    first, is_skipped = chosen_S[0], False
+    for slot in range(slots):
+        if slot >= max(1, keep):
+            gamma = gamma1[slot - 1] * gamma2[first, chosen_S[slot]]
+            if weights_S[slot] < threshold * gamma * weights_S[0]:
+                chosen_S[slot], weights_S[slot], is_skipped = -1, np.float32(0.0), True
+        left += weights_S[slot]
+    if normalises and is_skipped:
+        for slot in range(slots):
+            weights_S[slot] *= before / left
+
+
+@_compiled(  # type: ignore[untyped-decorator]
+    "void(uint16[:, ::1], uint64[:, ::1], int64[:, ::1], float32[:, ::1], uint64[:, :, ::1], uint64[:, :, ::1], "
+    "uint64[:, ::1], uint64[::1], int64[:, ::1], int64[::1], UniTuple(int64, 7), UniTuple(float32, 3), float32[::1], "
+    "int64[:, :, ::1], float32[:, :, ::1], uint16[:, :, ::1], uint16[:, :, ::1])",
+    parallel=False,
+)
+def _decode(
+    x_TD: Any,
+    addresses_LA: Any,
+    numbers_LA: Any,
+    factors_L3: Any,
+    experts_NA2: Any,
+    shared_N32: Any,
+    caches_L2: Any,
+    angles_2: Any,
+    blocks_BM: Any,
+    past_B: Any,
+    sizes: Any,
+    scalars: Any,
+    thresholds_T: Any,
+    chosen_LTS: Any,
+    weights_LTS: Any,
+    normed_LTD: Any,
+    logits_LTN: Any,
+) -> None:
+    """All layers, each as `model.DecoderLayer` computes it, written over x."""
+    (tokens, hidden), sequences = x_TD.shape, past_B.shape[0]
+    heads, groups, size, block_size, group_stride, qk_norm, threads = sizes
+    epsilon, scale, residual = scalars
+    steps, queries, width = tokens // sequences, heads * size, (heads + 2 * groups) * size
+    normed_TD, added_TD = np.empty((tokens, hidden), np.uint16), np.empty((tokens, hidden), np.uint16)
+    projected_TO, mixed_THE = np.empty((tokens, width), np.uint16), np.empty((tokens, heads, size), np.uint16)
+    ends_3, ends_1 = np.array([queries, queries + groups * size, width]), np.array([hidden])
+    strides_3, inputs_5, qkv_32 = np.full(3, width), np.empty(5, np.uint64), np.empty((3, 2), np.uint64)
+    no_scales, ones_T1 = np.empty((0, 0), np.float32), np.ones((tokens, 1), np.float32)
+    for layer in range(addresses_LA.shape[0]):
+        at, number, factor = addresses_LA[layer], numbers_LA[layer], factors_L3[layer]
+        _rms_norm(_address(x_TD), at[NORM], epsilon, normed_TD)
+        for part in range(3):
+            qkv_32[part, 0], qkv_32[part, 1] = at[QUERY + 2 * part], at[QUERY + 2 * part + 1]
+        form = number[FORM], number[FORM + 1]
+        _products(_address(normed_TD), tokens, qkv_32, form, ends_3, hidden, threads, projected_TO)
+        for part in range(3):
+            begin = ends_3[part - 1] if part else 0
+            if at[BIASES + part] != 0:
+                _add_to_part(projected_TO, begin, ends_3[part] - begin, at[BIASES + part])
+            if part < 2 and qk_norm == HEAD_NORM:
+                _norm_parts(projected_TO, begin, (ends_3[part] - begin) // size, size, at[HEAD_NORMS + part], epsilon)
+            elif part < 2 and qk_norm == WHOLE_NORM:
+                _norm_parts(projected_TO, begin, 1, ends_3[part] - begin, at[HEAD_NORMS + part], epsilon)
+        sinks_H = numba.carray(_floats(at[SINKS]), (heads if at[SINKS] else 0,))
+        for step in range(steps):  # several are of one sequence
+            row = _address(projected_TO) + np.uint64(2 * step * width)
+            inputs_5[0], inputs_5[1], inputs_5[2] = row, row + np.uint64(2 * ends_3[0]), row + np.uint64(2 * ends_3[1])
+            inputs_5[3], inputs_5[4] = angles_2[0] + np.uint64(2 * step * size), angles_2[1] + np.uint64(2 * step * size)
+            mixed = mixed_THE if steps == 1 else mixed_THE[step : step + 1]
+            _attend(
+                inputs_5,
+                strides_3,
+                caches_L2[layer],
+                groups,
+                group_stride,
+                blocks_BM,
+                past_B + step,
+                block_size,
+                number[WINDOW],
+                scale,
+                sinks_H,
+                mixed,
+            )
+        _products(_address(mixed_THE), tokens, _pair(at[OUTPUT], at[OUTPUT + 1]), form, ends_1, queries, threads, added_TD)
+        if at[BIASES + 3] != 0:
+            _add_to_part(added_TD, 0, hidden, at[BIASES + 3])
+        _add(x_TD, added_TD, residual)
+        _rms_norm(_address(x_TD), at[FFN_NORM], epsilon, normed_TD)
+        experts, slots, clamp = number[EXPERTS], number[SLOTS], (factor[1], factor[2])
+        if experts > 0:
+            logits_TN = np.empty((tokens, experts), np.uint16)
+            router = _pair(at[ROUTER], np.uint64(0))
+            _products(_address(normed_TD), tokens, router, (16, 1), np.array([experts]), hidden, threads, logits_TN)
+            if at[ROUTER + 1] != 0:
+                _add_to_part(logits_TN, 0, experts, at[ROUTER + 1])
+            chosen_TS, weights_TS = np.empty((tokens, slots), np.int64), np.empty((tokens, slots), np.float32)
+            for token in range(tokens):
+                _choose(logits_TN[token], slots, number[NORMALISES] & 1, factor[0], chosen_TS[token], weights_TS[token])
+                if at[GAMMAS] != 0 and slots > number[KEEP] and thresholds_T[token] > np.float32(0.0):
+                    gammas_2 = at[GAMMAS : GAMMAS + 2]
+                    _skip(
+                        gammas_2,
+                        experts,
+                        slots,
+                        thresholds_T[token],
+                        number[KEEP],
+                        number[NORMALISES] & 2,
+                        chosen_TS[token],
+                        weights_TS[token],
+                    )
+            if chosen_LTS.shape[0]:
+                chosen_LTS[layer, :, :slots], weights_LTS[layer, :, :slots] = chosen_TS, weights_TS
+                logits_LTN[layer, :, :experts], normed_LTD[layer] = logits_TN, normed_TD
+            own_NA2 = experts_NA2[number[FIRST] : number[FIRST] + experts]
+            form = number[EXPERT_FORM], number[EXPERT_FORM + 1]
+            at_x = _address(normed_TD)
+            _swiglu(at_x, own_NA2, form, chosen_TS, weights_TS, no_scales, number[WIDTH], clamp, threads, added_TD)
+        if number[SHARED] >= 0:
+            shared_TD = added_TD if experts == 0 else np.empty((tokens, hidden), np.uint16)
+            own_132 = shared_N32[number[SHARED] : number[SHARED] + 1]
+            form, chosen_T1 = (number[SHARED_FORM], number[SHARED_FORM + 1]), np.zeros((tokens, 1), np.int64)
+            at_x, no_clamp = _address(normed_TD), (np.float32(1.0), np.float32(0.0))
+            _swiglu(at_x, own_132, form, chosen_T1, ones_T1, no_scales, number[SHARED_WIDTH], no_clamp, threads, shared_TD)
+            if at[SHARED_GATE] != 0:
+                gate_T1, gate = np.empty((tokens, 1), np.uint16), _pair(at[SHARED_GATE], np.uint64(0))
+                _products(_address(normed_TD), tokens, gate, (16, 1), np.array([1]), hidden, threads, gate_T1)
+                for token in range(tokens):
+                    share = _widen(_narrow(np.float32(1.0) / (np.float32(1.0) + _exp(-_widen(gate_T1[token, 0])))))
+                    for index in range(hidden):
+                        shared_TD[token, index] = _narrow(share * _widen(shared_TD[token, index]))
+            if experts > 0:
+                _add(added_TD, shared_TD, np.float32(1.0))
+        _add(x_TD, added_TD, residual)
+
+
 PLAIN = (16, 1)
 """The form of bfloat16 weights: their bits, and how many share a scale, of which there is none."""
 
@@ -993,6 +1227,35 @@ def attend(
     sinks_H = _NO_SINKS if sinks_H is None else sinks_H
     _attend(*addresses, groups, group_stride, blocks_BM, past_B, block_size, window or 0, scale, sinks_H, mixed_BHE)
     return mixed_BHE
+
+
+def decode(
+    x_address: int,
+    tables: tuple[Any, Any, Any, Any, Any],
+    caches_L2: Any,
+    angles: tuple[int, int],
+    places: tuple[Any, Any, int],
+    sizes: tuple[int, int, int, int, int],
+    scalars: tuple[float, float, float],
+    shape: tuple[int, int],
+    thresholds_T: Any,
+    seen: tuple[Any, Any, Any, Any] | None = None,
+) -> None:
+    """All layers of a decoder for the next position of each sequence, or the next few of one; written over x [T, D].
+
+    x: the address of contiguous bfloat16. tables: uint64 [layers, ADDRESSES], int64 [layers, NUMBERS], float32 [layers, 3]
+    (scale of the experts' weights, α and limit of a ClampedSwiglu, whose limit is 0 where there is none), and the addresses
+    of routed and of shared or dense experts, as in `swiglu`. caches_L2, places: as in `attend`. angles: addresses of cosine
+    and sine [T, E]. sizes: H, G, E, `group_stride`, and the kind of query and key norms. scalars: ε of the norms, scale of
+    the scores, what is added to the residual is multiplied by. shape: T and D. thresholds_T: float32, of adaptive skipping.
+    seen: arrays that choices and weights [layers, T, S], inputs [layers, T, D] and logits [layers, T, N] of experts go to.
+    """
+    blocks_BM, past_B, block_size = places
+    heads, groups, size, group_stride, qk_norm = sizes
+    x_TD = np.ctypeslib.as_array((ctypes.c_uint16 * (shape[0] * shape[1])).from_address(x_address)).reshape(shape)
+    numbers = (heads, groups, size, block_size, group_stride, qk_norm, numba.get_num_threads())
+    where = caches_L2, np.array(angles, np.uint64), blocks_BM, past_B
+    _decode(x_TD, *tables, *where, numbers, scalars, thresholds_T, *(seen or _NOT_SEEN))
 
 
 def use_threads(count: int) -> None:

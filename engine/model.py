@@ -33,10 +33,11 @@ from engine.architectures import (
     shared_tensor,
 )
 from engine.attention import Attention, Cache, Positions, Rotary, attention_mask, first_seen, norm
+from engine.decode_step import DecodeStep
 from engine.experts import Expert, MoeBlock
 from engine.kv_cache import KeyValueCache
 from engine.latent_attention import LatentAttention
-from engine.linear import linear
+from engine.linear import is_decoding, linear
 from engine.paged_cache import PagedBatch
 from engine.quantised_weight import Weight, as_tensor
 from engine.routing import (
@@ -90,6 +91,7 @@ class Decoder(nn.Module):
         self.head_VD = self.embedding_VD if config.tied_embeddings else _frozen(tensor("lm_head.weight"))
         self.head_bias_V = _frozen(tensor("lm_head.bias")) if config.head_bias else None
         self.rotary = Rotary(config)
+        self._step = DecodeStep(config, self.layers)
         self.checkpoint_activations = False
         """Recompute each layer in the backward pass, so that only one layer's activations are held at a time."""
 
@@ -129,11 +131,14 @@ class Decoder(nn.Module):
             read_as = cache.read_as if cache is not None else 0
             dtype = x_BLD.dtype
             positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, dtype, read_as, one_by_one)
-        for layer in self.layers:
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x_BLD = checkpoint(layer, x_BLD, positions, use_reentrant=False)
-            else:
-                x_BLD = layer(x_BLD, positions, cache)
+        if is_decoding() and (final_BLD := self._step(x_BLD, positions, cache)) is not None:
+            x_BLD = final_BLD
+        else:
+            for layer in self.layers:
+                if self.checkpoint_activations and torch.is_grad_enabled():
+                    x_BLD = checkpoint(layer, x_BLD, positions, use_reentrant=False)
+                else:
+                    x_BLD = layer(x_BLD, positions, cache)
         if isinstance(cache, KeyValueCache):
             cache.advance(tokens_BL.shape[1])
         return final_norm(self.config, x_BLD, self.norm, self.norm_bias)
