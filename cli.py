@@ -542,6 +542,7 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("--bits", type=click.Choice(WEIGHT_BITS), required=True, help="Of each weight.")
 @group_size_option
 @click.option("--experts-only", is_flag=True, help="Leave attention and dense feed-forward networks as they are.")
+@click.option("--quantize-head", is_flag=True, help="Round the output head too, to 8 bits: every token reads all of it.")
 @click.option(
     "--activation-aware", is_flag=True, help="First scale input channels by the size of their activations on --data."
 )
@@ -554,19 +555,19 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
 def quantize(common: Common, **options: Any) -> dict[str, Any]:
     """Round the weights of MODEL to 8 or 4 bits, and store them in the form that vLLM reads.
 
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). Router, norms, embeddings, output
-    head and biases keep their dtype.
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). Router, norms, embeddings and
+    biases keep their dtype, and so does the output head unless --quantize-head is given.
     """
     from compress.quantiser import QuantiserOptions
     from compress.quantize import QuantizeOptions
     from compress.quantize import quantize as run
 
-    given = _job_options(common, options, "quantize")
+    given, rounding = _job_options(common, options, "quantize"), [field.name for field in fields(QuantiserOptions)]
     if options["output"] is None:
         given["output"] = Path(f"{Path(options['model']).name}-{options['bits']}-bit")
     figures = run(
         QuantizeOptions(
-            quantiser=QuantiserOptions(options["bits"], options["group_size"], options["experts_only"]),
+            quantiser=QuantiserOptions(**{name: options[name] for name in rounding}),
             activation_aware=options["activation_aware"],
             method="quantize",
             **given,

@@ -43,7 +43,15 @@ def prepare(directory: Path, layers: int) -> None:
         write_random_model(model, shape(layers=layers))
     for bits in (8, 4):
         if not (directory / f"{bits}-bit").is_dir():
-            options = ["--bits", str(bits), "--evaluation-samples", "0", "-o", str(directory / f"{bits}-bit")]
+            options = [
+                "--bits",
+                str(bits),
+                "--quantize-head",
+                "--evaluation-samples",
+                "0",
+                "-o",
+                str(directory / f"{bits}-bit"),
+            ]
             subprocess.run([sys.executable, "-m", "cli", "quantize", str(model), *options], check=True)
     if not (directory / "BF16.gguf").exists():
         write_gguf(Checkpoint(model), directory / "BF16.gguf")

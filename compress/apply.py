@@ -234,7 +234,7 @@ def _schemes(
 ) -> dict[str, Scheme]:
     """How each weight of few bits is stored in the result."""
     if quantiser is not None:
-        return dict.fromkeys(quantiser.options.names(result), quantiser.options.scheme)
+        return {name: quantiser.options.scheme_of(name) for name in quantiser.options.names(result)}
     copied = {name: origins.get(name, name) for name in expected_tensors(result) if name in origins or name not in made}
     return {name: scheme for name, origin in copied.items() if (scheme := checkpoint.scheme(origin)) is not None}
 

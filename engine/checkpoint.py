@@ -226,7 +226,7 @@ class Checkpoint(ModelDirectory):
         """Matrices that may stay of few bits in a decoder."""
         layers = range(len(self.config.layers))
         names = [(*attention_weights(self.config, layer), *feed_forward_weights(self.config, layer)) for layer in layers]
-        return frozenset(name for own in names for name in own)
+        return frozenset(["lm_head.weight", *(name for own in names for name in own)])
 
     def scheme(self, name: str) -> Scheme | None:
         """How a weight of few bits is stored; None for all other tensors."""

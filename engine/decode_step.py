@@ -2,7 +2,7 @@
 
 Layer after layer in Python costs as much time as a fifth of a small model's weights. The kernels do all that
 `model.DecoderLayer` does, product by product and rounding by rounding; what they do not know (latent attention, other routers
-than the top-k of a softmax, partly rotated heads, observers of experts) goes through the layers themselves.
+than the top-k of a softmax, heads rotated in part, observers of experts) goes through the layers.
 
 Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
 """

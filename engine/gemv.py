@@ -264,7 +264,9 @@ def _few_bits_tile(rows: int, bits: int) -> Any:
         whole = builder.and_(inputs, _INDEX(-_CHUNK))
         vectors = [_Rounded(builder, x_address, inputs, r) for r in range(rows)]
         weight_bytes = _parts(builder, inputs, 8, bits)
-        scale_bytes = builder.mul(builder.udiv(inputs, group), _INDEX(2))
+        # Divisions by a number that is not known here would take as long as a dozen products.
+        shift = builder.select(builder.icmp_signed("==", group, _INDEX(ROUNDED)), _INDEX(5), _INDEX(7))
+        scale_bytes = builder.mul(builder.lshr(inputs, shift), _INDEX(2))
         sums = []
         for matrix_row in range(MULTIPLE_OF_OUTPUTS // rows):
             row_weights = builder.add(weights, builder.mul(weight_bytes, _INDEX(matrix_row)))
@@ -272,7 +274,7 @@ def _few_bits_tile(rows: int, bits: int) -> Any:
 
             def chunk(index: Any, sums: list[Any], weights: Any = row_weights, scales: Any = row_scales) -> list[Any]:
                 """512 weights; of each vector three sums: two of products, one of what is to be taken off."""
-                scales_of_16 = _scales_of_chunk(builder, _at(builder, scales, builder.udiv(index, group), 2), group)
+                scales_of_16 = _scales_of_chunk(builder, _at(builder, scales, builder.lshr(index, shift), 2), group)
                 own = [builder.fmul(scales_of_16, vector.scales(index, _LANES)) for vector in vectors]
                 sums = list(sums)
                 for r, vector in enumerate(vectors):
@@ -289,7 +291,7 @@ def _few_bits_tile(rows: int, bits: int) -> Any:
 
             def rest(index: Any, sums: list[Any], weights: Any = row_weights, scales: Any = row_scales) -> list[Any]:
                 """32 weights; of each vector a short sum of products, and one number to be taken off."""
-                scale = _widened(builder, _at(builder, scales, builder.udiv(index, group), 2), 1)
+                scale = _widened(builder, _at(builder, scales, builder.lshr(index, shift), 2), 1)
                 stored = _stored(builder, builder.add(weights, _parts(builder, index, 8, bits)), bits, 4 * bits)
                 made = []
                 for r, vector in enumerate(vectors):

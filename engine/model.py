@@ -37,9 +37,9 @@ from engine.decode_step import DecodeStep
 from engine.experts import Expert, MoeBlock
 from engine.kv_cache import KeyValueCache
 from engine.latent_attention import LatentAttention
-from engine.linear import is_decoding, linear
+from engine.linear import is_decoding, linear, plain
 from engine.paged_cache import PagedBatch
-from engine.quantised_weight import Weight, as_tensor
+from engine.quantised_weight import Weight, as_tensor, frozen
 from engine.routing import (
     BiasedTopK,
     Gate,
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         self.embedding_VD = _frozen(tensor("model.embed_tokens.weight"))
         self.layers = nn.ModuleList(DecoderLayer(config, index, tensor) for index in range(len(config.layers)))
         self.norm, self.norm_bias = _norm(config, FINAL_NORM, tensor)
-        self.head_VD = self.embedding_VD if config.tied_embeddings else _frozen(tensor("lm_head.weight"))
+        self.head = self.embedding_VD if config.tied_embeddings else frozen(tensor("lm_head.weight"))
         self.head_bias_V = _frozen(tensor("lm_head.bias")) if config.head_bias else None
         self.rotary = Rotary(config)
         self._step = DecodeStep(config, self.layers)
@@ -99,6 +99,11 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embedding_VD.device
+
+    @property
+    def head_VD(self) -> Tensor:
+        """The output head as a plain matrix; one of few bits is dequantised at each call."""
+        return plain(self.head, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,7 +162,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[…, V] of final hidden states [..., D]."""
-        return linear(hidden, self.head_VD, self.head_bias_V)
+        return linear(hidden, self.head, self.head_bias_V)
 
 
 def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> Tensor:

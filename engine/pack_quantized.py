@@ -10,6 +10,7 @@ Shape suffixes: O outputs, D inputs, W words of a row, C groups of a row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -101,8 +102,22 @@ def _honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> 
             )
 
 
-def config_of(scheme: Scheme, ignored: Iterable[str]) -> dict[str, Any]:
-    """`quantization_config` of a model whose linear layers are all stored so, but for the named weights."""
+def config_of(scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Scheme] | None = None) -> dict[str, Any]:
+    """`quantization_config` of a model whose linear layers are all stored so, but for weights in `ignored` and `others`."""
+    groups = {"group_0": _group(scheme, ["Linear"])}
+    for place, (name, own) in enumerate((others or {}).items(), start=1):
+        groups[f"group_{place}"] = _group(own, [f"re:.*{re.escape(name.removesuffix('.weight'))}$"])
+    return {
+        "quant_method": _METHOD,
+        "format": _FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [name.removesuffix(".weight") for name in ignored],
+        "kv_cache_scheme": None,
+    }
+
+
+def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     whole = scheme.group_size == WHOLE_ROW
     weights = {
         "num_bits": scheme.bits,
@@ -112,15 +127,7 @@ def config_of(scheme: Scheme, ignored: Iterable[str]) -> dict[str, Any]:
         "group_size": None if whole else scheme.group_size,
         "dynamic": False,
     }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": _METHOD,
-        "format": _FORMAT,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [name.removesuffix(".weight") for name in ignored],
-        "kv_cache_scheme": None,
-    }
+    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
 
 
 def layout_of(

@@ -39,8 +39,8 @@ def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
         found |= _named(f"{prefix}.post_attention_layernorm", layer.feed_forward_norm, layer.feed_forward_norm_bias)
         found.update(_feed_forward(decoder, index, layer))
     found |= _named(FINAL_NORM, decoder.norm, decoder.norm_bias)
-    if decoder.head_VD is not decoder.embedding_VD:
-        found["lm_head.weight"] = decoder.head_VD
+    if decoder.head is not decoder.embedding_VD and isinstance(decoder.head, nn.Parameter):
+        found["lm_head.weight"] = decoder.head
     if decoder.head_bias_V is not None:
         found["lm_head.bias"] = decoder.head_bias_V
     return found
