@@ -35,7 +35,7 @@ from numba.extending import intrinsic
 
 MOST_ROWS, FEWEST_ROWS = 128, 32
 """Matrix rows that one thread multiplies with all vectors before it goes on: the longer it stays with one matrix, the faster
-memory gives it."""
+memory gives it. Of few bits up to twice as many, which are still fewer bytes."""
 BLOCKS_OF_A_THREAD = 8
 """At least so many where rows suffice, so that threads end together."""
 _MATHS = {"reassoc", "contract", "nsz"}
@@ -637,9 +637,9 @@ def _prepared(x_address: Any, rows: Any, inputs: Any, bits: Any) -> Any:
 
 
 @_inline
-def _block_rows(rows: Any, threads: Any) -> Any:
+def _block_rows(rows: Any, threads: Any, bits: Any) -> Any:
     """Of a block, where all matrices together have so many."""
-    size = MOST_ROWS
+    size = MOST_ROWS if bits == 16 else 2 * MOST_ROWS
     while size > FEWEST_ROWS and rows < size * BLOCKS_OF_A_THREAD * threads:
         size //= 2
     return size
@@ -654,7 +654,7 @@ def _products(
     """y = [x·W_0ᵀ, x·W_1ᵀ, …]; ends_M: where each matrix's rows end in a row of y."""
     bits, group = form
     x = _prepared(x_address, rows, inputs, bits)
-    size = _block_rows(ends_M[-1], threads)
+    size = _block_rows(ends_M[-1], threads, bits)
     begin, blocks = 0, 0
     for end in ends_M:
         blocks += (end - begin + size - 1) // size
@@ -741,7 +741,7 @@ def _swiglu(
                 _prepare(x_D, bits, _address(x_M) + np.uint64(begins_N[expert]) * x_bytes)
                 begins_N[expert] += 1
     middle_MF = np.empty((members, width), np.float32)
-    size = _block_rows(used * width, threads)
+    size = _block_rows(used * width, threads, bits)
     blocks = (width + size - 1) // size
     for place in numba.prange(used * blocks):
         expert, first = used_N[place // blocks], place % blocks * size
@@ -768,7 +768,7 @@ def _swiglu(
     middle_M = np.empty(np.uint64(members) * middle_bytes, np.uint8)
     for member in numba.prange(members):
         _prepare(middle_MF[member], bits, _address(middle_M) + np.uint64(member) * middle_bytes)
-    wide = _block_rows(hidden, threads)
+    wide = _block_rows(hidden, threads, bits)
     for place in numba.prange((hidden + wide - 1) // wide):
         first = place * wide
         count = min(wide, hidden - first)

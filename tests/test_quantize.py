@@ -307,3 +307,26 @@ def test_experts_alone_leave_attention_unscaled(tmp_path: Path) -> None:
     named = {name for fold in found.folds for name in (fold.before, *fold.readers)}
     assert named and not any("self_attn" in name or "input_layernorm" in name for name in named)
     assert Rescaling().factor("anything", torch.ones(2, 2)) is None
+
+
+def test_the_head_has_8_bits_on_request(place: Path) -> None:
+    """Whatever the others have; in a group of its own, which vLLM and compressed-tensors match by name."""
+    figures = run(*QUANTIZE, "--quantize-head", "-o", "head")
+    config = json.loads((place / "head" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_1"]["targets"] == ["re:.*lm_head$"] and "lm_head" not in config["ignore"]
+    assert config["config_groups"]["group_1"]["weights"]["num_bits"] == 8
+    whole, small = Checkpoint(place / "model"), Checkpoint(place / "head")
+    assert small.scheme("lm_head.weight") == Scheme(8, 16) and small.fewest_bits == Scheme(4, 16)
+    expected = quantise(whole.tensor("lm_head.weight").float(), 8, 16, whole.model_dtype).dequantised(torch.float32)
+    assert torch.equal(small.tensor("lm_head.weight", torch.float32), expected)
+    assert figures["quantize_head"] and len(figures["relative_weight_error_per_layer"]) == len(whole.config.layers)
+    head = Decoder(small.config, small.weights(torch.float32))
+    plain = Decoder(small.config, small.source(torch.float32))
+    with torch.inference_mode():
+        assert torch.allclose(head(TOKENS), plain(TOKENS), rtol=1e-5, atol=1e-6)
+
+
+def test_a_tied_head_keeps_its_dtype(tmp_path: Path) -> None:
+    save_reference("mixtral", tmp_path, tie_word_embeddings=True)
+    with pytest.raises(OptionError, match="leave out --quantize-head"):
+        QuantiserOptions(8, 16, quantize_head=True).check(Checkpoint(tmp_path).config)
