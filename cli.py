@@ -1142,6 +1142,7 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
         "load_seconds": report.load_seconds,
         "experts_skipped_share": report.experts_skipped_share,
         "experts_skipped_share_per_layer": report.experts_skipped_share_per_layer,
+        "weights_read_bytes_per_token": report.weights_read_bytes_per_token,
         "draft_acceptance_rate": report.draft_acceptance_rate,
         "tokens_per_target_forward": report.tokens_per_target_forward,
     }

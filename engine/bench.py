@@ -175,6 +175,7 @@ def _row(
         "weights_bytes": about["weights_bytes"],
         "kv_cache_bytes": warm["kv_cache_bytes"],
         "experts_skipped_share": warm["experts_skipped_share"],
+        "weights_read_bytes_per_token": warm["weights_read_bytes_per_token"],
         "tokens_per_second_median": statistics.median(rates),
         "parameters": about["parameters"],
         "threads": about["threads"],
@@ -333,6 +334,10 @@ class Backend(Protocol):
     def experts_skipped_share(self) -> float:
         """Since the last `count_skips(True)`."""
 
+    @property
+    def bytes_read_per_token(self) -> float | None:
+        """Of weights, by a token that is decoded alone; None where only the runtime knows."""
+
     def count_skips(self, counting: bool) -> None:
         """Start counting from zero, or stop: counting is not part of what is timed."""
 
@@ -374,6 +379,10 @@ class TorchBackend:
         counter = self._engine.skip_counter
         return 0.0 if counter is None else counter.share
 
+    @property
+    def bytes_read_per_token(self) -> float | None:
+        return self._engine.bytes_read_per_token
+
     def count_skips(self, counting: bool) -> None:
         counter = self._engine.skip_counter
         if counter is not None and counting:
@@ -396,6 +405,7 @@ class TransformersBackend:
     """transformers as it comes, and as its own `generate` drives it: cached, with the last position's logits only."""
 
     experts_skipped_share = 0.0
+    bytes_read_per_token = None
 
     def __init__(self, spec: BenchSpec) -> None:
         for name in SHAPES_KEPT:
@@ -491,7 +501,12 @@ def _answer(backend: Backend, spec: BenchSpec, request: str) -> dict[str, Any]:
     backend.count_skips(verb == "warm")
     seconds = run_case(backend, case, tokens_BL)
     share = backend.experts_skipped_share
-    return {"seconds": seconds, "kv_cache_bytes": backend.kv_cache_bytes, "experts_skipped_share": share}
+    return {
+        "seconds": seconds,
+        "kv_cache_bytes": backend.kv_cache_bytes,
+        "experts_skipped_share": share,
+        "weights_read_bytes_per_token": backend.bytes_read_per_token,
+    }
 
 
 Answer = Callable[[str], dict[str, Any]]

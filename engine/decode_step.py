@@ -1,8 +1,8 @@
 """A whole step of decoding in one compiled call, for decoders that the kernels know all parts of.
 
 Layer after layer in Python costs as much time as a fifth of a small model's weights. The kernels do all that
-`model.DecoderLayer` does, product by product and rounding by rounding; what they do not know (latent attention, other routers
-than the top-k of a softmax, heads rotated in part, observers of experts) goes through the layers.
+`model.DecoderLayer` does, product by product and rounding by rounding. What they do not know goes through the layers: latent
+attention, routers other than the top-k of a softmax, heads rotated in part, observers of experts.
 
 Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
 """

@@ -182,6 +182,14 @@ class Engine:
         """Bytes of the weights as they are computed with; tied ones count once."""
         return self.decoder.weights_bytes
 
+    @property
+    def bytes_read_per_token(self) -> float | None:
+        """Of weights, by a token that is decoded alone, with what was skipped since counting began."""
+        if not isinstance(self.decoder, Decoder):
+            return None
+        blocks, counter = self.decoder.moe_blocks, self.skip_counter
+        return self.decoder.bytes_read_per_token([0.0] * len(blocks) if counter is None else counter.share_per_layer)
+
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt. Raises OptionError for an empty one where the model has no token to begin with."""
         try:
@@ -421,6 +429,7 @@ class _Batch:
             experts_skipped_share=0.0 if counter is None else counter.share,
             experts_skipped_share_per_layer=[0.0] * len(layers) if counter is None else counter.share_per_layer,
             experts_read=asked if counter is None else counter.filled,
+            weights_read_bytes_per_token=engine.bytes_read_per_token,
             draft_acceptance_rate=speculation.accepted / proposed if speculation and proposed else None,
             tokens_per_target_forward=(generated - 1) / speculation.rounds if speculation and speculation.rounds else None,
         )

@@ -113,7 +113,21 @@ class Decoder(nn.Module):
     @cached_property
     def weights_bytes(self) -> int:
         """Bytes of the weights as they are computed with, those of few bits as they are stored; tied ones count once."""
-        return sum(weight.numel() * weight.element_size() for weight in (*self.parameters(), *self.buffers()))
+        return _weights_bytes(self)
+
+    def bytes_read_per_token(self, skipped_shares: Sequence[float]) -> float:
+        """Bytes of weights that one token alone reads: of a layer's experts those that it chose and did not skip.
+
+        skipped_shares: one for each MoE layer. Of the embeddings one row, of tied ones all as the head.
+        """
+        read: float = _weights_bytes(self)
+        if not self.config.tied_embeddings:
+            read -= self.embedding_VD.nbytes - self.embedding_VD[0].nbytes
+        moes = [layer.moe for layer in self.config.layers if layer.moe is not None]
+        for block, moe, skipped in zip(self.moe_blocks, moes, skipped_shares, strict=True):
+            used = min(moe.experts_per_token, moe.experts) * (1.0 - skipped)
+            read -= _weights_bytes(block.experts) * (1.0 - used / moe.experts)
+        return read
 
     @property
     def moe_blocks(self) -> list[MoeBlock]:
@@ -163,6 +177,10 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[…, V] of final hidden states [..., D]."""
         return linear(hidden, self.head, self.head_bias_V)
+
+
+def _weights_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in (*module.parameters(), *module.buffers()))
 
 
 def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> Tensor:

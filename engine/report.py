@@ -48,7 +48,10 @@ class Report:
     experts_skipped_share_per_layer: list[float]
     """One per MoE layer."""
     experts_read: int
-    """Expert evaluations that were carried out: one for each expert of each token and layer; a draft's are not counted."""
+    """Expert evaluations that were carried out: one for each expert of each token and layer; a draft's do not count."""
+    weights_read_bytes_per_token: float | None
+    """Of weights, by a token that is decoded alone: experts that it does not choose, or skips, are not read. None for an
+    exported model."""
     draft_acceptance_rate: float | None = None
     """Drafted tokens that were kept, of those that were drafted; None where none were."""
     tokens_per_target_forward: float | None = None

@@ -16,6 +16,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 import engine as package
 from engine.errors import CheckpointError, OptionError
 from engine.generate import Engine, Generation, decode_kernels
+from engine.routing import Selection
 from engine.sampling import SamplingOptions
 from engine.skip_tables import FILE_NAME, SkipTables
 from engine.text_stream import Characters, held_back
@@ -281,6 +282,37 @@ def test_threshold_zero_is_no_skipping_to_the_bit(directory: Path, tmp_path: Pat
         zero = Engine.open(copy, skip_threshold=0.0)
         assert zero.skip_counter is None
         assert torch.equal(plain, zero.decoder(tokens))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_bytes_that_a_token_reads_are_those_of_its_experts(directory: Path, tmp_path: Path, threshold: float) -> None:
+    """Counted here from what each token was routed to, and from the sizes of the stored tensors."""
+    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
+    tables().save(copy / FILE_NAME)
+    engine = Engine.open(copy, skip_threshold=threshold)
+    chosen: list[int] = []
+
+    class Watched:
+        def __init__(self, base: Any) -> None:
+            self.base = base
+
+        def __call__(self, logits_TN: torch.Tensor) -> Selection:
+            selection: Selection = self.base(logits_TN)
+            chosen.append(int((selection.experts >= 0).sum()))
+            return selection
+
+    for block in engine.decoder.moe_blocks:
+        block.routing = Watched(block.routing)
+    engine.generate("some text to be read", max_new_tokens=8)
+    report, checkpoint = engine.report(), engine.checkpoint
+    sizes = {name: checkpoint.tensor(name).nbytes for name in checkpoint.shapes}
+    of_one_expert = sum(size for name, size in sizes.items() if ".experts.0." in name) / 3
+    common = sum(size for name, size in sizes.items() if ".experts." not in name and "embed_tokens" not in name)
+    tokens = report.prompt_tokens + report.generated_tokens - 1
+    expected = common + checkpoint.config.hidden_size * 4 + sum(chosen) / tokens * of_one_expert
+    assert report.weights_read_bytes_per_token == pytest.approx(expected, rel=1e-6)
+    assert sum(chosen) == report.experts_read
+    assert (sum(chosen) == 6 * tokens) == (threshold == 0.0)
 
 
 def test_skipping_is_reported_per_layer(directory: Path, tmp_path: Path) -> None:
