@@ -38,6 +38,8 @@ ExpertObserver = Callable[[int, Tensor, Tensor], None]
 SPARSE_MAX_TOKENS = 4
 """Up to this many tokens the sparse path is taken when no gradient is needed: with more, experts begin to be shared."""
 
+MULTIPLE_OF_TOKENS = 16
+"""That prompts' experts are given, filled up with zeros."""
 TRANSPOSED_FROM_TOKENS = 16
 """From this many tokens on, bfloat16 products have the weight on the left: oneDNN rearranges its right operand on each
 call, and so it is the tokens that are rearranged and not the weight."""
@@ -83,9 +85,10 @@ class Expert(nn.Module):
                 return y_TD
         is_large = x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS
         if self.is_plain and is_large and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
-            x_DT, dtype = x_TD.T, x_TD.dtype
+            # Every other number of tokens would be another shape, which oneDNN compiles code for.
+            x_DT, dtype = F.pad(x_TD, (0, 0, 0, -tokens % MULTIPLE_OF_TOKENS)).T, x_TD.dtype
             gate_FT = F.silu(plain(self.gate_FD, dtype) @ x_DT, inplace=True)
-            return (plain(self.down_DF, dtype) @ gate_FT.mul_(plain(self.up_FD, dtype) @ x_DT)).T
+            return (plain(self.down_DF, dtype) @ gate_FT.mul_(plain(self.up_FD, dtype) @ x_DT)).T[:tokens]
         gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (self.gate_F, self.up_F))
         return linear(gated(gate_TF, up_TF, self.swiglu), self.down_DF, self.down_D)
 

@@ -1,0 +1,369 @@
+"""Decoding and prefill of a random mixture of 1.5 B parameters: ours, transformers and llama.cpp, in 16, 8 and 4 bits.
+
+pip install llama-cpp-python gguf matplotlib
+python benchmarks/decode.py [--directory DIR] [--rounds 5] [--threads 2]
+
+All contenders stay loaded and are timed in turn, in each round every test once; figures are medians, ratios are of medians.
+transformers is taken as it comes, and with whichever of its implementations of experts is fastest in each test. llama.cpp
+gets the same weights; queries and keys whose rows it would want in another order stay as they are, which costs the same.
+What memory gives is measured in each round too, by adding up 1 GB with as many threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine_speed import write_skip_tables
+from random_model import shape, write_random_model
+from results import RESULTS, markdown, save
+
+from engine.bench import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
+from engine.checkpoint import Checkpoint
+from engine.skip_tables import FILE_NAME
+
+PROMPT, NEW, BATCH = 512, 64, 8
+LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
+"""Names of llama.cpp's file types, and their numbers."""
+OURS = {"ours, bf16": "bf16", "ours, 8 bits": "8-bit", "ours, 4 bits": "4-bit"}
+SKIPPING = "ours, bf16, skipping at 1"
+DEFAULT, BEST = "transformers, bf16", "transformers, bf16, its best"
+BITS = {"bf16": ("ours, bf16", DEFAULT, BEST, "llama.cpp BF16"), "8 bits": ("ours, 8 bits", "llama.cpp Q8_0")}
+BITS["4 bits"] = ("ours, 4 bits", "llama.cpp Q4_0", "llama.cpp Q4_K_M")
+EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
+PREFILL, DECODE, TOGETHER = f"prefill {PROMPT}", f"decode {NEW}", f"decode {NEW}, {BATCH} sequences"
+IMPLEMENTATIONS = {PREFILL: ("grouped_mm", "eager"), DECODE: ("grouped_mm", "batched_mm", "eager")}
+"""Of experts, in transformers. batched_mm copies every token's experts: 18 GB for a prompt of 512."""
+Rates = dict[str, dict[str, list[float]]]
+
+
+def prepare(directory: Path, layers: int) -> None:
+    """Make the mixture, our results of fewer bits and llama.cpp's files, where they are not there yet."""
+    model = directory / "bf16"
+    if not model.is_dir():
+        write_random_model(model, shape(layers=layers))
+    if not (model / FILE_NAME).exists():
+        write_skip_tables(model)
+    for bits in (8, 4):
+        if not (directory / f"{bits}-bit").is_dir():
+            options = ["--bits", str(bits), "--quantize-head", "--evaluation-samples", "0"]
+            command = [sys.executable, "-m", "cli", "quantize", str(model), *options, "-o", str(directory / f"{bits}-bit")]
+            subprocess.run(command, check=True)
+    if not (directory / "BF16.gguf").exists():
+        write_gguf(Checkpoint(model), directory / "BF16.gguf")
+    for name, number in LLAMA_TYPES.items():
+        if number is not None and not (directory / f"{name}.gguf").exists():
+            quantise_gguf(directory / "BF16.gguf", directory / f"{name}.gguf", number)
+
+
+def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
+    """The checkpoint in llama.cpp's format, bfloat16, norms and routers in float32."""
+    import gguf
+
+    config = checkpoint.raw_config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+
+    def wide(name: str, source: str) -> None:
+        writer.add_tensor(name, checkpoint.tensor(source).float().numpy())
+
+    def half(name: str, *sources: str) -> None:
+        tensors = [checkpoint.tensor(source) for source in sources]
+        values = (torch.stack(tensors) if len(tensors) > 1 else tensors[0]).contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+    half("token_embd.weight", "model.embed_tokens.weight")
+    half("output.weight", "lm_head.weight")
+    wide("output_norm.weight", "model.norm.weight")
+    for layer in range(config["num_hidden_layers"]):
+        ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
+        wide(f"{theirs}.attn_norm.weight", f"{ours}.input_layernorm.weight")
+        wide(f"{theirs}.ffn_norm.weight", f"{ours}.post_attention_layernorm.weight")
+        wide(f"{theirs}.ffn_gate_inp.weight", f"{ours}.block_sparse_moe.gate.weight")
+        for name, projection in ATTENTION.items():
+            half(f"{theirs}.{name}.weight", f"{ours}.self_attn.{projection}.weight")
+        for name, projection in EXPERTS.items():
+            experts = [f"{ours}.block_sparse_moe.experts.{each}" for each in range(config["num_local_experts"])]
+            half(f"{theirs}.{name}.weight", *(f"{expert}.{projection}.weight" for expert in experts))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def quantise_gguf(source: Path, target: Path, number: int) -> None:
+    """llama.cpp's own rounding."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = number
+    failed = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), parameters)
+    assert not failed, f"{target}: llama.cpp could not make it"
+
+
+# Workers: each loads once and answers the name of a test with tokens per second.
+
+CASES = {PREFILL: (BenchCase("pp", PROMPT), 1), DECODE: (BenchCase("tg", NEW), 1), TOGETHER: (BenchCase("tg", NEW), BATCH)}
+
+
+def worker_of_ours(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
+    """This engine."""
+    backend = TorchBackend(BenchSpec(given["model"], threads=given["threads"], skip_threshold=given["skip_threshold"]))
+    backend.count_skips(False)
+
+    def answer(test: str) -> dict[str, Any]:
+        rate = _rate(backend, test)
+        return {"rate": rate, "bytes_per_token": backend.bytes_read_per_token, "skipped": backend.experts_skipped_share}
+
+    backend.count_skips(True)
+    _rate(backend, DECODE)
+    backend.count_skips(False)
+    return answer
+
+
+def worker_of_transformers(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
+    """With the implementation that follows the test's name, after a colon; its own choice without one."""
+    backend = TransformersBackend(BenchSpec(given["model"], "transformers", threads=given["threads"]))
+    own = backend._model.config._experts_implementation
+
+    def answer(request: str) -> dict[str, Any]:
+        test, _, implementation = request.partition(":")
+        backend._model.set_experts_implementation(implementation or own)
+        return {"rate": _rate(backend, test)}
+
+    return answer
+
+
+def _rate(backend: Any, test: str) -> float:
+    case, batch = CASES[test]
+    tokens_BL = torch.randint(32000, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+    return case.tokens * batch / run_case(backend, case, tokens_BL)
+
+
+def worker_of_llama_cpp(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
+    """llama.cpp, through its C API's Python wrapper."""
+    import llama_cpp
+
+    sizes = {"n_ctx": PROMPT + NEW, "n_batch": PROMPT, "n_ubatch": PROMPT}
+    threads = {"n_threads": given["threads"], "n_threads_batch": given["threads"]}
+    model = llama_cpp.Llama(given["model"], verbose=False, **threads, **sizes)
+    tokens = np.random.default_rng(0).integers(0, model.n_vocab(), PROMPT).tolist()
+
+    def answer(test: str) -> dict[str, Any]:
+        model.reset()
+        started = time.perf_counter()
+        if test == PREFILL:
+            model.eval(tokens)
+            return {"rate": PROMPT / (time.perf_counter() - started)}
+        for token in tokens[:NEW]:
+            model.eval([token])
+        return {"rate": NEW / (time.perf_counter() - started)}
+
+    return answer
+
+
+WORKERS = {"ours": worker_of_ours, "transformers": worker_of_transformers, "llama.cpp": worker_of_llama_cpp}
+
+
+class Contender:
+    """A process that holds one model."""
+
+    def __init__(self, kind: str, model: Path, threads: int, skip_threshold: float = 0.0) -> None:
+        given = {"kind": kind, "model": str(model), "threads": threads, "skip_threshold": skip_threshold}
+        command = [sys.executable, __file__, "--worker", json.dumps(given)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, test: str) -> dict[str, Any]:
+        """The answer to one test."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(test, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise RuntimeError(f"{self._process.args}: ended without an answer")
+
+    def end(self) -> None:
+        """Let it go."""
+        self._process.kill()
+        self._process.wait()
+
+
+def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str, dict[str, Any]], list[float]]:
+    """Rates by contender and test, what our reports say, and what memory gives in GB/s."""
+    contenders = {title: Contender("ours", directory / name, threads) for title, name in OURS.items()}
+    contenders[SKIPPING] = Contender("ours", directory / "bf16", threads, 1.0)
+    contenders |= {f"llama.cpp {name}": Contender("llama.cpp", directory / f"{name}.gguf", threads) for name in LLAMA_TYPES}
+    contenders[DEFAULT] = Contender("transformers", directory / "bf16", threads)
+    rates: Rates = {}
+    said: dict[str, dict[str, Any]] = {}
+    streams = []
+    for place in range(rounds + 1):  # the first warms up
+        for title, contender in contenders.items():
+            tests = [PREFILL, DECODE, *([TOGETHER] if title.startswith("ours") else [])]
+            if title == DEFAULT:
+                tests += [f"{test}:{name}" for test, names in IMPLEMENTATIONS.items() for name in names]
+            for test in tests:
+                said[title] = contender.ask(test)
+                if place:
+                    rates.setdefault(title, {}).setdefault(test, []).append(said[title]["rate"])
+        streams.append(stream(threads))
+    for contender in contenders.values():
+        contender.end()
+    of_transformers = rates[DEFAULT]
+    rates[BEST] = {
+        test: max((of_transformers[f"{test}:{name}"] for name in names), key=statistics.median)
+        for test, names in IMPLEMENTATIONS.items()
+    }
+    return rates, said, streams[1:]
+
+
+def stream(threads: int) -> float:
+    """GB/s of reading memory with so many threads; the best of three."""
+    torch.set_num_threads(threads)
+    buffer = torch.ones(1 << 27, dtype=torch.int64)
+    best = 0.0
+    for _ in range(3):
+        started = time.perf_counter()
+        buffer.sum()
+        best = max(best, buffer.nbytes / (time.perf_counter() - started) / 1e9)
+    return best
+
+
+def rows(rates: Rates, said: dict[str, dict[str, Any]], streams: list[float], directory: Path) -> list[dict[str, Any]]:
+    """One for each contender, ours with the ratio to each of as many bits before it."""
+    made = []
+    medians = {title: {test: statistics.median(found) for test, found in own.items()} for title, own in rates.items()}
+    for bits, titles in BITS.items():
+        ours = medians[titles[0]]
+        for title in titles:
+            row: dict[str, Any] = {"title": title, "bits": bits}
+            row |= {test: medians[title][test] for test in (PREFILL, DECODE)}
+            row |= {f"{test} ratio": ours[test] / medians[title][test] for test in (PREFILL, DECODE)}
+            read = bytes_per_token(title, said, directory)
+            row |= {"bytes_per_token": read, "share": read * medians[title][DECODE] / 1e9 / statistics.median(streams)}
+            row["rounds"] = {test: rates[title][test] for test in (PREFILL, DECODE)}
+            made.append(row)
+        if bits == "bf16":
+            made.append({"title": SKIPPING, "bits": bits, **{test: medians[SKIPPING][test] for test in (PREFILL, DECODE)}})
+            made[-1] |= {f"{test} ratio": ours[test] / medians[SKIPPING][test] for test in (PREFILL, DECODE)}
+            read = said[SKIPPING]["bytes_per_token"]
+            share = read * medians[SKIPPING][DECODE] / 1e9 / statistics.median(streams)
+            made[-1] |= {"bytes_per_token": read, "share": share, "skipped": said[SKIPPING]["skipped"]}
+    for title in OURS:
+        made.append({"title": f"{title}, {BATCH} sequences", "bits": "together", DECODE: medians[title][TOGETHER]})
+        made[-1]["alone"] = medians[title][TOGETHER] / medians[title][DECODE]
+    return made
+
+
+def bytes_per_token(title: str, said: dict[str, dict[str, Any]], directory: Path) -> float:
+    """Of weights."""
+    if not title.startswith("llama.cpp"):
+        own: float = said[title if title in said and title.startswith("ours") else "ours, bf16"]["bytes_per_token"]
+        return own
+    import gguf
+
+    config = json.loads((directory / "bf16" / "config.json").read_text())
+    used = config["num_experts_per_tok"] / config["num_local_experts"]
+    tensors = gguf.GGUFReader(directory / f"{title.split()[-1]}.gguf").tensors
+    return float(
+        sum(each.n_bytes * (used if "_exps" in each.name else 1.0) for each in tensors if each.name != "token_embd.weight")
+    )
+
+
+def table(made: list[dict[str, Any]]) -> str:
+    """What stands beside each peer is ours by it."""
+    header = ["1.5 B parameters, 2 of 8 experts", f"{PREFILL} t/s", "ours by it", f"{DECODE} t/s", "ours by it"]
+    header += ["MB a token", "of memory's speed"]
+
+    def ratio(row: dict[str, Any], test: str) -> str:
+        return f"{row[f'{test} ratio']:.2f}×" if not row["title"].startswith("ours") else ""
+
+    lines = []
+    for row in made:
+        if row["bits"] == "together":
+            lines.append([row["title"], "", "", f"{row[DECODE]:.1f}", f"{row['alone']:.2f}× of one", "", ""])
+            continue
+        name = row["title"] + (f" ({row['skipped']:.0%} skipped)" if "skipped" in row else "")
+        figures = [f"{row[PREFILL]:.0f}", ratio(row, PREFILL), f"{row[DECODE]:.1f}", ratio(row, DECODE)]
+        lines.append([name, *figures, f"{row['bytes_per_token'] / 1e6:.0f}", f"{row['share']:.0%}"])
+    return markdown(header, lines)
+
+
+def picture(made: list[dict[str, Any]], path: Path) -> None:
+    """Bars of both tests, in groups of equal bits."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [row for row in made if row["bits"] in BITS and row["title"] != SKIPPING]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    for axis, test in zip(axes, (DECODE, PREFILL), strict=True):
+        places, place = [], 0.0
+        for index, row in enumerate(shown):
+            place += 1.6 if index and row["bits"] != shown[index - 1]["bits"] else 1.0
+            places.append(place)
+        colours = ["#1f6f8b" if row["title"].startswith("ours") else "#b9c4c9" for row in shown]
+        bars = axis.barh(places, [row[test] for row in shown], color=colours)
+        axis.bar_label(bars, [f"{row[test]:.0f}" for row in shown], padding=3, fontsize=9)
+        axis.set_title(f"{test}, tokens per second", loc="left", fontsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.12)
+    axes[0].set_yticks(places, [row["title"] for row in shown])
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, help="where the models are made, and found again")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--trial", action="store_true", help="show the table and save nothing")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        given = json.loads(arguments.worker)
+        answer = WORKERS[given["kind"]](given)
+        for line in sys.stdin:
+            print(json.dumps(answer(line.strip())), flush=True)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = arguments.directory or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        prepare(directory, arguments.layers)
+        rates, said, streams = measure(directory, arguments.rounds, arguments.threads)
+        made = rows(rates, said, streams, directory)
+    if arguments.trial:
+        print(table(made))
+        return
+    save("decode", {"stream_gb_per_second": streams, "rows": made}, table(made))
+    picture(made, RESULTS / "decode.png")
+
+
+if __name__ == "__main__":
+    main()
