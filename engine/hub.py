@@ -11,6 +11,7 @@ import functools
 import glob
 import re
 import struct
+import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -216,8 +217,11 @@ def _beginning(repository: str, commit: str, name: str, count: int) -> bytes:
 def explained(model: str) -> Iterator[None]:
     """Around what asks the hub about MODEL: whatever goes wrong there becomes a HubError that says what to do."""
     from httpx2 import HTTPError
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import disable_progress_bars
 
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not sys.stderr.isatty():
+        disable_progress_bars()  # its bars are for people, as ours are
     try:
         yield
     except errors.GatedRepoError as error:

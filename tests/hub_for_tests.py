@@ -273,9 +273,7 @@ class Handler(BaseHTTPRequestHandler):
         files = dict(repository.files)
         for operation in operations:
             value = operation["value"]
-            if operation["key"] == "header" and value.get("parentCommit", repository.revisions["main"]) not in (
-                repository.revisions["main"]
-            ):
+            if operation["key"] == "header" and value.get("parentCommit") != repository.revisions["main"]:
                 raise Refused(412)
             if operation["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
