@@ -217,42 +217,50 @@ def _beginning(repository: str, commit: str, name: str, count: int) -> bytes:
 def explained(model: str) -> Iterator[None]:
     """Around what asks the hub about MODEL: whatever goes wrong there becomes a HubError that says what to do."""
     from httpx2 import HTTPError
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not sys.stderr.isatty():
         disable_progress_bars()  # its bars are for people, as ours are
     try:
         yield
-    except errors.GatedRepoError as error:
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        raise HubError(f"{model}: {_explanation(model, error)}") from error
+
+
+def _explanation(model: str, error: BaseException) -> str:
+    from httpx2 import HTTPError
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
         where = f"https://huggingface.co/{model.partition('@')[0]}"
-        raise HubError(f"{model}: is gated; accept its terms at {where}, and log in with `hf auth login`") from error
-    except errors.RepositoryNotFoundError as error:
-        raise HubError(
-            f"{model}: no such directory here, and no such model on the hub, or it is private; check the name, or log in "
-            "with `hf auth login`"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise HubError(f"{model}: the hub has no such revision; give a branch, tag or commit of the model") from error
-    except errors.LocalTokenNotFoundError as error:
-        raise HubError(f"{model}: you are not logged in to the hub; run `hf auth login`, or set HF_TOKEN") from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise HubError(
-            f"{model}: no such directory here, the hub cannot be reached, and not all of the model is in the cache; check "
-            "the network (and HF_HUB_OFFLINE), or give a directory"
-        ) from error
-    except errors.HfHubHTTPError as error:
-        raise HubError(f"{model}: {_refusal(error.response.status_code)}") from error
-    except HTTPError as error:
-        raise HubError(
-            f"{model}: the connection to the hub broke ({type(error).__name__}); run the command again, which goes on with "
-            "the files that are still missing"
-        ) from error
-    except errors.HFValidationError as error:
-        raise HubError(f"{model}: cannot be an id on the hub; write it owner/name") from error
-    except (OSError, ValueError) as error:  # a full disk; an answer that is not what it should be
-        reason = (isinstance(error, OSError) and error.strerror) or next(iter(str(error).splitlines()), "")
-        raise HubError(f"{model}: not had from the hub ({reason or type(error).__name__}); run the command again") from error
+        return f"is gated; accept its terms at {where}, and log in with `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "no such directory here, and no such model on the hub, or it is private; check the name, or log in with "
+            "`hf auth login`"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has no such revision; give a branch, tag or commit of the model"
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return "you are not logged in to the hub; run `hf auth login`, or set HF_TOKEN"
+    if isinstance(error, errors.HFValidationError):
+        return "cannot be an id on the hub; write it owner/name"
+    if isinstance(error, errors.HfHubHTTPError):
+        return _refusal(error.response.status_code)
+    if isinstance(error.__cause__, errors.HfHubHTTPError):
+        return _explanation(model, error.__cause__)
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return (
+            "no such directory here, the hub cannot be reached, and not all of the model is in the cache; check the network "
+            "(and HF_HUB_OFFLINE), or give a directory"
+        )
+    if isinstance(error, HTTPError | RuntimeError):  # RuntimeError: of threads that shared the connection
+        return "the connection to the hub broke; run the command again, which goes on with the files that are missing"
+    reason = (isinstance(error, OSError) and error.strerror) or next(iter(str(error).splitlines()), "")
+    return (
+        f"cannot be exchanged with the hub ({reason or type(error).__name__}); make space if a disk is full, and try again"
+    )
 
 
 def _refusal(status: int) -> str:

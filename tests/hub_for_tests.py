@@ -228,7 +228,7 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.hub.repositories:
             raise Refused(409)
         self.hub.add(name, {".gitattributes": b"*.safetensors filter=lfs"}, private=asked.get("visibility") == "private")
-        return {"url": f"http://hub/{name}", "name": name}
+        return {"url": f"http://{self.headers['Host']}/{name}", "name": name}
 
     def validate(self) -> dict[str, Any]:
         assert json.loads(self.body)["content"].startswith("---\n"), "a model card has a block of metadata"
@@ -282,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
             elif operation["key"] == "deletedFile":
                 del files[value["path"]]
         digest = repository.commit(files, revision)
-        return {"commitUrl": f"http://hub/{name}/commit/{digest}", "commitOid": digest}
+        return {"commitUrl": f"http://{self.headers['Host']}/{name}/commit/{digest}", "commitOid": digest}
 
 
 @contextmanager
