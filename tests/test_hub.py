@@ -393,3 +393,11 @@ def test_only_whole_artifacts_are_pushed(writer: Hub) -> None:
 def test_a_sweep_is_not_pushed_as_one(writer: Hub) -> None:
     line = run("prune", "model", "--sparsity", "0.3,0.5", *PRUNE[4:], "--push-to-hub", "small", code=1)
     assert "--push-to-hub is for one artifact" in line and writer.writes == 0
+
+
+def test_a_result_says_which_model_of_the_hub_it_comes_from(made: Path, writer: Hub) -> None:
+    writer.add(NAME, made / "model", "v2")
+    figures = run("prune", NAME, "--revision", "v2", *PRUNE[2:])
+    assert figures["artifact"] == "tiny-frequency"
+    assert "\nbase_model: ada/tiny\n" in (Path("tiny-frequency") / "README.md").read_text()
+    assert json.loads((Path("tiny-frequency") / "compression.json").read_text())["source"]["model"] == f"{NAME}@v2"
