@@ -109,9 +109,11 @@ def upload(directory: Path, target: Target) -> dict[str, Any]:
     started = time.monotonic()
     names = files_of(directory)
     with explained(target.repository):
-        HfApi().create_repo(target.repository, private=target.private or None, exist_ok=True)
         parent, held = _held(target.repository)
         _check_replaced(target, (parent, held))
+        if parent is None:
+            HfApi().create_repo(target.repository, private=target.private or None)
+            parent, held = _held(target.repository)
         added = [CommitOperationAdd(name, directory / name) for name in names]
         removed = [CommitOperationDelete(name, is_folder=False) for name in sorted(set(held) - set(names))]
         made = HfApi().create_commit(

@@ -14,7 +14,7 @@ import struct
 import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from huggingface_hub import RepoFile
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([^@\s]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 _DESCRIBING = ("config.json", "generation_config.json", "compression.json", INDEX_NAME, "skip_tables.safetensors")
@@ -131,9 +132,19 @@ def _draw(repository: str, source: Path, directory: Path) -> frozenset[str]:
 
 
 def _snapshot(repository: str, revision: str | None, patterns: Collection[str] | Iterator[str]) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns), ignore_patterns="*/*"))
+    wanted = {"allow_patterns": list(patterns), "ignore_patterns": "*/*"}
+    if revision is not None and _COMMIT.fullmatch(
+        revision
+    ):  # which huggingface_hub would not ask about before its threads do
+        with suppress(LocalEntryNotFoundError):
+            directory = Path(snapshot_download(repository, revision=revision, local_files_only=True, **wanted))
+            if _listed(repository, directory):
+                return directory
+        HfApi().model_info(repository, revision=revision)  # raises what is the matter, once and in one thread
+    return Path(snapshot_download(repository, revision=revision, **wanted))
 
 
 def _listed(repository: str, directory: Path) -> dict[str, RepoFile]:
@@ -229,7 +240,7 @@ def explained(model: str) -> Iterator[None]:
 
 
 def _explanation(model: str, error: BaseException) -> str:
-    from httpx2 import HTTPError
+    from httpx2 import ConnectError, HTTPError, TimeoutException
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -250,7 +261,7 @@ def _explanation(model: str, error: BaseException) -> str:
         return _refusal(error.response.status_code)
     if isinstance(error.__cause__, errors.HfHubHTTPError):
         return _explanation(model, error.__cause__)
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectError | TimeoutException):
         return (
             "no such directory here, the hub cannot be reached, and not all of the model is in the cache; check the network "
             "(and HF_HUB_OFFLINE), or give a directory"

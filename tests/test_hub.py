@@ -261,7 +261,7 @@ def test_without_the_hub_what_is_in_the_cache_is_read(
         closed.bind(("127.0.0.1", 0))
         use(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}", tmp_path)
     assert "the hub cannot be reached, and not all of the model is in the cache" in run("inspect", "ada/other", code=1)
-    assert f"Error: {NAME}: " in (line := run("generate", NAME, "-p", "the", code=1)) and "hub" in line
+    assert "not all of the model is in the cache" in run("generate", NAME, "-p", "the", code=1)
     assert (reading.fetch(NAME, frozenset({0})) / "layer-0.safetensors").exists()
 
 
@@ -307,7 +307,8 @@ def test_what_is_pushed_runs_by_its_name_as_it_does_here(writer: Hub) -> None:
     assert {name: data for name, data in repository.files.items() if name != ".gitattributes"} == files
     assert "modeling_compressed.py" in files and figures["pushed"]["bytes"] == sum(map(len, files.values()))
     assert writer.downloaded() == set()
-    assert Engine.open("ada/small").generate(["the"])[0].text == Engine.open("small").generate(["the"])[0].text
+    there, here = (Engine.open(model).generate(["the"], max_new_tokens=8)[0].text for model in ("ada/small", "small"))
+    assert there == here
     assert writer.downloaded() == set(files)
     assert run("inspect", "ada/small", "--checksums")["provenance"]["figures"]["experts_per_layer"] == [3, 5, 2]
 
