@@ -19,7 +19,7 @@ from hub_for_tests import Hub, served
 from safetensors.torch import load_file, save_file
 
 import cli
-from compress import prune, push
+from compress import plots, prune, push
 from engine import hub as reading
 from engine.checkpoint import Checkpoint, resolve
 from engine.errors import CheckpointError, CompressError, HubError, OptionError
@@ -28,6 +28,7 @@ from engine.inspect import inspect
 from engine.safetensors_file import INDEX_NAME
 
 NAME = "ada/tiny"
+DRAWS = plots.available
 # huggingface_hub's uploads over plain HTTP, without hf_xet.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
@@ -284,6 +285,7 @@ def test_a_revision_of_what_has_none_is_refused(model: str, revision: str, fragm
 def writer(hub: Hub, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """The hub for someone who may write, in a workplace of their own."""
     monkeypatch.setenv("HF_TOKEN", "writer")
+    monkeypatch.setattr(plots, "available", lambda: False)  # which take longer than all else here
     for name in ("model", "text.txt"):
         (shutil.copytree if name == "model" else shutil.copy)(made / name, tmp_path / name)
     (tmp_path / "plan.json").write_text(json.dumps({"schema_version": 1, "kind": "moe", "layers": KEPT}))
@@ -298,7 +300,8 @@ def contents(directory: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
-def test_what_is_pushed_runs_by_its_name_as_it_does_here(writer: Hub) -> None:
+def test_what_is_pushed_runs_by_its_name_as_it_does_here(writer: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "available", DRAWS)
     figures = run(*WITH_PLAN, "-o", "small", "--push-to-hub", "small")
     repository = writer.repositories["ada/small"]
     assert figures["pushed"]["repository"] == "ada/small" and figures["pushed"]["commit"] == repository.revisions["main"]
