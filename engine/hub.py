@@ -135,16 +135,17 @@ def _snapshot(repository: str, revision: str | None, patterns: Collection[str] |
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    wanted = {"allow_patterns": list(patterns), "ignore_patterns": "*/*"}
-    if revision is not None and _COMMIT.fullmatch(
-        revision
-    ):  # which huggingface_hub would not ask about before its threads do
+    fetched = functools.partial(
+        snapshot_download, repository, revision=revision, allow_patterns=list(patterns), ignore_patterns="*/*"
+    )
+    if revision is not None and _COMMIT.fullmatch(revision):
+        # huggingface_hub would ask the hub about a commit in several threads first, which lose their errors.
         with suppress(LocalEntryNotFoundError):
-            directory = Path(snapshot_download(repository, revision=revision, local_files_only=True, **wanted))
+            directory = Path(fetched(local_files_only=True))
             if _listed(repository, directory):
                 return directory
         HfApi().model_info(repository, revision=revision)  # raises what is the matter, once and in one thread
-    return Path(snapshot_download(repository, revision=revision, **wanted))
+    return Path(fetched())
 
 
 def _listed(repository: str, directory: Path) -> dict[str, RepoFile]:
