@@ -84,7 +84,7 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
         common = Common(as_json, device, dtype, seed, threads, verbose, debug)
         try:
             prepare_process(common, function.__name__)
-            result = function(common, **own)
+            result = run_with_hub(function, common, own)
         except CompressError as error:
             if debug:
                 raise
@@ -98,6 +98,28 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
             click.echo(json.dumps(result, allow_nan=False))
 
     return run
+
+
+def run_with_hub(function: Callable[..., dict[str, Any]], common: Common, own: dict[str, Any]) -> dict[str, Any]:
+    """Run a command: MODEL at its --revision, and its artifact to --push-to-hub, which is refused before any work."""
+    revision = own.pop("revision", None)
+    if revision is not None:
+        from engine.hub import at_revision
+
+        name = "model" if "model" in own else "path"
+        own[name] = at_revision(own[name], revision)
+    if "push_to_hub" not in own:
+        return function(common, **own)
+    from compress.push import check_target, push_result
+
+    repository, private = own.pop("push_to_hub"), own.pop("private")
+    if repository is None or not is_first_process():
+        return function(common, **own)
+    target = check_target(repository, private, own["overwrite"])
+    figures = function(common, **own)
+    pushed = push_result(Path(figures["artifact"]), target)
+    say(common, f"{pushed['url']}: commit {pushed['commit'][:12]}")
+    return figures | {"pushed": pushed}
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -119,6 +141,13 @@ def text_options(samples: int) -> Decorator:
     )
 
 
+revision_option = click.option("--revision", help="Of a hub id: a branch, tag or commit.  [default: the main branch]")
+model_argument = together(click.argument("model", default="demo"), revision_option)
+private_option = click.option("--private", is_flag=True, help="Hub: the repository is private where it is made anew.")
+push_options = together(
+    click.option("--push-to-hub", metavar="REPO_ID", help="Then upload the result to the hub, as `compress push` does."),
+    private_option,
+)
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing result.")
 resume_option = click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
 limit_option = click.option("--limit", type=click.IntRange(min=1), help="Tasks: first examples only.")
@@ -170,6 +199,13 @@ def evaluation_option(none: str = "0 for none") -> Decorator:
     """How much text tells what a smaller model has lost."""
     text = f"Held-out sequences for perplexity before and after; {none}."
     return click.option("--evaluation-samples", type=int, default=32, show_default=True, help=text)
+
+
+def result_name(model: str) -> str:
+    """What the default --output begins with."""
+    from engine.hub import last_name
+
+    return last_name(model)
 
 
 group_size_option = click.option(
@@ -263,6 +299,7 @@ result_options = together(
     click.option("--plan-output", type=click.Path(path_type=Path), help="Also write the plan to this file."),
     overwrite_option,
     resume_option,
+    push_options,
 )
 artifact_options = together(input_options, recover_options, result_options)
 """Options of every command that calibrates and writes a smaller mixture; `densify` takes the first and the last."""
@@ -411,7 +448,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("model", default="demo")
+@model_argument
 @click.option(
     "--sparsity",
     type=Several(click.FLOAT, "R[,R…]"),
@@ -494,9 +531,10 @@ def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ..
     from compress.sweep import cells, sweep
     from engine.errors import OptionError
 
+    _refuse_options(("push_to_hub",), "for one artifact, and a sweep makes several; `compress push` them afterwards")
     if sparsities is None or options["plan_output"] is not None:
         raise OptionError("a sweep needs --sparsity and writes no --plan-output; each artifact carries its plan")
-    name = f"{Path(options['model']).name}-sweep"
+    name = f"{result_name(options['model'])}-sweep"
     base = _prune_options(common, **options | {"output": options["output"] or Path(name)})
     scope = "uniform" if options["uniform"] else options["scope"]
     comparison = CompareOptions(
@@ -517,7 +555,7 @@ def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ..
 
 
 @main.command()
-@click.argument("model", default="demo")
+@model_argument
 @click.option("--experts", type=int, required=True, help="Experts per layer of the result.")
 @click.option(
     "--method", type=click.Choice(MERGE_METHODS), default="ream", show_default=True, help="How experts are grouped."
@@ -538,7 +576,7 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
 
 
 @main.command()
-@click.argument("model", default="demo")
+@model_argument
 @click.option("--bits", type=click.Choice(WEIGHT_BITS), required=True, help="Of each weight.")
 @group_size_option
 @click.option("--experts-only", is_flag=True, help="Leave attention and dense feed-forward networks as they are.")
@@ -551,6 +589,7 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
 @evaluation_option("0 for none, and without --activation-aware no text is read")
 @overwrite_option
 @resume_option
+@push_options
 @common_options
 def quantize(common: Common, **options: Any) -> dict[str, Any]:
     """Round the weights of MODEL to 8 or 4 bits, and store them in the form that vLLM reads.
@@ -564,7 +603,7 @@ def quantize(common: Common, **options: Any) -> dict[str, Any]:
 
     given, rounding = _job_options(common, options, "quantize"), [field.name for field in fields(QuantiserOptions)]
     if options["output"] is None:
-        given["output"] = Path(f"{Path(options['model']).name}-{options['bits']}-bit")
+        given["output"] = Path(f"{result_name(options['model'])}-{options['bits']}-bit")
     figures = run(
         QuantizeOptions(
             quantiser=QuantiserOptions(**{name: options[name] for name in rounding}),
@@ -578,7 +617,7 @@ def quantize(common: Common, **options: Any) -> dict[str, Any]:
 
 
 @main.command()
-@click.argument("model", default="demo")
+@model_argument
 @click.option("--ffns", type=int, help="Experts of each layer in its one FFN.  [default: experts per token]")
 @click.option(
     "--select",
@@ -684,6 +723,7 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: STUDENT-RECIPE]")
 @overwrite_option
 @resume_option
+@push_options
 @common_options
 def distill(common: Common, **options: Any) -> dict[str, Any]:
     """Train a student towards a teacher: on text, or on responses to prompts.
@@ -870,7 +910,7 @@ def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, 
 
     return {
         "model": given["model"],
-        "output": given["output"] or Path(f"{Path(given['model']).name}-{name}"),
+        "output": given["output"] or Path(f"{result_name(given['model'])}-{name}"),
         "calibration": CalibrationOptions(
             data=given["data"],
             samples=given["samples"],
@@ -888,7 +928,7 @@ def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, 
 
 
 @main.command()
-@click.argument("model", default="demo")
+@model_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
 @text_options(128)
 @overwrite_option
@@ -920,6 +960,7 @@ def calibrate(common: Common, **options: Any) -> dict[str, Any]:
 
 @main.command()
 @click.argument("path", default="demo")
+@revision_option
 @click.option("--checksums", is_flag=True, help="Also compare every file with the artifact's checksums.")
 @common_options
 def inspect(common: Common, path: str, checksums: bool) -> dict[str, Any]:
@@ -934,6 +975,25 @@ def inspect(common: Common, path: str, checksums: bool) -> dict[str, Any]:
     return result
 
 
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("repo_id")
+@private_option
+@click.option("--overwrite", is_flag=True, help="Replace an artifact that is there.")
+@common_options
+def push(common: Common, **options: Any) -> dict[str, Any]:
+    """Upload the artifact in DIRECTORY to the hub as REPO_ID: owner/name, or a name of one's own.
+
+    The artifact is compared with its checksums, and its files go there in one commit, with its model card. Log in with
+    `hf auth login` before, or set HF_TOKEN.
+    """
+    from compress.push import push as run
+
+    result = run(options["directory"], options["repo_id"], options["private"], options["overwrite"])
+    say(common, f"{result['url']}: {result['files']} files, {size(result['bytes'])}, commit {result['commit'][:12]}")
+    return result
+
+
 def _shown(key: str, value: Any) -> str:
     if value is None:
         return "–"
@@ -945,7 +1005,7 @@ def _shown(key: str, value: Any) -> str:
 
 
 @main.command()
-@click.argument("model", default="demo")
+@model_argument
 @text_options(32)
 @click.option(
     "--metric",
@@ -1059,7 +1119,7 @@ def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dic
 
 
 @main.command()
-@click.argument("model", default="demo")
+@model_argument
 @click.option("-p", "--prompt", multiple=True, required=True, help="Text to continue; may be given several times.")
 @click.option("-n", "--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
@@ -1149,7 +1209,7 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
 
 
 @main.command()
-@click.argument("model", default="demo")
+@model_argument
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="To listen on; 0 for a free one."
@@ -1434,7 +1494,7 @@ def compare(common: Common, **options: Any) -> dict[str, Any]:
 
 
 @main.command()
-@click.argument("model", default="demo")
+@model_argument
 @click.option(
     "--format", "form", type=click.Choice(EXPORT_FORMATS), default="onnx", show_default=True, help="What is written."
 )
@@ -1453,6 +1513,7 @@ def compare(common: Common, **options: Any) -> dict[str, Any]:
 @click.option("--data", help="Classifiers: examples for int8 and for the comparison.  [default: those it was distilled on]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: MODEL-FORMAT]")
 @overwrite_option
+@push_options
 @common_options
 def export(common: Common, **options: Any) -> dict[str, Any]:
     """Write MODEL for another runtime, then compare it with the engine; where they differ, nothing is left.
@@ -1474,7 +1535,7 @@ def export(common: Common, **options: Any) -> dict[str, Any]:
     figures = run(
         ExportOptions(
             model=options["model"],
-            output=options["output"] or Path(f"{Path(options['model']).name}-{options['form']}"),
+            output=options["output"] or Path(f"{result_name(options['model'])}-{options['form']}"),
             format=options["form"],
             **{name: options[name] for name in ("precision", "experts", "skip_threshold", "skip_min_experts", "overwrite")},
             threads=common.threads,
@@ -1499,7 +1560,7 @@ def _export_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any
     if options["form"] != "onnx":
         raise OptionError(f"{options['model']}: is a classifier; its format is onnx")
     names = ("model", "precision", "data", "overwrite")
-    output = options["output"] or Path(f"{Path(options['model']).name}-onnx")
+    output = options["output"] or Path(f"{result_name(options['model'])}-onnx")
     given = ClassifierExportOptions(output=output, threads=common.threads, **{name: options[name] for name in names})
     figures = export_classifier(given)
     say(

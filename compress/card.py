@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from compress.pictures import Picture
+from engine.hub import is_hub_id, split
 
 
 def model_card(
@@ -36,6 +38,7 @@ def model_card(
         [
             "---",
             *([] if figures.get("loading_note") else ["library_name: transformers"]),
+            *([f"base_model: {split(source)[0]}"] if is_hub_id(source) and not Path(source).exists() else []),
             f"tags: [mixture-of-experts, {_kind(figures, title)}, moe-compress]",
             "---",
             f"# {heading}",

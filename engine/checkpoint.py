@@ -43,6 +43,7 @@ from engine.artifact import check_sizes, read_provenance
 from engine.attention import Rotary
 from engine.block_float8 import FLOAT8, SCALES, block_of, dequantised
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.hub import fetch, is_hub_id
 from engine.json_file import load_json, shown
 from engine.mxfp4 import BLOCK, BLOCKS, POWERS, is_packed, unpacked
 from engine.pack_quantized import PACKED, QuantizedView, Scheme, schemes_of
@@ -59,27 +60,16 @@ _RELEASE_EVERY_BYTES = 64 << 20
 _SAME_MODEL = "config.json and the weights must be of the same model"
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
-    """The directory of MODEL: `demo`, a local directory, or a hub id (downloaded, or found in the cache)."""
+def resolve(model: str) -> Path:
+    """The directory of MODEL: `demo`, a local directory, or a hub id (fetched, or found in the cache)."""
     if model == DEMO:
         return DEMO_DIRECTORY
-    path = Path(model)
-    if os.path.exists(path) or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        if not os.path.isdir(path):
-            found = "not a directory" if os.path.exists(path) else "no such directory"
-            raise CheckpointError(f"{model}: {found}; give a checkpoint directory, a hub id or 'demo'")
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "modeling_*.py"]
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{model}: no such directory, and the hub does not give it ({type(error).__name__}); "
-            "check the name and the network, or download it first"
-        ) from error
+    if os.path.isdir(model):
+        return Path(model)
+    if os.path.exists(model) or not is_hub_id(model):
+        found = "not a directory" if os.path.exists(model) else "no such directory"
+        raise CheckpointError(f"{model}: {found}; give a checkpoint directory, a hub id or 'demo'")
+    return fetch(model)
 
 
 class ModelDirectory:
@@ -137,12 +127,14 @@ class ModelDirectory:
 class Checkpoint(ModelDirectory):
     """One model on disk. Opening checks config, headers, names, shapes and dtypes, and reads no weights."""
 
-    def __init__(self, directory: Path) -> None:
-        """Errors as of ModelDirectory, for weights too."""
+    def __init__(self, directory: Path, header_only: frozenset[str] = frozenset()) -> None:
+        """Errors as of ModelDirectory, for weights too. `header_only`: shards that are there in outline, and not read."""
         super().__init__(directory)
         if (directory / ONNX_NAME).is_file():
             raise UnsupportedError(f"{directory}: is an ONNX export, which this needs as a checkpoint; {_ONNX_USE}")
         by_name, self.files = open_shards(directory)
+        for file in self.files:
+            file.header_only = file.path.name in header_only
         if self.wrapper is not None:
             by_name = _language_model(self.wrapper, self.files)
         self._by_name = by_name

@@ -13,6 +13,10 @@ class CheckpointError(CompressError):
     """A checkpoint on disk is missing, damaged, or disagrees with itself."""
 
 
+class HubError(CompressError):
+    """The hub does not give a model, or does not take one."""
+
+
 class UnsupportedError(CompressError):
     """A model asks for something that this engine does not have; it is refused, never approximated."""
 

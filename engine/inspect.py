@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from engine.encoder_decoder import (
     is_encoder_decoder,
     is_exported_encoder_decoder,
 )
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, CompressError
+from engine.hub import describe, is_hub_id, lacks_weights, outline
 from engine.onnx_classifier import OnnxClassifier
 from engine.onnx_encoder_decoder_runtime import OnnxEncoderDecoder
 from engine.onnx_runtime import is_exported, open_exported
@@ -27,7 +29,12 @@ Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]:
-    """Everything `compress inspect --json` says. Raises CheckpointError for what is not whole."""
+    """Everything `compress inspect --json` says. Raises CheckpointError for what is not whole.
+
+    Of a decoder on the hub whose weights are not in the cache only config and headers are fetched, and no value is read.
+    """
+    if not checksums and not os.path.exists(path) and is_hub_id(path) and _is_decoder(path) and lacks_weights(path):
+        return _outlined(path)
     directory = resolve(path)
     if checksums:
         compare_checksums(directory)
@@ -42,9 +49,32 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         return _encoder_decoder(directory, checksums, provenance, progress)
     checkpoint = Checkpoint(directory)
     checkpoint.check_finite(lambda names: progress(names, "reading weights"))
-    tables, scheme = load_skip_tables(directory, checkpoint.config), checkpoint.fewest_bits
+    return _decoder(checkpoint) | {"checksums_compared": checksums}
+
+
+def _is_decoder(model: str) -> bool:
+    """Whether a model on the hub is one that is described by its config and headers alone."""
+    directory = describe(model)
+    if is_classifier(directory) or is_encoder_decoder(directory):
+        return False
+    listed = (read_provenance(directory) or {"files": ()})["files"]
+    return not any(name.endswith(".onnx") for name in listed)
+
+
+def _outlined(model: str) -> dict[str, Any]:
+    """The same of a decoder on the hub, of whose weights only the headers are fetched."""
+    with outline(model) as (directory, shards):
+        try:
+            return _decoder(Checkpoint(directory, shards)) | {"weights_read": False}
+        except CompressError as error:
+            raise type(error)(str(error).replace(str(directory), model)) from error
+
+
+def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The same of a decoder's checkpoint whose weights were looked at as far as they will be."""
+    tables, scheme = load_skip_tables(checkpoint.directory, checkpoint.config), checkpoint.fewest_bits
     return {
-        "kind": "checkpoint" if provenance is None else "artifact",
+        "kind": "checkpoint" if checkpoint.provenance is None else "artifact",
         "architecture": checkpoint.config.architecture.model_type,
         "layers": len(checkpoint.config.layers),
         "experts_per_layer": list(checkpoint.config.experts_per_layer),
@@ -61,8 +91,9 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
         "parts_not_read": [part.strip(".") for part in checkpoint.wrapper.others] if checkpoint.wrapper else [],
         "skip_tables": tables is not None,
         "valid": True,
-        "checksums_compared": checksums,
-        "provenance": provenance,
+        "weights_read": True,
+        "checksums_compared": False,
+        "provenance": checkpoint.provenance,
     }
 
 

@@ -33,7 +33,7 @@ _ALIGNMENT = 8  # of the data's start, so that tensors of any dtype can be used 
 _BLOCK = 1 << 20  # bytes written at a time
 _MAX_RANK = 64  # beyond this torch's own operations refuse a tensor
 _MAX_BYTES = 2**63 - 1  # torch counts elements and bytes in int64
-_PICKLES = (".bin", ".pt", ".pth")
+PICKLES = (".bin", ".pt", ".pth")
 _METADATA = "__metadata__"
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _AGAIN = "fetch or write the file again"
@@ -183,6 +183,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Read and check the header of the file at `path`; CheckpointError says what is wrong with it."""
         self.path = path
+        self.header_only = False
+        """Whether the data was left out when the file was fetched; its tensors are then refused."""
         self._map: mmap.mmap | None = None
         with reading(path, _WHAT) as file:
             self._identity = _identity(file)
@@ -207,6 +209,8 @@ class SafetensorsFile:
 
     def _mapping(self) -> mmap.mmap:
         """The whole file, mapped copy-on-write: torch takes only writable buffers, and no write reaches the file."""
+        if self.header_only:
+            raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")
         if self._map is None:
             with reading(self.path, _WHAT) as file:
                 self._check_unchanged(file)
@@ -257,7 +261,7 @@ def _check_inside(directory: Path, path: Path) -> None:
         raise CheckpointError(f"{path}: link leads out of the checkpoint directory; put the file itself there")
 
 
-def _indexed_shards(directory: Path) -> dict[str, set[str]]:
+def indexed_shards(directory: Path) -> dict[str, set[str]]:
     """The index's shards, each file name with its tensors' names, in the index's order."""
     path = directory / INDEX_NAME
     _check_inside(directory, path)
@@ -306,7 +310,7 @@ def _no_weights_error(directory: Path) -> CheckpointError:
             f"{directory}: holds {len(shards)} safetensors files, first {shown(shards[0])}, but neither {INDEX_NAME} "
             f"nor {SINGLE_NAME}; fetch the index, or name a single file {SINGLE_NAME}"
         )
-    pickles = [name for name in names if name.endswith(_PICKLES)]
+    pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
         return CheckpointError(
             f"{directory}: only pickled weights, such as {shown(pickles[0])}, and these are never loaded since they "
@@ -323,7 +327,7 @@ def open_shards(directory: Path) -> tuple[dict[str, SafetensorsFile], list[Safet
     """
     index = directory / INDEX_NAME
     if os.path.lexists(index):
-        shards = _indexed_shards(directory)
+        shards = indexed_shards(directory)
         for name in shards:
             _check_inside(directory, directory / name)
         files = [SafetensorsFile(directory / name) for name in shards]

@@ -48,6 +48,7 @@ PROMISED = {
     "bench": "-p -n -r -d -b -o --skip-threshold --backend --server --concurrency --num-prompts --max-concurrency",
     "serve": "--host --port --api-key --max-queue --max-model-len --kv-cache-memory --max-batch-size --skip-threshold",
     "export": "-o --output --overwrite --format --precision --experts --skip-threshold",
+    "push": "--private --overwrite",
     "compare": "-o --output --overwrite --data --samples --tasks -p -n -r --skip-threshold",
 }
 
