@@ -17,7 +17,7 @@ from compress.card import training_lines
 from compress.diep import DiepOptions, search
 from compress.diep_scores import save_scores, scores_of_state
 from compress.gate_gradients import fisher_scores, taylor_scores
-from compress.job import JobOptions, Made, Prepared, check_plain, open_mixture, prepare, statistics_of
+from compress.job import JobOptions, Made, Prepared, check_plain, check_weights, open_mixture, prepare, statistics_of
 from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.naee import SUBSET_LIMIT, naee, search_used
 from compress.pictures import draw_training
@@ -30,6 +30,7 @@ from compress.selection import Budget, check_groups
 from compress.training import Trained
 from compress.whole_recovery import WholeRecoveryOptions, recover_all
 from compress.work_directory import WorkDirectory
+from engine import processes
 from engine.architectures import MoeConfig
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import OptionError
@@ -93,7 +94,10 @@ class Shared:
 
 
 def prune(options: PruneOptions, progress: Progress = no_progress, shared: Shared | None = None) -> dict[str, Any]:
-    """Run the job; the figures of the result, with the keys of `compress prune --json`."""
+    """Run the job; the figures of the result, with the keys of `compress prune --json`.
+
+    Several processes (engine/processes.py) share all that runs text through the model.
+    """
     started = time.monotonic()
     work = WorkDirectory(options.output, shared=None if shared is None else shared.work)
     if (figures := finished_before(options, work)) is not None:
@@ -101,7 +105,7 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
     check_outputs(options)
     if shared is None:
         prepared = prepare_pruning(options)
-        prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+        check_weights(prepared.checkpoint, progress)
     else:
         prepared = replace(shared.prepared, budget=checked_budget(options, shared.prepared.checkpoint))
     return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
@@ -172,6 +176,9 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     options.diep.check()
     options.recover.check()
     options.distill.check()
+    for name, training in (("--recover-steps", options.recover), ("--distill-steps", options.distill)):
+        if training.steps:
+            processes.own_batch_size(training.batch_size, name)
     checkpoint = open_mixture(options.model)
     if options.method in MERGE_METHODS or options.merge != "none" or options.distill.steps or options.quantiser is not None:
         check_plain(checkpoint)
@@ -234,14 +241,14 @@ def _merged(
     """The groups aligned, once over interruptions: with wide experts that takes longest."""
 
     def aligned() -> dict[str, Any]:
-        return plan_to_json(
-            merging_plan(
-                groups,
-                prepared.checkpoint,
-                device=options.device,
-                progress=lambda layers: progress(layers, "aligning (layers)"),
-            )
+        own = merging_plan(
+            dict(processes.share(sorted(groups.items()))),
+            prepared.checkpoint,
+            device=options.device,
+            progress=lambda layers: progress(layers, "aligning (layers)"),
         )
+        parts = processes.all_told(plan_to_json(own))
+        return parts[0] | {"layers": {layer: experts for part in parts for layer, experts in part["layers"].items()}}
 
     return plan_from_json(work.once("merging_plan", aligned))
 
@@ -304,7 +311,7 @@ def recovered(
         plan,
         prepared.checkpoint,
         prepared.tokens_SL,
-        options.recover,
+        replace(options.recover, batch_size=processes.own_batch_size(options.recover.batch_size, "--recover-steps")),
         dtype=prepared.dtype,
         device=options.device,
         state_path=work.path / "recovery.safetensors",
@@ -330,7 +337,7 @@ def _distilled(
         trained,
         prepared.training_SL,
         prepared.validation_VL,
-        options.distill,
+        replace(options.distill, batch_size=processes.own_batch_size(options.distill.batch_size, "--distill-steps")),
         dtype=prepared.dtype,
         device=options.device,
         state_path=work.path / "distill.safetensors",

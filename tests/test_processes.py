@@ -21,10 +21,10 @@ from training_in_processes import OPTIONS, TOKENS, train
 
 import cli
 from calibrate.collect import collect
-from compress import processes
 from compress.dense_plan import choose, dense_plan
 from compress.plan import plan_to_json
 from compress.training import Trainer, TrainingOptions
+from engine import processes
 from engine.checkpoint import Checkpoint
 from engine.errors import DataError, OptionError
 

@@ -1,0 +1,65 @@
+"""What tests/test_processes.py runs under torchrun, and in one process: everything that reads text to choose experts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import engine.streaming
+from calibrate.collect import collect
+from calibrate.statistics import LayerStatistics
+from compress.diep import RELAXATIONS, DiepOptions, search
+from compress.evaluate import perplexity, routed_counts
+from compress.gate_gradients import fisher_scores, taylor_scores
+from compress.naee import naee
+from engine import processes
+from engine.checkpoint import Checkpoint
+from engine.model import Decoder
+from engine.safetensors_file import write_tensors
+
+TOKENS = torch.randint(3, 96, (7, 12), generator=torch.Generator().manual_seed(1))
+engine.streaming.TOKENS_PER_BATCH = 24
+"""Two sequences a batch: the processes have 4 and 3 of the 7."""
+
+
+def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything as tensors and as JSON."""
+    checkpoint = Checkpoint(model)
+    statistics = collect(checkpoint, TOKENS, dtype=torch.float32)
+    tensors = {
+        f"{field.name}.{layer}": getattr(own, field.name)
+        for layer, own in statistics.layers.items()
+        for field in fields(LayerStatistics)
+    }
+    decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
+    scored = {"fisher": fisher_scores(decoder, TOKENS, 3), "taylor": taylor_scores(decoder, TOKENS)}
+    for relaxation in RELAXATIONS:
+        options = DiepOptions(relaxation, epochs=3, batch_size=3)  # the last of an epoch is of one sequence
+        scored[relaxation] = search(decoder, TOKENS, options, state_path=place / f"{relaxation}.safetensors")
+    tensors |= {f"{name}.{layer}": score for name, own in scored.items() for layer, score in own.items()}
+    counts: dict[int, list[int]] = {}
+    value = perplexity(checkpoint, TOKENS[:1], dtype=torch.float32, visit=routed_counts(counts))
+    kept = {layer: 3 for layer in checkpoint.config.moe_layers}
+    subsets = {limit: naee(checkpoint, TOKENS, kept, dtype=torch.float32, limit=limit) for limit in (0, 100)}
+    return tensors, json.loads(json.dumps({"perplexity": value, "routed": counts, "subsets": subsets}))
+
+
+def main(place: Path) -> None:
+    """Leave what this process has in a directory of its own."""
+    processes.join("cpu")
+    own = place / f"process-{processes.rank()}"
+    own.mkdir()
+    tensors, values = calibrated(place / "model", place)
+    write_tensors(own / "tensors.safetensors", tensors, {}, "tensors")
+    (own / "values.json").write_text(json.dumps(values))
+    processes.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
