@@ -496,6 +496,8 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
     """Remove experts from MODEL and write the smaller model.
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress prune …
     """
     from compress.prune import prune as run
 
@@ -555,6 +557,8 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
     """Merge similar experts of MODEL and write the smaller model.
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress merge …
     """
     from compress.prune import PruneOptions, prune
     from compress.selection import Budget
@@ -624,7 +628,7 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     that fits and loads wherever that does; without training it is far from MODEL. Of an encoder-decoder both stacks become
     dense, and --data is a .jsonl of pairs: `source` and `target`, or `instruction`, `input` and `output`.
 
-    Several processes share the training: torchrun --nproc-per-node N --no-python compress densify …
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress densify …
     """
     from compress.dense_training import DenseTrainingOptions
     from compress.densify import DensifyOptions, densify
@@ -714,7 +718,7 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
     Both may be classifiers of images or texts instead: --data is a folder of images, an .npz, a .jsonl of text and label, or
     'digits' (the default). Defaults are then 240 epochs, batches of 64, rate 0.05, temperature 4; the last state is kept.
 
-    Several processes share the training: torchrun --nproc-per-node N --no-python compress distill …
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress distill …
     """
     from calibrate.instructions import Limits
     from compress.distill import distill as run
@@ -913,6 +917,8 @@ def calibrate(common: Common, **options: Any) -> dict[str, Any]:
     """Run text through MODEL once and save what every method reads.
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress calibrate …
     """
     from calibrate.options import CalibrationOptions
     from calibrate.to_file import calibrate_to_file

@@ -8,7 +8,8 @@ Deviations from the paper, each an option: two more relaxations; α may start fr
 zero; the score may be the normalised N·ᾱ·β, since α is defined only up to a constant per layer under the softmax.
 
 Several processes share out the sequences of each step, and the gradients of α or β are added up over them: steps are those
-of one process, and all have the same scores.
+of one process, and all have the same scores. (`routed` begins where F' = F and ‖F' − F‖_F has no gradient; what it gets
+there is rounding, which is the same only where a step has a group of sequences for each process.)
 
 Shape suffixes: S sequences, B batch, L positions, D hidden, N experts of a layer.
 """

@@ -63,7 +63,6 @@ def join(device: str) -> str:
     """Enter the group, if there is one; the device of this process."""
     if not started_together():
         return device
-    meet()
     backend = "cpu:gloo"
     if device.startswith("cuda"):
         place = int(os.environ["LOCAL_RANK"])
@@ -74,6 +73,7 @@ def join(device: str) -> str:
         device, backend = f"cuda:{place}", "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(place)
     if not dist.is_initialized():
+        meet()
         dist.init_process_group(
             backend, store=_store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), timeout=PATIENCE
         )
