@@ -176,9 +176,6 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     options.diep.check()
     options.recover.check()
     options.distill.check()
-    for name, training in (("--recover-steps", options.recover), ("--distill-steps", options.distill)):
-        if training.steps:
-            processes.own_batch_size(training.batch_size, name)
     checkpoint = open_mixture(options.model)
     if options.method in MERGE_METHODS or options.merge != "none" or options.distill.steps or options.quantiser is not None:
         check_plain(checkpoint)
@@ -194,7 +191,21 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     if steps := options.distill.steps:
         wanted, validation = steps * options.distill.batch_size, options.distill.validation_samples
         texts = training_text(prepared.calibration, load_tokenizer(checkpoint), wanted, validation)
-    return Prunable(**vars(prepared), plan=plan, budget=budget, training_SL=texts[0], validation_VL=texts[1])
+    ready = Prunable(**vars(prepared), plan=plan, budget=budget, training_SL=texts[0], validation_VL=texts[1])
+    _own_steps(options, ready)
+    return ready
+
+
+def _own_steps(options: PruneOptions, prepared: Prunable) -> tuple[RecoverOptions, WholeRecoveryOptions]:
+    """The trainings with this process's part of each step. Raises OptionError where several cannot share them."""
+    recover, distill = options.recover, options.distill
+    if recover.steps:
+        size = processes.own_batch_size(recover.batch_size, len(prepared.tokens_SL), "--recover-steps")
+        recover = replace(recover, batch_size=size)
+    if distill.steps:
+        size = processes.own_batch_size(distill.batch_size, len(prepared.training_SL), "--distill-steps")
+        distill = replace(distill, batch_size=size)
+    return recover, distill
 
 
 def make_plan(options: PruneOptions, prepared: Prunable, work: WorkDirectory, progress: Progress) -> Plan:
@@ -311,7 +322,7 @@ def recovered(
         plan,
         prepared.checkpoint,
         prepared.tokens_SL,
-        replace(options.recover, batch_size=processes.own_batch_size(options.recover.batch_size, "--recover-steps")),
+        _own_steps(options, prepared)[0],
         dtype=prepared.dtype,
         device=options.device,
         state_path=work.path / "recovery.safetensors",
@@ -337,7 +348,7 @@ def _distilled(
         trained,
         prepared.training_SL,
         prepared.validation_VL,
-        replace(options.distill, batch_size=processes.own_batch_size(options.distill.batch_size, "--distill-steps")),
+        _own_steps(options, prepared)[1],
         dtype=prepared.dtype,
         device=options.device,
         state_path=work.path / "distill.safetensors",

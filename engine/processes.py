@@ -110,7 +110,7 @@ def told(value: Any = None, teller: int = 0) -> Any:
     dist.broadcast(length, teller)
     buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(buffer, teller)
-    return json.loads(bytes(buffer.tolist()))
+    return json.loads(buffer.numpy().tobytes())
 
 
 def all_told(value: T) -> list[T]:
@@ -142,8 +142,12 @@ def own_rows(sequences: int, length: int) -> slice:
     return slice(own[0].start, own[-1].stop) if own else slice(0, 0)
 
 
-def own_batch_size(batch_size: int, what: str) -> int:
+def own_batch_size(batch_size: int, sequences: int, what: str) -> int:
     """Of a training whose steps are of so many sequences in all. Raises OptionError where they cannot be shared evenly."""
+    if count() > 1 and sequences < batch_size:
+        raise OptionError(
+            f"{what} takes steps of {batch_size} sequences, and there are {sequences} to share; give more text, or leave torchrun"
+        )
     if batch_size % count():
         raise OptionError(
             f"{what} takes steps of {batch_size} sequences, which {count()} processes cannot share evenly; start as many as "

@@ -1,4 +1,4 @@
-"""Two processes calibrate, search and measure as one; they train as one with twice the batch, the model whole or in parts."""
+"""Two processes calibrate, search and measure as one; they train as one with twice the batch, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -108,58 +108,6 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
     """A sweep: what each artifact is made of, its tensors and its figures."""
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
-    command = [
-        "prune",
-        "model",
-        "--data",
-        "text.txt",
-        "--samples",
-        "16",
-        "--sequence-length",
-        "16",
-        "--epochs",
-        "2",
-        "--json",
-    ]
-    command += ["--evaluation-samples", "3", "--sparsity", "0.5", "--method", "diep,naee,reap", "--merge", "cka"]
-    command += ["--recover-steps", "1", "--dtype", "float32"]
-    done = torchrun("-m", "cli", *command, "-o", "together", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = CliRunner().invoke(cli.main, [*command, "-o", "alone"])
-    figures = json.loads(done.stdout)["runs"], json.loads(result.stdout)["runs"]
-    for together, alone in zip(*figures, strict=True):
-        for name in ("perplexity_before", "perplexity_after"):
-            assert together[name] == pytest.approx(alone[name], rel=1e-5)
-        assert together["experts_per_layer"] == alone["experts_per_layer"]
-        tensors = [load_file(*(tmp_path / own["artifact"]).glob("model*.safetensors")) for own in (together, alone)]
-        assert all(torch.allclose(tensors[0][name], tensor, atol=1e-5) for name, tensor in tensors[1].items())
-    assert not list(tmp_path.glob(".*")), "nothing temporary is left"
-
-
-FAILING = """
-import os, sys
-import cli, compress.naee
-from engine.errors import DataError
-
-own, layers = compress.naee.inner_products, []
-
-def products(*arguments):
-    layers.append(1)
-    if os.environ["RANK"] == "1" and len(layers) == 2:
-        raise DataError("the second process fails alone")
-    return own(*arguments)
-
-compress.naee.inner_products = products
-cli.main(sys.argv[1:])
-"""
-
-
-def test_one_process_fails_and_says_it_for_all_and_the_run_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_workplace(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "failing.py").write_text(FAILING)
     command = ["prune", "model", *CALIBRATION, "--samples", "16", "--epochs", "2", "--dtype", "float32", "--json"]
     command += ["--evaluation-samples", "3", "--sparsity", "0.5", "--method", "diep,naee,reap", "--merge", "cka"]
     command += ["--recover-steps", "1"]
