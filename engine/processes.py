@@ -146,7 +146,8 @@ def own_batch_size(batch_size: int, sequences: int, what: str) -> int:
     """Of a training whose steps are of so many sequences in all. Raises OptionError where they cannot be shared evenly."""
     if count() > 1 and sequences < batch_size:
         raise OptionError(
-            f"{what} takes steps of {batch_size} sequences, and there are {sequences} to share; give more text, or leave torchrun"
+            f"{what} takes steps of {batch_size} sequences, and there are {sequences} to share; give more text, or leave "
+            "torchrun"
         )
     if batch_size % count():
         raise OptionError(

@@ -33,12 +33,12 @@ TWO_SEQUENCES = 24
 
 
 def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything as tensors and as JSON."""
+    """Everything as tensors and as JSON; of one sequence too, which leaves a process without any."""
     checkpoint = Checkpoint(model)
-    statistics = collect(checkpoint, TOKENS, dtype=torch.float32)
     tensors = {
-        f"{field.name}.{layer}": getattr(own, field.name)
-        for layer, own in statistics.layers.items()
+        f"{field.name}.{layer}.{len(text)}": getattr(own, field.name)
+        for text in (TOKENS, TOKENS[:1])
+        for layer, own in collect(checkpoint, text, dtype=torch.float32).layers.items()
         for field in fields(LayerStatistics)
     }
     decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
@@ -50,7 +50,8 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
     counts: dict[int, list[int]] = {}
     value = perplexity(checkpoint, TOKENS[:1], dtype=torch.float32, visit=routed_counts(counts))
     kept = dict.fromkeys(checkpoint.config.moe_layers, 3)
-    subsets = {limit: naee(checkpoint, TOKENS, kept, dtype=torch.float32, limit=limit) for limit in (0, 100)}
+    cases = [(TOKENS, 0), (TOKENS, 100), (TOKENS[:1], 100)]
+    subsets = [naee(checkpoint, text, kept, dtype=torch.float32, limit=limit) for text, limit in cases]
     return tensors, json.loads(json.dumps({"perplexity": value, "routed": counts, "subsets": subsets}))
 
 
