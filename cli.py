@@ -46,6 +46,8 @@ EXPORT_FORMATS = ("onnx", "onnx-genai")
 EXPORT_PRECISIONS = ("float32", "float16", "int8", "int4")
 EXPERT_FORMS = ("moe", "portable")
 WEIGHT_BITS = (8, 4)
+SHARED_COMMANDS = ("calibrate", "prune", "merge", "densify", "distill")
+"""Those that several processes of torchrun can share."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,17 @@ def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., Non
         try:
             prepare_process(common, function.__name__)
             result = run_with_hub(function, common, own)
-        except CompressError as error:
-            if debug:
-                raise
+            leave_process()
+        except KeyboardInterrupt:
             if is_first_process():
+                click.echo("Interrupted.", err=True)
+            sys.exit(130)
+        except Exception as error:
+            if speaks_of_failure():
+                if debug or not isinstance(error, CompressError):
+                    raise
                 click.echo(f"Error: {' '.join(str(error).split())}", err=True)
             sys.exit(1)
-        except KeyboardInterrupt:
-            click.echo("Interrupted.", err=True)
-            sys.exit(130)
         if as_json and result and is_first_process():
             click.echo(json.dumps(result, allow_nan=False))
 
@@ -360,15 +364,35 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
 
 
+def speaks_of_failure() -> bool:
+    """Whether it is this process that says what went wrong."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    from engine import processes
+
+    return processes.is_first_to_fail()
+
+
+def leave_process() -> None:
+    """Take the group of processes apart, if there is one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from engine import processes
+
+        processes.leave()
+
+
 def prepare_process(common: Common, command: str) -> None:
-    """Threads, and quiet libraries unless asked otherwise. Refuses several processes where one does all."""
+    """Threads, and quiet libraries unless asked otherwise. Several processes meet, or are refused where one does all."""
     import torch
 
-    from compress import processes
+    from engine import processes
     from engine.errors import OptionError
 
-    if processes.started_together() and command not in ("densify", "distill"):
-        raise OptionError(f"compress {command} runs in one process; of torchrun's several only trainings have use")
+    if processes.started_together() and command not in SHARED_COMMANDS:
+        raise OptionError(
+            f"compress {command} runs in one process; torchrun's several can only share {', '.join(SHARED_COMMANDS)}"
+        )
+    processes.meet()
     if common.threads is not None:
         torch.set_num_threads(common.threads)
     if not common.verbose:
@@ -378,10 +402,11 @@ def prepare_process(common: Common, command: str) -> None:
 
 
 def chosen_device(common: Common) -> str:
-    """`auto` resolved; CUDA where there is none is refused."""
+    """`auto` resolved; CUDA where there is none is refused. Of several processes that have met, this one's own."""
+    from engine import processes
     from engine.generate import resolve_device
 
-    return str(resolve_device(common.device))
+    return processes.join(str(resolve_device(common.device)))
 
 
 def progress_bar(iterable: Iterable[Any], description: str) -> Iterable[Any]:
@@ -508,6 +533,8 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
     """Remove experts from MODEL and write the smaller model.
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress prune …
     """
     from compress.prune import prune as run
 
@@ -546,6 +573,8 @@ def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ..
         threads=common.threads,
     )
     result = sweep(cells(base, methods, sparsities, scope), comparison, progress_bar)
+    if not result:
+        return result  # of a process that is not the first
     say(common, table(text_table(result["rows"])))
     say(
         common,
@@ -566,6 +595,8 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
     """Merge similar experts of MODEL and write the smaller model.
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress merge …
     """
     from compress.prune import PruneOptions, prune
     from compress.selection import Budget
@@ -637,9 +668,8 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     that fits and loads wherever that does; without training it is far from MODEL. Of an encoder-decoder both stacks become
     dense, and --data is a .jsonl of pairs: `source` and `target`, or `instruction`, `input` and `output`.
 
-    Several processes share the training: torchrun --nproc-per-node N --no-python compress densify …
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress densify …
     """
-    from compress import processes
     from compress.dense_training import DenseTrainingOptions
     from compress.densify import DensifyOptions, densify
     from compress.densify_encoder_decoder import densify_encoder_decoder
@@ -649,12 +679,8 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     names = [field.name for field in fields(DenseTrainingOptions) if field.name != "seed"]
     training = DenseTrainingOptions(**{name: options[name] for name in names}, seed=common.seed)
     given = _job_options(common, options, "densify")
-    given["device"] = processes.join(given["device"])
     run = densify_encoder_decoder if is_encoder_decoder(resolve(options["model"])) else densify
     figures = run(DensifyOptions(ffns=options["ffns"], select=options["select"], training=training, **given), progress_bar)
-    processes.leave()
-    if not figures:
-        return figures  # of a process that was not the first
     _shown_figures(common, figures)
     errors = figures["block_error_per_layer"]
     say(common, f"{figures['ffns']} experts of each layer as one FFN: {figures['family_note']}")
@@ -733,10 +759,9 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
     Both may be classifiers of images or texts instead: --data is a folder of images, an .npz, a .jsonl of text and label, or
     'digits' (the default). Defaults are then 240 epochs, batches of 64, rate 0.05, temperature 4; the last state is kept.
 
-    Several processes share the training: torchrun --nproc-per-node N --no-python compress distill …
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress distill …
     """
     from calibrate.instructions import Limits
-    from compress import processes
     from compress.distill import distill as run
     from compress.distill_inputs import DistillOptions
     from compress.response_distillation import KnowledgeAugmentation
@@ -747,7 +772,6 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
         return _distill_classifier(common, options)
     _refuse_options(CLASSIFIER_OPTIONS, "of classifiers, and the student is a language model")
     given = _job_options(common, options | {"model": options["student"]}, options["recipe"])
-    given["device"] = processes.join(given["device"])
     own = {field.name for field in fields(DistillOptions)} & options.keys() - given.keys()
     figures = run(
         DistillOptions(
@@ -761,9 +785,6 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
         ),
         progress_bar,
     )
-    processes.leave()
-    if not figures:
-        return figures  # of a process that was not the first
     _shown_figures(common, figures)
     say(
         common,
@@ -937,6 +958,8 @@ def calibrate(common: Common, **options: Any) -> dict[str, Any]:
     """Run text through MODEL once and save what every method reads.
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress calibrate …
     """
     from calibrate.options import CalibrationOptions
     from calibrate.to_file import calibrate_to_file

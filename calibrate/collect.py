@@ -1,5 +1,8 @@
 """Calibration: one streaming pass over text, every statistic of every MoE layer.
 
+Several processes (engine/processes.py) share out the text. Sums are added up over them, counts exactly and all else in
+float64; medians and similarities are of all tokens together. So all of them have the statistics that one alone would have.
+
 Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, D hidden, R tokens routed to one expert,
 M experts of the MoE layer before.
 """
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from calibrate.similarity import alignment, linear_cka, pairwise, rbf_grams
 from calibrate.statistics import LayerStatistics, Statistics
+from engine import processes
 from engine.checkpoint import Checkpoint
 from engine.experts import MoeBlock
 from engine.model import DecoderLayer
@@ -39,7 +43,8 @@ def collect(
     layers: dict[int, LayerStatistics] = {}
     before_MTT: Tensor | None = None
     chosen = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
-    sample_T = chosen[:SIMILARITY_TOKENS].sort().values
+    rows = processes.own_rows(*tokens_SL.shape)
+    sample_T = chosen[:SIMILARITY_TOKENS].sort().values - rows.start * tokens_SL.shape[1]
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
         block = layer.feed_forward
@@ -53,7 +58,7 @@ def collect(
 
         return finish
 
-    stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, progress=progress).close()
+    stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, progress=progress).close()
     header = {
         "model": checkpoint.fingerprint(),
         "tokens": tokens_SL.numel(),
@@ -67,7 +72,10 @@ class LayerCollector:
     """Watches one MoE block and sums up, in float64, what every method needs."""
 
     def __init__(self, block: MoeBlock, sample_T: Tensor) -> None:
-        """sample_T: sorted indices into the flat sequence of all tokens, whose inputs are kept to run every expert on."""
+        """sample_T: sorted indices into the flat sequence of all tokens, whose inputs are kept to run every expert on.
+
+        They count from the first token of this process; those of others are not in its range.
+        """
         experts, hidden = len(block.experts), block.hidden_size
         self.block, self.sample_T, self.seen = block, sample_T, 0
 
@@ -114,7 +122,8 @@ class LayerCollector:
 
         before_MTT: Gram matrices of the MoE layer before, if there is one.
         """
-        sample_TD, probabilities_TN = (torch.cat(parts) for parts in zip(*self.samples, strict=True))
+        self._add_up_processes()
+        sample_TD, probabilities_TN = self.samples[0]
         outputs_NTD = torch.stack([output_TD.float() for output_TD in self.block.outputs(sample_TD)])
         unselected = 1.0 - self.routed_probability.sum() / max(self.seen, 1)
         linear_NN = linear_cka(outputs_NTD)  # first, so that its large copies do not meet the Gram matrices
@@ -133,10 +142,20 @@ class LayerCollector:
             output_mean=outputs_NTD.mean(1).cpu(),
             weighted_output_mean=(outputs_NTD * probabilities_TN.T[:, :, None].float()).mean(1).cpu(),
             router_gram=self.router_gram.cpu(),
-            weight_ratio_median=torch.cat(self.ratios).median(dim=0).values,
+            weight_ratio_median=self.ratios[0].median(dim=0).values,
             linear_cka=linear_NN.cpu(),
             rbf_cka=pairwise(wide_NTT).cpu(),
             rbf_cka_before=alignment(gram_NTT, gram_NTT[:0] if before_MTT is None else before_MTT).cpu(),
             unselected_probability_share=unselected.cpu(),
         )
         return statistics, gram_NTT
+
+    def _add_up_processes(self) -> None:
+        """Make everything that of all processes together."""
+        self.seen = int(sum(processes.all_told(self.seen)))
+        processes.add_up([self.tokens_routed, self.probability, self.routed_probability, self.router_gram])
+        processes.add_up([self.weight, self.weighted_norm, self.norm, self.squared_norm, self.output])
+        samples = map(torch.cat, zip(*self.samples, strict=True)) if self.samples else (None, None)
+        sample_TD, probabilities_TN = (processes.gathered(part).to(self.output.device) for part in samples)
+        self.samples = [(sample_TD, probabilities_TN)]
+        self.ratios = [processes.gathered(torch.cat(self.ratios) if self.ratios else None)]

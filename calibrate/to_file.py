@@ -10,6 +10,7 @@ import torch
 
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts
+from engine import processes
 from engine.artifact import check_file_output
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import OptionError
@@ -27,15 +28,16 @@ def calibrate_to_file(
     overwrite: bool,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """`compress calibrate`: statistics of a model into a file."""
+    """`compress calibrate`: statistics of a model into a file. Several processes share the text, and the first writes."""
     started = time.monotonic()
-    check_file_output(output, overwrite)
+    if processes.is_first():
+        check_file_output(output, overwrite)
     checkpoint = Checkpoint(resolve(model))
     if not checkpoint.config.moe_layers:
         raise OptionError(f"{model}: is not a mixture of experts, so there is nothing to calibrate")
     filled = calibration.filled(checkpoint)
     tokens, _ = calibration_texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
-    checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    checkpoint.check_finite(lambda names: progress(processes.share(list(names)), "checking weights"))
     statistics = collect(
         checkpoint,
         tokens,
@@ -45,7 +47,8 @@ def calibrate_to_file(
         progress=lambda layers: progress(layers, "calibrating (layers)"),
     )
     statistics.header |= {"data": filled.data}
-    statistics.save(output)
+    if processes.is_first():
+        statistics.save(output)
     return {
         "statistics": str(output),
         "tokens": tokens.numel(),

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress import processes
 from compress.dense_student import dense_student, student_parameters, sums
 from compress.layer_distillation import DistillationLoss, LossWeights, Teacher, decoder_perplexity
 from compress.plan import Plan
 from compress.training import Loss, Trained, Trainer, TrainingOptions, figures
+from engine import processes
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
 from engine.model import Decoder

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from calibrate.options import training_text
 from calibrate.statistics import Statistics, effective_experts, usage_shares
-from compress import processes
 from compress.apply import check_fits, check_nothing_is_lost
 from compress.block_error import BlockError, block_errors, shared_gates
 from compress.card import training_lines
 from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
 from compress.dense_student import learned_scales, saved_tensors
 from compress.dense_training import DenseTrainingOptions, train_dense
-from compress.job import JobOptions, Made, Prepared, open_mixture, prepare, statistics_of
+from compress.job import JobOptions, Made, Prepared, check_weights, open_mixture, prepare, statistics_of
 from compress.pictures import draw_training, draw_usage
 from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.result import carry_out, check_outputs, finished_before
 from compress.training import Trained
 from compress.work_directory import WorkDirectory
+from engine import processes
 from engine.architectures import ARCHITECTURES, Architecture
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import OptionError
@@ -61,36 +61,18 @@ class Trainable(Prepared):
 def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
 
-    One of several processes (processes.py) takes part in the training; the first does all else, and has the figures alone.
+    Several processes (engine/processes.py) share calibration, training and measuring.
     """
     started = time.monotonic()
     work = WorkDirectory(options.output)
-    check_processes(options)
-    if not processes.is_first():
-        return _take_part(options, work)
+    if options.training.shard:
+        processes.check_several()
     if (figures := finished_before(options, work)) is not None:
-        processes.told()
         return figures
     check_outputs(options)
     prepared = prepare_dense(options)
-    prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    check_weights(prepared.checkpoint, progress)
     return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
-
-
-def check_processes(options: DensifyOptions) -> None:
-    """Raise OptionError for several processes with nothing to share."""
-    if options.training.shard:
-        processes.check_several()
-    if processes.count() > 1 and not options.training.steps:
-        raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
-
-
-def _take_part(options: DensifyOptions, work: WorkDirectory) -> dict[str, Any]:
-    """What a process does that is not the first."""
-    prepared = prepare_dense(options)
-    if (plan := processes.told()) is not None:
-        _trained(options, prepared, plan_from_json(plan), work, no_progress)
-    return {}
 
 
 def prepare_dense(options: DensifyOptions) -> Trainable:
@@ -131,7 +113,6 @@ def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, pro
     statistics = statistics_of(options, prepared, work, progress)
     chosen = choose(options.select, statistics, ffns_of(options, checkpoint), options.calibration.seed)
     plan = plan_from_json(work.once("plan", lambda: plan_to_json(_planned(options, prepared, chosen, statistics, progress))))
-    processes.told(plan_to_json(plan))
     errors = block_errors(
         plan,
         checkpoint,

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from calibrate.pairs import DEFAULT_LENGTH, Pairs, text_pairs, tokenised
 from calibrate.statistics import effective_experts, usage_shares
-from compress import processes
 from compress.apply import carried_files
 from compress.card import model_card, training_lines
 from compress.dense_plan import SELECTIONS, check_ffns, choose
-from compress.densify import DensifyOptions, check_processes
+from compress.densify import DensifyOptions
 from compress.encoder_decoder import (
     Usage,
     check_nothing_is_lost,
@@ -37,6 +36,7 @@ from compress.plan import Plan, plan_from_json, plan_to_json
 from compress.result import check_outputs, finished_before, until_whole
 from compress.training import Trained
 from compress.work_directory import WorkDirectory
+from engine import processes
 from engine.architectures import as_dense_encoder_decoder
 from engine.artifact import whole_or_nothing, write_provenance
 from engine.checkpoint import load_tokenizer_of, resolve
@@ -76,29 +76,24 @@ def _sides(pairs: Pairs) -> dict[str, Tensor]:
 def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
 
-    One of several processes takes part in the training; the first does all else, and has the figures alone.
+    Several processes share the training; all else each does for itself, and the first writes.
     """
     started = time.monotonic()
     work = WorkDirectory(options.output)
-    check_processes(options)
+    if processes.count() > 1 and not options.training.steps:
+        raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
     checkpoint = EncoderDecoderCheckpoint(resolve(options.model))
-    if not processes.is_first():
-        prepared = prepare(options, checkpoint)
-        if (plan := processes.told()) is not None:
-            student = _untrained(options, prepared, plan_from_json(plan))
-            _trained(options, prepared, student, work, no_progress)
-        return {}
     if (figures := finished_before(options, work, checkpoint.fingerprint())) is not None:
-        processes.told()
         return figures
     check_outputs(options)
     prepared = prepare(options, checkpoint)
-    checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    checkpoint.check_finite(lambda names: progress(processes.share(list(names)), "checking weights"))
     with until_whole(options, work):
         work.begin(options.deciding() | prepared.fingerprints(), options.resume)
         before = work.once("held_out_before", lambda: _measured(prepared.teacher, prepared))
-        figures = _write(options, prepared, _student(options, prepared, work, progress), before, started)
-    return figures
+        made = _student(options, prepared, work, progress)
+        figures = _write(options, prepared, made, before, started) if processes.is_first() else {}
+        return dict(processes.told(figures))
 
 
 def prepare(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint) -> Prepared:
@@ -178,8 +173,7 @@ def _student(options: DensifyOptions, prepared: Prepared, work: WorkDirectory, p
     checkpoint, teacher, calibration = prepared.checkpoint, prepared.teacher, prepared.pairs["calibration"]
     seen = usage(teacher, checkpoint, calibration, lambda batches: progress(batches, "calibrating (batches)"))
     plan = plan_from_json(work.once("plan", lambda: plan_to_json(_plan(options, prepared, seen))))
-    processes.told(plan_to_json(plan))
-    student = _untrained(options, prepared, plan)
+    student = dense_student(plan, teacher, checkpoint, options.dtype or checkpoint.model_dtype, options.device)
     errors = layer_errors(student, teacher, checkpoint, seen, calibration.take(slice(ERROR_PAIRS)))
     parameters: Mapping[str, Tensor] = dict(student.named_parameters())
     parts: dict[str, Any] = {}
@@ -194,11 +188,6 @@ def _student(options: DensifyOptions, prepared: Prepared, work: WorkDirectory, p
         "scales_per_layer": learned_scales(parameters, checkpoint),
     }
     return Student(plan, parameters, own | _usage_figures(seen))
-
-
-def _untrained(options: DensifyOptions, prepared: Prepared, plan: Plan) -> nn.Module:
-    checkpoint = prepared.checkpoint
-    return dense_student(plan, prepared.teacher, checkpoint, options.dtype or checkpoint.model_dtype, options.device)
 
 
 def _trained(

@@ -7,6 +7,10 @@ experts of all layers are then ranked by α·β.
 Deviations from the paper, each an option: two more relaxations; α may start from gate Fisher instead of
 zero; the score may be the normalised N·ᾱ·β, since α is defined only up to a constant per layer under the softmax.
 
+Several processes share out the sequences of each step, and the gradients of α or β are added up over them: steps are those
+of one process, and all have the same scores. (`routed` begins where F' = F and ‖F' − F‖_F has no gradient; what it gets
+there is rounding, which is the same only where a step has a group of sequences for each process.)
+
 Shape suffixes: S sequences, B batch, L positions, D hidden, N experts of a layer.
 """
 
@@ -24,6 +28,7 @@ from torch import Tensor
 from compress.gate_gradients import fisher_scores
 from compress.losses import next_token_loss, reconstruction_loss
 from compress.moments import restore, with_moments
+from engine import processes
 from engine.errors import DataError, OptionError
 from engine.model import Decoder, routed_by
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
@@ -135,7 +140,7 @@ def search(
     """
     options = options.filled()
     decoder.checkpoint_activations = True
-    if resume and state_path is not None and state_path.exists():
+    if state_path is not None and processes.told(resume and state_path.exists()):
         state = load_state(state_path, decoder, options)
     else:
         state = new_state(decoder, starting_alphas(decoder, tokens_SL, options, fisher), options)
@@ -145,7 +150,7 @@ def search(
             for epoch in progress(remaining):
                 run_epoch(decoder, tokens_SL, full, state, options, epoch)
                 state.epoch = epoch + 1
-                if state_path is not None:
+                if state_path is not None and processes.is_first():
                     save_state(state, state_path)
     return discrete_scores(decoder, state, options)
 
@@ -197,11 +202,15 @@ def new_state(decoder: Decoder, alphas: list[Tensor], options: DiepOptions) -> D
 
 @torch.no_grad()
 def full_hidden_states(decoder: Decoder, tokens_SL: Tensor) -> Activations:
-    """F(x): the full model's hidden states after the last norm, computed once per sequence."""
+    """F(x): the full model's hidden states after the last norm, computed once per sequence, by one process for all."""
+
+    def compute(rows: slice) -> Tensor:
+        return decoder.hidden_states(tokens_SL[rows].to(decoder.embedding_VD.device))
+
     shape = (*tokens_SL.shape, decoder.config.hidden_size)
     full = Activations(shape, decoder.embedding_VD.dtype)
-    for rows in batches(*tokens_SL.shape):
-        full[rows] = decoder.hidden_states(tokens_SL[rows].to(decoder.embedding_VD.device))
+    for rows, hidden in processes.in_turn(list(batches(*tokens_SL.shape)), compute):
+        full[rows] = hidden
     return full
 
 
@@ -237,16 +246,19 @@ def gradients(
     options: DiepOptions,
     is_alpha: bool,
 ) -> float:
-    """Set .grad of α or of β to the batch's mean gradient, accumulated over small groups of sequences; return the loss."""
+    """Set .grad of α or of β to the batch's mean gradient, accumulated over small groups of sequences; return the loss.
+
+    Both are of all processes together; `rows` too are the whole batch.
+    """
     trained = state.alphas if is_alpha else state.betas
     for parameter in state.alphas + state.betas:
         parameter.grad = None
         parameter.requires_grad_(any(parameter is other for other in trained))
     predictions = len(rows) * (tokens_SL.shape[1] - 1)
     group = max(1, TOKENS_PER_BATCH // tokens_SL.shape[1])
-    total = 0.0
-    for start in range(0, len(rows), group):
-        chosen = rows[start : start + group]
+    total, own = 0.0, rows[processes.own_rows(len(rows), tokens_SL.shape[1])]
+    for start in range(0, len(own), group):
+        chosen = own[start : start + group]
         tokens = tokens_SL[chosen].to(decoder.embedding_VD.device)
         target = full.select(chosen).to(tokens.device)
         with routed_by(decoder, relaxed_routings(decoder, state, options)):
@@ -255,11 +267,21 @@ def gradients(
             loss = loss + options.reconstruction_weight * reconstruction_loss(hidden, target) / len(rows)
             loss.backward(inputs=trained)
         total += float(loss.detach())
+    if processes.count() > 1:
+        total = _add_up_processes(trained, total)
     if options.pressure and is_alpha:
         pressure = options.pressure * torch.cat([gate(alpha) for alpha in state.alphas]).mean()
         pressure.backward(inputs=trained)
         total += float(pressure.detach())
     return total
+
+
+def _add_up_processes(trained: list[Tensor], loss: float) -> float:
+    """Make gradients, and return the loss, of all processes together; one without a sequence of the batch has none."""
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    processes.add_up([parameter.grad for parameter in trained if parameter.grad is not None])
+    return processes.added_up([loss])[0]
 
 
 def relaxed_routings(decoder: Decoder, state: DiepState, options: DiepOptions) -> list[Routing]:

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calibrate.instructions import Example
-from compress import processes
 from compress.clock import Clock
 from compress.dense_training import recompute_if_large
 from compress.distill_inputs import Distillable, DistillOptions, prepare_distillation
-from compress.job import Made
+from compress.job import Made, check_weights
 from compress.losses import head_loss
 from compress.pictures import draw_routers, draw_training
 from compress.plan import same_plan
@@ -30,6 +29,7 @@ from compress.student_aware_routing import RouterLoss, RouterTrainer, router_par
 from compress.teacher_cache import cached_teacher
 from compress.training import Trainer, figures
 from compress.work_directory import WorkDirectory
+from engine import processes
 from engine.checkpoint import end_tokens, load_tokenizer
 from engine.model import Decoder
 from engine.parameters import parameters_on_disk
@@ -40,24 +40,18 @@ from engine.sampling import SamplingOptions
 def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress distill --json`.
 
-    One of several processes (processes.py) takes part in the training; the first does all else, and has the figures alone.
+    Several processes (engine/processes.py) share training and measuring.
     """
     started = time.monotonic()
     options.check()
     work = WorkDirectory(options.output)
-    if not processes.is_first():
-        prepared = prepare_distillation(options)
-        if processes.told() is not None:
-            _train(options, prepared, work, no_progress)
-        return {}
     if (done := finished_before(options, work)) is not None:
-        processes.told()
         return done
     check_outputs(options)
     prepared = prepare_distillation(options)
     for checkpoint in (prepared.checkpoint, prepared.teacher):
         if checkpoint is not None:
-            checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+            check_weights(checkpoint, progress)
     return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
 
 
@@ -213,7 +207,6 @@ def response_perplexity(decoder: Decoder, examples: Sequence[Example], group_siz
 
 
 def _make(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Made:
-    processes.told(True)
     done = _train(options, prepared, work, progress)
     own = _figures(options, prepared, done)
     history = {options.recipe: (done.trainer.history, done.trainer.validations)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from calibrate.labelled import DIGITS, Labelled, is_nameless
-from compress import plots, processes
+from compress import plots
 from compress.accuracy import Inputs, accuracy, examples_for, on, probe
 from compress.apply import carried_files
 from compress.classifier_distillation import (
@@ -36,6 +36,7 @@ from compress.pictures import draw_training
 from compress.result import check_outputs, finished_before, until_whole
 from compress.training import TrainingOptions
 from compress.work_directory import WorkDirectory
+from engine import processes
 from engine.artifact import whole_or_nothing, write_provenance
 from engine.checkpoint import resolve
 from engine.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, Classifier, ClassifierCheckpoint

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from calibrate.instructions import Example, Instructions, Limits, instructions, is_instructions
 from calibrate.options import CalibrationOptions, training_text
-from compress import processes
 from compress.dense_training import TEXT_STEPS, good_rate, group_size, warm_up_steps
 from compress.divergences import DIVERGENCES
 from compress.job import JobOptions, Prepared, check_plain, prepare
@@ -21,6 +20,7 @@ from compress.recipes import RECIPES, Recipe
 from compress.response_distillation import KnowledgeAugmentation
 from compress.rouge import scorer
 from compress.training import TrainingOptions
+from engine import processes
 from engine.checkpoint import Checkpoint, check_same_tokens, load_tokenizer, resolve
 from engine.errors import OptionError
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calibrate.options import CalibrationOptions
 from calibrate.text import Split, token_batches
-from engine import remote_code
+from engine import processes, remote_code
 from engine.attention import Rotary
 from engine.checkpoint import Checkpoint, ModelDirectory, load_tokenizer, resolve
 from engine.errors import CheckpointError, DataError, OptionError
@@ -43,10 +43,11 @@ def perplexity(
 ) -> float:
     """exp of the mean negative log-likelihood of each sequence's tokens after its first, layer by layer.
 
-    `visit` may change a layer before it runs.
+    `visit` may change a layer before it runs. Several processes share out the sequences, and all get the value.
     """
-    total, count = stream_negative_log_likelihood(
-        checkpoint, tokens_SL, dtype=dtype, device=device, visit=visit, progress=progress
+    own_SL = tokens_SL[processes.own_rows(*tokens_SL.shape)]
+    total, count = processes.added_up(
+        stream_negative_log_likelihood(checkpoint, own_SL, dtype=dtype, device=device, visit=visit, progress=progress)
     )
     if not math.isfinite(total):
         raise CheckpointError(f"{checkpoint.directory}: the loss is not finite; activations overflow, try --dtype float32")
@@ -79,7 +80,10 @@ def exported_perplexity(
 
 
 def routed_counts(counts: dict[int, list[int]]) -> Visit:
-    """A `visit` that notes, by decoder layer index, the tokens routed to each expert; it costs next to nothing."""
+    """A `visit` that notes, by decoder layer index, the tokens routed to each expert; it costs next to nothing.
+
+    Of all processes together, where there are several.
+    """
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
         block = layer.feed_forward
@@ -93,6 +97,7 @@ def routed_counts(counts: dict[int, list[int]]) -> Visit:
             total_N.add_(torch.bincount(chosen, minlength=experts))
 
         def finish() -> None:
+            processes.add_up([total_N])
             counts[index] = total_N.tolist()
 
         block.observer = observe

@@ -4,6 +4,9 @@ Fisher: Σ over sequences of (∂L/∂g_i)², L the negative log-likelihood of t
 L that of the text itself. One forward and one backward pass, gradients of the gates alone: sequences go through together
 and each has gates of its own, so its gradient is its own too.
 
+Several processes share out the sequences. Each draws the random numbers of those before its own too, so that the samples of
+all are those of one process.
+
 Shape suffixes: S sequences, B sequences of one batch, L positions, N experts of a layer, D hidden, V vocabulary.
 """
 
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from compress.losses import chunk_tokens, next_token_loss
+from engine import processes
 from engine.errors import DataError
 from engine.linear import linear
 from engine.model import Decoder, routed_by
@@ -31,7 +35,7 @@ SAVE_EVERY_SECONDS = 20.0
 
 @dataclass
 class Sums:
-    """Of the gradients of the sequences seen so far; what an interrupted pass goes on from."""
+    """Of the gradients of this process's sequences so far; what an interrupted pass goes on from."""
 
     first: list[Tensor]
     """Σ_s ∂L_s/∂g, [N] float64 for each MoE layer."""
@@ -77,20 +81,29 @@ def gate_gradients(
     """(Σ_s ∂L_s/∂g, Σ_s (∂L_s/∂g)²), each [N] float64 by decoder layer index.
 
     own_samples: L is of tokens sampled from the model's own predictions (true Fisher), not of the text's next tokens.
-    With `state_path` the sums are saved as the pass goes on, and one that was interrupted goes on from there.
+    With `state_path` the sums are saved as the pass goes on, and one that was interrupted goes on from there. Each process
+    has a file of its own.
     """
     layers, device = decoder.config.moe_layers, decoder.embedding_VD.device
     zeros = [torch.zeros(count, dtype=torch.float64) for count in decoder.config.experts_per_layer]
     generator = torch.Generator(device=device).manual_seed(seed)
     sums = Sums(zeros, [torch.zeros_like(zero) for zero in zeros], generator)
+    own = processes.own_rows(*tokens_SL.shape)
+    own_SL = tokens_SL[own]
+    if state_path is not None and not processes.is_first():
+        state_path = state_path.with_stem(f"{state_path.stem}-{processes.rank()}")
     if state_path is not None and state_path.exists():
         sums.load(state_path)
+    elif own_samples:
+        for _ in range(own.start):
+            _pass_over(tokens_SL.shape[1], decoder.head_VD, generator)
     saved = time.monotonic()
-    for rows in progress([rows for rows in batches(*tokens_SL.shape) if rows.start >= sums.sequences]):
-        sums.add(_of_batch(decoder, tokens_SL[rows].to(device), sums.generator if own_samples else None))
+    for rows in progress([rows for rows in batches(*own_SL.shape) if rows.start >= sums.sequences]):
+        sums.add(_of_batch(decoder, own_SL[rows].to(device), sums.generator if own_samples else None))
         if state_path is not None and time.monotonic() - saved >= SAVE_EVERY_SECONDS:
             sums.save(state_path)
             saved = time.monotonic()
+    processes.add_up([*sums.first, *sums.second])
     return dict(zip(layers, sums.first, strict=True)), dict(zip(layers, sums.second, strict=True))
 
 
@@ -126,8 +139,19 @@ def _sample_next(
     drawn = [tokens_1L[0, :1]]
     for hidden in hidden_1LD[0, :-1].split(chunk_tokens(len(head_VD))):
         probabilities = linear(hidden, head_VD, bias_V).float().softmax(-1)
-        drawn.append(probabilities.multinomial(1, generator=generator)[:, 0])
+        drawn.append((probabilities / _waiting_times(probabilities.shape, generator)).argmax(-1))
     return torch.cat(drawn)[None]
+
+
+def _waiting_times(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Exponential ones. Of outcomes with rates p, the first to come is each with probability p: argmax p / waiting time."""
+    return torch.empty(shape, device=generator.device).exponential_(generator=generator)
+
+
+def _pass_over(length: int, head_VD: Tensor, generator: torch.Generator) -> None:
+    """Draw the random numbers of one sequence's `_sample_next`, for nothing."""
+    for part in torch.empty(length - 1).split(chunk_tokens(len(head_VD))):
+        _waiting_times((len(part), len(head_VD)), generator)
 
 
 def fisher_scores(decoder: Decoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:

@@ -18,12 +18,12 @@ from torch import Tensor
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts
 from calibrate.statistics import Statistics, load_statistics
-from compress import processes
 from compress.evaluate import perplexity, routed_counts
 from compress.pictures import Picture
 from compress.plan import Plan
 from compress.quantiser import Quantiser
 from compress.work_directory import WorkDirectory
+from engine import processes
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
 from engine.errors import DataError, OptionError
 from engine.progress import Progress
@@ -130,6 +130,11 @@ def check_plain(checkpoint: Checkpoint) -> None:
         )
 
 
+def check_weights(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Raise CheckpointError for NaN or infinity among the weights; several processes read a part each."""
+    checkpoint.check_finite(lambda names: progress(processes.share(list(names)), "checking weights"))
+
+
 def prepare(options: JobOptions, checkpoint: Checkpoint) -> Prepared:
     """Check every input that a run will need; nothing is written. Raises a CompressError for bad input."""
     calibration = options.calibration.filled(checkpoint)
@@ -155,7 +160,7 @@ def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, 
     if prepared.statistics is not None:
         return prepared.statistics
     saved = work.statistics
-    if saved.is_file():
+    if processes.told(saved.is_file()):
         return load_statistics(saved, prepared.checkpoint.config)
     statistics = collect(
         prepared.checkpoint,
@@ -165,7 +170,8 @@ def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, 
         seed=options.calibration.seed,
         progress=lambda layers: progress(layers, "calibrating (layers)"),
     )
-    statistics.save(saved)
+    if processes.is_first():
+        statistics.save(saved)
     return statistics
 
 

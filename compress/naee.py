@@ -11,6 +11,8 @@ Each expert runs once on the sample. With Δ the change of a token's weights, �
 G_t holds the inner products of the token's expert outputs; so a subset costs its routing and products as small as N × N,
 whatever the hidden size, and T · N² numbers are held instead of T · N · D.
 
+Several processes share out the text; each has the sampled tokens of its own sequences, and losses are added up over all.
+
 Shape suffixes: T sampled tokens, P tokens of one piece, N experts of the layer, D hidden, B subsets.
 """
 
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine import processes
 from engine.checkpoint import Checkpoint
 from engine.errors import DataError
 from engine.experts import MoeBlock
@@ -58,7 +61,8 @@ def naee(
     under a name, so that an interrupted run need not search it again.
     """
     drawn = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
-    sample_T = drawn[:SAMPLE_TOKENS].sort().values.to(device)
+    rows = processes.own_rows(*tokens_SL.shape)
+    sample_T = (drawn[:SAMPLE_TOKENS].sort().values - rows.start * tokens_SL.shape[1]).to(device)
     result: dict[int, list[int]] = {}
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
@@ -74,7 +78,7 @@ def naee(
 
         return finish
 
-    stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, progress=progress).close()
+    stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, progress=progress).close()
     return result
 
 
@@ -88,8 +92,8 @@ class LayerInputs:
     """Watches one MoE block and keeps its inputs and router logits at the sampled tokens."""
 
     def __init__(self, block: MoeBlock, sample_T: Tensor) -> None:
-        """sample_T: sorted indices into the flat sequence of all tokens."""
-        self.sample_T, self.seen = sample_T, 0
+        """sample_T: sorted indices into the flat sequence of all tokens, counted from the first of this process."""
+        self.block, self.sample_T, self.seen = block, sample_T, 0
         self.pieces: list[tuple[Tensor, Tensor]] = []
         block.observer = self.see
 
@@ -101,6 +105,9 @@ class LayerInputs:
 
     def sampled(self) -> tuple[Tensor, Tensor]:
         """Inputs [T, D] and logits [T, N]."""
+        if not self.pieces:  # of a process without a sequence
+            router_ND = self.block.router_ND
+            return router_ND.new_empty(0, self.block.hidden_size), router_ND.new_empty(0, len(self.block.experts))
         inputs, logits = zip(*self.pieces, strict=True)
         return torch.cat(inputs), torch.cat(logits)
 
@@ -115,7 +122,7 @@ def best_subset(block: MoeBlock, x_TD: Tensor, logits_TN: Tensor, *, keep: int, 
 
 
 class SubsetLosses:
-    """‖y_full − y_subset‖_F² for any subsets of one block's experts, on the same tokens."""
+    """‖y_full − y_subset‖_F² for any subsets of one block's experts, on the same tokens; over those of all processes."""
 
     @torch.no_grad()
     def __init__(self, block: MoeBlock, x_TD: Tensor, logits_TN: Tensor) -> None:
@@ -139,7 +146,7 @@ class SubsetLosses:
             ).to(self.products_TNN.dtype)
             squares_B = (change_TNB * (self.products_TNN @ change_TNB)).sum((0, 1), dtype=torch.float64)
             result += squares_B.clamp_min(0.0).tolist()  # rounding may leave a zero below it
-        return result
+        return processes.added_up(result)
 
     def _weights(self, subset: tuple[int, ...], count: int) -> Tensor:
         kept_N = torch.zeros(count, dtype=torch.bool, device=self.logits_TN.device)

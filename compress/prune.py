@@ -17,7 +17,7 @@ from compress.card import training_lines
 from compress.diep import DiepOptions, search
 from compress.diep_scores import save_scores, scores_of_state
 from compress.gate_gradients import fisher_scores, taylor_scores
-from compress.job import JobOptions, Made, Prepared, check_plain, open_mixture, prepare, statistics_of
+from compress.job import JobOptions, Made, Prepared, check_plain, check_weights, open_mixture, prepare, statistics_of
 from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.naee import SUBSET_LIMIT, naee, search_used
 from compress.pictures import draw_training
@@ -30,6 +30,7 @@ from compress.selection import Budget, check_groups
 from compress.training import Trained
 from compress.whole_recovery import WholeRecoveryOptions, recover_all
 from compress.work_directory import WorkDirectory
+from engine import processes
 from engine.architectures import MoeConfig
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import OptionError
@@ -93,7 +94,10 @@ class Shared:
 
 
 def prune(options: PruneOptions, progress: Progress = no_progress, shared: Shared | None = None) -> dict[str, Any]:
-    """Run the job; the figures of the result, with the keys of `compress prune --json`."""
+    """Run the job; the figures of the result, with the keys of `compress prune --json`.
+
+    Several processes (engine/processes.py) share all that runs text through the model.
+    """
     started = time.monotonic()
     work = WorkDirectory(options.output, shared=None if shared is None else shared.work)
     if (figures := finished_before(options, work)) is not None:
@@ -101,7 +105,7 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
     check_outputs(options)
     if shared is None:
         prepared = prepare_pruning(options)
-        prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+        check_weights(prepared.checkpoint, progress)
     else:
         prepared = replace(shared.prepared, budget=checked_budget(options, shared.prepared.checkpoint))
     return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
@@ -187,7 +191,21 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     if steps := options.distill.steps:
         wanted, validation = steps * options.distill.batch_size, options.distill.validation_samples
         texts = training_text(prepared.calibration, load_tokenizer(checkpoint), wanted, validation)
-    return Prunable(**vars(prepared), plan=plan, budget=budget, training_SL=texts[0], validation_VL=texts[1])
+    ready = Prunable(**vars(prepared), plan=plan, budget=budget, training_SL=texts[0], validation_VL=texts[1])
+    _own_steps(options, ready)
+    return ready
+
+
+def _own_steps(options: PruneOptions, prepared: Prunable) -> tuple[RecoverOptions, WholeRecoveryOptions]:
+    """The trainings with this process's part of each step. Raises OptionError where several cannot share them."""
+    recover, distill = options.recover, options.distill
+    if recover.steps:
+        size = processes.own_batch_size(recover.batch_size, len(prepared.tokens_SL), "--recover-steps")
+        recover = replace(recover, batch_size=size)
+    if distill.steps:
+        size = processes.own_batch_size(distill.batch_size, len(prepared.training_SL), "--distill-steps")
+        distill = replace(distill, batch_size=size)
+    return recover, distill
 
 
 def make_plan(options: PruneOptions, prepared: Prunable, work: WorkDirectory, progress: Progress) -> Plan:
@@ -234,14 +252,14 @@ def _merged(
     """The groups aligned, once over interruptions: with wide experts that takes longest."""
 
     def aligned() -> dict[str, Any]:
-        return plan_to_json(
-            merging_plan(
-                groups,
-                prepared.checkpoint,
-                device=options.device,
-                progress=lambda layers: progress(layers, "aligning (layers)"),
-            )
+        own = merging_plan(
+            dict(processes.share(sorted(groups.items()))),
+            prepared.checkpoint,
+            device=options.device,
+            progress=lambda layers: progress(layers, "aligning (layers)"),
         )
+        parts = processes.all_told(plan_to_json(own))
+        return parts[0] | {"layers": {layer: experts for part in parts for layer, experts in part["layers"].items()}}
 
     return plan_from_json(work.once("merging_plan", aligned))
 
@@ -304,7 +322,7 @@ def recovered(
         plan,
         prepared.checkpoint,
         prepared.tokens_SL,
-        options.recover,
+        _own_steps(options, prepared)[0],
         dtype=prepared.dtype,
         device=options.device,
         state_path=work.path / "recovery.safetensors",
@@ -330,7 +348,7 @@ def _distilled(
         trained,
         prepared.training_SL,
         prepared.validation_VL,
-        options.distill,
+        _own_steps(options, prepared)[1],
         dtype=prepared.dtype,
         device=options.device,
         state_path=work.path / "distill.safetensors",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from compress.activation_scales import Rescaling, activation_scales, load_rescaling
-from compress.job import JobOptions, Made, Prepared, check_plain, prepare
+from compress.job import JobOptions, Made, Prepared, check_plain, check_weights, prepare
 from compress.plan import same_plan
 from compress.quantiser import Quantiser, QuantiserOptions
 from compress.result import carry_out, check_outputs, finished_before
@@ -43,7 +43,7 @@ def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> dict
         return figures
     check_outputs(options)
     prepared = prepare_quantizing(options)
-    prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    check_weights(prepared.checkpoint, progress)
     return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
 
 

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calibrate.instructions import Example
-from compress import processes
 from compress.clock import Clock
 from compress.divergences import DIVERGENCES, Predictions, weighted_divergence
 from compress.layer_distillation import Taught, feed_forwards, outputs_of
@@ -27,6 +26,7 @@ from compress.losses import head_loss, layer_distance
 from compress.recipes import Recipe
 from compress.responses import ResponseBatch, batch_of, write_responses
 from compress.training import Batch
+from engine import processes
 from engine.model import Decoder, gate_of, routed_by
 from engine.routing import AllExperts, Routing, SampledExperts
 from engine.sampling import SamplingOptions

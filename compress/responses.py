@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from calibrate.instructions import Example
-from compress import processes
+from engine import processes
 from engine.generate import left_padded
 from engine.kv_cache import KeyValueCache
 from engine.model import Decoder

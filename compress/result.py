@@ -22,6 +22,7 @@ from compress.job import HeldOut, JobOptions, Made, Prepared, fingerprints, held
 from compress.pictures import Pictured, draw, kept_experts
 from compress.plan import plan_to_json
 from compress.work_directory import WorkDirectory
+from engine import processes
 from engine.architectures import loading_note
 from engine.artifact import (
     check_checksums,
@@ -48,6 +49,10 @@ def finished_before(options: JobOptions, work: WorkDirectory, fingerprint: str |
 
     `fingerprint`: of the source, where it is not a decoder's checkpoint.
     """
+    return processes.told(_finished_before(options, work, fingerprint) if processes.is_first() else None)  # type: ignore[no-any-return]
+
+
+def _finished_before(options: JobOptions, work: WorkDirectory, fingerprint: str | None) -> dict[str, Any] | None:
     if not options.resume or options.overwrite or not os.path.isdir(options.output):
         return None
     provenance = read_provenance(options.output)
@@ -66,7 +71,9 @@ def finished_before(options: JobOptions, work: WorkDirectory, fingerprint: str |
 
 
 def check_outputs(options: JobOptions) -> None:
-    """Raise OutputError unless the results can be written."""
+    """Raise OutputError unless the results can be written, by the first of several processes."""
+    if not processes.is_first():
+        return
     check_output(options.output, options.overwrite)
     if options.plan_output is not None:
         check_file_output(options.plan_output, options.overwrite)
@@ -83,8 +90,9 @@ def carry_out(
     """Measure, make, write, measure again; the figures of the result.
 
     `started`: when the run began, by time.monotonic(). After bad input nothing is left; after an interruption, what
-    `--resume` goes on from.
+    `--resume` goes on from. Several processes make and measure together; the first writes, and all have the figures.
     """
+    processes.wait()  # nothing is begun before all have found their input good
     with until_whole(options, work):
         work.begin(options.deciding() | fingerprints(prepared), options.resume)
         before = work.once(
@@ -94,7 +102,7 @@ def carry_out(
         )
         made = make()
         figures = write_artifact(options, prepared, made, before, started, progress, work)
-        if options.plan_output is not None:
+        if options.plan_output is not None and processes.is_first():
             write_json(options.plan_output, plan_to_json(made.plan))
     return figures
 
@@ -126,6 +134,9 @@ def write_artifact(
 ) -> dict[str, Any]:
     """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
     source = prepared.checkpoint
+    if not processes.is_first():
+        _measured(Checkpoint(Path(processes.told())), options, prepared, progress)
+        return dict(processes.told())
     with whole_or_nothing(options.output, options.overwrite) as directory:
         apply(
             made.plan,
@@ -137,12 +148,11 @@ def write_artifact(
         )
         for path in carried_files(source.directory):
             shutil.copyfile(path, directory / path.name)
+        processes.told(str(directory.absolute()))
         result = Checkpoint(directory)
-        own = None
-        if result.config.moe_layers and len(sample := prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]):
-            own = collect(result, sample, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
+        own, after = _measured(result, options, prepared, progress)
+        if own is not None:
             skip_tables(own).save(directory / SKIP_TABLES)
-        after = held_out(result, options, prepared, progress, "after")
         made.add_files(directory)
         models = [_before(options, prepared, before, work), _after(options, made, result, own, after)]
         pictures = [*made.draw(directory), *draw(directory, models)] if plots.available() else []
@@ -153,7 +163,18 @@ def write_artifact(
         card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures, made.title, lines)
         (directory / "README.md").write_text(card, encoding="utf-8")
         write_provenance(directory, _provenance(options, prepared, made, figures, skipping))
+    processes.told(figures)
     return figures
+
+
+def _measured(
+    result: Checkpoint, options: JobOptions, prepared: Prepared, progress: Progress
+) -> tuple[Statistics | None, HeldOut]:
+    """The result's own statistics, where it has experts and there is text, and what it does on the held-out text."""
+    own, sample_SL = None, prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
+    if result.config.moe_layers and len(sample_SL):
+        own = collect(result, sample_SL, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
+    return own, held_out(result, options, prepared, progress, "after")
 
 
 def _before(options: JobOptions, prepared: Prepared, seen: HeldOut, work: WorkDirectory) -> Pictured:

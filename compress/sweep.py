@@ -3,6 +3,8 @@
 OUTPUT/METHOD-SPARSITY is the artifact of each; OUTPUT/comparison what `compress compare` writes of them. Statistics, the
 perplexity before, DiEP's search and gate gradients are computed once and shared, in a directory beside OUTPUT that is
 removed at the end. Each artifact appears whole or not at all, and `--resume` goes on with those that are missing.
+
+Several processes make the artifacts together; the first compares.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from compress.compare import COMPARISON, CompareOptions, compare
-from compress.job import fingerprints
+from compress.job import check_weights, fingerprints
 from compress.prune import DEFAULT_SCOPE, PruneOptions, Shared, checked_budget, prepare_pruning, prune
 from compress.result import check_outputs
 from compress.work_directory import WorkDirectory
+from engine import processes
 from engine.artifact import check_output
 from engine.errors import OptionError
 from engine.progress import Progress, no_progress
@@ -56,10 +59,15 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
     shared = Shared(prepare_pruning(first), WorkDirectory(output, "shared"))
     for run in runs:
         checked_budget(run, shared.prepared.checkpoint)
-    shared.prepared.checkpoint.check_finite(lambda names: progress(names, "checking weights"))
+    check_weights(shared.prepared.checkpoint, progress)
+    processes.wait()
     shared.work.begin(in_common(first) | fingerprints(shared.prepared), first.resume)
     output.mkdir(parents=True, exist_ok=True)
     figures = [prune(run, progress, shared) for run in progress(runs, "artifacts")]
+    alone = processes.is_first()
+    processes.leave()
+    if not alone:
+        return {}
     models = (first.model, *(str(run.output) for run in runs))
     compared = compare(replace(comparison, models=models, output=output / COMPARISON_DIRECTORY, overwrite=True), progress)
     shared.work.remove()
@@ -80,7 +88,7 @@ def in_common(run: PruneOptions) -> dict[str, Any]:
 
 def check_sweep(output: Path, runs: Sequence[PruneOptions]) -> None:
     """Raise OutputError where results cannot be written; an earlier sweep is gone on with or, asked to, replaced."""
-    if runs[0].resume and output.is_dir():
+    if not processes.is_first() or (runs[0].resume and output.is_dir()):
         return
     check_output(output, runs[0].overwrite, f"{COMPARISON_DIRECTORY}/{COMPARISON}")
     for run in runs:

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from calibrate.instructions import Example
-from compress import processes
 from compress.clock import Clock
 from compress.divergences import LargestPredictions, Predictions, largest_predictions
 from compress.layer_distillation import Taught
 from compress.response_distillation import predictions
 from compress.responses import ResponseBatch, batch_of
 from compress.training import Batch
+from engine import processes
 from engine.errors import DataError, OutputError
 from engine.model import Decoder
 from engine.safetensors_file import SafetensorsFile, write_tensors

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress import processes
 from compress.moments import restore, with_moments
+from engine import processes
 from engine.errors import CheckpointError, DataError, OptionError, TrainingError
 from engine.progress import note
 from engine.safetensors_file import SafetensorsFile, write_tensors

@@ -1,4 +1,7 @@
-"""What an interrupted run leaves beside its output, so that `--resume` need not begin again."""
+"""What an interrupted run leaves beside its output, so that `--resume` need not begin again.
+
+Several processes call everything here together. The first one alone writes and removes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from engine import processes
 from engine.errors import OptionError
 from engine.json_file import load_json, write_json
 
@@ -30,6 +34,11 @@ class WorkDirectory:
 
         Raises OptionError where what is there was begun for something else.
         """
+        if processes.is_first():
+            self._begin(wanted, resume)
+        processes.wait()
+
+    def _begin(self, wanted: dict[str, Any], resume: bool) -> None:
         found = self.path / "options.json"
         self._resumed = resume and found.is_file()
         if not self._resumed:
@@ -44,15 +53,17 @@ class WorkDirectory:
     def once(self, name: str, compute: Callable[[], Any], *, shared: bool = False) -> Any:
         """A JSON value computed once and remembered over interruptions; `shared`: by all runs on this model and text."""
         path = (self.shared if shared else self.path) / f"{name}.json"
-        if path.is_file():
-            return load_json(path, name)["value"]
-        value = compute()
-        write_json(path, {"value": value})
+        known = processes.told(load_json(path, name) if processes.is_first() and path.is_file() else None)
+        if known is not None:
+            return known["value"]
+        value = processes.told(compute())
+        if processes.is_first():
+            write_json(path, {"value": value})
         return value
 
     def abandon(self) -> None:
         """After an error leave nothing behind, except what an earlier, interrupted run had left already."""
-        if self._resumed:
+        if self._resumed or not processes.is_first():
             return
         self.remove()
         for parent in self._new_parents:
@@ -61,4 +72,5 @@ class WorkDirectory:
 
     def remove(self) -> None:
         """The result is there: nothing is left to resume."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        if processes.is_first():
+            shutil.rmtree(self.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Two processes train as one does with twice the batch, with the model whole in each or in pieces over them."""
+"""Two processes calibrate, search and measure as one; they train as one with twice the batch, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from artifacts_for_tests import CALIBRATION, make_workplace
+from calibration_in_processes import TWO_SEQUENCES, calibrated
 from click.testing import CliRunner
 from conftest import save_reference
 from safetensors import safe_open
@@ -20,11 +21,14 @@ from safetensors.torch import load_file
 from training_in_processes import OPTIONS, TOKENS, train
 
 import cli
+import compress.diep
+import engine.streaming
 from calibrate.collect import collect
-from compress import processes
 from compress.dense_plan import choose, dense_plan
+from compress.diep import RELAXATIONS
 from compress.plan import plan_to_json
 from compress.training import Trainer, TrainingOptions
+from engine import processes
 from engine.checkpoint import Checkpoint
 from engine.errors import DataError, OptionError
 
@@ -80,6 +84,82 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
     assert [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)] == [{"from": 0}] * 2
 
 
+def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts, medians, similarities, figures and subsets the same; what is summed to 1e-12; what is searched for to 1e-6."""
+    save_reference("qwen2_moe", tmp_path / "model", mlp_only_layers=[1])
+    done = torchrun(str(TESTS / "calibration_in_processes.py"), str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for module in (engine.streaming, compress.diep):
+        monkeypatch.setattr(module, "TOKENS_PER_BATCH", TWO_SEQUENCES)
+    tensors, values = calibrated(tmp_path / "model", tmp_path)
+    exact = {"tokens", "tokens_routed", "weight_ratio_median", "output_mean", "linear_cka", "rbf_cka", "rbf_cka_before"}
+    searched = set(RELAXATIONS) | {"output_sum"}  # in float32
+    for rank in (0, 1):
+        found = load_file(tmp_path / f"process-{rank}" / "tensors.safetensors")
+        assert set(found) == set(tensors)
+        for name, expected in tensors.items():
+            kind = name.partition(".")[0]
+            off = 0.0 if kind in exact else 1e-6 if kind in searched else 1e-12
+            assert torch.allclose(found[name], expected, rtol=off, atol=off * float(expected.double().norm())), (rank, name)
+        assert json.loads((tmp_path / f"process-{rank}" / "values.json").read_text()) == values
+
+
+def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep: what each artifact is made of, its tensors and its figures."""
+    make_workplace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["prune", "model", *CALIBRATION, "--samples", "16", "--epochs", "2", "--dtype", "float32", "--json"]
+    command += ["--evaluation-samples", "3", "--sparsity", "0.5", "--method", "diep,naee,reap", "--merge", "cka"]
+    command += ["--recover-steps", "1"]
+    done = torchrun("-m", "cli", *command, "-o", "together", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = CliRunner().invoke(cli.main, [*command, "-o", "alone"])
+    figures = json.loads(done.stdout)["runs"], json.loads(result.stdout)["runs"]
+    for together, alone in zip(*figures, strict=True):
+        for name in ("perplexity_before", "perplexity_after"):
+            assert together[name] == pytest.approx(alone[name], rel=1e-5)
+        assert together["experts_per_layer"] == alone["experts_per_layer"]
+        tensors = [load_file(*(tmp_path / own["artifact"]).glob("model*.safetensors")) for own in (together, alone)]
+        assert all(torch.allclose(tensors[0][name], tensor, atol=1e-5) for name, tensor in tensors[1].items())
+    assert not list(tmp_path.glob(".*")), "nothing temporary is left"
+
+
+FAILING = """
+import os, sys
+import cli, compress.naee
+from engine.errors import DataError
+
+own, layers = compress.naee.inner_products, []
+
+def products(*arguments):
+    layers.append(1)
+    if os.environ["RANK"] == "1" and len(layers) == 2:
+        raise DataError("the second process fails alone")
+    return own(*arguments)
+
+compress.naee.inner_products = products
+cli.main(sys.argv[1:])
+"""
+
+
+def test_one_process_fails_and_says_it_for_all_and_the_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_workplace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "failing.py").write_text(FAILING)
+    command = ["prune", "model", *CALIBRATION, "--sparsity", "0.5", "--method", "naee", "--evaluation-samples", "0"]
+    failed = torchrun("failing.py", *command, "-o", "out", cwd=tmp_path)
+    assert failed.returncode == 1 and failed.stderr.count("Error: the second process fails alone") == 1
+    assert "closed" not in failed.stderr and "RuntimeError" not in failed.stderr, "the first ends without a word of its own"
+    assert not (tmp_path / "out").exists() and (tmp_path / ".out.work" / "naee_0.json").exists()
+    (tmp_path / ".out.work" / "naee_0.json").write_text('{"value": [0, 1, 2]}')  # what was found is not looked for again
+    done = torchrun("-m", "cli", *command, "-o", "out", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["layers"]["0"] == [0, 1, 2]
+    assert not list(tmp_path.glob(".*")), "nothing temporary is left"
+
+
 def test_the_command_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -94,14 +174,14 @@ def test_the_command_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.glob(".*")), "nothing temporary is left"
 
 
-def test_what_needs_one_process_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_one_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(cli.main, ["prune", "--sparsity", "0.5", "-o", str(tmp_path / "out")])
+    result = CliRunner().invoke(cli.main, ["evaluate", "model"])
     assert result.exit_code == 1 and not result.output, "the first process says it for all"
     monkeypatch.setenv("RANK", "0")
-    result = CliRunner().invoke(cli.main, ["prune", "--sparsity", "0.5", "-o", str(tmp_path / "out")])
-    assert result.exit_code == 1 and "compress prune runs in one process" in result.output
+    result = CliRunner().invoke(cli.main, ["evaluate", "model"])
+    assert result.exit_code == 1 and "compress evaluate runs in one process" in result.output
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(OptionError, match="lower --nproc-per-node"):
         processes.join("cuda")

@@ -275,7 +275,7 @@ PROCESSES = """
 import sys
 from pathlib import Path
 import cli, compress.teacher_cache
-from compress import processes
+from engine import processes
 
 write = compress.teacher_cache.TokenFiles._write
 

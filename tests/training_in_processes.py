@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from compress import processes
 from compress.dense_training import DenseTrainingOptions, train_dense
 from compress.plan import plan_from_json
 from compress.training import Trained
+from engine import processes
 from engine.checkpoint import Checkpoint
 
 TOKENS = torch.randint(3, 96, (12, 12), generator=torch.Generator().manual_seed(1))

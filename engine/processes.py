@@ -1,35 +1,62 @@
-"""Several processes that train one model together, as `torchrun` starts them; in a process alone all of this does nothing.
+"""Several processes that work on one model together, as `torchrun` starts them; in a process alone all of this does nothing.
 
-Each process has its own sequences of a step. The gradients of whole tensors are added up here. `shard` leaves each process a
-piece of every tensor (FSDP2), whose gradients FSDP adds up; whatever else a training does with tensors it does with pieces.
+All of them run the same code on the same files. Each has its own sequences, and what comes of them is added up here. What is
+written, and what is said, is the first one's. Nothing but numbers and JSON goes between them.
 
-The processes see the same files. Nothing but numbers and JSON goes between them.
+`shard` leaves each process a piece of every tensor (FSDP2), whose gradients FSDP adds up; whatever else a training does with
+tensors it does with pieces.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from engine.errors import OptionError
 from engine.model import Decoder
+from engine.streaming import batches
 
+T = TypeVar("T")
 BUCKET_ELEMENTS = 1 << 24
 """Gradients are added up in buffers of about so many elements."""
 PATIENCE = timedelta(days=7)
-"""The others wait while the first process calibrates."""
+"""The others wait while the first process writes."""
+FAILED = "moe-compress/failed"
+"""The key in the processes' store under which stands who failed first."""
 
 
 def started_together() -> bool:
     """Whether torchrun started this process as one of several."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
+
+
+_store: Any = None
+
+
+def meet() -> None:
+    """Find the others, if there are any: from here on the first that fails can say it for all."""
+    global _store
+    if started_together() and _store is None:
+        _store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
+
+
+def is_first_to_fail() -> bool:
+    """Whether this process is the one that is to say what went wrong: others fail of the same, or of its end."""
+    own = os.environ.get("RANK", "0")
+    if _store is None:
+        return own == "0"
+    try:
+        return bool(_store.compare_set(FAILED, "", own).decode() == own)
+    except RuntimeError:
+        return False  # the store went with the process that had it
 
 
 def join(device: str) -> str:
@@ -46,7 +73,10 @@ def join(device: str) -> str:
         device, backend = f"cuda:{place}", "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(place)
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=PATIENCE)
+        meet()
+        dist.init_process_group(
+            backend, store=_store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), timeout=PATIENCE
+        )
     return device
 
 
@@ -71,16 +101,60 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def told(value: Any = None) -> Any:
-    """The first process's value, which is JSON, in all of them."""
+def told(value: Any = None, teller: int = 0) -> Any:
+    """One process's value, which is JSON, in all of them; the first one's unless another is named."""
     if count() == 1:
         return value
-    text = json.dumps(value).encode() if is_first() else b""
+    text = json.dumps(value).encode() if rank() == teller else b""
     length = torch.tensor(len(text))
-    dist.broadcast(length, 0)
+    dist.broadcast(length, teller)
     buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(buffer, 0)
-    return json.loads(bytes(buffer.tolist()))
+    dist.broadcast(buffer, teller)
+    return json.loads(buffer.numpy().tobytes())
+
+
+def all_told(value: T) -> list[T]:
+    """Every process's value, which is JSON, in all of them."""
+    return [told(value, teller) for teller in range(count())]
+
+
+def wait() -> None:
+    """Until all have come this far; not one comes through where another has failed."""
+    added_up([0.0])
+
+
+def share(items: Sequence[T]) -> Sequence[T]:
+    """This process's part of them: consecutive ones, as many as the others have, or one more or less; perhaps none."""
+    begin, end = (len(items) * place // count() for place in (rank(), rank() + 1))
+    return items[begin:end]
+
+
+def own_rows(sequences: int, length: int) -> slice:
+    """Which of so many sequences this process runs.
+
+    Whole batches as a process alone has them, where there are enough, so that each product is of the same rows and gives
+    the same bits; single sequences otherwise, and none where there are fewer than processes.
+    """
+    every = list(batches(sequences, length))
+    if len(every) < count():
+        every = [slice(row, row + 1) for row in range(sequences)]
+    own = share(every)
+    return slice(own[0].start, own[-1].stop) if own else slice(0, 0)
+
+
+def own_batch_size(batch_size: int, sequences: int, what: str) -> int:
+    """Of a training whose steps are of so many sequences in all. Raises OptionError where they cannot be shared evenly."""
+    if count() > 1 and sequences < batch_size:
+        raise OptionError(
+            f"{what} takes steps of {batch_size} sequences, and there are {sequences} to share; give more text, or leave "
+            "torchrun"
+        )
+    if batch_size % count():
+        raise OptionError(
+            f"{what} takes steps of {batch_size} sequences, which {count()} processes cannot share evenly; start as many as "
+            f"divide {batch_size}"
+        )
+    return batch_size // count()
 
 
 def add_up(tensors: Sequence[Tensor]) -> None:
@@ -99,6 +173,40 @@ def added_up(values: Iterable[float]) -> list[float]:
     sums = torch.tensor(list(values), dtype=torch.float64)
     add_up([sums])
     return [float(value) for value in sums.tolist()]
+
+
+def gathered(own: Tensor | None) -> Tensor:
+    """What all have, one process's rows after another's; None for a process without any. On the device of its own."""
+    if count() == 1:
+        assert own is not None
+        return own
+    parts = [_sent(own, sender) for sender in range(count())]
+    whole = torch.cat([part for part in parts if part is not None])
+    return whole if own is None else whole.to(own.device)
+
+
+def in_turn(items: Sequence[T], compute: Callable[[T], Tensor]) -> Iterator[tuple[T, Tensor]]:
+    """(item, what `compute` gives of it) for all items in order. The processes take turns to compute, and send."""
+    for start in range(0, len(items), count()):
+        turn = items[start : start + count()]
+        own = compute(turn[rank()]) if rank() < len(turn) else None
+        for sender, item in enumerate(turn):
+            result = own if count() == 1 else _sent(own, sender)
+            assert result is not None
+            yield item, result
+
+
+def _sent(own: Tensor | None, sender: int) -> Tensor | None:
+    """The sender's tensor, on the CPU."""
+    mine = own if rank() == sender else None
+    header = told(None if mine is None else [list(mine.shape), str(mine.dtype).removeprefix("torch.")], sender)
+    if header is None:
+        return None
+    shape, dtype = header
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype)) if mine is None else mine.cpu().contiguous()
+    if tensor.numel():
+        dist.broadcast(tensor.view(-1).view(torch.uint8), sender)
+    return tensor
 
 
 def check_several() -> None:

@@ -1,0 +1,99 @@
+"""What tests/test_processes.py runs under torchrun, and in one process: everything that reads text to choose experts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import compress.diep
+import compress.gate_gradients
+import engine.streaming
+from calibrate.collect import collect
+from calibrate.statistics import LayerStatistics
+from compress.diep import RELAXATIONS, DiepOptions, search
+from compress.evaluate import perplexity, routed_counts
+from compress.gate_gradients import fisher_scores, taylor_scores
+from compress.naee import naee
+from engine import processes
+from engine.checkpoint import Checkpoint
+from engine.model import Decoder
+from engine.safetensors_file import write_tensors
+
+TOKENS = torch.randint(3, 96, (7, 12), generator=torch.Generator().manual_seed(1))
+TWO_SEQUENCES = 24
+
+
+def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything as tensors and as JSON; of one sequence too, which leaves a process without any."""
+    checkpoint = Checkpoint(model)
+    tensors = {
+        f"{field.name}.{layer}.{len(text)}": getattr(own, field.name)
+        for text in (TOKENS, TOKENS[:1])
+        for layer, own in collect(checkpoint, text, dtype=torch.float32).layers.items()
+        for field in fields(LayerStatistics)
+    }
+    decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
+    scored = {"fisher": fisher_scores(decoder, TOKENS, 3), "taylor": taylor_scores(decoder, TOKENS)}
+    for relaxation in RELAXATIONS:
+        options = DiepOptions(relaxation, epochs=3, batch_size=3)  # the last step of an epoch is of one sequence
+        scored[relaxation] = search(decoder, TOKENS, options, state_path=place / f"{relaxation}.safetensors")
+    tensors |= {f"{name}.{layer}": score for name, own in scored.items() for layer, score in own.items()}
+    counts: dict[int, list[int]] = {}
+    value = perplexity(checkpoint, TOKENS[:1], dtype=torch.float32, visit=routed_counts(counts))
+    kept = dict.fromkeys(checkpoint.config.moe_layers, 3)
+    cases = [(TOKENS, 0), (TOKENS, 100), (TOKENS[:1], 100)]
+    subsets = [naee(checkpoint, text, kept, dtype=torch.float32, limit=limit) for text, limit in cases]
+    return tensors, json.loads(json.dumps({"perplexity": value, "routed": counts, "subsets": subsets}))
+
+
+class Interrupted(Exception):
+    """In place of a signal, at a place that is known."""
+
+
+def interrupted(items: Sequence[Any]) -> Iterator[Any]:
+    """After the first."""
+    yield items[0]
+    raise Interrupted
+
+
+def resumed(place: Path) -> dict[str, dict[int, Tensor]]:
+    """What is left of passes that were interrupted, gone on with; the processes have more to do than one batch each."""
+    checkpoint, options = Checkpoint(place / "model"), DiepOptions("gated", epochs=3, batch_size=3)
+    decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
+    compress.gate_gradients.SAVE_EVERY_SECONDS = 0.0
+    passes: dict[str, Callable[..., dict[int, Tensor]]] = {
+        "fisher": partial(fisher_scores, decoder, TOKENS, 3, state_path=place / "fisher-again.safetensors"),
+        "gated": partial(search, decoder, TOKENS, options, state_path=place / "gated-again.safetensors"),
+    }
+    with suppress(Interrupted):
+        passes["fisher"](progress=interrupted)
+    with suppress(Interrupted):
+        passes["gated"](progress=interrupted)
+    return {"fisher": passes["fisher"](), "gated": passes["gated"](resume=True)}
+
+
+def main(place: Path) -> None:
+    """Leave what this process has in a directory of its own."""
+    engine.streaming.TOKENS_PER_BATCH = compress.diep.TOKENS_PER_BATCH = TWO_SEQUENCES
+    processes.join("cpu")
+    own = place / f"process-{processes.rank()}"
+    own.mkdir()
+    tensors, values = calibrated(place / "model", place)
+    write_tensors(own / "tensors.safetensors", tensors, {}, "tensors")
+    (own / "values.json").write_text(json.dumps(values))
+    for name, scores in resumed(place).items():
+        assert all(torch.equal(score, tensors[f"{name}.{layer}"]) for layer, score in scores.items()), name
+    processes.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
