@@ -24,6 +24,7 @@ from torch import Tensor
 from compress.gate_gradients import fisher_scores
 from compress.losses import next_token_loss, reconstruction_loss
 from compress.moments import restore, with_moments
+from engine import heap
 from engine.errors import DataError, OptionError
 from engine.model import Decoder, routed_by
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
@@ -255,6 +256,8 @@ def gradients(
             loss = loss + options.reconstruction_weight * reconstruction_loss(hidden, target) / len(rows)
             loss.backward(inputs=trained)
         total += float(loss.detach())
+        del hidden, loss
+        heap.give_back()
     if options.pressure and is_alpha:
         pressure = options.pressure * torch.cat([gate(alpha) for alpha in state.alphas]).mean()
         pressure.backward(inputs=trained)
