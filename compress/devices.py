@@ -79,7 +79,7 @@ CPU_PRODUCT_EFFICIENCY = 0.95
 TRIAL_FLOPS = 4e9
 TRIAL_BYTES = 128 << 20
 TRIALS = 5
-STARTED_BYTES = 100 << 20
+STARTED_BYTES = 120 << 20
 """What a run has in memory before the first layer beyond a process that imported the same: tokenizer, text, and compiled
 products (engine/linear.py)."""
 
@@ -89,6 +89,7 @@ def measured(dtype: torch.dtype, rows: int, hidden: int, width: int, vocabulary:
 
     rows: tokens that an expert has in a batch. Products larger than TRIAL_FLOPS are cut along the width.
     """
+    base = resident_memory_bytes() + STARTED_BYTES  # before the trial has memory of its own
     width = max(16, min(width, int(TRIAL_FLOPS / (2 * rows * hidden))))
     flops = {kind: _product_rate(kind, rows, hidden, width) for kind in (dtype, torch.float32, torch.float64)}
     whole = torch.ones(TRIAL_BYTES, dtype=torch.uint8)
@@ -108,7 +109,7 @@ def measured(dtype: torch.dtype, rows: int, hidden: int, width: int, vocabulary:
         draws_per_second=shares_TV.numel() / _best_seconds(lambda: shares_TV.multinomial(1)),
         call_seconds=5e-6,
         start_seconds=4.0,
-        base_bytes=resident_memory_bytes() + STARTED_BYTES,
+        base_bytes=base,
         calibration="rates measured on the spot; efficiencies on three models (benchmarks/run_plan.py)",
         maps_weights=True,
     )

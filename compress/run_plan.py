@@ -214,9 +214,7 @@ def planned_phases(
     yield Phase("pictures", Work(), 64 << 20, fixed + each * len(model.config.moe_layers))
 
 
-def method_phases(
-    options: RunOptions, passes: Passes, tokens: int, length: int, weights: _Resident
-) -> Iterator[Phase]:
+def method_phases(options: RunOptions, passes: Passes, tokens: int, length: int, weights: _Resident) -> Iterator[Phase]:
     """What makes the plan."""
     if options.method == "naee":
         compared = {

@@ -19,7 +19,7 @@ from calibrate.collect import SIMILARITY_TOKENS
 from compress.devices import Device
 from compress.losses import chunk_tokens
 from compress.naee import OUTPUT_BYTES, SAMPLE_TOKENS
-from engine.architectures import DecoderConfig, MoeConfig, expert_shapes, layer_tensors
+from engine.architectures import DecoderConfig, MoeConfig, expected_tensors, expert_shapes, layer_tensors
 from engine.streaming import MEMORY_LIMIT_BYTES, TOKENS_PER_BATCH
 
 RESIDUAL_VECTORS, SLOT_VECTORS, WIDTH_VECTORS, HEAD_VECTORS, SCORE_PASSES = 30, 10, 6, 10, 6
@@ -107,11 +107,10 @@ class Passes:
         """Parameters of a layer."""
         return self._parameters[index][0]
 
-    @property
+    @cached_property
     def weights(self) -> int:
-        """Parameters of all layers, the embedding and the head."""
-        outer = self.config.vocabulary_size * self.config.hidden_size * (1 if self.config.tied_embeddings else 2)
-        return outer + sum(map(self.layer_weights, range(len(self.config.layers))))
+        """Parameters of the model."""
+        return sum(map(prod, expected_tensors(self.config).values()))
 
     def token_flops(self, index: int, length: int, slots: int | None = None) -> float:
         """Of one token in a layer: 2 for each weight that it meets, and its part of the scores.
@@ -268,7 +267,9 @@ class Passes:
             width, met = _slots(self.config, index, None if slots is None else slots.get(index))
             heads = 4 * self.config.attention_heads * self.config.head_dimension
             kept = max(kept, 10 * hidden + heads + met * (6 * hidden + 6 * width))
-        logits = chunk_tokens(self.config.vocabulary_size) * self.config.vocabulary_size * (4 * 3 + 2 * self.bytes_per_element)
+        logits = (
+            chunk_tokens(self.config.vocabulary_size) * self.config.vocabulary_size * (4 * 3 + 2 * self.bytes_per_element)
+        )
         return self.bytes_per_element * batch * (len(self.config.layers) * hidden + kept) + logits
 
     def statistics_bytes(self, tokens: int) -> float:
