@@ -2,9 +2,9 @@
 
 python benchmarks/cost_growth.py [--methods frequency,fisher,…] [--repetitions 2]
 
-A method's time is that of all that makes its plan, in one process, the best of the repetitions, which go through the models in
-turn after one on the first that is not counted. Experts per token stay as they are. NAEE is its greedy search, DiEP one epoch from
-α = 0. What is measured is remembered, so that methods can be measured some at a time; table and plot are of all of them.
+A method's time is that of all that makes its plan, in one process, the best of the repetitions, which go through the models
+in turn after one on the first that is not counted. Experts per token stay as they are. NAEE is its greedy search, DiEP one
+epoch from α = 0. What is measured is remembered, so that methods can be measured some at a time; table and plot are of all.
 """
 
 from __future__ import annotations

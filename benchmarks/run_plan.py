@@ -2,8 +2,8 @@
 
 python benchmarks/run_plan.py [--sizes 60,210,810] [--methods frequency,naee,diep]
 
-Every run is a process of its own; its wall time is from its start to its end, and its peak is what the operating system says.
-What is measured is remembered, so that sizes can be measured one by one; the table is of all of them.
+Every run is a process of its own; its wall time is from its start to its end, its peak what the operating system says. What
+is measured is remembered, so that sizes can be measured one by one; the table is of all of them.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ DEVICES: dict[str, Device] = {
         _card("rtx4090", 165.2, 82.6, 1.3, 1008, 24, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
     )
 }
-"""float32 products are those of torch's default, without TF32. Reading, drawing and starting are assumptions for all of them."""
+"""float32 products are torch's default, without TF32. Reading, drawing and starting are assumptions for all of them."""
 
 CPU_BANDWIDTH_EFFICIENCY = 0.18
 """Of the trial's copying: operations between products are many, small, and widen half precision. Calibrated on measured

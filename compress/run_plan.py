@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from calibrate.collect import SIMILARITY_TOKENS
 from calibrate.options import CalibrationOptions
 from compress.devices import DEVICES, Device, measured
-from compress.diep import RELAXATIONS, DiepOptions
+from compress.diep import DiepOptions
 from compress.naee import SUBSET_LIMIT
 from compress.prune import DEFAULT_METHOD
 from compress.result import SKIP_TABLE_SEQUENCES
@@ -46,8 +46,8 @@ class RunOptions:
     device: str = "cpu"
     method: str = DEFAULT_METHOD
     sparsity: float = 0.5
-    calibration: CalibrationOptions = CalibrationOptions()
-    diep: DiepOptions = DiepOptions()
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    diep: DiepOptions = field(default_factory=DiepOptions)
     naee_limit: int = SUBSET_LIMIT
     dtype: torch.dtype | None = None
 
@@ -71,7 +71,7 @@ class Planned:
     bytes_per_weight: float
     """In the files, of the layers' matrices."""
     stay_packed: bool
-    """Weights of few bits are computed with as they are stored; those in 8- or 4-bit floating point are widened when read."""
+    """Weights of few bits are computed with as they are stored; those in 8- or 4-bit floating point are widened."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def config_path(model: str, revision: str | None = None) -> Path:
         return Path(hf_hub_download(model, "config.json", revision=revision))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{model}: no such directory, and the hub does not give its config.json ({type(error).__name__}); check the name "
-            "and the network"
+            f"{model}: no such directory, and the hub does not give its config.json ({type(error).__name__}); "
+            "check the name and the network"
         ) from error
 
 

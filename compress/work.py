@@ -3,7 +3,7 @@
 Products are counted exactly, 2·rows·columns for each row of input; what lies between them as the tensors that it reads and
 writes, which are a handful for every vector of hidden size and are given as constants here.
 
-Shape suffixes in names of counts: T tokens, L length, D hidden, F expert width, N experts, K experts of a token, V vocabulary.
+Letters in comments: T tokens, L length, D hidden, F expert width, N experts, K experts of a token, V vocabulary.
 """
 
 from __future__ import annotations
