@@ -127,9 +127,11 @@ def draw(seconds: dict[str, dict[str, float]]) -> Any:
         right.set_xscale("log", base=2)
         right.set_yscale("log")
         right.set_xticks(counts, [str(count) for count in counts])
+        right.set_yticks((0.5, 1, 2, 5, 10), ("0.5", "1", "2", "5", "10"))
+        right.minorticks_off()
         right.set_xlabel(f"experts of a layer ({BASE['top_k']} of them a token's)")
         right.set_ylabel("seconds")
-        right.legend(frameon=False)
+        right.legend(loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=3, frameon=False)
     return figure
 
 
