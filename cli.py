@@ -19,6 +19,7 @@ from compress.columns import number, size, text_table
 from engine.errors import CompressError
 
 DEVICES = ("auto", "cpu", "cuda")
+PLANNED_DEVICES = ("cpu", "h100", "h200", "a100", "a800", "l40s", "rtx4090")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METRICS = ("perplexity", "rouge-l")
 CLASSIFIER_METRIC = "accuracy"
@@ -69,11 +70,16 @@ class Common:
         return None if self.dtype == "auto" else getattr(torch, self.dtype)
 
 
-def common_options(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+def common_options(
+    function: Callable[..., dict[str, Any]], devices: Sequence[str] = DEVICES, device: str = "auto"
+) -> Callable[..., None]:
     """Add the options of every command; run it; print its result, or one line of what is wrong."""
+    default_device = device
 
     @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there.")
-    @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to compute.")
+    @click.option(
+        "--device", type=click.Choice(devices), default=default_device, show_default=True, help="Where to compute."
+    )
     @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: as stored.")
     @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Same seed, same result.")
     @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; all cores by default.")
@@ -581,6 +587,48 @@ def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ..
         f"{result['output']}: {len(result['runs'])} artifacts in {result['seconds']:.1f} s; open comparison/index.html",
     )
     return result
+
+
+@main.command("plan-run")
+@click.argument("model", default="demo")
+@click.option("--method", type=click.Choice(PRUNE_METHODS), help="Criterion.  [default: as of prune]")
+@click.option("--sparsity", type=float, default=0.5, show_default=True, help="Share of all experts to remove.")
+@click.option("--samples", type=int, default=128, show_default=True, help="Sequences.")
+@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
+@evaluation_option()
+@click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, help="DiEP: passes over the text.")
+@click.option(
+    "--relaxation", type=click.Choice(("paper", "routed", "gated")), default="gated", show_default=True, help="DiEP."
+)
+@click.option("--start", type=click.Choice(("zero", "fisher")), help="DiEP: start of α.  [default: by relaxation]")
+@click.option("--naee-limit", type=click.IntRange(min=0), default=10_000, show_default=True, help="NAEE: most subsets.")
+@functools.partial(common_options, devices=PLANNED_DEVICES, device="cpu")
+def plan_run(common: Common, **options: Any) -> dict[str, Any]:
+    """Say what `compress prune` of MODEL would cost: bytes moved, time and peak memory, before it starts.
+
+    MODEL is a directory with a config.json, a hub id, or 'demo'. Nothing but config.json is read or downloaded. This
+    processor is measured for a moment; of others published figures are divided by.
+    """
+    from calibrate.options import CalibrationOptions
+    from compress.diep import DiepOptions
+    from compress.run_plan import RunOptions, shown
+    from compress.run_plan import plan_run as run
+
+    text = {name: options[name] for name in ("samples", "sequence_length", "evaluation_samples")}
+    given = RunOptions(
+        calibration=CalibrationOptions(**text),
+        diep=DiepOptions(**{name: options[name] for name in ("epochs", "relaxation", "start")}),
+        method=options["method"] or default_method(),
+        **{name: options[name] for name in ("model", "sparsity", "naee_limit")},
+        device=common.device,
+        dtype=common.torch_dtype(),
+    )
+    figures = run(given)
+    say(common, table(shown(figures)))
+    say(common, f"{figures['device']}: {figures['device_source']}; {figures['calibration']}")
+    if not figures["fits"]:
+        say(common, f"this does not fit into the {size(figures['device_memory_bytes'])} of the device")
+    return figures
 
 
 @main.command()

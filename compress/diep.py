@@ -28,7 +28,7 @@ from torch import Tensor
 from compress.gate_gradients import fisher_scores
 from compress.losses import next_token_loss, reconstruction_loss
 from compress.moments import restore, with_moments
-from engine import processes
+from engine import heap, processes
 from engine.errors import DataError, OptionError
 from engine.model import Decoder, routed_by
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
@@ -267,6 +267,8 @@ def gradients(
             loss = loss + options.reconstruction_weight * reconstruction_loss(hidden, target) / len(rows)
             loss.backward(inputs=trained)
         total += float(loss.detach())
+        del hidden, loss
+        heap.give_back()
     if processes.count() > 1:
         total = _add_up_processes(trained, total)
     if options.pressure and is_alpha:

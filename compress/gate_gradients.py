@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compress.losses import chunk_tokens, next_token_loss
-from engine import processes
+from engine import heap, processes
 from engine.errors import DataError
 from engine.linear import linear
 from engine.model import Decoder, routed_by
@@ -100,6 +100,7 @@ def gate_gradients(
     saved = time.monotonic()
     for rows in progress([rows for rows in batches(*own_SL.shape) if rows.start >= sums.sequences]):
         sums.add(_of_batch(decoder, own_SL[rows].to(device), sums.generator if own_samples else None))
+        heap.give_back()
         if state_path is not None and time.monotonic() - saved >= SAVE_EVERY_SECONDS:
             sums.save(state_path)
             saved = time.monotonic()

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine import heap
 from engine.attention import Positions, Rotary
 from engine.checkpoint import Checkpoint
 from engine.model import DecoderLayer, Outer, embedded, positions_for
@@ -116,6 +117,7 @@ def stream_layers(
             finish()
         del layer, finish  # before the next layer is read: what was to be done after this one may hold it too
         checkpoint.release()
+        heap.give_back()
     return states
 
 

@@ -41,6 +41,7 @@ PROMISED = {
         "--sequence-length --statistics"
     ),
     "quantize": "-o --output --overwrite --resume --bits --group-size --experts-only --activation-aware --data --samples",
+    "plan-run": "--method --sparsity --samples --sequence-length --epochs --relaxation",
     "calibrate": "-o --output --overwrite --data --samples --sequence-length",
     "inspect": "",
     "evaluate": "--data --metric --tasks",

@@ -1,0 +1,156 @@
+"""How the cost of every method grows: layers, experts and tokens doubled one at a time, and experts four times as many.
+
+python benchmarks/cost_growth.py [--methods frequency,fisher,…] [--repetitions 2]
+
+A method's time is that of all that makes its plan, in one process, the best of the repetitions, which go through the models
+in turn after one on the first that is not counted. Experts per token stay as they are. NAEE is its greedy search, DiEP one
+epoch from α = 0. What is measured is remembered, so that methods can be measured some at a time; table and plot are of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from random_model import shape, write_random_model
+from results import RESULTS, markdown, remember, remembered, save
+
+from calibrate.collect import collect
+from compress import plots
+from compress.diep import RELAXATIONS, DiepOptions, search
+from compress.gate_gradients import fisher_scores, taylor_scores
+from compress.merging import MERGE_METHODS, merge_groups, merging_plan
+from compress.naee import naee
+from compress.saliency import SCORES, scores
+from engine.checkpoint import Checkpoint
+from engine.model import Decoder
+
+BASE = {"hidden": 512, "layers": 2, "experts": 8, "top_k": 2, "width": 1024}
+VOCABULARY = 8000
+SEQUENCES, LENGTH = 16, 256
+DTYPE = torch.bfloat16
+MEMORY = RESULTS / "cost_growth.jsonl"
+VARIANTS = ("base", "layers × 2", "tokens × 2", "experts × 2", "experts × 4")
+
+
+def methods() -> dict[str, Callable[[Checkpoint, torch.Tensor], object]]:
+    """By name, all that makes a plan."""
+
+    def decoder(checkpoint: Checkpoint) -> Decoder:
+        made = Decoder(checkpoint.config, checkpoint.weights(DTYPE))
+        made.checkpoint_activations = True
+        return made
+
+    def one_shot(name: str) -> Callable[[Checkpoint, torch.Tensor], object]:
+        return lambda checkpoint, tokens: scores(name, collect(checkpoint, tokens, dtype=DTYPE))
+
+    def merged(name: str) -> Callable[[Checkpoint, torch.Tensor], object]:
+        def run(checkpoint: Checkpoint, tokens: torch.Tensor) -> object:
+            statistics = collect(checkpoint, tokens, dtype=DTYPE)
+            return merging_plan(merge_groups(name, statistics, checkpoint.config.experts_per_layer[0] // 2), checkpoint)
+
+        return run
+
+    def searched(relaxation: str) -> Callable[[Checkpoint, torch.Tensor], object]:
+        options = DiepOptions(relaxation=relaxation, epochs=1, start="zero")
+        return lambda checkpoint, tokens: search(decoder(checkpoint), tokens, options)
+
+    def greedy(checkpoint: Checkpoint, tokens: torch.Tensor) -> object:
+        kept = {layer: count // 2 for layer, count in checkpoint.config.experts_by_layer.items()}
+        return naee(checkpoint, tokens, kept, dtype=DTYPE, limit=0)
+
+    return {
+        **{name: one_shot(name) for name in (*SCORES, "random")},
+        **{name: merged(name) for name in MERGE_METHODS},
+        "fisher": lambda checkpoint, tokens: fisher_scores(decoder(checkpoint), tokens),
+        "taylor": lambda checkpoint, tokens: taylor_scores(decoder(checkpoint), tokens),
+        "naee, greedy": greedy,
+        **{f"diep, {relaxation}": searched(relaxation) for relaxation in RELAXATIONS},
+    }
+
+
+def variant_shape(variant: str) -> tuple[dict[str, int], int]:
+    """(shape of the model, sequences)."""
+    changed, _, factor = variant.partition(" × ")
+    if changed == "tokens":
+        return BASE, SEQUENCES * int(factor)
+    return BASE | ({} if variant == "base" else {changed: BASE[changed] * int(factor)}), SEQUENCES
+
+
+def measure(names: list[str], repetitions: int) -> None:
+    """Remember seconds by method and variant."""
+    with tempfile.TemporaryDirectory() as temporary:
+        models = {}
+        for variant in VARIANTS:
+            own, sequences = variant_shape(variant)
+            write_random_model(Path(temporary) / variant, shape(**own) | {"vocab_size": VOCABULARY})
+            tokens = torch.randint(VOCABULARY, (sequences, LENGTH), generator=torch.Generator().manual_seed(0))
+            models[variant] = Checkpoint(Path(temporary) / variant), tokens
+        for name in names:
+            run, seconds = methods()[name], dict.fromkeys(VARIANTS, float("inf"))
+            run(*models["base"])
+            for _ in range(repetitions):
+                for variant, (checkpoint, tokens) in models.items():
+                    started = time.perf_counter()
+                    run(checkpoint, tokens)
+                    seconds[variant] = min(seconds[variant], time.perf_counter() - started)
+            remember(MEMORY, {"method": name, "seconds": seconds})
+
+
+def draw(seconds: dict[str, dict[str, float]]) -> Any:
+    """Ratios to the base for each method, and seconds by the number of experts for the methods that differ there."""
+    names = list(seconds)
+    with plots.style():
+        figure = Figure(figsize=(11.0, 5.4), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1.25, 1.0))
+        for place, variant in enumerate(("layers × 2", "tokens × 2", "experts × 2")):
+            down = [row + 0.26 * (place - 1) for row in range(len(names))]
+            ratios = [seconds[name][variant] / seconds[name]["base"] for name in names]
+            left.barh(down, ratios, height=0.24, color=plots.COLOURS[place], label=variant)
+        left.axvline(1.0, color=plots.MISSING, linewidth=1, zorder=0)
+        left.axvline(2.0, color="black", linewidth=0.8, linestyle=":")
+        left.set_yticks(range(len(names)), names)
+        left.invert_yaxis()
+        left.set_xlabel("time by that of the base (dotted: twice)")
+        left.legend(loc="upper center", bbox_to_anchor=(0.5, 1.09), ncols=3, frameon=False)
+        counts = [BASE["experts"] * factor for factor in (1, 2, 4)]
+        shown = ("diep, gated", "diep, routed", "diep, paper", "naee, greedy", "fisher", "frequency")
+        for place, name in enumerate(shown):
+            taken = [seconds[name][variant] for variant in ("base", "experts × 2", "experts × 4")]
+            right.plot(counts, taken, marker="o", color=plots.COLOURS[place], label=name)
+        right.set_xscale("log", base=2)
+        right.set_yscale("log")
+        right.set_xticks(counts, [str(count) for count in counts])
+        right.set_yticks((0.5, 1, 2, 5, 10), ("0.5", "1", "2", "5", "10"))
+        right.minorticks_off()
+        right.set_xlabel(f"experts of a layer ({BASE['top_k']} of them a token's)")
+        right.set_ylabel("seconds")
+        right.legend(loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=3, frameon=False)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--methods", default=",".join(name.replace(", ", "-") for name in methods()))
+    arguments = parser.parse_args()
+    measure([name for name in methods() if name.replace(", ", "-") in arguments.methods.split(",")], arguments.repetitions)
+    latest = {line["method"]: line["seconds"] for line in remembered(MEMORY)}
+    seconds = {name: latest[name] for name in methods() if name in latest}
+    rows = [
+        [name, f"{own['base']:.2f}", *(f"{own[variant] / own['base']:.2f}×" for variant in VARIANTS[1:])]
+        for name, own in seconds.items()
+    ]
+    save("cost_growth", seconds, markdown(["", "seconds", *VARIANTS[1:]], rows))
+    if len(seconds) == len(methods()):
+        plots.save(draw(seconds), RESULTS / "cost_growth.png")
+
+
+if __name__ == "__main__":
+    main()

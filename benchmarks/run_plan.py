@@ -1,0 +1,81 @@
+"""What `compress plan-run` expects against what runs take, for models of three sizes.
+
+python benchmarks/run_plan.py [--sizes 60,210,810] [--methods frequency,naee,diep]
+
+Every run is a process of its own; its wall time is from its start to its end, its peak what the operating system says. What
+is measured is remembered, so that sizes can be measured one by one; the table is of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from random_model import shape, write_random_model
+from results import RESULTS, markdown, remember, remembered, save
+
+SHAPES = {
+    60: {"hidden": 512, "layers": 4, "experts": 8, "top_k": 2, "width": 1024},
+    210: {"hidden": 768, "layers": 5, "experts": 16, "top_k": 4, "width": 1024},
+    810: {"hidden": 1024, "layers": 11, "experts": 8, "top_k": 2, "width": 2816},
+}
+"""By millions of parameters."""
+VOCABULARY = 8000
+OPTIONS = ["--sparsity", "0.5", "--samples", "16", "--sequence-length", "256", "--evaluation-samples", "4", "--epochs", "1"]
+MEMORY = RESULTS / "run_plan.jsonl"
+
+
+def ran(command: list[str]) -> tuple[dict[str, Any], float]:
+    """The JSON object of a command, and its wall time."""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "cli", *command, "--json"], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout), time.perf_counter() - started
+
+
+def measure(size: int, methods: list[str]) -> None:
+    """Plan and run each method on a model of this size."""
+    with tempfile.TemporaryDirectory() as temporary:
+        model = Path(temporary) / "model"
+        write_random_model(model, shape(**SHAPES[size]) | {"vocab_size": VOCABULARY})
+        for method in methods:
+            options = [str(model), "--method", method, *OPTIONS]
+            plan, _ = ran(["plan-run", *options])
+            output = ["--data", "stdlib", "-o", str(Path(temporary) / "pruned"), "--overwrite"]
+            figures, seconds = ran(["prune", *options, *output])
+            measured = {"seconds": seconds, "peak_memory_bytes": figures["peak_memory_bytes"]}
+            remember(MEMORY, {"size": size, "method": method, "measured": measured, "plan": plan})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default=",".join(map(str, SHAPES)))
+    parser.add_argument("--methods", default="frequency,naee,diep")
+    arguments = parser.parse_args()
+    for size in filter(None, arguments.sizes.split(",")):
+        measure(int(size), arguments.methods.split(","))
+    latest = {(line["size"], line["method"]): line for line in remembered(MEMORY)}
+    rows = []
+    for (size, method), line in sorted(latest.items()):
+        plan, measured = line["plan"], line["measured"]
+        seconds, peak = (plan[key] / measured[key] for key in ("seconds", "peak_memory_bytes"))
+        rows.append(
+            [
+                f"{size} M parameters, {method}",
+                *(f"{each['seconds']:.1f}" for each in (plan, measured)),
+                f"{seconds - 1:+.0%}",
+                *(f"{each['peak_memory_bytes'] / 1e6:,.0f}" for each in (plan, measured)),
+                f"{peak - 1:+.0%}",
+            ]
+        )
+    head = ["", "planned s", "measured s", "off", "planned peak, MB", "measured peak, MB", "off"]
+    save("run_plan", list(latest.values()), markdown(head, rows))
+
+
+if __name__ == "__main__":
+    main()
