@@ -57,8 +57,8 @@ MULTIPLE_OF_OUTPUTS = 4
 _CHUNK = 512
 """Weights of few bits that one step of a product takes: their scales fill a vector register, or a quarter of one."""
 binding.initialize_native_asmparser()
-_features = binding.get_host_cpu_features()
-MULTIPLIES_INTEGERS = bool(_features.get("avx512vnni") and _features.get("avx512vl"))
+_features = (numba.config.CPU_FEATURES or binding.get_host_cpu_features().flatten()).split(",")
+MULTIPLIES_INTEGERS = "+avx512vnni" in _features and "+avx512vl" in _features
 """Whether this processor has the instruction that matrices of few bits are multiplied with."""
 
 
@@ -359,6 +359,9 @@ class _Rounded:
         total = ir.Constant(lanes, [0] * (size // 4))
         for place, weights in enumerate(stored):
             address = _at(builder, self._values, builder.add(index, _INDEX(place * size)), 1)
+            if not MULTIPLIES_INTEGERS:
+                total = builder.add(total, self._dots_of_four(weights, address, size))
+                continue
             total = builder.asm(
                 ir.FunctionType(lanes, [lanes] * 3),
                 "vpdpbusd $3, $2, $0",
@@ -367,6 +370,17 @@ class _Rounded:
                 False,
             )
         return builder.sitofp(total, ir.VectorType(_FLOAT, size // 4))
+
+    def _dots_of_four(self, weights: Any, address: Any, size: int) -> Any:
+        """The same without the instruction, so that all processors can compile this file."""
+        builder, wide = self._builder, ir.VectorType(_INT, size)
+        values = builder.sext(_load(builder, address, ir.VectorType(_BYTE, size)), wide)
+        products = builder.mul(builder.zext(weights, wide), values)
+        places = (ir.Constant(ir.VectorType(_INT, size // 4), [*range(first, size, 4)]) for first in range(4))
+        first, *others = (builder.shuffle_vector(products, products, each) for each in places)
+        for other in others:
+            first = builder.add(first, other)
+        return first
 
 
 def _wide_group(bits: int) -> Any:
