@@ -225,6 +225,7 @@ def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str
             tests = [PREFILL, DECODE, *([TOGETHER] if title.startswith("ours") else [])]
             if title == DEFAULT:
                 tests += [f"{test}:{name}" for test, names in IMPLEMENTATIONS.items() for name in names]
+            contender.ask(PREFILL)  # systems take pages back from those that wait
             for test in tests:
                 said[title] = contender.ask(test)
                 if place:
