@@ -1108,6 +1108,9 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
     """Measure the quality of MODEL.
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+
+    It may be a classifier of images or texts: --data is then a folder of images, an .npz, a .jsonl of text and label, or
+    'digits', by default what it was distilled on.
     """
     from calibrate.options import CalibrationOptions
     from compress.evaluate import evaluate_model, evaluate_tasks
@@ -1162,7 +1165,12 @@ def _evaluate_classifier(common: Common, options: dict[str, Any]) -> dict[str, A
         seed=common.seed,
         progress=progress_bar,
     )
-    say(common, f"{result['metric']} {result['value']:.4f} on {result['examples']} examples in {result['seconds']:.1f} s")
+    part = "" if result["split"] == "all" else f"{result['split']} "
+    say(
+        common,
+        f"{result['metric']} {result['value']:.4f} on {result['examples']} {part}examples of {result['data']} in "
+        f"{result['seconds']:.1f} s",
+    )
     return result
 
 

@@ -184,7 +184,7 @@ def _texts(path: Path) -> Labelled:
     texts: list[str] = []
     labels: list[int | str] = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a string in JSON may hold what else ends lines
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); give a .jsonl in UTF-8") from error
     for number, line in enumerate(lines, start=1):
@@ -217,8 +217,8 @@ def _folder(path: Path, size: tuple[int, int]) -> Labelled:
     labels: list[str] = []
     held_out: list[bool] = []
     for part, is_held in parts:
-        for folder in sorted(each for each in part.iterdir() if each.is_dir()):
-            own = sorted(file for file in folder.rglob("*") if file.is_file())
+        for folder in sorted(each for each in part.iterdir() if each.is_dir() and not _is_hidden(each)):
+            own = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file))
             files += own
             labels += [folder.name] * len(own)
             held_out += [is_held] * len(own)
@@ -230,6 +230,10 @@ def _folder(path: Path, size: tuple[int, int]) -> Labelled:
         return torch.stack([_image(files[row], size) for row in rows])
 
     return Labelled(str(path), "images", labels, read, keys, held_out if len(parts) > 1 else None)
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".")
 
 
 def _image(path: Path, size: tuple[int, int]) -> Tensor:

@@ -87,10 +87,13 @@ def evaluate_accuracy(
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """`compress evaluate` of a classifier: the share of examples that it is right about, or its features are good for."""
+    """`compress evaluate` of a classifier: the share of examples that it is right about, or its features are good for.
+
+    data: None for those that the classifier was distilled on, the digits where none were.
+    """
     started = time.monotonic()
     described, classify, where = open_classifier(resolve(model), backend, device, dtype)
-    found, inputs = examples_for(described, data, length)
+    found, inputs = examples_for(described, data or described.data, length)
     part = found.part("held-out" if probes else split)
     part = part if samples is None else part.only(range(min(samples, len(part))))
     if not probes:

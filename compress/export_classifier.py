@@ -10,7 +10,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,11 +128,11 @@ def random_inputs(checkpoint: ClassifierCheckpoint) -> list[Given]:
 
 def _real(options: ClassifierExportOptions, checkpoint: ClassifierCheckpoint) -> list[Given]:
     """Batches of the data that was named or, if that is still there, of what the artifact was distilled on."""
-    made_of = (checkpoint.provenance or {}).get("options", {}).get("calibration", {}).get("data")
-    if options.data is None and made_of is None:
+    source = options.data or checkpoint.data
+    if source is None:
         return []
     try:
-        examples, inputs = examples_for(checkpoint, options.data or made_of)
+        examples, inputs = examples_for(checkpoint, source)
     except DataError:
         if options.data is not None:
             raise
@@ -230,12 +230,13 @@ def _provenance(
     options: ClassifierExportOptions, checkpoint: ClassifierCheckpoint, figures: dict[str, Any]
 ) -> dict[str, Any]:
     made_by = checkpoint.provenance or {}
+    recorded = asdict(replace(options, data=options.data or checkpoint.data))
     exported = {"model": options.model, "fingerprint": checkpoint.fingerprint()}
     return {
         "source": made_by.get("source", exported),
         "exported": exported | {"method": made_by.get("method")},
         "method": "export",
-        "options": {key: value for key, value in asdict(options).items() if key not in ("overwrite", "output", "threads")},
+        "options": {key: value for key, value in recorded.items() if key not in ("overwrite", "output", "threads")},
         "figures": figures,
         "versions": {name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")},
     }

@@ -84,6 +84,15 @@ class ClassifierDirectory:
         return (self.directory / ONNX_NAME).stat().st_size
 
     @property
+    def data(self) -> str | None:
+        """The examples that an artifact was distilled on, or an export made with, by the name they were given."""
+        options = (self.provenance or {}).get("options")
+        options = options if isinstance(options, dict) else {}
+        named = options.get("calibration", options)
+        found = named.get("data") if isinstance(named, dict) else None
+        return found if isinstance(found, str) else None
+
+    @property
     def class_names(self) -> tuple[str, ...]:
         """In the order of the logits."""
         names = self.config.id2label

@@ -177,6 +177,9 @@ def test_folders_arrays_and_rows_give_the_same_kind_of_thing(tmp_path: Path) -> 
         folder = tmp_path / "images" / split / name
         folder.mkdir(parents=True)
         Image.new("RGB", (6, 4), (colour, 0, 0)).save(folder / "1.png")
+        (folder / ".DS_Store").write_bytes(b"no image")
+    (tmp_path / "images" / "train" / ".cache").mkdir()
+    (tmp_path / "images" / "train" / ".cache" / "2.png").write_bytes(b"no image either")
     folder = labelled(str(tmp_path / "images"), (8, 8))
     assert folder.labels == ["a", "b", "a"] and folder.part("held-out").labels == ["a"]
     assert folder.read([1]).shape == (1, 3, 8, 8) and folder.read([1])[0, 0, 0, 0] == 200
@@ -194,6 +197,8 @@ def test_folders_arrays_and_rows_give_the_same_kind_of_thing(tmp_path: Path) -> 
 
     rows = labelled(str(sentences(tmp_path / "rows.jsonl")))
     assert rows.what == "texts" and rows.read([1]) == ["1 beta and 7"]
+    (tmp_path / "lines.jsonl").write_text('{"text": "one\u2028line", "label": 0}\r\n', encoding="utf-8")
+    assert labelled(str(tmp_path / "lines.jsonl")).read([0]) == ["one\u2028line"]
     twice = tmp_path / "twice.jsonl"
     twice.write_text((tmp_path / "rows.jsonl").read_text() * 2)
     assert not set(labelled(str(twice)).part("held-out").keys) & set(labelled(str(twice)).part("calibration").keys)

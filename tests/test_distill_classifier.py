@@ -181,6 +181,7 @@ def test_training_teaches_and_commands_take_the_result() -> None:
     evaluated = run("evaluate", "m", "--data", "shades.npz")
     assert evaluated["metric"] == "accuracy" and evaluated["value"] == figures["metric_after"]
     assert evaluated["examples"] == figures["held_out_examples"]
+    assert run("evaluate", "m") | {"seconds": 0} == evaluated | {"seconds": 0}  # by default what it was distilled on
     every = run("evaluate", "m", "--data", "shades.npz", "--metric", "accuracy", "--split", "all", "--samples", "50")
     assert every["examples"] == 50
     assert run("evaluate", "m", "--data", "shades.npz", "--probe")["metric"] == "probe"

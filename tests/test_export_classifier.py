@@ -75,7 +75,7 @@ def difference(name: str, exported: str, given: dict[str, torch.Tensor]) -> floa
     return float((own - other).abs().max())
 
 
-def test_an_export_of_images_gives_the_mixtures_logits_and_predictions() -> None:
+def test_an_export_of_images_gives_the_mixtures_logits_and_predictions(place: Path) -> None:
     figures = run("export", "mixture", "-o", "onnx")
     assert figures["format"] == "onnx" and figures["experts"] == CLASSES and figures["bytes"] > figures["weights_bytes"]
     assert figures["max_abs_logit_difference"] <= 1e-4 and figures["predictions_equal_share"] == 1.0
@@ -86,6 +86,7 @@ def test_an_export_of_images_gives_the_mixtures_logits_and_predictions() -> None
     value = run("evaluate", "mixture", "--data", "shades.npz", "--split", "all")["value"]
     found = run("evaluate", "onnx", "--data", "shades.npz", "--split", "all", "--backend", "onnx")
     assert found["value"] == value and found["examples"] == 60
+    assert run("evaluate", "onnx", "--split", "all")["data"] == str(place / "shades.npz")
     described = run("inspect", "onnx", "--checksums")
     assert (
         described["kind"] == "onnx" and described["classes"] == CLASSES and described["parameters"] == figures["parameters"]
