@@ -69,7 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "BERT": {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
 RATES = {"ConvNeXt": 0.01}
-"""Of students that do not take their setting's, by any method: at 0.05 KD, of the largest gradients, diverged in a run of five."""
+"""Of students that do not take their setting's, by any method: at 0.05 one run of KD in five diverged (docs/LOG.md)."""
 LARGE = {"model_type": "resnet", "layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]}
 TEXT_CLASSES, TEXTS_PER_CLASS, TEXT_LENGTH = 8, 300, 48
 
@@ -335,7 +335,7 @@ def speed(work: Path, threads: int) -> None:
         write_mixture(student, mixture, 512)
     rows = []
     for batch in (1, 8):
-        found = bench_classifiers([str(student), str(mixture)], batch=batch, threads=threads)
+        found = bench_classifiers([str(student), str(mixture)], batch=batch, threads=threads, repetitions=25)
         alone = found[0]["examples_per_second_median"]
         rows += [[Path(row["model"]).name, *_speed_cells(row, alone)] for row in found]
     header = ["1,000 classes, 224×224, float32", "batch", "parameters", "images/s", "of the student", "peak GB"]
