@@ -47,14 +47,15 @@ from engine.safetensors_file import write_tensors
 from engine.transformers_model import quiet_transformers
 
 HELD_OUT, BATCH = 1000, 64
+WHOLE = "MoE-KD"
 METHODS: dict[str, dict[str, str]] = {
     "student alone": {"recipe": "sft"},
     "KD": {"recipe": "kd"},
     "SRRL": {"recipe": "srrl"},
-    "MoE-KD": {"recipe": "moe-kd"},
+    WHOLE: {"recipe": "moe-kd"},
     **{f"({name}) {what}": {"recipe": "moe-kd", "ablation": name} for name, what in ABLATIONS.items()},
 }
-MAIN = ("student alone", "KD", "SRRL", "MoE-KD")
+MAIN = ("student alone", "KD", "SRRL", WHOLE)
 RESIDUAL = {"model_type": "resnet", "num_channels": 1, "layer_type": "basic"}
 MODELS: dict[str, dict[str, Any]] = {
     "teacher": RESIDUAL | {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [2, 2, 2]},
@@ -297,6 +298,12 @@ def percent(lines: Sequence[dict[str, Any]], name: str) -> str:
     return mean_and_spread([100 * line[name] for line in lines if line.get(name) is not None])
 
 
+def beside(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
+    """How much more accurate runs are than others of the same seeds."""
+    own = {line["seed"]: line["metric_after"] for line in others}
+    return mean_and_spread([100 * (line["metric_after"] - own[line["seed"]]) for line in lines if line["seed"] in own])
+
+
 def table(done: Sequence[dict[str, Any]]) -> str:
     """One table for each setting; a row for each method, for each student accuracy, and what its features are good for."""
     made = []
@@ -305,13 +312,17 @@ def table(done: Sequence[dict[str, Any]]) -> str:
         teacher = percent([line for line in own if line["method"] == "teacher"], "metric_after")
         header = ["method"]
         for student in setting.students:
-            header += [student, "without experts", *(["letters, probed"] if setting.probe else [])]
+            header += [student, f"less {WHOLE}", "without experts", *(["letters, probed"] if setting.probe else [])]
         rows = []
         for method in setting.methods:
             row = [method]
             for student in setting.students:
-                lines = [line for line in own if (line["student"], line["method"]) == (student, method)]
-                row += [percent(lines, "metric_after"), percent(lines, "accuracy_without_mixture")]
+                lines, whole = (
+                    [line for line in own if line["student"] == student and line["method"] == name]
+                    for name in (method, WHOLE)
+                )
+                row += [percent(lines, "metric_after"), "–" if method == WHOLE else beside(lines, whole)]
+                row += [percent(lines, "accuracy_without_mixture")]
                 row += [percent(lines, "probe_after")] if setting.probe else []
             rows.append(row)
         seeds = len({line["seed"] for line in own if line["method"] != "teacher"})
