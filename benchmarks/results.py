@@ -66,7 +66,7 @@ def mean_and_spread(found: Sequence[float]) -> str:
     if not found:
         return "–"
     spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
-    return f"{statistics.mean(found):.2f}{spread}"
+    return f"{statistics.mean(found):z.2f}{spread}"
 
 
 def _processor() -> str:
