@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
-import json, resource, sys, torch
+import json, torch
 from compress.recipes import RECIPES
 from compress.clock import Clock
 from compress.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
@@ -17,6 +17,7 @@ from calibrate.instructions import Example
 from engine.architectures import decoder_config, expected_tensors
 from engine.model import Decoder
 from engine.parameters import parameters_on_disk
+from engine.report import peak_memory_bytes
 
 def decoder(seed):
     common = {"vocab_size": 128256, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -25,19 +26,16 @@ def decoder(seed):
     generator, shapes = torch.Generator().manual_seed(seed), expected_tensors(config)
     return Decoder(config, lambda name: 0.1 * torch.randn(shapes[name], generator=generator))
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
 teacher, student = decoder(0), decoder(1)
 tokens = torch.randint(128256, (512,), generator=torch.Generator().manual_seed(0)).tolist()
 responses = Responses([Example(tokens[:1], tokens[1:])], Clock())
 taught = ResponseTeacher(teacher, RECIPES["kd"], KnowledgeAugmentation(), Clock())
 trainer = Trainer(parameters_on_disk(student), ResponseLoss(student, taught, responses, RECIPES["kd"]),
                   TrainingOptions(1, 1e-3, 1), 1, 512)
-before = peak()
+before = peak_memory_bytes()
 trainer.gradients(0)
 trainer.update(0)
-print(json.dumps(peak() - before))
+print(json.dumps(peak_memory_bytes() - before))
 """
 
 
