@@ -60,6 +60,8 @@ binding.initialize_native_asmparser()
 _features = (numba.config.CPU_FEATURES or binding.get_host_cpu_features().flatten()).split(",")
 MULTIPLIES_INTEGERS = "+avx512vnni" in _features and "+avx512vl" in _features
 """Whether this processor has the instruction that matrices of few bits are multiplied with."""
+MULTIPLIES_BFLOAT16 = "+avx512bf16" in _features
+"""Whether it multiplies bfloat16 as it is. Vectors beside such matrices are then bfloat16 too, otherwise float32."""
 
 
 def _inline(function: Any) -> Any:
@@ -178,6 +180,52 @@ def _tile(rows: int) -> Any:
             sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
         sums = _loop(builder, most, whole, _LANES, sums, multiplied(_LANES, 1))
         totals = _loop(builder, whole, inputs, 1, _added_up(builder, sums), multiplied(1, 1))
+        for r in range(rows):
+            place = _at(builder, result_address, builder.mul(stride, _INDEX(r)), 4)
+            builder.store(totals[r], builder.inttoptr(place, _FLOAT.as_pointer()))
+        return context.get_dummy_value()
+
+    return intrinsic(tile)
+
+
+def _half_tile(rows: int) -> Any:
+    """`_tile` for vectors of bfloat16, on processors that multiply pairs of those and add both to a sum."""
+    pairs, size = ir.VectorType(_INT, _LANES), 2 * _LANES
+
+    def tile(context: Any, weights_I: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
+        return types.void(types.uint64, types.uint64, types.int64, types.uint64, types.int64), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight_address, x_address, inputs, result_address, stride = arguments
+        x_rows = [_at(builder, x_address, builder.mul(inputs, _INDEX(r)), 2) for r in range(rows)]
+        dot = ir.FunctionType(_FLOATS, [_FLOATS, pairs, pairs])
+
+        def dots(parts: int) -> Any:
+            def step(index: Any, sums: list[Any]) -> list[Any]:
+                made = []
+                for part in range(parts):
+                    place = builder.add(index, _INDEX(part * size))
+                    w = _load(builder, _at(builder, weight_address, place, 2), pairs)
+                    for row in x_rows:
+                        given = [sums[len(made)], w, _load(builder, _at(builder, row, place, 2), pairs)]
+                        made.append(builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", given, False))
+                return made
+
+            return step
+
+        def alone(index: Any, totals: list[Any]) -> list[Any]:
+            w = _widened(builder, _at(builder, weight_address, index, 2), 1)
+            x = [_widened(builder, _at(builder, row, index, 2), 1) for row in x_rows]
+            return [_add_product(builder, total, w, each) for total, each in zip(totals, x, strict=True)]
+
+        most, whole = builder.and_(inputs, _INDEX(-size * _SUMS)), builder.and_(inputs, _INDEX(-size))
+        zeros = [ir.Constant(_FLOATS, [0.0] * _LANES)] * (rows * _SUMS)
+        sums = _loop(builder, _INDEX(0), most, size * _SUMS, zeros, dots(_SUMS))
+        while len(sums) > rows:
+            half = len(sums) // 2
+            sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+        sums = _loop(builder, most, whole, size, sums, dots(1))
+        totals = _loop(builder, whole, inputs, 1, _added_up(builder, sums), alone)
         for r in range(rows):
             place = _at(builder, result_address, builder.mul(stride, _INDEX(r)), 4)
             builder.store(totals[r], builder.inttoptr(place, _FLOAT.as_pointer()))
@@ -485,6 +533,10 @@ def _repeated(builder: Any, value: Any, size: int) -> Any:
 
 
 _ONE_VECTOR, _TWO_VECTORS, _FOUR_VECTORS = _tile(1), _tile(2), _tile(4)
+_half = _half_tile if MULTIPLIES_BFLOAT16 else _tile
+_ONE_HALF, _TWO_HALVES, _FOUR_HALVES = _half(1), _half(2), _half(4)
+_VECTOR_BYTES = 2 if MULTIPLIES_BFLOAT16 else 4
+"""Of a value beside bfloat16 weights."""
 _ONE_OF_8, _TWO_OF_8, _FOUR_OF_8 = (_few_bits_tile(rows, 8) for rows in (1, 2, 4))
 _ONE_OF_4, _TWO_OF_4, _FOUR_OF_4 = (_few_bits_tile(rows, 4) for rows in (1, 2, 4))
 _WIDE_OF_8, _WIDE_OF_4 = _wide_group(8), _wide_group(4)
@@ -493,7 +545,7 @@ _WIDE_OF_8, _WIDE_OF_4 = _wide_group(8), _wide_group(4)
 @_inline
 def _vector_bytes(inputs: Any, bits: Any) -> Any:
     """Of a vector beside weights of so many bits."""
-    return np.uint64(4 * inputs if bits == 16 else inputs + inputs // 4)
+    return np.uint64(_VECTOR_BYTES * inputs if bits == 16 else inputs + inputs // 4)
 
 
 @_inline
@@ -504,7 +556,7 @@ def _row_bytes(inputs: Any, bits: Any) -> Any:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _multiply_wide(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any) -> None:
-    """`_multiply` for bfloat16."""
+    """`_multiply` of bfloat16 with float32 vectors."""
     row = 0
     while row < rows:
         vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
@@ -531,13 +583,22 @@ def _multiply(
     `w + r · stride` of the float32 results.
     """
     bits, group = form
-    if bits == 16:
-        _multiply_wide(weights, count, inputs, x_address, rows, results, stride)
-        return
     row = 0
     while row < rows:
         vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
         x = x_address + np.uint64(row) * _vector_bytes(inputs, bits)
+        if bits == 16:
+            for place in range(count):
+                w = weights + np.uint64(place) * _row_bytes(inputs, bits)
+                y = results + np.uint64(4) * np.uint64(row * stride + place)
+                if vectors == 4:
+                    _FOUR_HALVES(w, x, inputs, y, stride)
+                elif vectors == 2:
+                    _TWO_HALVES(w, x, inputs, y, stride)
+                else:
+                    _ONE_HALF(w, x, inputs, y, stride)
+            row += vectors
+            continue
         for place in range(0, count, MULTIPLE_OF_OUTPUTS // vectors):
             w = weights + np.uint64(place) * _row_bytes(inputs, bits)
             s = scales + np.uint64(place * (inputs // group) * 2)
@@ -562,11 +623,16 @@ def _multiply(
 def _prepare(values_I: Any, bits: Any, target: Any) -> None:
     """A float32 vector as `_multiply` wants it beside weights of so many bits.
 
-    Beside 16 as it is. Beside fewer, each 32 values are rounded to 8 bits, and after the I bytes come two rows of float32,
+    Beside 16 as it is, or of bfloat16. Beside fewer, each 32 values are rounded to 8 bits, and after the I bytes come two rows of float32,
     one number for each 32: scales, and scale · Σ rounded · 2^(bits−1). Beside 4 bits, which lie two in a byte, the first of
     each two values come before the second ones: in runs of 128 values as far as whole chunks go, then of 32.
     """
     inputs = values_I.shape[0]
+    if bits == 16 and MULTIPLIES_BFLOAT16:
+        half_I = numba.carray(_pointer(target), (inputs,))
+        for index in range(inputs):
+            half_I[index] = _narrow(values_I[index])
+        return
     if bits == 16:
         plain_I = numba.carray(_floats(target), (inputs,))
         for index in range(inputs):
