@@ -43,6 +43,7 @@ _MATHS = {"reassoc", "contract", "nsz"}
 _LANES = 16
 _SUMS = 4
 """Vector registers that one product is added up in."""
+_HALF_SUMS = 2
 _NO_SINKS, _NO_SCALES = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 _NOT_SEEN = tuple(np.empty((0, 0, 0), kind) for kind in (np.int64, np.float32, np.uint16, np.uint16))
 _FLOAT, _BYTE, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -188,47 +189,56 @@ def _tile(rows: int) -> Any:
     return intrinsic(tile)
 
 
-def _half_tile(rows: int) -> Any:
-    """`_tile` for vectors of bfloat16, on processors that multiply pairs of those and add both to a sum."""
+def _half_tile(rows: int, matrix_rows: int) -> Any:
+    """A function like `_tile`'s, of vectors of bfloat16 and `matrix_rows` at once: for processors that multiply such pairs.
+
+    The product of matrix row w and vector r goes to place `w + r · stride`.
+    """
     pairs, size = ir.VectorType(_INT, _LANES), 2 * _LANES
 
-    def tile(context: Any, weights_I: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
+    def tile(context: Any, weights_WI: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
         return types.void(types.uint64, types.uint64, types.int64, types.uint64, types.int64), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weight_address, x_address, inputs, result_address, stride = arguments
         x_rows = [_at(builder, x_address, builder.mul(inputs, _INDEX(r)), 2) for r in range(rows)]
+        w_rows = [_at(builder, weight_address, builder.mul(inputs, _INDEX(w)), 2) for w in range(matrix_rows)]
         dot = ir.FunctionType(_FLOATS, [_FLOATS, pairs, pairs])
+        products = rows * matrix_rows
 
         def dots(parts: int) -> Any:
             def step(index: Any, sums: list[Any]) -> list[Any]:
                 made = []
                 for part in range(parts):
                     place = builder.add(index, _INDEX(part * size))
-                    w = _load(builder, _at(builder, weight_address, place, 2), pairs)
+                    w = [_load(builder, _at(builder, row, place, 2), pairs) for row in w_rows]
                     for row in x_rows:
-                        given = [sums[len(made)], w, _load(builder, _at(builder, row, place, 2), pairs)]
-                        made.append(builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", given, False))
+                        x = _load(builder, _at(builder, row, place, 2), pairs)
+                        for each in w:
+                            given = [sums[len(made)], each, x]
+                            made.append(builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", given, False))
                 return made
 
             return step
 
         def alone(index: Any, totals: list[Any]) -> list[Any]:
-            w = _widened(builder, _at(builder, weight_address, index, 2), 1)
+            w = [_widened(builder, _at(builder, row, index, 2), 1) for row in w_rows]
             x = [_widened(builder, _at(builder, row, index, 2), 1) for row in x_rows]
-            return [_add_product(builder, total, w, each) for total, each in zip(totals, x, strict=True)]
+            factors = [(x_r, w_r) for x_r in x for w_r in w]
+            return [_add_product(builder, total, *pair) for total, pair in zip(totals, factors, strict=True)]
 
-        most, whole = builder.and_(inputs, _INDEX(-size * _SUMS)), builder.and_(inputs, _INDEX(-size))
-        zeros = [ir.Constant(_FLOATS, [0.0] * _LANES)] * (rows * _SUMS)
-        sums = _loop(builder, _INDEX(0), most, size * _SUMS, zeros, dots(_SUMS))
-        while len(sums) > rows:
+        most, whole = builder.and_(inputs, _INDEX(-size * _HALF_SUMS)), builder.and_(inputs, _INDEX(-size))
+        zeros = [ir.Constant(_FLOATS, [0.0] * _LANES)] * (products * _HALF_SUMS)
+        sums = _loop(builder, _INDEX(0), most, size * _HALF_SUMS, zeros, dots(_HALF_SUMS))
+        while len(sums) > products:
             half = len(sums) // 2
             sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
         sums = _loop(builder, most, whole, size, sums, dots(1))
-        totals = _loop(builder, whole, inputs, 1, _added_up(builder, sums), alone)
-        for r in range(rows):
-            place = _at(builder, result_address, builder.mul(stride, _INDEX(r)), 4)
-            builder.store(totals[r], builder.inttoptr(place, _FLOAT.as_pointer()))
+        totals = [total for first in range(0, products, 4) for total in _added_up(builder, sums[first : first + 4])]
+        for number, total in enumerate(_loop(builder, whole, inputs, 1, totals, alone)):
+            r, w = divmod(number, matrix_rows)
+            place = _at(builder, result_address, builder.add(builder.mul(stride, _INDEX(r)), _INDEX(w)), 4)
+            builder.store(total, builder.inttoptr(place, _FLOAT.as_pointer()))
         return context.get_dummy_value()
 
     return intrinsic(tile)
@@ -533,8 +543,9 @@ def _repeated(builder: Any, value: Any, size: int) -> Any:
 
 
 _ONE_VECTOR, _TWO_VECTORS, _FOUR_VECTORS = _tile(1), _tile(2), _tile(4)
-_half = _half_tile if MULTIPLIES_BFLOAT16 else _tile
-_ONE_HALF, _TWO_HALVES, _FOUR_HALVES = _half(1), _half(2), _half(4)
+if MULTIPLIES_BFLOAT16:
+    _HALF_1, _HALF_2, _HALF_3, _HALF_4 = (_half_tile(rows, 1) for rows in (1, 2, 3, 4))
+    _PAIR_1, _PAIR_2, _PAIR_3, _PAIR_4 = (_half_tile(rows, 2) for rows in (1, 2, 3, 4))
 _VECTOR_BYTES = 2 if MULTIPLIES_BFLOAT16 else 4
 """Of a value beside bfloat16 weights."""
 _ONE_OF_8, _TWO_OF_8, _FOUR_OF_8 = (_few_bits_tile(rows, 8) for rows in (1, 2, 4))
@@ -574,6 +585,38 @@ def _multiply_wide(weights: Any, count: Any, inputs: Any, x_address: Any, rows: 
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _multiply_half(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any) -> None:
+    """`_multiply` of bfloat16."""
+    row = 0
+    while row < rows:
+        vectors = min(4, rows - row)
+        x = x_address + np.uint64(2) * np.uint64(row * inputs)
+        place = 0
+        while place < count:
+            w = weights + np.uint64(2) * np.uint64(place * inputs)
+            y = results + np.uint64(4) * np.uint64(row * stride + place)
+            if vectors == 1 or place + 2 > count:
+                if vectors == 1:
+                    _HALF_1(w, x, inputs, y, stride)
+                elif vectors == 2:
+                    _HALF_2(w, x, inputs, y, stride)
+                elif vectors == 3:
+                    _HALF_3(w, x, inputs, y, stride)
+                else:
+                    _HALF_4(w, x, inputs, y, stride)
+                place += 1
+            else:
+                if vectors == 2:
+                    _PAIR_2(w, x, inputs, y, stride)
+                elif vectors == 3:
+                    _PAIR_3(w, x, inputs, y, stride)
+                else:
+                    _PAIR_4(w, x, inputs, y, stride)
+                place += 2
+        row += vectors
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _multiply(
     weights: Any, scales: Any, form: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any
 ) -> None:
@@ -583,22 +626,13 @@ def _multiply(
     `w + r · stride` of the float32 results.
     """
     bits, group = form
+    if bits == 16:
+        _multiply_half(weights, count, inputs, x_address, rows, results, stride)
+        return
     row = 0
     while row < rows:
         vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
         x = x_address + np.uint64(row) * _vector_bytes(inputs, bits)
-        if bits == 16:
-            for place in range(count):
-                w = weights + np.uint64(place) * _row_bytes(inputs, bits)
-                y = results + np.uint64(4) * np.uint64(row * stride + place)
-                if vectors == 4:
-                    _FOUR_HALVES(w, x, inputs, y, stride)
-                elif vectors == 2:
-                    _TWO_HALVES(w, x, inputs, y, stride)
-                else:
-                    _ONE_HALF(w, x, inputs, y, stride)
-            row += vectors
-            continue
         for place in range(0, count, MULTIPLE_OF_OUTPUTS // vectors):
             w = weights + np.uint64(place) * _row_bytes(inputs, bits)
             s = scales + np.uint64(place * (inputs // group) * 2)
@@ -706,10 +740,17 @@ def _address(array: Any) -> Any:
 
 
 @_inline
+def _aligned(size: Any) -> Any:
+    """So many bytes, from the start of a cache line."""
+    made = np.empty(size + np.uint64(64), np.uint8)
+    return made[-_address(made) & np.uint64(63) :]
+
+
+@_inline
 def _prepared(x_address: Any, rows: Any, inputs: Any, bits: Any) -> Any:
     """Rows of bfloat16 as `_multiply` wants them."""
     own = _vector_bytes(inputs, bits)
-    made = np.empty(np.uint64(rows) * own, np.uint8)
+    made = _aligned(np.uint64(rows) * own)
     for row in range(rows):
         wide_I = _wide_vector(x_address + np.uint64(2) * np.uint64(row * inputs), inputs)
         _prepare(wide_I, bits, _address(made) + np.uint64(row) * own)
@@ -808,7 +849,7 @@ def _swiglu(
             place += 1
     members = ends_N[-1]
     x_bytes, middle_bytes = _vector_bytes(hidden, bits), _vector_bytes(width, bits)
-    x_M = np.empty(np.uint64(members) * x_bytes, np.uint8)
+    x_M = _aligned(np.uint64(members) * x_bytes)
     place_TS = np.empty((tokens, slots), np.int64)
     for token in range(tokens):
         own_D = _wide_vector(x_address + np.uint64(2) * np.uint64(token * hidden), hidden)
@@ -845,7 +886,7 @@ def _swiglu(
                 for index in range(count):
                     g = gate[row, index]
                     middle_MF[begin + row, first + index] = g / (np.float32(1.0) + _exp(-g)) * up[row, index]
-    middle_M = np.empty(np.uint64(members) * middle_bytes, np.uint8)
+    middle_M = _aligned(np.uint64(members) * middle_bytes)
     for member in numba.prange(members):
         _prepare(middle_MF[member], bits, _address(middle_M) + np.uint64(member) * middle_bytes)
     wide = _block_rows(hidden, threads, bits)
