@@ -1,11 +1,12 @@
 """The products that decoding consists of, compiled by Numba: matrices times a few vectors, one for each sequence.
 
-Matrices are of bfloat16, or of 8 or 4 bits with a bfloat16 scale for each group of 32 or 128 weights. Vectors stay in
-float32 beside the former. Beside the latter each 32 values are rounded to 8 bits and share a scale, so that processors that
-have an instruction for it (VNNI) multiply four pairs of integers in a lane at once.
+Matrices are of bfloat16, or of 8 or 4 bits with a bfloat16 scale for each group of 32 or 128 weights. Vectors beside the
+former are of bfloat16 where the processor has an instruction for that (AVX512-BF16), of float32 elsewhere. Beside the latter
+each 32 values are rounded to 8 bits and share a scale, so that processors that have one for it (VNNI) multiply four pairs of
+integers in a lane at once.
 
 Decoding is bound by the memory that its weights come from. These kernels read each weight once for all vectors, a block of
-rows after the other, one stream per thread, and keep everything between two products in float32. One call does what torch
+rows after the other, one or two streams per thread, and add up in float32. One call does what torch
 needs a dozen for: several matrices on the same vectors, or all chosen experts of a layer, each on the tokens that chose it.
 They take addresses: a weight's bits are read where they lie, and nothing is wrapped or checked on the way.
 `engine/linear.py` checks and calls them.
@@ -41,9 +42,11 @@ BLOCKS_OF_A_THREAD = 8
 _MATHS = {"reassoc", "contract", "nsz"}
 """Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are."""
 _LANES = 16
-_SUMS = 4
-"""Vector registers that one product is added up in."""
-_HALF_SUMS = 2
+_SUMS, _HALF_SUMS = 4, 2
+"""Vector registers that one product is added up in, and where pairs of bfloat16 are multiplied."""
+_AHEAD = 4096
+"""Bytes of a matrix that are asked for before they are used. Memory's own guessing stops at the end of each 4 kB, and does not
+hide what several vectors take to multiply; twice as far beside bfloat16, of which as many are read sooner."""
 _NO_SINKS, _NO_SCALES = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 _NOT_SEEN = tuple(np.empty((0, 0, 0), kind) for kind in (np.int64, np.float32, np.uint16, np.uint16))
 _FLOAT, _BYTE, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -167,6 +170,8 @@ def _tile(rows: int) -> Any:
                 for part in range(parts):
                     place = builder.add(index, _INDEX(part * size))
                     w = _widened(builder, _at(builder, weight_address, place, 2), size)
+                    if rows > 1 and part % 2 == 0:
+                        _fetch(builder, builder.add(_at(builder, weight_address, place, 2), _INDEX(2 * _AHEAD)))
                     x = [_load(builder, _at(builder, row, place, 4), _many(_FLOAT, size)) for row in x_rows]
                     made += [builder.fmul(w, each, flags=("contract",)) for each in x]
                 return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, made, strict=True)]
@@ -212,6 +217,9 @@ def _half_tile(rows: int, matrix_rows: int) -> Any:
                 for part in range(parts):
                     place = builder.add(index, _INDEX(part * size))
                     w = [_load(builder, _at(builder, row, place, 2), pairs) for row in w_rows]
+                    if rows > 1:
+                        for row in w_rows:
+                            _fetch(builder, builder.add(_at(builder, row, place, 2), _INDEX(2 * _AHEAD)))
                     for row in x_rows:
                         x = _load(builder, _at(builder, row, place, 2), pairs)
                         for each in w:
@@ -242,6 +250,16 @@ def _half_tile(rows: int, matrix_rows: int) -> Any:
         return context.get_dummy_value()
 
     return intrinsic(tile)
+
+
+def _fetch(builder: Any, address: Any) -> None:
+    """Have what lies there brought to the second cache; nothing happens where there is no memory."""
+    pointer = ir.IntType(8).as_pointer()
+    prefetch = builder.module.declare_intrinsic(
+        "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
+    )
+    read, second_cache, of_data = _INT(0), _INT(2), _INT(1)
+    builder.call(prefetch, [builder.inttoptr(address, pointer), read, second_cache, of_data])
 
 
 def _many(kind: Any, size: int) -> Any:
@@ -340,6 +358,7 @@ def _few_bits_tile(rows: int, bits: int) -> Any:
                 start = builder.add(weights, _parts(builder, index, 8, bits))
                 for step in range(_CHUNK // unit):
                     stored = _stored(builder, _at(builder, start, _INDEX(64 * step), 1), bits, 64)
+                    _fetch(builder, _at(builder, start, _INDEX(64 * step + _AHEAD), 1))
                     first = step * unit // ROUNDED
                     for r, vector in enumerate(vectors):
                         dots = vector.dots(builder.add(index, _INDEX(step * unit)), stored, 64)
@@ -544,8 +563,8 @@ def _repeated(builder: Any, value: Any, size: int) -> Any:
 
 _ONE_VECTOR, _TWO_VECTORS, _FOUR_VECTORS = _tile(1), _tile(2), _tile(4)
 if MULTIPLIES_BFLOAT16:
-    _HALF_1, _HALF_2, _HALF_3, _HALF_4 = (_half_tile(rows, 1) for rows in (1, 2, 3, 4))
-    _PAIR_1, _PAIR_2, _PAIR_3, _PAIR_4 = (_half_tile(rows, 2) for rows in (1, 2, 3, 4))
+    _ONE_HALF, _PAIR_OF_1, _PAIR_OF_2 = _half_tile(1, 1), _half_tile(1, 2), _half_tile(2, 2)
+    _PAIR_OF_3, _PAIR_OF_4 = _half_tile(3, 2), _half_tile(4, 2)
 _VECTOR_BYTES = 2 if MULTIPLIES_BFLOAT16 else 4
 """Of a value beside bfloat16 weights."""
 _ONE_OF_8, _TWO_OF_8, _FOUR_OF_8 = (_few_bits_tile(rows, 8) for rows in (1, 2, 4))
@@ -568,52 +587,49 @@ def _row_bytes(inputs: Any, bits: Any) -> Any:
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _multiply_wide(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any) -> None:
     """`_multiply` of bfloat16 with float32 vectors."""
-    row = 0
-    while row < rows:
-        vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
-        x = x_address + np.uint64(4) * np.uint64(row * inputs)
-        for place in range(count):
-            w = weights + np.uint64(2) * np.uint64(place * inputs)
+    for place in range(count):
+        w = weights + np.uint64(2) * np.uint64(place * inputs)
+        row = 0
+        while row < rows:
+            x = x_address + np.uint64(4) * np.uint64(row * inputs)
             y = results + np.uint64(4) * np.uint64(row * stride + place)
+            vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
             if vectors == 4:
                 _FOUR_VECTORS(w, x, inputs, y, stride)
             elif vectors == 2:
                 _TWO_VECTORS(w, x, inputs, y, stride)
             else:
                 _ONE_VECTOR(w, x, inputs, y, stride)
-        row += vectors
+            row += vectors
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _multiply_half(weights: Any, count: Any, inputs: Any, x_address: Any, rows: Any, results: Any, stride: Any) -> None:
-    """`_multiply` of bfloat16."""
-    row = 0
-    while row < rows:
-        vectors = min(4, rows - row)
-        x = x_address + np.uint64(2) * np.uint64(row * inputs)
-        place = 0
-        while place < count:
-            w = weights + np.uint64(2) * np.uint64(place * inputs)
+    """`_multiply` of bfloat16 with bfloat16 vectors: two matrix rows at once share what is read of several vectors."""
+    place = 0
+    while place < count:
+        w = weights + np.uint64(2) * np.uint64(place * inputs)
+        alone = rows == 1 or place + 1 == count
+        row = 0
+        while row < rows:
+            x = x_address + np.uint64(2) * np.uint64(row * inputs)
             y = results + np.uint64(4) * np.uint64(row * stride + place)
-            if vectors == 1 or place + 2 > count:
-                if vectors == 1:
-                    _HALF_1(w, x, inputs, y, stride)
-                elif vectors == 2:
-                    _HALF_2(w, x, inputs, y, stride)
-                elif vectors == 3:
-                    _HALF_3(w, x, inputs, y, stride)
-                else:
-                    _HALF_4(w, x, inputs, y, stride)
-                place += 1
+            vectors = 1 if alone else min(4, rows - row)
+            if alone:
+                _ONE_HALF(w, x, inputs, y, stride)
+            elif vectors == 4:
+                _PAIR_OF_4(w, x, inputs, y, stride)
+            elif vectors == 3:
+                _PAIR_OF_3(w, x, inputs, y, stride)
+            elif vectors == 2:
+                _PAIR_OF_2(w, x, inputs, y, stride)
             else:
-                if vectors == 2:
-                    _PAIR_2(w, x, inputs, y, stride)
-                elif vectors == 3:
-                    _PAIR_3(w, x, inputs, y, stride)
-                else:
-                    _PAIR_4(w, x, inputs, y, stride)
-                place += 2
-        row += vectors
+                _PAIR_OF_1(w, x, inputs, y, stride)
+            row += vectors
+        place += 1 if alone else 2
+
+
+_multiply_16 = _multiply_half if MULTIPLIES_BFLOAT16 else _multiply_wide
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -627,7 +643,7 @@ def _multiply(
     """
     bits, group = form
     if bits == 16:
-        _multiply_half(weights, count, inputs, x_address, rows, results, stride)
+        _multiply_16(weights, count, inputs, x_address, rows, results, stride)
         return
     row = 0
     while row < rows:
@@ -657,9 +673,10 @@ def _multiply(
 def _prepare(values_I: Any, bits: Any, target: Any) -> None:
     """A float32 vector as `_multiply` wants it beside weights of so many bits.
 
-    Beside 16 as it is, or of bfloat16. Beside fewer, each 32 values are rounded to 8 bits, and after the I bytes come two rows of float32,
-    one number for each 32: scales, and scale · Σ rounded · 2^(bits−1). Beside 4 bits, which lie two in a byte, the first of
-    each two values come before the second ones: in runs of 128 values as far as whole chunks go, then of 32.
+    Beside 16 as it is, or rounded to bfloat16. Beside fewer, each 32 values are rounded to 8 bits, and after the I bytes come
+    two rows of float32, one number for each 32: scales, and scale · Σ rounded · 2^(bits−1). Beside 4 bits, which lie two in
+    a byte, the first of each two values come before the second ones: in runs of 128 values as far as whole chunks go, then
+    of 32.
     """
     inputs = values_I.shape[0]
     if bits == 16 and MULTIPLIES_BFLOAT16:

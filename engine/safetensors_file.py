@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 _WHAT = "safetensors file"
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 8  # of the data's start, so that tensors of any dtype can be used where they lie
+_ALIGNMENT = 64  # of the data's start: tensors are used where they lie, and most then begin with a cache line
 _BLOCK = 1 << 20  # bytes written at a time
 _MAX_RANK = 64  # beyond this torch's own operations refuse a tensor
 _MAX_BYTES = 2**63 - 1  # torch counts elements and bytes in int64
@@ -388,7 +388,7 @@ def _plan_shard(path: Path, layout: Layout, sizes: Mapping[str, int], metadata: 
         ranges[name] = begin, end
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
     start = _LENGTH.size + len(text)
     entries = {name: TensorEntry(*layout[name], start + begin, start + end) for name, (begin, end) in ranges.items()}
     return _Shard(path, _LENGTH.pack(len(text)) + text, entries)
