@@ -45,8 +45,8 @@ _LANES = 16
 _SUMS, _HALF_SUMS = 4, 2
 """Vector registers that one product is added up in, and where pairs of bfloat16 are multiplied."""
 _AHEAD = 4096
-"""Bytes of a matrix that are asked for before they are used. Memory's own guessing stops at the end of each 4 kB, and does not
-hide what several vectors take to multiply; twice as far beside bfloat16, of which as many are read sooner."""
+"""Bytes of a matrix that are asked for before they are used, twice as many of bfloat16. The processor's own guessing stops at the
+end of each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
 _NO_SINKS, _NO_SCALES = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 _NOT_SEEN = tuple(np.empty((0, 0, 0), kind) for kind in (np.int64, np.float32, np.uint16, np.uint16))
 _FLOAT, _BYTE, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -673,10 +673,10 @@ def _multiply(
 def _prepare(values_I: Any, bits: Any, target: Any) -> None:
     """A float32 vector as `_multiply` wants it beside weights of so many bits.
 
-    Beside 16 as it is, or rounded to bfloat16. Beside fewer, each 32 values are rounded to 8 bits, and after the I bytes come
-    two rows of float32, one number for each 32: scales, and scale · Σ rounded · 2^(bits−1). Beside 4 bits, which lie two in
-    a byte, the first of each two values come before the second ones: in runs of 128 values as far as whole chunks go, then
-    of 32.
+    Beside 16 as it is, or rounded to bfloat16. Beside fewer, each 32 values are rounded to 8 bits, and after the I bytes
+    come two rows of float32, one number for each 32: scales, and scale · Σ rounded · 2^(bits−1). Beside 4 bits, which lie
+    two in a byte, the first of each two values come before the second ones: in runs of 128 values as far as whole chunks go,
+    then of 32.
     """
     inputs = values_I.shape[0]
     if bits == 16 and MULTIPLIES_BFLOAT16:

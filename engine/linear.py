@@ -12,8 +12,10 @@ Shape suffixes: T rows, I input features, O output features, D hidden, F expert 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.errors import OptionError
 from engine.quantised_weight import QuantizedWeight, Weight
 
 SHAPES_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
@@ -31,6 +34,12 @@ each expert of each batch has another number of tokens, and each block of a long
 for _name in SHAPES_KEPT:  # read when the first product is made
     os.environ.setdefault(_name, "64")
 
+KERNELS = "COMPRESS_KERNELS"
+"""Environment variable for what decodes: `compiled`, `torch`, or `auto`, which tries both when a model is loaded."""
+TRIAL_SHAPE = 4096, 4096
+"""Of the trial's matrix: 32 MB, more than most caches hold."""
+CLEARLY = 1.5
+"""Times as fast that torch must be to be taken: the kernels' sums then do not hang on what else runs during the trial."""
 COMPILED_MAX_ROWS = 64
 """Up to so many rows the compiled kernels serve, with more torch does."""
 WIDEN_FROM_ROWS = 4
@@ -187,7 +196,16 @@ def _loaded_kernels() -> Any:
 
 @cache
 def _load_kernels() -> Any:
-    """The compiled kernels; None where Numba is missing or has no place for its cache."""
+    """The compiled kernels; None if they are not wanted, Numba is missing or has no place for its cache, or torch is faster.
+
+    Raises:
+        OptionError: `COMPRESS_KERNELS` is none of its values.
+    """
+    wanted = os.environ.get(KERNELS, "auto")
+    if wanted not in ("auto", "compiled", "torch"):
+        raise OptionError(f"{KERNELS} is {wanted!r}; it must be auto, compiled or torch")
+    if wanted == "torch":
+        return None
     threads = torch.get_num_threads()
     try:
         from engine import gemv
@@ -197,7 +215,25 @@ def _load_kernels() -> Any:
     gemv.products(nothing.data_ptr(), 1, [(nothing.data_ptr(), 0)], [1], 1)
     # Numba's start gives all cores to the OpenMP pool that it shares with torch; torch takes its own number back.
     torch.set_num_threads(threads)
-    return gemv
+    return gemv if wanted == "compiled" or _pays(gemv) else None
+
+
+def _pays(kernels: Any) -> bool:
+    """Whether the kernels multiply one vector not clearly slower than torch does; 50 ms."""
+    weight_OI = torch.ones(TRIAL_SHAPE, dtype=torch.bfloat16)
+    x = torch.ones(1, TRIAL_SHAPE[1], dtype=torch.bfloat16)
+    kernels.use_threads(torch.get_num_threads())
+
+    def compiled() -> None:
+        kernels.products(x.data_ptr(), 1, [addresses(weight_OI)], [TRIAL_SHAPE[0]], TRIAL_SHAPE[1])
+
+    best = dict.fromkeys((compiled, lambda: F.linear(x, weight_OI)), math.inf)
+    for way in 3 * list(best):
+        started = time.perf_counter()
+        way()
+        best[way] = min(best[way], time.perf_counter() - started)
+    ours, torchs = best.values()
+    return ours <= CLEARLY * torchs
 
 
 def _widened(x_TI: Tensor, weight_OI: Tensor) -> Tensor:

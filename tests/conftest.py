@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 from engine.architectures import ARCHITECTURES
 from engine.checkpoint import Checkpoint
 from engine.stacks import joined, stored_tensors
+
+os.environ.setdefault("COMPRESS_KERNELS", "compiled")  # tests compare bits, which no trial of speed should decide
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

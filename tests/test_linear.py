@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 
 import engine.experts
 import engine.linear
+from engine.errors import OptionError
 from engine.experts import CompiledExperts, Expert, MoeBlock, grouped
 from engine.linear import addresses, as_bfloat16, decoding, kernel_form, linear, linears, plain
 from engine.quantised_weight import quantise
@@ -251,3 +254,26 @@ def test_outside_decoding_the_kernels_are_not_loaded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine.linear, "_load_kernels", lambda: pytest.fail("loaded"))
     with torch.no_grad():
         linear(torch.randn(1, 16).bfloat16(), torch.randn(21, 16).bfloat16())
+
+
+def test_what_decodes_is_tried_and_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    load = engine.linear._load_kernels.__wrapped__
+    right = kernels.products
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return right(*arguments)
+
+    monkeypatch.delenv(engine.linear.KERNELS)
+    assert load() is kernels
+    monkeypatch.setattr(kernels, "products", slow)
+    assert load() is None
+    monkeypatch.setenv(engine.linear.KERNELS, "compiled")
+    assert load() is kernels
+    monkeypatch.setattr(kernels, "products", right)
+    monkeypatch.setenv(engine.linear.KERNELS, "torch")
+    assert load() is None
+    monkeypatch.setenv(engine.linear.KERNELS, "fast")
+    with pytest.raises(OptionError, match="COMPRESS_KERNELS is 'fast'; it must be auto, compiled or torch"):
+        load()
