@@ -1,0 +1,83 @@
+"""Up to how many sequences at once the compiled kernels decode faster than products of torch, which group tokens by expert.
+
+python benchmarks/decode_batches.py [--directory DIR] [--rounds 7]
+
+One step of a random mixture (8 experts, 2 chosen, hidden 1024, width 3584, 4 layers: more than caches hold) in bfloat16,
+both ways in turn in one process; medians. The engine takes the kernels up to `COMPILED_MAX_ROWS` sequences (`engine/linear.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from random_model import shape, write_random_model
+from results import markdown, save
+
+import engine.linear
+from engine.generate import Engine
+from engine.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+STEPS = 4
+
+
+def step_seconds(model: Engine, batch: int, way: AbstractContextManager[None]) -> float:
+    """Of a step that decodes one more token of each sequence."""
+    tokens = torch.randint(model.checkpoint.config.vocabulary_size, (batch, STEPS + 1))
+    cache = model.new_cache(batch, STEPS + 1)
+    with torch.inference_mode(), way:
+        model.decoder.last_logits(tokens[:, :1], None, cache)
+        started = time.perf_counter()
+        for step in range(1, STEPS + 1):
+            model.decoder.last_logits(tokens[:, step : step + 1], None, cache)
+    return (time.perf_counter() - started) / STEPS
+
+
+def measure(directory: Path, rounds: int) -> list[dict[str, float]]:
+    """Seconds of a step in both ways, for each number of sequences."""
+    if not (directory / "model").is_dir():
+        write_random_model(directory / "model", shape(layers=4))
+    model = Engine.open(directory / "model")
+    prepare_decoding(torch.bfloat16, torch.device("cpu"))
+    engine.linear.COMPILED_MAX_ROWS = max(BATCHES)
+    rows = []
+    for batch in BATCHES:
+        torch.manual_seed(batch)
+        pairs = [
+            (step_seconds(model, batch, decoding()), step_seconds(model, batch, nullcontext())) for _ in range(rounds + 1)
+        ]
+        compiled, torchs = (statistics.median(times) for times in zip(*pairs[1:], strict=True))
+        rows.append({"sequences": batch, "compiled_seconds": compiled, "torch_seconds": torchs})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, help="where the model is made, and found again")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = measure(options.directory or Path(scratch), options.rounds)
+    table = markdown(
+        ["sequences", "compiled, ms", "torch, ms", "compiled by it"],
+        [
+            [
+                f"{row['sequences']}",
+                f"{row['compiled_seconds'] * 1e3:.1f}",
+                f"{row['torch_seconds'] * 1e3:.1f}",
+                f"{row['torch_seconds'] / row['compiled_seconds']:.2f}×",
+            ]
+            for row in rows
+        ],
+    )
+    save("decode_batches", {"rounds": options.rounds, "compiled_max_rows": COMPILED_MAX_ROWS, "rows": rows}, table)
+
+
+if __name__ == "__main__":
+    main()
