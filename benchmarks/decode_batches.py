@@ -3,7 +3,8 @@
 python benchmarks/decode_batches.py [--directory DIR] [--rounds 7]
 
 One step of a random mixture (8 experts, 2 chosen, hidden 1024, width 3584, 4 layers: more than caches hold) in bfloat16,
-both ways in turn in one process; medians. The engine takes the kernels up to `COMPILED_MAX_ROWS` sequences (`engine/linear.py`).
+both ways in turn in one process; medians. The engine takes the kernels up to `COMPILED_MAX_ROWS` sequences
+(`engine/linear.py`).
 """
 
 from __future__ import annotations

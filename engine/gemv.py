@@ -45,8 +45,8 @@ _LANES = 16
 _SUMS, _HALF_SUMS = 4, 2
 """Vector registers that one product is added up in, and where pairs of bfloat16 are multiplied."""
 _AHEAD = 4096
-"""Bytes of a matrix that are asked for before they are used, twice as many of bfloat16. The processor's own guessing stops at the
-end of each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
+"""Bytes of a matrix that are asked for before they are used, twice as many of bfloat16. The processor's own guessing stops
+at the end of each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
 _NO_SINKS, _NO_SCALES = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 _NOT_SEEN = tuple(np.empty((0, 0, 0), kind) for kind in (np.int64, np.float32, np.uint16, np.uint16))
 _FLOAT, _BYTE, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
