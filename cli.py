@@ -110,6 +110,19 @@ def common_options(
     return run
 
 
+class ByteSize(click.ParamType[int]):
+    """A size such as 500MB, 2GB or 1.5GiB, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Without a unit it is bytes."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
+        if match is None or (match[3] and not match[2]) or float(match[1]) == 0:
+            self.fail(f"{value!r} is not a size; write it like 500MB, 2GB or 1.5GiB", param, ctx)
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
+
+
 def run_with_hub(function: Callable[..., dict[str, Any]], common: Common, own: dict[str, Any]) -> dict[str, Any]:
     """Run a command: MODEL at its --revision, and its artifact to --push-to-hub, which is refused before any work."""
     revision = own.pop("revision", None)
@@ -151,6 +164,9 @@ def text_options(samples: int) -> Decorator:
     )
 
 
+memory_limit_option = click.option(
+    "--memory-limit", type=ByteSize(), help="Most memory to have resident, such as 8GB: layer by layer, activations on disk."
+)
 revision_option = click.option("--revision", help="Of a hub id: a branch, tag or commit.  [default: the main branch]")
 model_argument = together(click.argument("model", default="demo"), revision_option)
 private_option = click.option("--private", is_flag=True, help="Hub: the repository is private where it is made anew.")
@@ -311,7 +327,7 @@ result_options = together(
     resume_option,
     push_options,
 )
-artifact_options = together(input_options, recover_options, result_options)
+artifact_options = together(input_options, memory_limit_option, recover_options, result_options)
 """Options of every command that calibrates and writes a smaller mixture; `densify` takes the first and the last."""
 
 
@@ -459,19 +475,6 @@ class Several(click.ParamType[tuple[Any, ...]]):
         return tuple(self.one.convert(item.strip(), param, ctx) for item in str(value).split(","))
 
 
-class ByteSize(click.ParamType[int]):
-    """A size such as 500MB, 2GB or 1.5GiB, in bytes."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Without a unit it is bytes."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
-        if match is None or (match[3] and not match[2]) or float(match[1]) == 0:
-            self.fail(f"{value!r} is not a size; write it like 500MB, 2GB or 1.5GiB", param, ctx)
-        return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="moe-compress", prog_name="compress")
 def main() -> None:
@@ -564,6 +567,7 @@ def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ..
     from compress.sweep import cells, sweep
     from engine.errors import OptionError
 
+    _refuse_options(["memory_limit"], "for one artifact at a time, and this makes several")
     _refuse_options(("push_to_hub",), "for one artifact, and a sweep makes several; `compress push` them afterwards")
     if sparsities is None or options["plan_output"] is not None:
         raise OptionError("a sweep needs --sparsity and writes no --plan-output; each artifact carries its plan")
@@ -993,6 +997,7 @@ def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, 
         "device": chosen_device(common),
         "overwrite": given["overwrite"],
         "resume": given["resume"],
+        "memory_limit": given.get("memory_limit"),
     }
 
 
@@ -1000,7 +1005,9 @@ def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, 
 @model_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
 @text_options(128)
+@memory_limit_option
 @overwrite_option
+@resume_option
 @common_options
 def calibrate(common: Common, **options: Any) -> dict[str, Any]:
     """Run text through MODEL once and save what every method reads.
@@ -1010,7 +1017,7 @@ def calibrate(common: Common, **options: Any) -> dict[str, Any]:
     Several processes share the work: torchrun --nproc-per-node N --no-python compress calibrate …
     """
     from calibrate.options import CalibrationOptions
-    from calibrate.to_file import calibrate_to_file
+    from compress.statistics_file import calibrate_to_file
 
     result = calibrate_to_file(
         options["model"],
@@ -1019,6 +1026,8 @@ def calibrate(common: Common, **options: Any) -> dict[str, Any]:
         dtype=common.torch_dtype(),
         device=chosen_device(common),
         overwrite=options["overwrite"],
+        resume=options["resume"],
+        memory_limit=options["memory_limit"],
         progress=progress_bar,
     )
     say(
@@ -1103,6 +1112,7 @@ def _shown(key: str, value: Any) -> str:
     show_default=True,
     help="Part of the text; calibration never sees 'held-out'.",
 )
+@memory_limit_option
 @common_options
 def evaluate(common: Common, **options: Any) -> dict[str, Any]:
     """Measure the quality of MODEL.
@@ -1118,6 +1128,8 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
     from engine.classifier import is_classifier
     from engine.errors import OptionError
 
+    if is_classifier(resolve(options["model"])) or options["tasks"] or options["metric"] != "perplexity":
+        _refuse_options(["memory_limit"], "for perplexity, which is measured layer by layer")
     if is_classifier(resolve(options["model"])):
         return _evaluate_classifier(common, options)
     if options["metric"] == CLASSIFIER_METRIC or options["probe"]:
@@ -1140,6 +1152,7 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
         dtype=common.torch_dtype(),
         device=common.device,
         backend=options["backend"],
+        memory_limit=options["memory_limit"],
         progress=progress_bar,
     )
     say(common, f"{result['metric']} {result['value']:.4f} on {result['tokens']:,} tokens in {result['seconds']:.1f} s")

@@ -10,17 +10,20 @@ M experts of the MoE layer before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from calibrate.similarity import alignment, linear_cka, pairwise, rbf_grams
-from calibrate.statistics import LayerStatistics, Statistics
+from calibrate.similarity import alignment, linear_grams, pairwise, rbf_grams
+from calibrate.statistics import LayerStatistics, Statistics, load_layer
 from engine import processes
+from engine.architectures import DecoderConfig
 from engine.checkpoint import Checkpoint
 from engine.experts import MoeBlock
 from engine.model import DecoderLayer
 from engine.routing import NO_EXPERT, Selection, probabilities
+from engine.safetensors_file import SafetensorsFile, write_tensors
 from engine.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256
@@ -30,6 +33,12 @@ For CKA between layers the Gram matrices of one layer wait for the next: 262 kB 
 """
 
 
+def held_bytes(config: DecoderConfig) -> int:
+    """The most that `collect` holds besides a layer and a batch: Gram matrices of its experts, and of the layer before."""
+    experts = max(config.experts_per_layer, default=0)
+    return experts * SIMILARITY_TOKENS**2 * (2 * 8 + 2 * 4) + SIMILARITY_TOKENS * config.hidden_size * 3 * 8
+
+
 def collect(
     checkpoint: Checkpoint,
     tokens_SL: Tensor,
@@ -37,11 +46,16 @@ def collect(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Statistics:
-    """Statistics of a checkpoint on token sequences, one layer in memory at a time."""
+    """Statistics of a checkpoint on token sequences, one layer in memory at a time.
+
+    With a `directory` what was collected stays there, and a calibration that was interrupted goes on from its layer.
+    """
     layers: dict[int, LayerStatistics] = {}
-    before_MTT: Tensor | None = None
+    grams = Grams(directory)
+    before = dict(zip(checkpoint.config.moe_layers[1:], checkpoint.config.moe_layers, strict=False))
     chosen = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
     rows = processes.own_rows(*tokens_SL.shape)
     sample_T = chosen[:SIMILARITY_TOKENS].sort().values - rows.start * tokens_SL.shape[1]
@@ -53,19 +67,54 @@ def collect(
         collector = LayerCollector(block, sample_T.to(device))
 
         def finish() -> None:
-            nonlocal before_MTT
-            layers[index], before_MTT = collector.statistics(before_MTT)
+            layers[index], gram_NTT = collector.statistics(grams.of(before.get(index)))
+            grams.keep(index, gram_NTT)
+            if directory is not None and processes.is_first():
+                Statistics({index: layers[index]}, {}).save(directory / f"statistics-{index}.safetensors")
 
         return finish
 
-    stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, progress=progress).close()
+    kept = None if directory is None else processes.own_directory(directory, rows)
+    stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, directory=kept, progress=progress).close()
+    for index in checkpoint.config.moe_layers:
+        if index not in layers and directory is not None:  # from before the interruption
+            layers[index] = load_layer(directory / f"statistics-{index}.safetensors", index, checkpoint.config)
     header = {
         "model": checkpoint.fingerprint(),
         "tokens": tokens_SL.numel(),
         "sequence_length": tokens_SL.shape[1],
         "seed": seed,
     }
-    return Statistics(layers, header)
+    return Statistics({index: layers[index] for index in checkpoint.config.moe_layers}, header)
+
+
+class Grams:
+    """Gram matrices of the last MoE layer, [N, T, T]; in a directory those of the one before it too, should it run again."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory, self._last = directory, (-1, torch.empty(0))
+
+    def of(self, index: int | None) -> Tensor | None:
+        """Those of a layer; None where there is none before."""
+        if index is None:
+            return None
+        if self._last[0] != index and self._directory is not None:  # from before an interruption
+            with SafetensorsFile(self._path(index)) as file:
+                self._last = index, file.tensor("gram").clone()
+        return self._last[1]
+
+    def keep(self, index: int, gram_NTT: Tensor) -> None:
+        """Those of the next one."""
+        last, self._last = self._last[0], (index, gram_NTT)
+        if self._directory is not None and processes.is_first():
+            write_tensors(self._path(index), {"gram": gram_NTT}, {}, "the state of calibration")
+            for path in self._directory.glob("gram-*.safetensors"):
+                if path not in (self._path(index), self._path(last)):
+                    path.unlink()
+
+    def _path(self, index: int) -> Path:
+        assert self._directory is not None
+        return self._directory / f"gram-{index}.safetensors"
 
 
 class LayerCollector:
@@ -124,10 +173,18 @@ class LayerCollector:
         """
         self._add_up_processes()
         sample_TD, probabilities_TN = self.samples[0]
-        outputs_NTD = torch.stack([output_TD.float() for output_TD in self.block.outputs(sample_TD)])
         unselected = 1.0 - self.routed_probability.sum() / max(self.seen, 1)
-        linear_NN = linear_cka(outputs_NTD)  # first, so that its large copies do not meet the Gram matrices
-        wide_NTT = rbf_grams(outputs_NTD)
+        means, weighted, linear, rbf = [], [], [], []
+        for expert, output_TD in enumerate(self.block.outputs(sample_TD)):  # of all experts they may be larger than weights
+            wide_TD = output_TD.float()
+            means.append(wide_TD.mean(0))
+            weighted.append((wide_TD * probabilities_TN[:, expert, None].float()).mean(0))
+            linear.append(linear_grams(wide_TD[None])[0])
+            rbf.append(rbf_grams(wide_TD[None])[0])
+        linear_NN = pairwise(torch.stack(linear))
+        del linear
+        wide_NTT = torch.stack(rbf)
+        del rbf
         gram_NTT = wide_NTT.float()
         statistics = LayerStatistics(
             tokens=torch.tensor(self.seen),
@@ -139,8 +196,8 @@ class LayerCollector:
             norm_sum=self.norm.cpu(),
             squared_norm_sum=self.squared_norm.cpu(),
             output_sum=self.output.float().cpu(),
-            output_mean=outputs_NTD.mean(1).cpu(),
-            weighted_output_mean=(outputs_NTD * probabilities_TN.T[:, :, None].float()).mean(1).cpu(),
+            output_mean=torch.stack(means).cpu(),
+            weighted_output_mean=torch.stack(weighted).cpu(),
             router_gram=self.router_gram.cpu(),
             weight_ratio_median=self.ratios[0].median(dim=0).values,
             linear_cka=linear_NN.cpu(),

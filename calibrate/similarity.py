@@ -14,10 +14,15 @@ def linear_cka(x_NTD: Tensor) -> Tensor:
 
     Computed from Gram matrices over samples, tr(XXᵀ·YYᵀ), which is the same number and costs T² instead of D².
     """
+    return pairwise(linear_grams(x_NTD))
+
+
+def linear_grams(x_NTD: Tensor) -> Tensor:
+    """Gram matrices XXᵀ of the centred representations, [N, T, T] float64."""
     # Widened first: the mean of what never varies is then exact, and nothing is left of it.
     x_NTD = x_NTD.double()
     centred = x_NTD - x_NTD.mean(dim=1, keepdim=True)
-    return pairwise(centred @ centred.transpose(1, 2))
+    return centred @ centred.transpose(1, 2)
 
 
 def rbf_cka(x_NTD: Tensor) -> Tensor:

@@ -107,6 +107,12 @@ def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
     return Statistics(layers, header)
 
 
+def load_layer(path: Path, index: int, config: DecoderConfig) -> LayerStatistics:
+    """One layer of a file that may lack the others."""
+    with SafetensorsFile(path) as file:
+        return _read_layer(file, index, config, path)
+
+
 def _read_layer(file: SafetensorsFile, index: int, config: DecoderConfig, path: Path) -> LayerStatistics:
     moe = config.layers[index].moe
     assert moe is not None

@@ -19,6 +19,12 @@ from engine.checkpoint import Checkpoint
 BLOCK = 512
 """Hidden dimensions widened to float32 at a time."""
 
+
+def held_bytes(width: int, hidden: int) -> int:
+    """The most that aligning and averaging experts of these sizes holds, in the assignment or in the widened projections."""
+    return max(12 * width**2 + 2 * 4 * width * BLOCK, 3 * 4 * width * hidden)
+
+
 Projections = tuple[Tensor, ...]
 """gate_FD, up_FD, down_DF of one SwiGLU expert, and where it has biases gate_F, up_F, down_D; in any floating dtype."""
 

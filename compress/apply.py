@@ -32,7 +32,7 @@ from engine.architectures import (
     stacks_on_disk,
     with_experts,
 )
-from engine.checkpoint import Checkpoint, computed_dtype
+from engine.checkpoint import Checkpoint, computed_dtype, in_parts
 from engine.errors import PlanError, UnsupportedError
 from engine.json_file import write_json
 from engine.model import Decoder
@@ -267,9 +267,9 @@ def _rows_of(whole: Tensor, kept: Iterable[int]) -> Iterator[Tensor]:
 
 
 def _pieces(name: str, stored: Stored, given: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """A tensor of the result as it is written: whole, or of a stack one expert after the other."""
+    """A tensor of the result as it is written: some rows after the other, or of a stack one expert after the other."""
     if stored.stack is None:
-        yield given(name).to(dtype)
+        yield from in_parts(given(name).to(dtype), _RELEASE_EVERY_BYTES)
     else:
         for names in stored.parts:
             yield joined(stored.stack, [given(part).to(dtype) for part in names])
@@ -286,7 +286,7 @@ class _Releasing:
         for piece in pieces:
             yield piece
             self._read += piece.numel() * piece.element_size()
-            if self._read > _RELEASE_EVERY_BYTES:
+            if self._read >= _RELEASE_EVERY_BYTES:
                 del piece
                 self._checkpoint.release()
                 self._read = 0

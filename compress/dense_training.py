@@ -17,9 +17,9 @@ from compress.training import Loss, Trained, Trainer, TrainingOptions, figures
 from engine import processes
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
+from engine.memory_budget import TOKENS_PER_BATCH
 from engine.model import Decoder
 from engine.progress import Progress, no_progress
-from engine.streaming import TOKENS_PER_BATCH
 
 WARM_UP_SHARE = 0.05
 HIGHEST_RATE = 1.0 / 160

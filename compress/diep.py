@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,12 +29,14 @@ from torch import Tensor
 from compress.gate_gradients import fisher_scores
 from compress.losses import next_token_loss, reconstruction_loss
 from compress.moments import restore, with_moments
-from engine import heap, processes
+from engine import processes
+from engine.activations import Activations
 from engine.errors import DataError, OptionError
-from engine.model import Decoder, routed_by
+from engine.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward
+from engine.memory_budget import batches
+from engine.model import Decoder, Outer
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
 from engine.safetensors_file import SafetensorsFile, write_tensors
-from engine.streaming import TOKENS_PER_BATCH, Activations, batches
 
 ALPHA_STEPS = 3
 """α-steps to each β-step (DiEP, setting)."""
@@ -125,7 +128,7 @@ class DiepState:
 
 
 def search(
-    decoder: Decoder,
+    decoder: AnyDecoder,
     tokens_SL: Tensor,
     options: DiepOptions,
     *,
@@ -136,26 +139,35 @@ def search(
 ) -> dict[int, Tensor]:
     """Scores s [N] by decoder layer index. With `state_path` the state is saved each epoch and `resume` goes on from it.
 
-    `fisher`: gives `fisher_scores` of this decoder, tokens and seed where they are known already.
+    Layer by layer the state is saved each step, with what the layers have given beside it, so that `resume` goes on from the
+    layer where the search was. `fisher`: gives `fisher_scores` of this decoder, tokens and seed where they are known.
     """
     options = options.filled()
-    decoder.checkpoint_activations = True
+    kept = None
+    if isinstance(decoder, Decoder):
+        decoder.checkpoint_activations = True
+    elif state_path is not None:
+        kept = state_path.with_suffix("")
+        if not resume and processes.is_first():
+            shutil.rmtree(kept, ignore_errors=True)
     if state_path is not None and processes.told(resume and state_path.exists()):
         state = load_state(state_path, decoder, options)
     else:
         state = new_state(decoder, starting_alphas(decoder, tokens_SL, options, fisher), options)
     remaining = range(state.epoch, options.epochs)
     if remaining:
-        with full_hidden_states(decoder, tokens_SL) as full:
+        with full_hidden_states(decoder, tokens_SL, kept) as full:
             for epoch in progress(remaining):
-                run_epoch(decoder, tokens_SL, full, state, options, epoch)
+                run_epoch(decoder, tokens_SL, full, state, options, epoch, state_path if kept else None)
                 state.epoch = epoch + 1
                 if state_path is not None and processes.is_first():
                     save_state(state, state_path)
+    if kept is not None and processes.is_first():
+        shutil.rmtree(kept, ignore_errors=True)
     return discrete_scores(decoder, state, options)
 
 
-def discrete_scores(decoder: Decoder, state: DiepState, options: DiepOptions) -> dict[int, Tensor]:
+def discrete_scores(decoder: AnyDecoder, state: DiepState, options: DiepOptions) -> dict[int, Tensor]:
     """s = α·β (DiEP §4.2), or N·ᾱ·β."""
     result = {}
     for layer, alpha, beta in zip(decoder.config.moe_layers, state.alphas, state.betas, strict=True):
@@ -168,13 +180,13 @@ def discrete_scores(decoder: Decoder, state: DiepState, options: DiepOptions) ->
 
 
 def starting_alphas(
-    decoder: Decoder,
+    decoder: AnyDecoder,
     tokens_SL: Tensor,
     options: DiepOptions,
     fisher: Callable[[], dict[int, Tensor]] | None = None,
 ) -> list[Tensor]:
     """α at the start, [N] per MoE layer: zero (ᾱ uniform), or half the z-score of log gate Fisher over all experts."""
-    device = decoder.embedding_VD.device
+    device = decoder.device
     if options.start == "zero":
         return [torch.zeros(count, device=device) for count in decoder.config.experts_per_layer]
     squares = fisher_scores(decoder, tokens_SL, options.seed) if fisher is None else fisher()
@@ -187,7 +199,7 @@ def starting_alphas(
     return [(0.5 * (log.clamp_min(floor) - every.mean()) / spread).float().to(device) for log in logs]
 
 
-def new_state(decoder: Decoder, alphas: list[Tensor], options: DiepOptions) -> DiepState:
+def new_state(decoder: AnyDecoder, alphas: list[Tensor], options: DiepOptions) -> DiepState:
     """β = 1 and fresh Adam optimisers; adaptive rates matter, the scores are few and badly scaled."""
     alphas = [alpha.clone().requires_grad_(True) for alpha in alphas]
     betas = [torch.ones((), device=alpha.device, requires_grad=True) for alpha in alphas]
@@ -201,74 +213,93 @@ def new_state(decoder: Decoder, alphas: list[Tensor], options: DiepOptions) -> D
 
 
 @torch.no_grad()
-def full_hidden_states(decoder: Decoder, tokens_SL: Tensor) -> Activations:
-    """F(x): the full model's hidden states after the last norm, computed once per sequence, by one process for all."""
+def full_hidden_states(decoder: AnyDecoder, tokens_SL: Tensor, directory: Path | None = None) -> Activations:
+    """F(x): the full model's hidden states after the last norm, computed once per sequence, by one process for all.
+
+    Layer by layer each process computes all of them, and goes on with what a pass before this one has left in `directory`.
+    """
+    if isinstance(decoder, LayerwiseDecoder):
+        every = slice(0, len(tokens_SL))
+        return decoder.hidden_states(tokens_SL, directory and processes.own_directory(directory / "full", every))
 
     def compute(rows: slice) -> Tensor:
-        return decoder.hidden_states(tokens_SL[rows].to(decoder.embedding_VD.device))
+        return decoder.hidden_states(tokens_SL[rows].to(decoder.device))
 
-    shape = (*tokens_SL.shape, decoder.config.hidden_size)
-    full = Activations(shape, decoder.embedding_VD.dtype)
+    full = Activations((*tokens_SL.shape, decoder.config.hidden_size), decoder.dtype)
     for rows, hidden in processes.in_turn(list(batches(*tokens_SL.shape)), compute):
         full[rows] = hidden
     return full
 
 
 def run_epoch(
-    decoder: Decoder, tokens_SL: Tensor, full: Activations, state: DiepState, options: DiepOptions, epoch: int
+    decoder: AnyDecoder,
+    tokens_SL: Tensor,
+    full: Activations,
+    state: DiepState,
+    options: DiepOptions,
+    epoch: int,
+    state_path: Path | None = None,
 ) -> None:
-    """One pass over the sequences, in an order that depends on seed and epoch alone, so that a resumed run repeats it."""
+    """One pass over the sequences, in an order that depends on seed and epoch alone, so that a resumed run repeats it.
+
+    Steps that the state has seen are left out. With `state_path` it is saved after each, and what the layers have given is
+    beside it during one.
+    """
     count = tokens_SL.shape[0]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed * 100_003 + epoch))
     per_epoch = math.ceil(count / options.batch_size)
     for index, rows in enumerate(order.split(options.batch_size)):
         step = epoch * per_epoch + index
+        if step < len(state.losses):
+            continue
+        kept = None if state_path is None else state_path.with_suffix("") / f"step-{step}"
         is_alpha = step % (ALPHA_STEPS + 1) < ALPHA_STEPS
         optimiser = state.alpha_optimiser if is_alpha else state.beta_optimiser
         assert options.learning_rate is not None
         cosine = 0.5 * (1.0 + math.cos(math.pi * step / (per_epoch * options.epochs)))
         for group in optimiser.param_groups:
             group["lr"] = options.learning_rate * cosine
-        state.losses.append(gradients(decoder, tokens_SL, full, rows.tolist(), state, options, is_alpha))
+        state.losses.append(gradients(decoder, tokens_SL, full, rows.tolist(), state, options, is_alpha, kept))
         optimiser.step()
         if is_alpha and RELAXATIONS[options.relaxation].is_shift_invariant:
             with torch.no_grad():
                 for alpha in state.alphas:
                     alpha -= alpha.mean()
+        if state_path is not None and kept is not None and processes.is_first():
+            save_state(state, state_path)
+            shutil.rmtree(kept, ignore_errors=True)
 
 
 def gradients(
-    decoder: Decoder,
+    decoder: AnyDecoder,
     tokens_SL: Tensor,
     full: Activations,
     rows: list[int],
     state: DiepState,
     options: DiepOptions,
     is_alpha: bool,
+    directory: Path | None = None,
 ) -> float:
     """Set .grad of α or of β to the batch's mean gradient, accumulated over small groups of sequences; return the loss.
 
-    Both are of all processes together; `rows` too are the whole batch.
+    Both are of all processes together; `rows` too are the whole batch. `directory`: as of `backward`, inside it for several.
     """
     trained = state.alphas if is_alpha else state.betas
     for parameter in state.alphas + state.betas:
         parameter.grad = None
         parameter.requires_grad_(any(parameter is other for other in trained))
-    predictions = len(rows) * (tokens_SL.shape[1] - 1)
-    group = max(1, TOKENS_PER_BATCH // tokens_SL.shape[1])
-    total, own = 0.0, rows[processes.own_rows(len(rows), tokens_SL.shape[1])]
-    for start in range(0, len(own), group):
-        chosen = own[start : start + group]
-        tokens = tokens_SL[chosen].to(decoder.embedding_VD.device)
-        target = full.select(chosen).to(tokens.device)
-        with routed_by(decoder, relaxed_routings(decoder, state, options)):
-            hidden = decoder.hidden_states(tokens)
-            loss = next_token_loss(hidden, decoder.head_VD, tokens, decoder.head_bias_V) / predictions
-            loss = loss + options.reconstruction_weight * reconstruction_loss(hidden, target) / len(rows)
-            loss.backward(inputs=trained)
-        total += float(loss.detach())
-        del hidden, loss
-        heap.give_back()
+    own = processes.own_rows(len(rows), tokens_SL.shape[1])
+    own_rows, predictions = rows[own], len(rows) * (tokens_SL.shape[1] - 1)
+    own_BL = tokens_SL[own_rows]
+
+    def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
+        tokens, target = own_BL[part].to(decoder.device), full.select(own_rows[part]).to(decoder.device)
+        entropy = next_token_loss(hidden_BLD, model.head_VD, tokens, model.head_bias_V) / predictions
+        return entropy + options.reconstruction_weight * reconstruction_loss(hidden_BLD, target) / len(rows)
+
+    route, named = relaxed(state, options), _named("alpha" if is_alpha else "beta", trained)
+    kept = directory and processes.own_directory(directory, own)
+    total = backward(decoder, own_BL, route, loss, trained=named, directory=kept)
     if processes.count() > 1:
         total = _add_up_processes(trained, total)
     if options.pressure and is_alpha:
@@ -286,13 +317,10 @@ def _add_up_processes(trained: list[Tensor], loss: float) -> float:
     return processes.added_up([loss])[0]
 
 
-def relaxed_routings(decoder: Decoder, state: DiepState, options: DiepOptions) -> list[Routing]:
+def relaxed(state: DiepState, options: DiepOptions) -> Route:
     """The relaxed layer's Routing for every MoE layer."""
     make = RELAXATIONS[options.relaxation].routing
-    return [
-        make(block.routing, alpha, beta)
-        for block, alpha, beta in zip(decoder.moe_blocks, state.alphas, state.betas, strict=True)
-    ]
+    return lambda number, own, part: make(own, state.alphas[number], state.betas[number])
 
 
 def save_state(state: DiepState, path: Path) -> None:
@@ -303,7 +331,7 @@ def save_state(state: DiepState, path: Path) -> None:
     write_tensors(path, tensors, {"diep": header}, "the state of the search")
 
 
-def load_state(path: Path, decoder: Decoder, options: DiepOptions) -> DiepState:
+def load_state(path: Path, decoder: AnyDecoder, options: DiepOptions) -> DiepState:
     """The inverse of `save_state`. Raises DataError for another file."""
     with SafetensorsFile(path) as file:
         try:
@@ -311,7 +339,7 @@ def load_state(path: Path, decoder: Decoder, options: DiepOptions) -> DiepState:
         except (KeyError, ValueError) as error:
             raise DataError(f"{path}: is not the state of a search; leave out --resume") from error
         count = len(decoder.config.moe_layers)
-        device = decoder.embedding_VD.device
+        device = decoder.device
         alphas = [file.tensor(f"alpha.{index}").clone().to(device) for index in range(count)]
         state = new_state(decoder, alphas, options)
         restore(_named("alpha", state.alphas), state.alpha_optimiser, file)

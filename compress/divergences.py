@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.losses import chunk_tokens, head_loss, wide
+from compress.losses import head_loss, wide
 from engine.linear import linear
+from engine.streaming import chunk_tokens
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """log p [T, V] and log q [T, V] to nats per token, [T]."""

@@ -21,7 +21,10 @@ from engine.checkpoint import Checkpoint, ModelDirectory, load_tokenizer, resolv
 from engine.errors import CheckpointError, DataError, OptionError
 from engine.experts import MoeBlock
 from engine.generate import resolve_device
+from engine.json_file import load_json, write_json
 from engine.kv_cache import KeyValueCache
+from engine.memory_budget import limited
+from engine.memory_need import Work, budget_for
 from engine.model import DecoderLayer
 from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
@@ -39,15 +42,20 @@ def perplexity(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     visit: Visit = lambda index, layer: None,
+    directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
     """exp of the mean negative log-likelihood of each sequence's tokens after its first, layer by layer.
 
-    `visit` may change a layer before it runs. Several processes share out the sequences, and all get the value.
+    `visit` may change a layer before it runs. What an interrupted pass has left in `directory` is gone on with. Several
+    processes share out the sequences, and all get the value.
     """
-    own_SL = tokens_SL[processes.own_rows(*tokens_SL.shape)]
+    rows = processes.own_rows(*tokens_SL.shape)
+    kept = None if directory is None else processes.own_directory(directory, rows)
     total, count = processes.added_up(
-        stream_negative_log_likelihood(checkpoint, own_SL, dtype=dtype, device=device, visit=visit, progress=progress)
+        stream_negative_log_likelihood(
+            checkpoint, tokens_SL[rows], dtype=dtype, device=device, visit=visit, directory=kept, progress=progress
+        )
     )
     if not math.isfinite(total):
         raise CheckpointError(f"{checkpoint.directory}: the loss is not finite; activations overflow, try --dtype float32")
@@ -79,11 +87,13 @@ def exported_perplexity(
     return math.exp(min(total / (sequences * (length - 1)), 700.0))
 
 
-def routed_counts(counts: dict[int, list[int]]) -> Visit:
+def routed_counts(counts: dict[int, list[int]], directory: Path | None = None) -> Visit:
     """A `visit` that notes, by decoder layer index, the tokens routed to each expert; it costs next to nothing.
 
-    Of all processes together, where there are several.
+    Of all processes together, where there are several. With a `directory` it is noted there too; what was is in `counts`.
     """
+    noted = [] if directory is None else directory.glob("routed-*.json")
+    counts |= {int(path.stem.removeprefix("routed-")): load_json(path, "routed tokens")["routed"] for path in noted}
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
         block = layer.feed_forward
@@ -99,6 +109,8 @@ def routed_counts(counts: dict[int, list[int]]) -> Visit:
         def finish() -> None:
             processes.add_up([total_N])
             counts[index] = total_N.tolist()
+            if directory is not None and processes.is_first():
+                write_json(directory / f"routed-{index}.json", {"routed": counts[index]})
 
         block.observer = observe
         return finish
@@ -144,12 +156,15 @@ def evaluate_model(
     dtype: torch.dtype | None,
     device: str,
     backend: str = "auto",
+    memory_limit: int | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """`compress evaluate`: perplexity of a model. `device` "auto" is the CPU for an export."""
+    """`compress evaluate`: perplexity of a model. `device` "auto" is the CPU for an export; it takes no `memory_limit`."""
     started = time.monotonic()
     directory = resolve(model)
     exported = backend_of(directory, backend) == "onnx"
+    if exported and memory_limit is not None:
+        raise OptionError(f"{model}: an exported model is read whole by onnxruntime; leave out --memory-limit")
     described = ModelDirectory(directory) if exported else Checkpoint(directory)
     filled = calibration.filled(described)
     assert filled.data is not None and filled.sequence_length is not None
@@ -162,13 +177,15 @@ def evaluate_model(
         split=split,
     )
     if isinstance(described, Checkpoint):
-        value = perplexity(
-            described,
-            tokens,
-            dtype=dtype or described.model_dtype,
-            device=resolve_device(device),
-            progress=lambda layers: progress(layers, "perplexity (layers)"),
-        )
+        dtype = dtype or described.model_dtype
+        with limited(budget_for(memory_limit, described, Work(dtype, tokens.shape[1]))):
+            value = perplexity(
+                described,
+                tokens,
+                dtype=dtype,
+                device=resolve_device(device),
+                progress=lambda layers: progress(layers, "perplexity (layers)"),
+            )
     else:
         asked = "auto" if dtype is None else str(dtype).removeprefix("torch.")
         decoder = open_exported(described, device, asked)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.activations import Activations
 from engine.attention import Rotary
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import CheckpointError, ExportError
@@ -28,7 +29,7 @@ from engine.onnx_quantise import Packing
 from engine.onnx_runtime import OnnxDecoder
 from engine.quantised_weight import Weight, quantise
 from engine.routing import Routing
-from engine.streaming import Activations, stream_layers
+from engine.streaming import stream_layers
 
 STEPS = 8
 """Tokens read one by one after each prompt."""

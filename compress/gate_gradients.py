@@ -12,6 +12,7 @@ Shape suffixes: S sequences, B sequences of one batch, L positions, N experts of
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,16 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.losses import chunk_tokens, next_token_loss
-from engine import heap, processes
+from compress.losses import next_token_loss
+from engine import processes
 from engine.errors import DataError
+from engine.layerwise import AnyDecoder, LayerwiseDecoder, backward
 from engine.linear import linear
-from engine.model import Decoder, routed_by
-from engine.routing import Gated
+from engine.memory_budget import tokens_per_batch
+from engine.model import Decoder, Outer
+from engine.routing import Gated, Routing
 from engine.safetensors_file import SafetensorsFile, write_tensors
-from engine.streaming import batches
+from engine.streaming import chunk_tokens
 
 SAVE_EVERY_SECONDS = 20.0
+SWEEP_TOKENS = 32768
+"""Layer by layer, tokens that go through all layers together: each layer is read twice for so many."""
 
 
 @dataclass
@@ -46,8 +51,9 @@ class Sums:
     sequences: int = 0
 
     def add(self, gradients: list[Tensor]) -> None:
-        """Those of one batch, [B, N] for each MoE layer."""
+        """Those of some sequences, [B, N] for each MoE layer."""
         for first, second, gradient_BN in zip(self.first, self.second, gradients, strict=True):
+            gradient_BN = gradient_BN.double().cpu()
             first += gradient_BN.sum(0)
             second += gradient_BN.square().sum(0)
         self.sequences += len(gradients[0])
@@ -70,7 +76,7 @@ class Sums:
 
 
 def gate_gradients(
-    decoder: Decoder,
+    decoder: AnyDecoder,
     tokens_SL: Tensor,
     *,
     own_samples: bool,
@@ -81,51 +87,61 @@ def gate_gradients(
     """(Σ_s ∂L_s/∂g, Σ_s (∂L_s/∂g)²), each [N] float64 by decoder layer index.
 
     own_samples: L is of tokens sampled from the model's own predictions (true Fisher), not of the text's next tokens.
-    With `state_path` the sums are saved as the pass goes on, and one that was interrupted goes on from there. Each process
-    has a file of its own.
+    With `state_path` the sums are saved as the pass goes on, and one that was interrupted goes on from there; layer by layer
+    from the layer where it was. Each process has a file of its own.
     """
-    layers, device = decoder.config.moe_layers, decoder.embedding_VD.device
+    layers, device = decoder.config.moe_layers, decoder.device
     zeros = [torch.zeros(count, dtype=torch.float64) for count in decoder.config.experts_per_layer]
     generator = torch.Generator(device=device).manual_seed(seed)
     sums = Sums(zeros, [torch.zeros_like(zero) for zero in zeros], generator)
     own = processes.own_rows(*tokens_SL.shape)
     own_SL = tokens_SL[own]
-    if state_path is not None and not processes.is_first():
-        state_path = state_path.with_stem(f"{state_path.stem}-{processes.rank()}")
+    if state_path is not None:
+        state_path = processes.own_directory(state_path.parent, own) / state_path.name
     if state_path is not None and state_path.exists():
         sums.load(state_path)
     elif own_samples:
         for _ in range(own.start):
-            _pass_over(tokens_SL.shape[1], decoder.head_VD, generator)
-    saved = time.monotonic()
-    for rows in progress([rows for rows in batches(*own_SL.shape) if rows.start >= sums.sequences]):
-        sums.add(_of_batch(decoder, own_SL[rows].to(device), sums.generator if own_samples else None))
-        heap.give_back()
-        if state_path is not None and time.monotonic() - saved >= SAVE_EVERY_SECONDS:
+            _pass_over(tokens_SL.shape[1], decoder.config.vocabulary_size, generator)
+    saved, (count, length) = time.monotonic(), own_SL.shape
+    is_layerwise = isinstance(decoder, LayerwiseDecoder)
+    size = max(1, (SWEEP_TOKENS if is_layerwise else tokens_per_batch()) // length)
+    for rows in progress([slice(start, min(start + size, count)) for start in range(sums.sequences, count, size)]):
+        kept = state_path.with_suffix("") / f"from-{rows.start}" if state_path is not None and is_layerwise else None
+        sums.add(_of_batch(decoder, own_SL[rows], sums.generator if own_samples else None, kept))
+        if state_path is not None and (kept or time.monotonic() - saved >= SAVE_EVERY_SECONDS):
             sums.save(state_path)
             saved = time.monotonic()
+        if kept is not None:
+            shutil.rmtree(kept, ignore_errors=True)
     processes.add_up([*sums.first, *sums.second])
     return dict(zip(layers, sums.first, strict=True)), dict(zip(layers, sums.second, strict=True))
 
 
-def _of_batch(decoder: Decoder, tokens_BL: Tensor, generator: torch.Generator | None) -> list[Tensor]:
+def _of_batch(
+    decoder: AnyDecoder, tokens_BL: Tensor, generator: torch.Generator | None, directory: Path | None
+) -> list[Tensor]:
     """∂L_s/∂g of each sequence, [B, N] float64 for each MoE layer; of the model's own samples where a generator is given."""
     gates = [
-        torch.ones(len(tokens_BL), count, device=tokens_BL.device, requires_grad=True)
+        torch.ones(len(tokens_BL), count, device=decoder.device, requires_grad=True)
         for count in decoder.config.experts_per_layer
     ]
-    with routed_by(decoder, [Gated(block.routing, gate) for block, gate in zip(decoder.moe_blocks, gates, strict=True)]):
-        hidden_BLD = decoder.hidden_states(tokens_BL)
-        targets_BL = tokens_BL
+
+    def route(number: int, own: Routing, part: slice) -> Routing:
+        return Gated(own, gates[number][part])
+
+    def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
+        targets_BL = tokens_BL[part].to(decoder.device)
         if generator is not None:
-            rows = zip(hidden_BLD.detach().split(1), tokens_BL.split(1), strict=True)
+            rows = zip(hidden_BLD.detach().split(1), targets_BL.split(1), strict=True)
             targets_BL = torch.cat(
-                [_sample_next(states, decoder.head_VD, tokens, generator, decoder.head_bias_V) for states, tokens in rows]
+                [_sample_next(states, model.head_VD, tokens, generator, model.head_bias_V) for states, tokens in rows]
             )
-        # Within the routing: checkpointed layers run again in the backward pass.
-        loss = next_token_loss(hidden_BLD, decoder.head_VD, targets_BL, decoder.head_bias_V)
-        gradients = torch.autograd.grad(loss, gates)
-    return [gradient_BN.double().cpu() for gradient_BN in gradients]
+        return next_token_loss(hidden_BLD, model.head_VD, targets_BL, model.head_bias_V)
+
+    trained = {f"gate.{number}": gate for number, gate in enumerate(gates)}
+    backward(decoder, tokens_BL, route, loss, trained=trained, generator=generator, directory=directory)
+    return [torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in gates]
 
 
 @torch.no_grad()
@@ -149,18 +165,18 @@ def _waiting_times(shape: tuple[int, ...], generator: torch.Generator) -> Tensor
     return torch.empty(shape, device=generator.device).exponential_(generator=generator)
 
 
-def _pass_over(length: int, head_VD: Tensor, generator: torch.Generator) -> None:
+def _pass_over(length: int, vocabulary: int, generator: torch.Generator) -> None:
     """Draw the random numbers of one sequence's `_sample_next`, for nothing."""
-    for part in torch.empty(length - 1).split(chunk_tokens(len(head_VD))):
-        _waiting_times((len(part), len(head_VD)), generator)
+    for part in torch.empty(length - 1).split(chunk_tokens(vocabulary)):
+        _waiting_times((len(part), vocabulary), generator)
 
 
-def fisher_scores(decoder: Decoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
+def fisher_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
     """Gate Fisher as pruning scores. pass_options: `state_path` and `progress` of `gate_gradients`."""
     return gate_gradients(decoder, tokens_SL, own_samples=True, seed=seed, **pass_options)[1]
 
 
-def taylor_scores(decoder: Decoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
+def taylor_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
     """First-order gate Taylor as pruning scores. pass_options: as for `fisher_scores`."""
     sums, _ = gate_gradients(decoder, tokens_SL, own_samples=False, seed=seed, **pass_options)
     return {layer: total.abs() for layer, total in sums.items()}

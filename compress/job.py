@@ -43,11 +43,13 @@ class JobOptions:
     device: str = "cpu"
     overwrite: bool = False
     resume: bool = False
+    memory_limit: int | None = None
+    """Bytes that may be resident; None for no limit."""
 
     def deciding(self) -> dict[str, Any]:
         """The options that decide the result, as JSON."""
         values = asdict(self)
-        for key in ("resume", "overwrite", "plan_output"):
+        for key in ("resume", "overwrite", "plan_output", "memory_limit"):
             del values[key]
         return dict(json.loads(json.dumps(values, default=str)))
 
@@ -159,7 +161,7 @@ def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, 
     """Statistics as given, or as calibration left them before an interruption, or by calibration now."""
     if prepared.statistics is not None:
         return prepared.statistics
-    saved = work.statistics
+    saved, directory = work.statistics, work.shared / "calibration"
     if processes.told(saved.is_file()):
         return load_statistics(saved, prepared.checkpoint.config)
     statistics = collect(
@@ -168,15 +170,24 @@ def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, 
         dtype=prepared.dtype,
         device=options.device,
         seed=options.calibration.seed,
+        directory=directory,
         progress=lambda layers: progress(layers, "calibrating (layers)"),
     )
     if processes.is_first():
         statistics.save(saved)
+    work.forget(directory)
     return statistics
 
 
-def held_out(checkpoint: Checkpoint, options: JobOptions, prepared: Prepared, progress: Progress, when: str) -> HeldOut:
-    """What the source or the result does on the held-out text; nothing where there is none."""
+def held_out(
+    checkpoint: Checkpoint,
+    options: JobOptions,
+    prepared: Prepared,
+    progress: Progress,
+    when: str,
+    directory: Path | None = None,
+) -> HeldOut:
+    """What the source or the result does on the held-out text; nothing where there is none. `directory`: of `perplexity`."""
     if prepared.held_out_SL is None:
         return {"perplexity": None, "routed": None}
     counts: dict[int, list[int]] = {}
@@ -185,7 +196,8 @@ def held_out(checkpoint: Checkpoint, options: JobOptions, prepared: Prepared, pr
         prepared.held_out_SL,
         dtype=prepared.dtype,
         device=options.device,
-        visit=routed_counts(counts),
+        visit=routed_counts(counts, directory),
+        directory=directory,
         progress=lambda layers: progress(layers, f"perplexity {when} (layers)"),
     )
-    return {"perplexity": value, "routed": {str(layer): own for layer, own in counts.items()}}
+    return {"perplexity": value, "routed": {str(layer): own for layer, own in sorted(counts.items())}}

@@ -16,18 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.linear import linear
-
-MOST_CHUNK_TOKENS = 512
-MOST_CHUNK_LOGITS = 1 << 23
-"""Of one chunk: 32 MB in float32."""
+from engine.streaming import chunk_tokens
 
 Measure = Callable[[Tensor, slice], Tensor]
 """Logits [t, V] of some of the tokens, and which they are, to a sum over them."""
-
-
-def chunk_tokens(vocabulary: int) -> int:
-    """Tokens whose logits are held at a time."""
-    return min(MOST_CHUNK_TOKENS, max(16, MOST_CHUNK_LOGITS // vocabulary))
 
 
 def head_loss(hidden_TD: Tensor, head_VD: Tensor, measure: Measure, bias_V: Tensor | None = None) -> Tensor:

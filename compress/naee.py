@@ -21,12 +21,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations, islice
 from math import comb
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine import processes
+from engine.activations import Activations
+from engine.architectures import DecoderConfig
 from engine.checkpoint import Checkpoint
 from engine.errors import DataError
 from engine.experts import MoeBlock
@@ -38,9 +41,19 @@ SAMPLE_TOKENS = 4096
 """Calibration tokens, drawn at random, on whose layer inputs subsets are compared."""
 SUBSET_LIMIT = 10_000
 """Up to this many subsets a layer is searched exhaustively: 8 experts always are, 16 when 12 stay, and not when 8 do."""
-OUTPUT_BYTES = 256 << 20
-"""Outputs of all experts are held for as many tokens at a time as fit into this."""
+OUTPUT_BYTES = 64 << 20
+"""Outputs of all experts are held for as many tokens at a time as fit into this, and twice."""
 SUBSETS_AT_ONCE = 32
+TOKENS_AT_ONCE = 512
+"""Whose products are read together when subsets are compared."""
+
+
+def held_bytes(config: DecoderConfig) -> int:
+    """The most that `naee` holds besides a layer and a batch: outputs, weights of the subsets that are compared together."""
+    experts = max(config.experts_per_layer, default=0)
+    weights = SAMPLE_TOKENS * experts * SUBSETS_AT_ONCE * 4
+    products = TOKENS_AT_ONCE * experts * (experts + 2 * SUBSETS_AT_ONCE) * 4
+    return max(3 * OUTPUT_BYTES, 2 * weights + products) + SAMPLE_TOKENS * config.hidden_size * 4
 
 
 def naee(
@@ -53,12 +66,14 @@ def naee(
     seed: int = 0,
     limit: int = SUBSET_LIMIT,
     once: Callable[[str, Callable[[], list[int]]], list[int]] = lambda name, compute: compute(),
+    directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, list[int]]:
     """The experts of each MoE layer that stay, ascending, by decoder layer index; `kept` says how many.
 
     One layer is in memory at a time, its inputs as they are with the full model. `once` may remember a layer's result
-    under a name, so that an interrupted run need not search it again.
+    under a name, so that an interrupted run need not search it again; with a `directory` beside it the pass goes on from its
+    layer too.
     """
     drawn = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
     rows = processes.own_rows(*tokens_SL.shape)
@@ -78,8 +93,11 @@ def naee(
 
         return finish
 
-    stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, progress=progress).close()
-    return result
+    left = None if directory is None else processes.own_directory(directory, rows)
+    stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, directory=left, progress=progress).close()
+    for index in sorted(kept.keys() - result.keys()):  # from before the interruption
+        result[index] = once(f"naee_{index}", list)
+    return dict(sorted(result.items()))
 
 
 def search_used(counts: Mapping[int, int], kept: Mapping[int, int], limit: int) -> dict[str, Any]:
@@ -118,7 +136,8 @@ def best_subset(block: MoeBlock, x_TD: Tensor, logits_TN: Tensor, *, keep: int, 
     if keep >= experts:
         return list(range(experts))
     losses = SubsetLosses(block, x_TD, logits_TN)
-    return (exhaustive if comb(experts, keep) <= limit else greedy)(losses, experts, keep)
+    with losses.products_TNN:
+        return (exhaustive if comb(experts, keep) <= limit else greedy)(losses, experts, keep)
 
 
 class SubsetLosses:
@@ -130,10 +149,6 @@ class SubsetLosses:
         self.routing, self.logits_TN = block.routing, logits_TN
         self.full_TN = weight_of_each(block.routing(logits_TN), len(block.experts))
         self.products_TNN = inner_products(block, x_TD)
-        if not bool(torch.isfinite(self.products_TNN).all()):
-            raise DataError(
-                f"outputs of experts are not finite in {x_TD.dtype}; naee cannot compare them; try --dtype float32"
-            )
 
     @torch.no_grad()
     def __call__(self, subsets: list[tuple[int, ...]]) -> list[float]:
@@ -144,7 +159,11 @@ class SubsetLosses:
             change_TNB = torch.stack(
                 [self._weights(subset, count) - self.full_TN for subset in subsets[start : start + SUBSETS_AT_ONCE]], dim=-1
             ).to(self.products_TNN.dtype)
-            squares_B = (change_TNB * (self.products_TNN @ change_TNB)).sum((0, 1), dtype=torch.float64)
+            squares_B = torch.zeros(change_TNB.shape[2], dtype=torch.float64, device=change_TNB.device)
+            for begin in range(0, len(change_TNB), TOKENS_AT_ONCE):
+                rows = slice(begin, begin + TOKENS_AT_ONCE)
+                products_TNB = self.products_TNN[rows].to(change_TNB.device) @ change_TNB[rows]
+                squares_B += (change_TNB[rows] * products_TNB).sum((0, 1), dtype=torch.float64)
             result += squares_B.clamp_min(0.0).tolist()  # rounding may leave a zero below it
         return processes.added_up(result)
 
@@ -161,15 +180,20 @@ def weight_of_each(selection: Selection, experts: int) -> Tensor:
     return zeros_TN.scatter_add_(1, selection.experts.clamp_min(0), weights_TS)
 
 
-def inner_products(block: MoeBlock, x_TD: Tensor) -> Tensor:
-    """⟨FFN_i(x_t), FFN_j(x_t)⟩, [T, N, N], in float32 or better."""
+def inner_products(block: MoeBlock, x_TD: Tensor) -> Activations:
+    """⟨FFN_i(x_t), FFN_j(x_t)⟩, [T, N, N], in float32 or better. Raises DataError where one is NaN or infinite."""
     experts, dtype = len(block.experts), torch.promote_types(x_TD.dtype, torch.float32)
-    result_TNN = torch.empty((x_TD.shape[0], experts, experts), dtype=dtype, device=x_TD.device)
+    result_TNN = Activations((x_TD.shape[0], experts, experts), dtype)
     piece = max(1, OUTPUT_BYTES // (experts * x_TD.shape[1] * dtype.itemsize))
     for start in range(0, x_TD.shape[0], piece):
         rows = slice(start, start + piece)
         outputs_PND = torch.stack([output_PD.to(dtype) for output_PD in block.outputs(x_TD[rows])], dim=1)
-        result_TNN[rows] = outputs_PND @ outputs_PND.mT
+        products_PNN = outputs_PND @ outputs_PND.mT
+        if not bool(torch.isfinite(products_PNN).all()):
+            raise DataError(
+                f"outputs of experts are not finite in {x_TD.dtype}; naee cannot compare them; try --dtype float32"
+            )
+        result_TNN[rows] = products_PNN
     return result_TNN
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calibrate.collect import held_bytes as collecting_bytes
 from calibrate.options import training_text
+from compress.alignment import held_bytes as aligning_bytes
 from compress.apply import check_fits
 from compress.card import training_lines
 from compress.diep import DiepOptions, search
@@ -20,6 +22,7 @@ from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.job import JobOptions, Made, Prepared, check_plain, check_weights, open_mixture, prepare, statistics_of
 from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
 from compress.naee import SUBSET_LIMIT, naee, search_used
+from compress.naee import held_bytes as naee_bytes
 from compress.pictures import draw_training
 from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.quantiser import Quantiser, QuantiserOptions
@@ -35,6 +38,9 @@ from engine.architectures import MoeConfig
 from engine.checkpoint import Checkpoint, load_tokenizer
 from engine.errors import OptionError
 from engine.json_file import load_json
+from engine.layerwise import AnyDecoder, LayerwiseDecoder
+from engine.memory_budget import current, limited
+from engine.memory_need import Work, budget_for
 from engine.model import Decoder
 from engine.progress import Progress, no_progress
 
@@ -105,10 +111,30 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
     check_outputs(options)
     if shared is None:
         prepared = prepare_pruning(options)
-        check_weights(prepared.checkpoint, progress)
-    else:
-        prepared = replace(shared.prepared, budget=checked_budget(options, shared.prepared.checkpoint))
+        with limited(budget_for(options.memory_limit, prepared.checkpoint, memory_work(options, prepared))):
+            check_weights(prepared.checkpoint, progress)
+            return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+    prepared = replace(shared.prepared, budget=checked_budget(options, shared.prepared.checkpoint))
     return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+
+
+def memory_work(options: PruneOptions, prepared: Prepared) -> Work:
+    """What the run does, as far as memory is concerned."""
+    config = prepared.checkpoint.config
+    others = [collecting_bytes(config)]
+    if options.method == "naee":
+        others.append(naee_bytes(config))
+    if options.method in MERGE_METHODS or options.merge != "none" or options.plan is not None:
+        width = max(moe.expert_width for moe in moe_configs(prepared.checkpoint).values())
+        others.append(aligning_bytes(width, config.hidden_size))
+    mixes_all = options.method == "diep" and options.diep.relaxation == "paper"
+    return Work(
+        prepared.dtype,
+        prepared.tokens_SL.shape[1],
+        gradients=options.method == "diep" or options.method in GRADIENT_METHODS,
+        experts_per_token=max(config.experts_per_layer) if mixes_all else None,
+        other_bytes=max(others),
+    )
 
 
 def _make(options: PruneOptions, prepared: Prunable, work: WorkDirectory, progress: Progress) -> Made:
@@ -176,6 +202,8 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     options.diep.check()
     options.recover.check()
     options.distill.check()
+    if options.memory_limit is not None and (options.recover.steps or options.distill.steps):
+        raise OptionError("recovery and distillation hold two models; leave out --memory-limit, or train afterwards")
     checkpoint = open_mixture(options.model)
     if options.method in MERGE_METHODS or options.merge != "none" or options.distill.steps or options.quantiser is not None:
         check_plain(checkpoint)
@@ -238,6 +266,7 @@ def _best_subsets(
         seed=options.calibration.seed,
         limit=options.naee_limit,
         once=work.once,
+        directory=work.path / "naee",
         progress=lambda layers: progress(layers, "comparing subsets (layers)"),
     )
 
@@ -284,7 +313,7 @@ def _scores(options: PruneOptions, prepared: Prunable, work: WorkDirectory, prog
 
 def _gradient_scores(
     method: str,
-    decoder: Callable[[], Decoder],
+    decoder: Callable[[], AnyDecoder],
     options: PruneOptions,
     prepared: Prunable,
     work: WorkDirectory,
@@ -306,7 +335,10 @@ def _gradient_scores(
     return {int(layer): torch.tensor(row, dtype=torch.float64) for layer, row in values.items()}
 
 
-def _decoder(options: PruneOptions, prepared: Prunable) -> Decoder:
+def _decoder(options: PruneOptions, prepared: Prunable) -> AnyDecoder:
+    """All weights at once or, within a limit of memory, one layer's."""
+    if current() is not None:
+        return LayerwiseDecoder(prepared.checkpoint, prepared.dtype, options.device)
     decoder = Decoder(prepared.checkpoint.config, prepared.checkpoint.weights(prepared.dtype, options.device))
     decoder.checkpoint_activations = True
     return decoder

@@ -24,12 +24,13 @@ from compress.diep import full_hidden_states
 from compress.divergences import Predictions, forward_kl, weighted_divergence
 from compress.plan import Plan
 from compress.training import Batch, Trainer, TrainingOptions
+from engine.activations import Activations
 from engine.architectures import router_tensors
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
+from engine.memory_budget import TOKENS_PER_BATCH
 from engine.model import Decoder
 from engine.parameters import parameters_on_disk
-from engine.streaming import TOKENS_PER_BATCH, Activations
 
 SAVE_EVERY_STEPS = 25
 WARM_UP_STEPS = 10

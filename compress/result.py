@@ -97,9 +97,10 @@ def carry_out(
         work.begin(options.deciding() | fingerprints(prepared), options.resume)
         before = work.once(
             "held_out_before",
-            lambda: held_out(prepared.checkpoint, options, prepared, progress, "before"),
+            lambda: held_out(prepared.checkpoint, options, prepared, progress, "before", work.shared / "held_out"),
             shared=True,
         )
+        work.forget(work.shared / "held_out")
         made = make()
         figures = write_artifact(options, prepared, made, before, started, progress, work)
         if options.plan_output is not None and processes.is_first():

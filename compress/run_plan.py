@@ -29,9 +29,9 @@ from engine.block_float8 import block_of
 from engine.checkpoint import DEMO, DEMO_DIRECTORY
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.json_file import load_json
+from engine.memory_budget import TOKENS_PER_BATCH
 from engine.mxfp4 import is_packed
 from engine.pack_quantized import schemes_of
-from engine.streaming import TOKENS_PER_BATCH
 
 PICTURE_SECONDS = 1.0, 0.1
 """Of the pictures of a result, and more for each layer."""

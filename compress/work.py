@@ -17,10 +17,10 @@ import torch
 
 from calibrate.collect import SIMILARITY_TOKENS
 from compress.devices import Device
-from compress.losses import chunk_tokens
 from compress.naee import OUTPUT_BYTES, SAMPLE_TOKENS
 from engine.architectures import DecoderConfig, MoeConfig, expected_tensors, expert_shapes, layer_tensors
-from engine.streaming import MEMORY_LIMIT_BYTES, TOKENS_PER_BATCH
+from engine.memory_budget import KEPT_BYTES, TOKENS_PER_BATCH
+from engine.streaming import chunk_tokens
 
 RESIDUAL_VECTORS, SLOT_VECTORS, WIDTH_VECTORS, HEAD_VECTORS, SCORE_PASSES = 30, 10, 6, 10, 6
 """Elements that a layer's forward reads and writes between its products: for each token's vector of hidden size (two norms,
@@ -257,7 +257,7 @@ class Passes:
     def kept_bytes(self, tokens: int) -> float:
         """Of the hidden states between layers, which beyond a limit are in a file."""
         whole = self.bytes_per_element * tokens * self.config.hidden_size
-        return whole if whole <= MEMORY_LIMIT_BYTES else self.bytes_per_element * TOKENS_PER_BATCH * self.config.hidden_size
+        return whole if whole <= KEPT_BYTES else self.bytes_per_element * TOKENS_PER_BATCH * self.config.hidden_size
 
     def gradient_bytes(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> float:
         """Of a pass with gradients: each layer's input, all that one layer keeps for its backward pass, and logits."""

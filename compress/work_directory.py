@@ -61,6 +61,12 @@ class WorkDirectory:
             write_json(path, {"value": value})
         return value
 
+    def forget(self, directory: Path) -> None:
+        """Remove what was kept for passes that are done, once no process needs it."""
+        processes.wait()
+        if processes.is_first():
+            shutil.rmtree(directory, ignore_errors=True)
+
     def abandon(self) -> None:
         """After an error leave nothing behind, except what an earlier, interrupted run had left already."""
         if self._resumed or not processes.is_first():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ from engine.architectures import (
     feed_forward_weights,
     is_router_bias,
     language_model,
+    layer_tensors,
     router_in_memory,
     router_tensor,
     router_tensors,
@@ -268,6 +269,14 @@ class Checkpoint(ModelDirectory):
         for file in self.files:
             file.release()
 
+    def read_ahead(self, layer: int) -> None:
+        """Ask the system to have a layer's weights in its cache soon; nothing for a layer that there is not."""
+        if not 0 <= layer < len(self.config.layers):
+            return
+        stored = {own for name in layer_tensors(self.config, layer) for own in self._views[name].stored_names}
+        for file in self.files:
+            file.read_ahead(sorted(stored & file.entries.keys()))
+
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
         """Read every tensor once and raise CheckpointError naming the first that holds NaN or infinity.
 
@@ -277,13 +286,14 @@ class Checkpoint(ModelDirectory):
         for name in progress(list(self.shapes)):
             stored = self.stored(name)
             tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else stored
-            low, high = torch.aminmax(tensor)  # one fast read; NaN propagates
-            if not bool(low.isfinite() & high.isfinite()):
-                raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
-            read += tensor.numel() * tensor.element_size()
-            if read > _RELEASE_EVERY_BYTES:
-                self.release()
-                read = 0
+            for part in in_parts(tensor, _RELEASE_EVERY_BYTES):
+                low, high = torch.aminmax(part)  # one fast read; NaN propagates
+                if not bool(low.isfinite() & high.isfinite()):
+                    raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
+                read += part.numel() * part.element_size()
+                if read > _RELEASE_EVERY_BYTES:
+                    self.release()
+                    read = 0
         self.release()
 
     def fingerprint(self) -> str:
@@ -313,6 +323,12 @@ class Checkpoint(ModelDirectory):
             return moved(self.stored(name), dtype, device) if is_kept else source(name)
 
         return weight
+
+
+def in_parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    """Its rows, as many together as take about so many bytes."""
+    row = max(1, tensor[:1].numel() * tensor.element_size()) if tensor.dim() else 1
+    yield from tensor.split(max(1, size // row)) if tensor.dim() else (tensor,)
 
 
 def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from engine.errors import OptionError
+from engine.memory_budget import batches
 from engine.model import Decoder
-from engine.streaming import batches
 
 T = TypeVar("T")
 BUCKET_ELEMENTS = 1 << 24
@@ -157,6 +158,14 @@ def own_batch_size(batch_size: int, sequences: int, what: str) -> int:
     return batch_size // count()
 
 
+def own_directory(directory: Path, rows: slice) -> Path:
+    """Where this process keeps what it has made of these sequences: inside the directory, where there are several."""
+    if count() > 1:
+        directory /= f"process-{rank()}-sequences-{rows.start}-{rows.stop}"
+        directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
 def add_up(tensors: Sequence[Tensor]) -> None:
     """Make each tensor, of one dtype and device, the sum of what it is in the processes."""
     if count() == 1:
@@ -222,6 +231,11 @@ def largest(value: float) -> float:
     highest = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     return float(highest)
+
+
+def smallest(value: float) -> float:
+    """The smallest of them."""
+    return -largest(-value)
 
 
 def shard(decoder: Decoder, device: torch.device | str, keep_whole: Collection[nn.Parameter] = ()) -> None:

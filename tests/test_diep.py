@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from conftest import save_reference
 from torch import Tensor
 
-import compress.diep
+import engine.memory_budget
 from compress.diep import (
     ALPHA_STEPS,
     DiepOptions,
@@ -23,7 +23,7 @@ from compress.diep import (
     full_hidden_states,
     gradients,
     new_state,
-    relaxed_routings,
+    relaxed,
     run_epoch,
     search,
     starting_alphas,
@@ -109,7 +109,7 @@ def test_gradients_of_the_whole_loss_equal_finite_differences(decoder: Decoder, 
 def test_paper_layer_is_the_mixture_of_all_experts(decoder: Decoder) -> None:
     options = DiepOptions("paper").filled()
     state = some_state(decoder, options)
-    routing = relaxed_routings(decoder, state, options)[0]
+    routing = relaxed(state, options)(0, decoder.moe_blocks[0].routing, slice(None))
     block = decoder.moe_blocks[0]
     x = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     block.routing, shared, block.shared = routing, block.shared, None
@@ -129,6 +129,11 @@ def test_routed_relaxation_starts_as_the_full_model(decoder: Decoder) -> None:
         loss = gradients(decoder, TOKENS, full, [0, 1, 2], state, options, is_alpha=True)
     assert loss == pytest.approx(naive_loss(decoder, replace(options, reconstruction_weight=0.0), *zeros_and_ones()))
     assert all(bool(alpha.grad.isfinite().all()) for alpha in state.alphas), "the norm's kink gives no NaN"
+
+
+def relaxed_routings(decoder: Decoder, state: DiepState, options: DiepOptions) -> list[Routing]:
+    route = relaxed(state, options)
+    return [route(number, block.routing, slice(None)) for number, block in enumerate(decoder.moe_blocks)]
 
 
 def zeros_and_ones() -> tuple[list[Tensor], list[Tensor]]:
@@ -159,7 +164,7 @@ def test_recomputing_activations_and_small_groups_change_no_gradient(
     with full_hidden_states(decoder, TOKENS) as full:
         for recompute, tokens_per_group in ((False, 4096), (True, 4096), (True, 8), (True, 16)):
             decoder.checkpoint_activations = recompute
-            monkeypatch.setattr(compress.diep, "TOKENS_PER_BATCH", tokens_per_group)
+            monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", tokens_per_group)
             gradients(decoder, TOKENS, full, [2, 0, 1], state, options, is_alpha=True)
             grads.append(torch.cat([alpha.grad for alpha in state.alphas]))
     assert torch.equal(grads[1], grads[0])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from compress.losses import chunk_tokens, next_token_loss, reconstruction_loss
+from compress.losses import next_token_loss, reconstruction_loss
+from engine.streaming import chunk_tokens
 
 
 def test_next_token_loss_and_its_gradients_equal_plain_cross_entropy() -> None:

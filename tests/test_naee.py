@@ -137,7 +137,7 @@ def test_only_sampled_tokens_count_and_batches_do_not_matter(
     assert list(whole) == [0, 2] and [len(whole[0]), len(whole[2])] == [3, 2]
     assert [x.shape for x, _ in seen] == [(65, 32), (65, 32)], "there are fewer than SAMPLE_TOKENS"
     monkeypatch.setattr(compress.naee, "SAMPLE_TOKENS", 20)
-    monkeypatch.setattr("engine.streaming.TOKENS_PER_BATCH", 26)
+    monkeypatch.setattr("engine.memory_budget.TOKENS_PER_BATCH", 26)
     naee(checkpoint, TOKENS, kept, dtype=torch.float32, seed=1)
     rows = torch.randperm(65, generator=torch.Generator().manual_seed(1))[:20].sort().values
     for (every, _), (x, logits) in zip(seen[:2], seen[2:], strict=True):

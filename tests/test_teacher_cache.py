@@ -21,9 +21,9 @@ from torch import Tensor
 
 import cli
 import compress.distill
-import compress.losses
 import compress.teacher_cache
 import compress.training
+import engine.streaming
 from compress.clock import Clock
 from compress.divergences import DIVERGENCES, Predictions, largest_predictions, outcomes, weighted_divergence
 from compress.response_distillation import predictions
@@ -67,7 +67,7 @@ def naive(name: str, p: Tensor, q: Tensor) -> Tensor:
 @pytest.mark.parametrize("count", [1, 4, 12])
 def test_outcomes_are_compared_as_by_a_naive_implementation(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradients in the student, weighted, at a temperature, over several chunks; the teacher gets no gradient."""
-    monkeypatch.setattr(compress.losses, "MOST_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(engine.streaming, "MOST_CHUNK_TOKENS", 4)
     teacher, student = random_predictions(0), random_predictions(1)
     weights = torch.rand(11, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     kept = largest_predictions(teacher, count, 1.5)
