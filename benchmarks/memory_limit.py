@@ -1,9 +1,11 @@
-"""Run a command in a control group of its own that may have only so much memory, the page cache included, and no swap."""
+"""Run a command in a control group that may have only so much memory, the page cache included, and no swap; or watch one."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +49,25 @@ def memory_limit(limit: int) -> Iterator[Path]:
 def run_in(group: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The command's end and output."""
     return subprocess.run(["sh", "-c", JOIN, str(group), *command], capture_output=True, text=True, check=False)
+
+
+def run_watched(command: Sequence[str]) -> tuple[subprocess.CompletedProcess[str], int]:
+    """The command's end and output, and the most that it had resident, as the system says while it runs.
+
+    What the system says at its end, `ru_maxrss`, has the parent's memory in it.
+    """
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+        process, peak = subprocess.Popen(command, stdout=said, stderr=errors, text=True), 0
+        while process.poll() is None:
+            try:
+                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            except OSError:  # it has just ended
+                continue
+            peak = max([peak, *(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))])
+            time.sleep(0.02)
+        said.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, said.read(), errors.read()), peak
 
 
 def peak_bytes(group: Path) -> int | None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import compress.diep
 import compress.gate_gradients
-import engine.streaming
+import engine.layerwise
+import engine.memory_budget
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
 from compress.diep import RELAXATIONS, DiepOptions, search
@@ -24,12 +25,15 @@ from compress.evaluate import perplexity, routed_counts
 from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.naee import naee
 from engine import processes
+from engine.activations import Activations, Shelf
 from engine.checkpoint import Checkpoint
+from engine.layerwise import LayerwiseDecoder
 from engine.model import Decoder
 from engine.safetensors_file import write_tensors
 
 TOKENS = torch.randint(3, 96, (7, 12), generator=torch.Generator().manual_seed(1))
 TWO_SEQUENCES = 24
+LAYERWISE = DiepOptions("gated", epochs=1, batch_size=3, start="zero")
 
 
 def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -46,6 +50,9 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
     for relaxation in RELAXATIONS:
         options = DiepOptions(relaxation, epochs=3, batch_size=3)  # the last step of an epoch is of one sequence
         scored[relaxation] = search(decoder, TOKENS, options, state_path=place / f"{relaxation}.safetensors")
+    layerwise = LayerwiseDecoder(checkpoint, torch.float32)
+    scored["layerwise fisher"] = fisher_scores(layerwise, TOKENS, 3)
+    scored["layerwise"] = search(layerwise, TOKENS, LAYERWISE)
     tensors |= {f"{name}.{layer}": score for name, own in scored.items() for layer, score in own.items()}
     counts: dict[int, list[int]] = {}
     value = perplexity(checkpoint, TOKENS[:1], dtype=torch.float32, visit=routed_counts(counts))
@@ -81,9 +88,53 @@ def resumed(place: Path) -> dict[str, dict[int, Tensor]]:
     return {"fisher": passes["fisher"](), "gated": passes["gated"](resume=True)}
 
 
+def calibrated_again(place: Path) -> dict[str, Tensor]:
+    """As `calibrated` has it, after an interruption between the ends that two processes come to of the second layer."""
+    checkpoint, finish = Checkpoint(place / "model"), Shelf.finish
+
+    def interrupted_at_its_end(self: Shelf, name: str, filled: Activations) -> None:
+        if name == "layer-2" and processes.rank():
+            raise Interrupted
+        finish(self, name, filled)
+        if name == "layer-2":
+            raise Interrupted
+
+    Shelf.finish = interrupted_at_its_end  # type: ignore[method-assign]
+    with suppress(Interrupted):
+        collect(checkpoint, TOKENS, dtype=torch.float32, directory=place / "calibration")
+    Shelf.finish = finish  # type: ignore[method-assign]
+    (own,) = (place / "calibration").glob(f"process-{processes.rank()}-*")
+    assert sorted(path.name for path in own.glob("layer-?")) == ["layer-1", "layer-2"][: 2 - processes.rank()]
+    layers = collect(checkpoint, TOKENS, dtype=torch.float32, directory=place / "calibration").layers
+    return {
+        f"{field.name}.{layer}.{len(TOKENS)}": getattr(own, field.name)
+        for layer, own in layers.items()
+        for field in fields(LayerStatistics)
+    }
+
+
+def searched_again(place: Path) -> dict[int, Tensor]:
+    """A search layer by layer, gone on with after each process was interrupted in another layer of the first step."""
+    decoder, path = LayerwiseDecoder(Checkpoint(place / "model"), torch.float32), place / "layerwise.safetensors"
+    one_layer, left = engine.layerwise.one_layer, iter(range(2 + 2 * processes.rank()))
+
+    def interrupted_later(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise Interrupted
+        return one_layer(*arguments)
+
+    engine.layerwise.one_layer = interrupted_later
+    with suppress(Interrupted):
+        search(decoder, TOKENS, LAYERWISE, state_path=path)
+    engine.layerwise.one_layer = one_layer
+    (kept,) = (place / "layerwise" / "step-0").glob(f"process-{processes.rank()}-*")
+    assert (kept / "gradient-2").exists() == bool(processes.rank()), "forward through 2 of 3 layers, or backward through one"
+    return search(decoder, TOKENS, LAYERWISE, state_path=path, resume=True)
+
+
 def main(place: Path) -> None:
     """Leave what this process has in a directory of its own."""
-    engine.streaming.TOKENS_PER_BATCH = compress.diep.TOKENS_PER_BATCH = TWO_SEQUENCES
+    engine.memory_budget.TOKENS_PER_BATCH = TWO_SEQUENCES
     processes.join("cpu")
     own = place / f"process-{processes.rank()}"
     own.mkdir()
@@ -92,6 +143,8 @@ def main(place: Path) -> None:
     (own / "values.json").write_text(json.dumps(values))
     for name, scores in resumed(place).items():
         assert all(torch.equal(score, tensors[f"{name}.{layer}"]) for layer, score in scores.items()), name
+    assert all(torch.equal(score, tensors[f"layerwise.{layer}"]) for layer, score in searched_again(place).items())
+    assert all(torch.equal(statistic, tensors[name]) for name, statistic in calibrated_again(place).items())
     processes.leave()
 
 

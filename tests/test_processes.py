@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from training_in_processes import OPTIONS, TOKENS, train
 
 import cli
-import compress.diep
-import engine.streaming
+import engine.memory_budget
 from calibrate.collect import collect
 from compress.dense_plan import choose, dense_plan
 from compress.diep import RELAXATIONS
@@ -89,11 +88,10 @@ def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: 
     save_reference("qwen2_moe", tmp_path / "model", mlp_only_layers=[1])
     done = torchrun(str(TESTS / "calibration_in_processes.py"), str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for module in (engine.streaming, compress.diep):
-        monkeypatch.setattr(module, "TOKENS_PER_BATCH", TWO_SEQUENCES)
+    monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", TWO_SEQUENCES)
     tensors, values = calibrated(tmp_path / "model", tmp_path)
     exact = {"tokens", "tokens_routed", "weight_ratio_median", "output_mean", "linear_cka", "rbf_cka", "rbf_cka_before"}
-    searched = set(RELAXATIONS) | {"output_sum"}  # in float32
+    searched = {*RELAXATIONS, "layerwise", "output_sum"}  # in float32
     for rank in (0, 1):
         found = load_file(tmp_path / f"process-{rank}" / "tensors.safetensors")
         assert set(found) == set(tensors)
@@ -121,6 +119,24 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
         assert together["experts_per_layer"] == alone["experts_per_layer"]
         tensors = [load_file(*(tmp_path / own["artifact"]).glob("model*.safetensors")) for own in (together, alone)]
         assert all(torch.allclose(tensors[0][name], tensor, atol=1e-5) for name, tensor in tensors[1].items())
+    assert not list(tmp_path.glob(".*")), "nothing temporary is left"
+
+
+def test_each_process_keeps_to_a_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer in two processes: what the artifact is made of, its tensors, its figures as of one without a limit."""
+    make_workplace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["prune", "model", *CALIBRATION, "--method", "diep", "--epochs", "1", "--batch-size", "2", "--sparsity", "0.5"]
+    command += ["--evaluation-samples", "3", "--dtype", "float32", "--json"]
+    done = torchrun("-m", "cli", *command, "--memory-limit", "1.5GB", "-o", "together", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = CliRunner().invoke(cli.main, [*command, "-o", "alone"])
+    together, alone = json.loads(done.stdout), json.loads(result.stdout)
+    assert together["experts_per_layer"] == alone["experts_per_layer"]
+    for name in ("perplexity_before", "perplexity_after"):
+        assert together[name] == pytest.approx(alone[name], rel=1e-5)
+    tensors = [load_file(*(tmp_path / own).glob("model*.safetensors")) for own in ("together", "alone")]
+    assert all(torch.allclose(tensors[0][name], tensor, atol=1e-5) for name, tensor in tensors[1].items())
     assert not list(tmp_path.glob(".*")), "nothing temporary is left"
 
 

@@ -1,0 +1,85 @@
+"""Peak memory of calibrating, pruning by DiEP and evaluating a checkpoint that is far larger than `--memory-limit`.
+
+python benchmarks/memory_limit_prune.py DIRECTORY [--memory-limit 3GB] [--samples 8] [--sequence-length 256]
+
+DIRECTORY gets a random mixture of 12 GB in bfloat16, unless it is there, and what is made of it: 26 GB in all. Each command
+runs in a process of its own, whose peak is what the system says of it (VmHWM). Figures of commands that have run are kept in
+DIRECTORY and not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from memory_limit import run_watched
+from random_model import shape, write_random_model
+from results import markdown, remember, remembered, save
+
+SHAPE = shape(hidden=2048, layers=24, experts=8, width=5120)
+
+
+def measured(command: list[str]) -> dict[str, Any]:
+    """What a command says last, as JSON, and the most that its process had resident."""
+    done, peak = run_watched([sys.executable, "-m", "cli", *command, "--json"])
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout) | {"resident_peak_bytes": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--memory-limit", default="3GB")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--only", help="Run this command and no other that has not run.")
+    arguments = parser.parse_args()
+    model, pruned = arguments.directory / "model", arguments.directory / "pruned"
+    if not (model / "config.json").is_file():
+        write_random_model(model, SHAPE)
+    limit = ["--memory-limit", arguments.memory_limit]
+    text = ["--data", "stdlib", "--samples", str(arguments.samples), "--sequence-length", str(arguments.sequence_length)]
+    search = ["--sparsity", "0.5", "--epochs", "1", "--batch-size", str(arguments.samples // 2), "--start", "zero"]
+    commands = {
+        "calibrate": [
+            "calibrate",
+            str(model),
+            "-o",
+            str(arguments.directory / "statistics.safetensors"),
+            "--overwrite",
+            *text,
+        ],
+        "prune, DiEP": [
+            *("prune", str(model), "--method", "diep", *search, "--evaluation-samples", "2", *text),
+            *("-o", str(pruned), "--resume"),
+        ],
+        "prune, gate Fisher": [
+            *("prune", str(model), "--sparsity", "0.5", "--evaluation-samples", "0", *text),
+            *("-o", str(arguments.directory / "fisher"), "--overwrite"),
+        ],
+        "evaluate": ["evaluate", str(model), *text],
+        "evaluate what is left": ["evaluate", str(pruned), *text],
+    }
+    path = arguments.directory / "figures.jsonl"
+    for name, command in commands.items():
+        known = {line["name"] for line in remembered(path)}
+        if name not in known and arguments.only in (None, name):
+            remember(path, {"name": name, "limit": arguments.memory_limit} | measured([*command, *limit]))
+    figures = {line["name"]: line for line in remembered(path)}
+    if figures.keys() < commands.keys():
+        return
+    stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    rows = [
+        ["checkpoint", f"{stored / 1e9:.2f} GB"],
+        ["limit", arguments.memory_limit.replace("GB", " GB")],
+        *([f"most resident: {name}", f"{line['resident_peak_bytes'] / 1e9:.2f} GB"] for name, line in figures.items()),
+    ]
+    save("memory_limit_prune", figures, markdown(["", ""], rows))
+
+
+if __name__ == "__main__":
+    main()
