@@ -213,7 +213,7 @@ def _half_tile(rows: int, matrix_rows: int) -> Any:
 
         def dots(parts: int) -> Any:
             def step(index: Any, sums: list[Any]) -> list[Any]:
-                made = []
+                made: list[Any] = []
                 for part in range(parts):
                     place = builder.add(index, _INDEX(part * size))
                     w = [_load(builder, _at(builder, row, place, 2), pairs) for row in w_rows]
