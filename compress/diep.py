@@ -30,7 +30,7 @@ from compress.gate_gradients import fisher_scores
 from compress.losses import next_token_loss, reconstruction_loss
 from compress.moments import restore, with_moments
 from engine import processes
-from engine.activations import Activations
+from engine.activations import Activations, closed_on_error
 from engine.errors import DataError, OptionError
 from engine.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward
 from engine.memory_budget import batches
@@ -226,8 +226,9 @@ def full_hidden_states(decoder: AnyDecoder, tokens_SL: Tensor, directory: Path |
         return decoder.hidden_states(tokens_SL[rows].to(decoder.device))
 
     full = Activations((*tokens_SL.shape, decoder.config.hidden_size), decoder.dtype)
-    for rows, hidden in processes.in_turn(list(batches(*tokens_SL.shape)), compute):
-        full[rows] = hidden
+    with closed_on_error(full):
+        for rows, hidden in processes.in_turn(list(batches(*tokens_SL.shape)), compute):
+            full[rows] = hidden
     return full
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from engine import processes
-from engine.activations import Activations
+from engine.activations import Activations, closed_on_error
 from engine.architectures import DecoderConfig
 from engine.checkpoint import Checkpoint
 from engine.errors import DataError
@@ -185,15 +185,16 @@ def inner_products(block: MoeBlock, x_TD: Tensor) -> Activations:
     experts, dtype = len(block.experts), torch.promote_types(x_TD.dtype, torch.float32)
     result_TNN = Activations((x_TD.shape[0], experts, experts), dtype)
     piece = max(1, OUTPUT_BYTES // (experts * x_TD.shape[1] * dtype.itemsize))
-    for start in range(0, x_TD.shape[0], piece):
-        rows = slice(start, start + piece)
-        outputs_PND = torch.stack([output_PD.to(dtype) for output_PD in block.outputs(x_TD[rows])], dim=1)
-        products_PNN = outputs_PND @ outputs_PND.mT
-        if not bool(torch.isfinite(products_PNN).all()):
-            raise DataError(
-                f"outputs of experts are not finite in {x_TD.dtype}; naee cannot compare them; try --dtype float32"
-            )
-        result_TNN[rows] = products_PNN
+    with closed_on_error(result_TNN):
+        for start in range(0, x_TD.shape[0], piece):
+            rows = slice(start, start + piece)
+            outputs_PND = torch.stack([output_PD.to(dtype) for output_PD in block.outputs(x_TD[rows])], dim=1)
+            products_PNN = outputs_PND @ outputs_PND.mT
+            if not bool(torch.isfinite(products_PNN).all()):
+                raise DataError(
+                    f"outputs of experts are not finite in {x_TD.dtype}; naee cannot compare them; try --dtype float32"
+                )
+            result_TNN[rows] = products_PNN
     return result_TNN
 
 

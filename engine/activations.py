@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import DataError
+from engine.json_file import writing
 from engine.memory_budget import kept_bytes
 
 
@@ -26,7 +27,7 @@ class Activations:
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, path: Path | None = None, together: int = 1) -> None:
         """`path`: a file of their own, which stays when they are closed; what it holds already is what they are.
 
-        together: how many such are held at a time.
+        together: how many such are held at a time. What does not fit on the disk raises OutputError where it is written.
         """
         self.shape, self.dtype, self.path = shape, dtype, path
         self._row_bytes = shape[1] * shape[2] * dtype.itemsize
@@ -57,9 +58,10 @@ class Activations:
             self._tensor[rows] = values
             return
         left = _bytes(values.detach().cpu().contiguous())
-        self._file.seek((rows.start or 0) * self._row_bytes)
-        while left:
-            left = left[self._file.write(left) :]
+        with writing(self.path or Path(tempfile.gettempdir()), "the model's hidden states"):
+            self._file.seek((rows.start or 0) * self._row_bytes)
+            while left:
+                left = left[self._file.write(left) :]
 
     def select(self, rows: Iterable[int]) -> Tensor:
         """Some sequences in any order, [rows, L, D]."""

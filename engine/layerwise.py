@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine import heap
-from engine.activations import Activations, Shelf
+from engine.activations import Activations, Shelf, closed_on_error
 from engine.architectures import DecoderConfig
 from engine.checkpoint import Checkpoint
 from engine.experts import MoeBlock
@@ -68,7 +68,7 @@ class LayerwiseDecoder:
             directory=directory,
         ) as states:
             normed = Activations(states.shape, self.dtype)
-            with self.outer() as outer:
+            with closed_on_error(normed), self.outer() as outer:
                 for rows in batches(*tokens_SL.shape):
                     normed[rows] = outer.hidden_states(states[rows].to(self.device))
         return normed

@@ -9,7 +9,7 @@ Shape suffixes: S sequences, B sequences of one batch, L positions, D hidden, V 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -63,22 +63,26 @@ def stream_layers(
     states = shelf.find(f"layer-{first}", shape, dtype)
     if states is None:
         first, states = 0, _embedded(checkpoint, tokens_SL, shelf, dtype, device)
-    positions = layer_positions(checkpoint, tokens_SL, dtype, device)
-    for index in progress(range(first, layers)):
-        after = states if directory is None else shelf.begin(f"layer-{index + 1}", shape, dtype)
-        with closed_on_error(states, after), one_layer(checkpoint, index, dtype, device) as layer:
-            checkpoint.read_ahead(index + 1)
-            finish = visit(index, layer)
-            for rows in batches(*tokens_SL.shape):
-                after[rows] = layer(states[rows].to(device), positions)
-            if finish is not None:
-                finish()
-            del layer, finish  # before the next layer is read: what was to be done after this one may hold it too
-        if directory is not None:
-            shelf.finish(f"layer-{index + 1}", after)
-            processes.wait()  # all go on from one layer: none drops what another may have to begin with
-            shelf.drop(f"layer-{index}", states)
-        states = after
+    with ExitStack() as unfinished:
+        unfinished.callback(lambda: states.close())
+        positions = layer_positions(checkpoint, tokens_SL, dtype, device)
+        for index in progress(range(first, layers)):
+            after = states if directory is None else shelf.begin(f"layer-{index + 1}", shape, dtype)
+            with closed_on_error(after), one_layer(checkpoint, index, dtype, device) as layer:
+                checkpoint.read_ahead(index + 1)
+                finish = visit(index, layer)
+                for rows in batches(*tokens_SL.shape):
+                    after[rows] = layer(states[rows].to(device), positions)
+                if finish is not None:
+                    finish()
+                del layer, finish  # before the next layer is read: what was to be done after this one may hold it too
+            if directory is not None:
+                with closed_on_error(after):
+                    shelf.finish(f"layer-{index + 1}", after)
+                    processes.wait()  # all go on from one layer: none drops what another may have to begin with
+                    shelf.drop(f"layer-{index}", states)
+            states = after
+        unfinished.pop_all()
     return states
 
 
@@ -87,10 +91,11 @@ def _embedded(
 ) -> Activations:
     """What the first layer is given."""
     states = shelf.begin("layer-0", (*tokens_SL.shape, checkpoint.config.hidden_size), dtype)
-    embedding_VD = checkpoint.source(dtype, device)("model.embed_tokens.weight")
-    for rows in batches(*tokens_SL.shape):
-        states[rows] = embedded(checkpoint.config, tokens_SL[rows].to(device), embedding_VD)
-    shelf.finish("layer-0", states)
+    with closed_on_error(states):
+        embedding_VD = checkpoint.source(dtype, device)("model.embed_tokens.weight")
+        for rows in batches(*tokens_SL.shape):
+            states[rows] = embedded(checkpoint.config, tokens_SL[rows].to(device), embedding_VD)
+        shelf.finish("layer-0", states)
     del embedding_VD
     checkpoint.release()
     return states
