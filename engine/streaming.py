@@ -60,9 +60,9 @@ def stream_layers(
     first = next((index for index in reversed(range(layers + 1)) if shelf.has(f"layer-{index}")), -1)
     if directory is not None:
         first = int(processes.smallest(first))
-    states = shelf.find(f"layer-{first}", shape, dtype)
-    if states is None:
-        first, states = 0, _embedded(checkpoint, tokens_SL, shelf, dtype, device)
+    found = shelf.find(f"layer-{first}", shape, dtype)
+    first = 0 if found is None else first
+    states = _embedded(checkpoint, tokens_SL, shelf, dtype, device) if found is None else found
     with ExitStack() as unfinished:
         unfinished.callback(lambda: states.close())
         positions = layer_positions(checkpoint, tokens_SL, dtype, device)
