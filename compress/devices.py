@@ -5,6 +5,7 @@ Shape suffixes: T tokens, D hidden, F expert width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ CPU_PRODUCT_EFFICIENCY = 0.95
 """Of the trial's products: experts get unequal numbers of tokens. Calibrated likewise."""
 TRIAL_FLOPS = 4e9
 TRIAL_BYTES = 128 << 20
-TRIALS = 5
+TRIALS = 12
 STARTED_BYTES = 120 << 20
 """What a run has in memory before the first layer beyond a process that imported the same: tokenizer, text, and compiled
 products (engine/linear.py)."""
@@ -91,11 +92,16 @@ def measured(dtype: torch.dtype, rows: int, hidden: int, width: int, vocabulary:
     """
     base = resident_memory_bytes() + STARTED_BYTES  # before the trial has memory of its own
     width = max(16, min(width, int(TRIAL_FLOPS / (2 * rows * hidden))))
-    flops = {kind: _product_rate(kind, rows, hidden, width) for kind in (dtype, torch.float32, torch.float64)}
-    whole = torch.ones(TRIAL_BYTES, dtype=torch.uint8)
+    kinds = list(dict.fromkeys((dtype, torch.float32, torch.float64)))
+    whole, shares_TV = torch.ones(TRIAL_BYTES, dtype=torch.uint8), torch.rand(16, vocabulary)
     copy = torch.empty_like(whole)
-    bandwidth = 2 * TRIAL_BYTES / _best_seconds(lambda: copy.copy_(whole))
-    shares_TV = torch.rand(16, vocabulary)
+    copying, drawing, *products = _best_seconds(
+        lambda: copy.copy_(whole),
+        lambda: shares_TV.multinomial(1),
+        *(_product(kind, rows, hidden, width) for kind in kinds),
+    )
+    bandwidth = 2 * TRIAL_BYTES / copying
+    flops = {kind: 2 * rows * hidden * width / seconds for kind, seconds in zip(kinds, products, strict=True)}
     return Device(
         "cpu",
         flops,
@@ -106,7 +112,7 @@ def measured(dtype: torch.dtype, rows: int, hidden: int, width: int, vocabulary:
         bandwidth_efficiency=CPU_BANDWIDTH_EFFICIENCY,
         read_bytes_per_second=0.2 * bandwidth,
         write_bytes_per_second=0.6e9,
-        draws_per_second=shares_TV.numel() / _best_seconds(lambda: shares_TV.multinomial(1)),
+        draws_per_second=shares_TV.numel() / drawing,
         call_seconds=5e-6,
         start_seconds=4.0,
         base_bytes=base,
@@ -115,16 +121,18 @@ def measured(dtype: torch.dtype, rows: int, hidden: int, width: int, vocabulary:
     )
 
 
-def _product_rate(dtype: torch.dtype, rows: int, hidden: int, width: int) -> float:
+def _product(dtype: torch.dtype, rows: int, hidden: int, width: int) -> Callable[[], object]:
     x_TD, weight_FD = torch.ones(rows, hidden, dtype=dtype), torch.ones(width, hidden, dtype=dtype)
-    return 2 * rows * hidden * width / _best_seconds(lambda: torch.nn.functional.linear(x_TD, weight_FD))
+    return lambda: torch.nn.functional.linear(x_TD, weight_FD)
 
 
-def _best_seconds(work: Callable[[], object]) -> float:
-    work()
-    seconds = []
-    for _ in range(TRIALS):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def _best_seconds(*works: Callable[[], object]) -> list[float]:
+    """Of each, in turn: what disturbs one moment of a shared machine then disturbs no work's every trial."""
+    best = [math.inf] * len(works)
+    for trial in range(TRIALS + 1):
+        for place, work in enumerate(works):
+            started = time.perf_counter()
+            work()
+            if trial:  # the first warms up
+                best[place] = min(best[place], time.perf_counter() - started)
+    return best
