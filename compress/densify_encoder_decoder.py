@@ -33,7 +33,7 @@ from compress.encoder_decoder import (
 )
 from compress.encoder_decoder_training import Measured, measure, train
 from compress.plan import Plan, plan_from_json, plan_to_json
-from compress.result import check_outputs, finished_before, until_whole
+from compress.result import check_outputs, finished_before
 from compress.training import Trained
 from compress.work_directory import WorkDirectory
 from engine import processes
@@ -88,7 +88,7 @@ def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_pro
     check_outputs(options)
     prepared = prepare(options, checkpoint)
     checkpoint.check_finite(lambda names: progress(processes.share(list(names)), "checking weights"))
-    with until_whole(options, work):
+    with work.until_whole(options.output):
         work.begin(options.deciding() | prepared.fingerprints(), options.resume)
         before = work.once("held_out_before", lambda: _measured(prepared.teacher, prepared))
         made = _student(options, prepared, work, progress)

@@ -33,7 +33,7 @@ from compress.classifier_distillation import (
 from compress.classifier_training import ClassifierTrainer
 from compress.job import JobOptions
 from compress.pictures import draw_training
-from compress.result import check_outputs, finished_before, until_whole
+from compress.result import check_outputs, finished_before
 from compress.training import TrainingOptions
 from compress.work_directory import WorkDirectory
 from engine import processes
@@ -156,7 +156,7 @@ def distill_classifier(options: ClassifierOptions, progress: Progress = no_progr
     for checkpoint in (pair.student, pair.teacher):
         if checkpoint is not None:
             checkpoint.check_finite()
-    with until_whole(options, work):
+    with work.until_whole(options.output):
         work.begin(options.deciding() | pair.fingerprints(), options.resume)
         return _make(options, pair, work, progress, started)
 

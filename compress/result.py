@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from engine.artifact import (
     write_provenance,
 )
 from engine.checkpoint import Checkpoint, resolve
-from engine.errors import CompressError, OutputError, TrainingError
 from engine.json_file import write_json
 from engine.progress import Progress
 from engine.report import peak_memory_bytes
@@ -93,7 +91,7 @@ def carry_out(
     `--resume` goes on from. Several processes make and measure together; the first writes, and all have the figures.
     """
     processes.wait()  # nothing is begun before all have found their input good
-    with until_whole(options, work):
+    with work.until_whole(options.output):
         work.begin(options.deciding() | fingerprints(prepared), options.resume)
         before = work.once(
             "held_out_before",
@@ -106,22 +104,6 @@ def carry_out(
         if options.plan_output is not None and processes.is_first():
             write_json(options.plan_output, plan_to_json(made.plan))
     return figures
-
-
-@contextmanager
-def until_whole(options: JobOptions, work: WorkDirectory) -> Iterator[None]:
-    """Around a run: what it leaves to go on with is removed at the end and after bad input, not after an interruption."""
-    try:
-        yield
-    except TrainingError:
-        raise  # and its last good state stays
-    except CompressError:
-        work.abandon()
-        raise
-    except OSError as error:
-        work.abandon()
-        raise OutputError(f"{options.output}: {error.strerror or error}; make space or give another --output") from error
-    work.remove()
 
 
 def write_artifact(

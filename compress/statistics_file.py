@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +16,11 @@ from compress.work_directory import WorkDirectory
 from engine import processes
 from engine.artifact import check_file_output
 from engine.checkpoint import Checkpoint, load_tokenizer, resolve
-from engine.errors import CompressError, OptionError, OutputError
+from engine.errors import OptionError
 from engine.memory_budget import limited
 from engine.memory_need import Work, budget_for
 from engine.progress import Progress, no_progress
 from engine.report import peak_memory_bytes
-
-
-@contextmanager
-def kept(work: WorkDirectory) -> Iterator[None]:
-    """What is left to go on with is removed at the end and after bad input, not after an interruption."""
-    try:
-        yield
-    except CompressError:
-        work.abandon()
-        raise
-    except OSError as error:
-        work.abandon()
-        raise OutputError(f"{work.path}: {error.strerror or error}; make space or give another --output") from error
-    work.remove()
 
 
 def calibrate_to_file(
@@ -64,8 +48,8 @@ def calibrate_to_file(
     filled = calibration.filled(checkpoint)
     tokens, _ = calibration_texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
     dtype, work = dtype or checkpoint.model_dtype, WorkDirectory(output)
-    held = held_bytes(checkpoint.config)
-    with limited(budget_for(memory_limit, checkpoint, Work(dtype, tokens.shape[1], other_bytes=held))), kept(work):
+    needed = Work(dtype, tokens.shape[1], other_bytes=held_bytes(checkpoint.config))
+    with limited(budget_for(memory_limit, checkpoint, needed)), work.until_whole(work.path):
         text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
         work.begin({"model": checkpoint.fingerprint(), "tokens": text, "dtype": str(dtype), "seed": filled.seed}, resume)
         check_weights(checkpoint, progress)

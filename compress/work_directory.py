@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from engine import processes
-from engine.errors import OptionError
+from engine.errors import CompressError, OptionError, OutputError, TrainingError
 from engine.json_file import load_json, write_json
 
 
@@ -67,7 +67,25 @@ class WorkDirectory:
         if processes.is_first():
             shutil.rmtree(directory, ignore_errors=True)
 
-    def abandon(self) -> None:
+    @contextmanager
+    def until_whole(self, place: Path) -> Iterator[None]:
+        """Around a run: what is left to go on with is removed at the end and after bad input, not after an interruption.
+
+        place: what an error of the disk names.
+        """
+        try:
+            yield
+        except TrainingError:
+            raise  # and its last good state stays
+        except CompressError:
+            self._abandon()
+            raise
+        except OSError as error:
+            self._abandon()
+            raise OutputError(f"{place}: {error.strerror or error}; make space or give another --output") from error
+        self.remove()
+
+    def _abandon(self) -> None:
         """After an error leave nothing behind, except what an earlier, interrupted run had left already."""
         if self._resumed or not processes.is_first():
             return
