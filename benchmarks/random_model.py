@@ -43,16 +43,27 @@ def shape(hidden: int = 1024, layers: int = 16, experts: int = 8, top_k: int = 2
     }
 
 
-def write_random_model(directory: Path, config: dict[str, Any], seed: int = 0) -> None:
-    """Write config, weights ~ N(0, 1/fan-in) in bf16, and the demo model's tokenizer filled up to the vocabulary."""
+def write_random_model(directory: Path, config: dict[str, Any]) -> None:
+    """Write config, weights, and the demo model's tokenizer filled up to the vocabulary."""
+    write_random_weights(directory, config)
+    write_tokenizer(directory, config["vocab_size"])
+
+
+def write_random_weights(directory: Path, config: dict[str, Any], *, alike: bool = False) -> int:
+    """Write config and weights ~ N(0, 1/fan-in) in bf16; bytes of the weights.
+
+    `alike`: tensors of one shape have the same content, but for routers, so that they are made in less time.
+    """
     directory.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     shapes = expected_tensors(decoder_config(config))
+    made = {size: random_tensor(size, generator) for size in set(shapes.values())} if alike else {}
     with ShardWriter(directory, {name: (torch.bfloat16, size) for name, size in shapes.items()}) as writer:
         for name, size in shapes.items():
-            writer.add(name, random_tensor(size, generator))
+            is_shared = alike and "gate.weight" not in name
+            writer.add(name, made[size] if is_shared else random_tensor(size, generator))
     write_json(directory / "config.json", config)
-    write_tokenizer(directory, config["vocab_size"])
+    return writer.total_size
 
 
 def random_tensor(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -7,15 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from memory_limit import NoControlGroupError, forget_files, memory_limit, peak_bytes, run_in
-from random_model import random_tensor, shape
-
-from engine.architectures import decoder_config, expected_tensors
-from engine.json_file import write_json
-from engine.safetensors_file import ShardWriter
+from random_model import shape, write_random_weights
 
 LIMIT = 450 << 20
 GENERATE = """
@@ -33,21 +28,9 @@ print(json.dumps(made))
 """
 
 
-def write_model(directory: Path) -> int:
-    """Bytes of a mixture whose tensors of one shape have the same random content, but for the routers."""
-    config = shape(hidden=512, layers=4, experts=8, width=7424) | {"vocab_size": 4096}
-    shapes, generator = expected_tensors(decoder_config(config)), torch.Generator().manual_seed(0)
-    alike = {size: random_tensor(size, generator) for size in set(shapes.values())}
-    with ShardWriter(directory, {name: (torch.bfloat16, size) for name, size in shapes.items()}) as writer:
-        for name, size in shapes.items():
-            writer.add(name, random_tensor(size, generator) if "gate.weight" in name else alike[size])
-    write_json(directory / "config.json", config)
-    return writer.total_size
-
-
 def test_a_checkpoint_of_one_and_a_half_times_the_memory_generates(tmp_path: Path) -> None:
-    stored = write_model(tmp_path / "model")
-    assert stored >= 1.5 * LIMIT
+    config = shape(hidden=512, layers=4, experts=8, width=7424) | {"vocab_size": 4096}
+    assert write_random_weights(tmp_path / "model", config, alike=True) >= 1.5 * LIMIT
     forget_files(tmp_path / "model")
     said = []
     for limit in (LIMIT, 4 * LIMIT):

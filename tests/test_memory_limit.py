@@ -14,13 +14,11 @@ from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from memory_limit import run_watched
-from random_model import random_tensor, shape, write_tokenizer
+from random_model import shape, write_random_weights, write_tokenizer
 
 import cli
-from engine.architectures import decoder_config, expected_tensors
 from engine.checkpoint import Checkpoint
-from engine.json_file import write_json
-from engine.safetensors_file import SafetensorsFile, ShardWriter
+from engine.safetensors_file import SafetensorsFile
 
 LIMIT = 700_000_000
 INTERPRETER = 350_000_000
@@ -31,17 +29,11 @@ SEARCH = ["--method", "diep", "--start", "fisher", "--epochs", "2", "--batch-siz
 
 @pytest.fixture(name="model", scope="module")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture that does not fit beside the interpreter; tensors of one shape have the same content, but for routers."""
+    """A mixture that does not fit beside the interpreter."""
     directory = tmp_path_factory.mktemp("limit") / "model"
     config = shape(hidden=512, layers=3, experts=8, width=6144) | {"vocab_size": 4096}
-    shapes, generator = expected_tensors(decoder_config(config)), torch.Generator().manual_seed(0)
-    alike = {size: random_tensor(size, generator) for size in set(shapes.values())}
-    with ShardWriter(directory, {name: (torch.bfloat16, size) for name, size in shapes.items()}) as writer:
-        for name, size in shapes.items():
-            writer.add(name, random_tensor(size, generator) if "gate.weight" in name else alike[size])
-    write_json(directory / "config.json", config)
+    assert write_random_weights(directory, config, alike=True) > LIMIT - INTERPRETER
     write_tokenizer(directory, 4096)
-    assert writer.total_size > LIMIT - INTERPRETER
     return directory
 
 
