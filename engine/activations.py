@@ -98,23 +98,23 @@ def closed_on_error(*several: Activations) -> Iterator[None]:
 
 
 class Shelf:
-    """Activations by name. With a directory they are files there, which an interrupted pass finds again when it goes on."""
+    """Activations of one shape by name; in a directory files, which an interrupted pass finds again when it goes on."""
 
-    def __init__(self, directory: Path | None, together: int = 1) -> None:
+    def __init__(self, directory: Path | None, shape: tuple[int, int, int], dtype: torch.dtype, together: int = 1) -> None:
         """together: how many are held at a time."""
-        self.directory, self._together = directory, together
+        self.directory, self._shape, self._dtype, self._together = directory, shape, dtype, together
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Activations:
+    def begin(self, name: str) -> Activations:
         """Ones to be filled."""
         if self.directory is None:
-            return Activations(shape, dtype, together=self._together)
+            return Activations(self._shape, self._dtype, together=self._together)
         path = self.directory / f"{name}.partial"
         path.unlink(missing_ok=True)
-        return Activations(shape, dtype, path)
+        return Activations(self._shape, self._dtype, path)
 
-    def finish(self, name: str, filled: Activations) -> None:
+    def finish(self, name: str) -> None:
         """They are whole, and may be found again."""
         if self.directory is not None:
             os.replace(self.directory / f"{name}.partial", self.directory / name)
@@ -123,9 +123,11 @@ class Shelf:
         """Whether a pass before this one finished them."""
         return self.directory is not None and (self.directory / name).is_file()
 
-    def find(self, name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Activations | None:
+    def find(self, name: str) -> Activations | None:
         """Those, where there are any."""
-        return Activations(shape, dtype, self.directory / name) if self.directory is not None and self.has(name) else None
+        if self.directory is None or not self.has(name):
+            return None
+        return Activations(self._shape, self._dtype, self.directory / name)
 
     def drop(self, name: str, own: Activations) -> None:
         """They are not needed again."""

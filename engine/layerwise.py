@@ -23,10 +23,10 @@ from engine.architectures import DecoderConfig
 from engine.checkpoint import Checkpoint
 from engine.experts import MoeBlock
 from engine.memory_budget import batches
-from engine.model import Decoder, DecoderLayer, Outer, embedded, routed_by
+from engine.model import Decoder, DecoderLayer, Outer, routed_by
 from engine.routing import Routing
 from engine.safetensors_file import SafetensorsFile, write_tensors
-from engine.streaming import layer_positions, one_layer, stream_layers
+from engine.streaming import embed, layer_positions, one_layer, stream_layers
 
 Route = Callable[[int, Routing, slice], Routing]
 """(number of the MoE layer, its own rule, which sequences) to the rule that they are routed by."""
@@ -124,9 +124,9 @@ class _Pass:
     ) -> None:
         self.model, self.tokens_SL, self.route, self.loss = model, tokens_SL, route, loss
         self.trained, self.generator = trained, generator
-        self.shape = (*tokens_SL.shape, model.config.hidden_size)
         self.layers, self.total = len(model.config.layers), 0.0
-        self.shelf = Shelf(directory, together=self.layers + 2)
+        shape = (*tokens_SL.shape, model.config.hidden_size)
+        self.shelf = Shelf(directory, shape, model.dtype, together=self.layers + 2)
         self.positions = layer_positions(model.checkpoint, tokens_SL, model.dtype, model.device)
         self.kept: dict[str, Activations] = {}
 
@@ -151,8 +151,9 @@ class _Pass:
     def _forward(self) -> None:
         last = next((index for index in reversed(range(self.layers + 1)) if self._is_there(f"input-{index}")), None)
         if last is None:
-            self._embed()
             last = 0
+            with self._made("input-0") as states:
+                embed(self.model.checkpoint, self.tokens_SL, states, self.model.device)
         first = self.model.config.moe_layers[0]
         for index in range(last, self.layers):
             states = self._get(f"input-{index}")
@@ -164,16 +165,6 @@ class _Pass:
                     after[rows] = self._run(layer, index, x_BLD, rows).detach()
                     del x_BLD
                 del layer
-
-    @torch.no_grad()
-    def _embed(self) -> None:
-        embedding_VD = self.model.checkpoint.source(self.model.dtype, self.model.device)("model.embed_tokens.weight")
-        with self._made("input-0") as states:
-            for rows in self._batches():
-                tokens_BL = self.tokens_SL[rows].to(self.model.device)
-                states[rows] = embedded(self.model.config, tokens_BL, embedding_VD)
-        del embedding_VD
-        self.model.checkpoint.release()
 
     def _through_head(self) -> None:
         states = self._get(f"input-{self.layers}")
@@ -222,7 +213,7 @@ class _Pass:
     # What is kept
 
     def _is_there(self, name: str) -> bool:
-        found = self.shelf.find(name, self.shape, self.model.dtype)
+        found = self.shelf.find(name)
         if found is not None:
             self.kept[name] = found
         return found is not None
@@ -234,9 +225,9 @@ class _Pass:
 
     @contextmanager
     def _made(self, name: str) -> Iterator[Activations]:
-        made = self.kept[name] = self.shelf.begin(name, self.shape, self.model.dtype)
+        made = self.kept[name] = self.shelf.begin(name)
         yield made
-        self.shelf.finish(name, made)
+        self.shelf.finish(name)
 
     def _drop(self, name: str) -> None:
         self.shelf.drop(name, self._get(name))

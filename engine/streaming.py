@@ -55,19 +55,21 @@ def stream_layers(
     pass over the same sequences that finds some there goes on behind that layer, and does not visit those before. Several
     processes go on from the same layer, each with a directory of its own.
     """
-    shelf, layers = Shelf(directory), len(checkpoint.config.layers)
-    shape = (*tokens_SL.shape, checkpoint.config.hidden_size)
+    layers = len(checkpoint.config.layers)
+    shelf = Shelf(directory, (*tokens_SL.shape, checkpoint.config.hidden_size), dtype)
     first = next((index for index in reversed(range(layers + 1)) if shelf.has(f"layer-{index}")), -1)
     if directory is not None:
         first = int(processes.smallest(first))
-    found = shelf.find(f"layer-{first}", shape, dtype)
-    first = 0 if found is None else first
-    states = _embedded(checkpoint, tokens_SL, shelf, dtype, device) if found is None else found
+    found = shelf.find(f"layer-{first}")
+    first, states = (0, shelf.begin("layer-0")) if found is None else (first, found)
     with ExitStack() as unfinished:
         unfinished.callback(lambda: states.close())
+        if found is None:
+            embed(checkpoint, tokens_SL, states, device)
+            shelf.finish("layer-0")
         positions = layer_positions(checkpoint, tokens_SL, dtype, device)
         for index in progress(range(first, layers)):
-            after = states if directory is None else shelf.begin(f"layer-{index + 1}", shape, dtype)
+            after = states if directory is None else shelf.begin(f"layer-{index + 1}")
             with closed_on_error(after), one_layer(checkpoint, index, dtype, device) as layer:
                 checkpoint.read_ahead(index + 1)
                 finish = visit(index, layer)
@@ -78,7 +80,7 @@ def stream_layers(
                 del layer, finish  # before the next layer is read: what was to be done after this one may hold it too
             if directory is not None:
                 with closed_on_error(after):
-                    shelf.finish(f"layer-{index + 1}", after)
+                    shelf.finish(f"layer-{index + 1}")
                     processes.wait()  # all go on from one layer: none drops what another may have to begin with
                     shelf.drop(f"layer-{index}", states)
             states = after
@@ -86,19 +88,14 @@ def stream_layers(
     return states
 
 
-def _embedded(
-    checkpoint: Checkpoint, tokens_SL: Tensor, shelf: Shelf, dtype: torch.dtype, device: torch.device | str
-) -> Activations:
-    """What the first layer is given."""
-    states = shelf.begin("layer-0", (*tokens_SL.shape, checkpoint.config.hidden_size), dtype)
-    with closed_on_error(states):
-        embedding_VD = checkpoint.source(dtype, device)("model.embed_tokens.weight")
-        for rows in batches(*tokens_SL.shape):
-            states[rows] = embedded(checkpoint.config, tokens_SL[rows].to(device), embedding_VD)
-        shelf.finish("layer-0", states)
+@torch.no_grad()
+def embed(checkpoint: Checkpoint, tokens_SL: Tensor, states: Activations, device: torch.device | str) -> None:
+    """Fill `states` with what the first layer is given."""
+    embedding_VD = checkpoint.source(states.dtype, device)("model.embed_tokens.weight")
+    for rows in batches(*tokens_SL.shape):
+        states[rows] = embedded(checkpoint.config, tokens_SL[rows].to(device), embedding_VD)
     del embedding_VD
     checkpoint.release()
-    return states
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from compress.evaluate import perplexity, routed_counts
 from compress.gate_gradients import fisher_scores, taylor_scores
 from compress.naee import naee
 from engine import processes
-from engine.activations import Activations, Shelf
+from engine.activations import Shelf
 from engine.checkpoint import Checkpoint
 from engine.layerwise import LayerwiseDecoder
 from engine.model import Decoder
@@ -92,10 +92,10 @@ def calibrated_again(place: Path) -> dict[str, Tensor]:
     """As `calibrated` has it, after an interruption between the ends that two processes come to of the second layer."""
     checkpoint, finish = Checkpoint(place / "model"), Shelf.finish
 
-    def interrupted_at_its_end(self: Shelf, name: str, filled: Activations) -> None:
+    def interrupted_at_its_end(self: Shelf, name: str) -> None:
         if name == "layer-2" and processes.rank():
             raise Interrupted
-        finish(self, name, filled)
+        finish(self, name)
         if name == "layer-2":
             raise Interrupted
 

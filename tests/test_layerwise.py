@@ -284,12 +284,12 @@ def test_pages_go_back_between_experts_where_the_limit_is_near(tmp_path: Path, m
 
 
 def test_activations_that_end_too_early_are_refused(tmp_path: Path) -> None:
-    shelf, shape = Shelf(tmp_path), (3, 2, 4)
-    with shelf.begin("layer-0", shape, torch.float32) as made:
-        made[slice(0, 3)] = torch.arange(24.0).view(shape)
-        assert shelf.find("layer-0", shape, torch.float32) is None, "not whole yet"
-        shelf.finish("layer-0", made)
-    found = shelf.find("layer-0", shape, torch.float32)
+    shelf = Shelf(tmp_path, (3, 2, 4), torch.float32)
+    with shelf.begin("layer-0") as made:
+        made[slice(0, 3)] = torch.arange(24.0).view(3, 2, 4)
+        assert shelf.find("layer-0") is None, "not whole yet"
+        shelf.finish("layer-0")
+    found = shelf.find("layer-0")
     assert found is not None
     with found:
         assert torch.equal(found[slice(1, 3)], torch.arange(8.0, 24.0).view(2, 2, 4))
