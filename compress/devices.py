@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -44,7 +44,7 @@ class Device:
     base_bytes: int = 900 << 20
     """Of memory before any tensor: the context of the device and its libraries' workspaces."""
     calibration: str = "assumed: not measured on this device"
-    maps_weights: bool = field(default=False)
+    maps_weights: bool = False
     """Weights are computed with where the file is mapped, and not copied."""
 
     def rate(self, dtype: torch.dtype) -> float:

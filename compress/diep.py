@@ -153,7 +153,7 @@ def search(
     if state_path is not None and processes.told(resume and state_path.exists()):
         state = load_state(state_path, decoder, options)
     else:
-        state = new_state(decoder, starting_alphas(decoder, tokens_SL, options, fisher), options)
+        state = new_state(starting_alphas(decoder, tokens_SL, options, fisher), options)
     remaining = range(state.epoch, options.epochs)
     if remaining:
         with full_hidden_states(decoder, tokens_SL, kept) as full:
@@ -199,7 +199,7 @@ def starting_alphas(
     return [(0.5 * (log.clamp_min(floor) - every.mean()) / spread).float().to(device) for log in logs]
 
 
-def new_state(decoder: AnyDecoder, alphas: list[Tensor], options: DiepOptions) -> DiepState:
+def new_state(alphas: list[Tensor], options: DiepOptions) -> DiepState:
     """β = 1 and fresh Adam optimisers; adaptive rates matter, the scores are few and badly scaled."""
     alphas = [alpha.clone().requires_grad_(True) for alpha in alphas]
     betas = [torch.ones((), device=alpha.device, requires_grad=True) for alpha in alphas]
@@ -342,7 +342,7 @@ def load_state(path: Path, decoder: AnyDecoder, options: DiepOptions) -> DiepSta
         count = len(decoder.config.moe_layers)
         device = decoder.device
         alphas = [file.tensor(f"alpha.{index}").clone().to(device) for index in range(count)]
-        state = new_state(decoder, alphas, options)
+        state = new_state(alphas, options)
         restore(_named("alpha", state.alphas), state.alpha_optimiser, file)
         restore(_named("beta", state.betas), state.beta_optimiser, file)
     state.epoch, state.losses = header["epoch"], header["losses"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from calibrate.collect import SIMILARITY_TOKENS
 from calibrate.options import CalibrationOptions
 from compress.devices import DEVICES, Device, measured
 from compress.diep import DiepOptions
@@ -85,7 +84,7 @@ class Phase:
     fixed_seconds: float = 0.0
 
 
-def config_path(model: str, revision: str | None = None) -> Path:
+def config_path(model: str) -> Path:
     """config.json of MODEL: `demo`, a local directory, or a hub id, of which nothing else is downloaded."""
     if model == DEMO:
         return DEMO_DIRECTORY / "config.json"
@@ -98,7 +97,7 @@ def config_path(model: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(model, "config.json", revision=revision))
+        return Path(hf_hub_download(model, "config.json"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{model}: no such directory, and the hub does not give its config.json ({type(error).__name__}); "
@@ -286,7 +285,7 @@ def _streaming(passes: Passes, tokens: int, length: int) -> float:
 
 def _statistics(name: str, passes: Passes, tokens: int, length: int, weights: _Resident) -> Phase:
     # Similarities wait until the batches are through, and their memory is the larger or the smaller of the two.
-    most = max(passes.batch_bytes(tokens, length), passes.statistics_bytes(min(tokens, SIMILARITY_TOKENS)))
+    most = max(passes.batch_bytes(tokens, length), passes.statistics_bytes(tokens))
     return Phase(name, passes.statistics(tokens, length), weights.layer(passes) + passes.kept_bytes(tokens) + most)
 
 

@@ -60,7 +60,7 @@ def some_state(decoder: Decoder, options: DiepOptions) -> DiepState:
     """Scores that are not where the search starts."""
     generator = torch.Generator().manual_seed(2)
     alphas = [0.3 * torch.randn(6, generator=generator, dtype=torch.float64) for _ in decoder.config.moe_layers]
-    state = new_state(decoder, alphas, options)
+    state = new_state(alphas, options)
     state.betas = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.8, 1.3)]
     return state
 
@@ -122,7 +122,7 @@ def test_paper_layer_is_the_mixture_of_all_experts(decoder: Decoder) -> None:
 
 def test_routed_relaxation_starts_as_the_full_model(decoder: Decoder) -> None:
     options = DiepOptions("routed", reconstruction_weight=1e6).filled()
-    state = new_state(decoder, starting_alphas(decoder, TOKENS, options), options)
+    state = new_state(starting_alphas(decoder, TOKENS, options), options)
     with full_hidden_states(decoder, TOKENS) as full:
         with torch.no_grad(), routed_by(decoder, relaxed_routings(decoder, state, options)):
             assert torch.equal(decoder.hidden_states(TOKENS), full[slice(0, 3)]), "Φ = 0"
@@ -176,7 +176,7 @@ def test_recomputing_activations_and_small_groups_change_no_gradient(
 
 def test_three_alpha_steps_to_one_beta_step_and_a_rate_that_falls_to_zero(decoder: Decoder) -> None:
     options = DiepOptions("gated", epochs=4, batch_size=2, learning_rate=0.1, start="zero").filled()
-    state = new_state(decoder, starting_alphas(decoder, TOKENS, options), options)
+    state = new_state(starting_alphas(decoder, TOKENS, options), options)
     assert all(beta.item() == 1.0 for beta in state.betas) and not any(alpha.any() for alpha in state.alphas)
     moved, rates = [], []
     optimisers = {"α": state.alpha_optimiser, "β": state.beta_optimiser}
@@ -200,7 +200,7 @@ def test_three_alpha_steps_to_one_beta_step_and_a_rate_that_falls_to_zero(decode
 def test_only_the_scores_are_trained(decoder: Decoder) -> None:
     options = DiepOptions("paper", epochs=3, batch_size=3).filled()
     weights = {name: value.clone() for name, value in decoder.state_dict().items()}
-    state = new_state(decoder, starting_alphas(decoder, TOKENS, options), options)
+    state = new_state(starting_alphas(decoder, TOKENS, options), options)
     with full_hidden_states(decoder, TOKENS) as full:
         for epoch in range(3):
             run_epoch(decoder, TOKENS, full, state, options, epoch)
@@ -213,7 +213,7 @@ def test_only_the_scores_are_trained(decoder: Decoder) -> None:
 
 def test_search_lowers_the_loss(decoder: Decoder) -> None:
     options = DiepOptions("paper", epochs=12, batch_size=3, learning_rate=0.1).filled()
-    state = new_state(decoder, starting_alphas(decoder, TOKENS, options), options)
+    state = new_state(starting_alphas(decoder, TOKENS, options), options)
     with full_hidden_states(decoder, TOKENS) as full:
         for epoch in range(12):
             run_epoch(decoder, TOKENS, full, state, options, epoch)

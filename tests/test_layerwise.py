@@ -62,7 +62,7 @@ def test_gradients_of_alpha_and_beta_equal_those_with_all_weights_in_memory(
     for decoder in (whole(checkpoint, torch.float32), LayerwiseDecoder(checkpoint, torch.float32)):
         generator = torch.Generator().manual_seed(2)
         counts = checkpoint.config.experts_per_layer
-        state = new_state(decoder, [0.3 * torch.randn(count, generator=generator) for count in counts], options)
+        state = new_state([0.3 * torch.randn(count, generator=generator) for count in counts], options)
         state.betas = [torch.tensor(value, requires_grad=True) for value in (0.8, 1.3)]
         with full_hidden_states(decoder, TOKENS) as full:
             losses = [gradients(decoder, TOKENS, full, rows, state, options, is_alpha=True)]

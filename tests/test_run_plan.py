@@ -162,7 +162,7 @@ def test_of_a_hub_id_config_json_alone_is_downloaded(tmp_path, monkeypatch):
     asked = []
     (tmp_path / "config.json").write_text(json.dumps(shape()))
 
-    def download(model, name, revision=None):
+    def download(model, name):
         asked.append((model, name))
         return str(tmp_path / name)
 
