@@ -17,7 +17,7 @@ from compress.training import Loss, Trained, Trainer, TrainingOptions, figures
 from engine import processes
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
-from engine.memory_budget import TOKENS_PER_BATCH
+from engine.memory_budget import sequences_per_batch
 from engine.model import Decoder
 from engine.progress import Progress, no_progress
 
@@ -33,11 +33,6 @@ MOST_ACTIVATION_BYTES = 1 << 30
 def good_rate(hidden_size: int) -> float:
     """1 over the hidden size, at most HIGHEST_RATE."""
     return min(HIGHEST_RATE, 1.0 / hidden_size)
-
-
-def group_size(length: int) -> int:
-    """Sequences in memory at a time unless given: those of TOKENS_PER_BATCH tokens."""
-    return max(1, TOKENS_PER_BATCH // length)
 
 
 def warm_up_steps(steps: int) -> int:
@@ -61,7 +56,7 @@ class DenseTrainingOptions:
     batch_size: int = 16
     """Sequences a step, of each process."""
     micro_batch_size: int | None = None
-    """Sequences in memory at a time; None for TOKENS_PER_BATCH tokens."""
+    """Sequences in memory at a time; None for as many as calibration has."""
     clip_norm: float = 1.0
     validation_samples: int = 32
     validate_every: int = 50
@@ -102,7 +97,7 @@ class DenseTrainingOptions:
             steps,
             good_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
-            self.micro_batch_size or group_size(length),
+            self.micro_batch_size or sequences_per_batch(length),
             warm_up_steps=warm_up_steps(steps),
             clip_norm=self.clip_norm,
             seed=self.seed,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calibrate.instructions import Example, Instructions, Limits, instructions, is_instructions
 from calibrate.options import CalibrationOptions, training_text
-from compress.dense_training import TEXT_STEPS, good_rate, group_size, warm_up_steps
+from compress.dense_training import TEXT_STEPS, good_rate, warm_up_steps
 from compress.divergences import DIVERGENCES
 from compress.job import JobOptions, Prepared, check_plain, prepare
 from compress.recipes import RECIPES, Recipe
@@ -23,6 +23,7 @@ from compress.training import TrainingOptions
 from engine import processes
 from engine.checkpoint import Checkpoint, check_same_tokens, load_tokenizer, resolve
 from engine.errors import OptionError
+from engine.memory_budget import sequences_per_batch
 
 METRICS = ("perplexity", "rouge-l")
 EXACT = "exact"
@@ -129,7 +130,7 @@ class DistillOptions(JobOptions):
             steps,
             careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
-            self.micro_batch_size or group_size(length),
+            self.micro_batch_size or sequences_per_batch(length),
             warm_up_steps=warm_up_steps(steps),
             clip_norm=self.clip_norm,
             seed=self.calibration.seed,

@@ -27,7 +27,7 @@ from engine import processes
 from engine.errors import DataError
 from engine.layerwise import AnyDecoder, LayerwiseDecoder, backward
 from engine.linear import linear
-from engine.memory_budget import tokens_per_batch
+from engine.memory_budget import sequences_per_batch
 from engine.model import Decoder, Outer
 from engine.routing import Gated, Routing
 from engine.safetensors_file import SafetensorsFile, write_tensors
@@ -105,7 +105,7 @@ def gate_gradients(
             _pass_over(tokens_SL.shape[1], decoder.config.vocabulary_size, generator)
     saved, (count, length) = time.monotonic(), own_SL.shape
     is_layerwise = isinstance(decoder, LayerwiseDecoder)
-    size = max(1, (SWEEP_TOKENS if is_layerwise else tokens_per_batch()) // length)
+    size = max(1, SWEEP_TOKENS // length) if is_layerwise else sequences_per_batch(length)
     for rows in progress([slice(start, min(start + size, count)) for start in range(sums.sequences, count, size)]):
         kept = state_path.with_suffix("") / f"from-{rows.start}" if state_path is not None and is_layerwise else None
         sums.add(_of_batch(decoder, own_SL[rows], sums.generator if own_samples else None, kept))

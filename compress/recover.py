@@ -28,7 +28,7 @@ from engine.activations import Activations
 from engine.architectures import router_tensors
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
-from engine.memory_budget import TOKENS_PER_BATCH
+from engine.memory_budget import sequences_per_batch
 from engine.model import Decoder
 from engine.parameters import parameters_on_disk
 
@@ -113,7 +113,7 @@ def recovery(decoder: Decoder, tokens_SL: Tensor, full: Activations, options: Re
         options.steps,
         options.learning_rate,
         options.batch_size,
-        group_size=max(1, TOKENS_PER_BATCH // length),
+        group_size=sequences_per_batch(length),
         warm_up_steps=WARM_UP_STEPS,
         seed=options.seed,
         save_every=SAVE_EVERY_STEPS,

@@ -19,7 +19,7 @@ from calibrate.collect import SIMILARITY_TOKENS
 from compress.devices import Device
 from compress.naee import OUTPUT_BYTES, SAMPLE_TOKENS
 from engine.architectures import DecoderConfig, MoeConfig, expected_tensors, expert_shapes, layer_tensors
-from engine.memory_budget import KEPT_BYTES, TOKENS_PER_BATCH
+from engine.memory_budget import KEPT_BYTES, TOKENS_PER_BATCH, sequences_per_batch
 from engine.streaming import chunk_tokens
 
 RESIDUAL_VECTORS, SLOT_VECTORS, WIDTH_VECTORS, HEAD_VECTORS, SCORE_PASSES = 30, 10, 6, 10, 6
@@ -299,7 +299,7 @@ def _expert_weights(config: DecoderConfig, index: int) -> int:
 
 
 def _in_batch(tokens: int, length: int) -> int:
-    return min(tokens, max(1, TOKENS_PER_BATCH // length) * length)
+    return min(tokens, sequences_per_batch(length) * length)
 
 
 def _batches(tokens: int, length: int) -> int:

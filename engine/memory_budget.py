@@ -61,14 +61,15 @@ def kept_bytes() -> int:
     return KEPT_BYTES if _current is None else min(KEPT_BYTES, KEPT_WITHIN_LIMIT_BYTES)
 
 
-def tokens_per_batch() -> int:
-    """The most tokens that go through a layer together, where a sequence is not longer."""
-    return TOKENS_PER_BATCH if _current is None else min(TOKENS_PER_BATCH, _current.tokens_per_batch)
+def sequences_per_batch(length: int) -> int:
+    """The most sequences of so many tokens that go through a layer together."""
+    tokens = TOKENS_PER_BATCH if _current is None else min(TOKENS_PER_BATCH, _current.tokens_per_batch)
+    return max(1, tokens // length)
 
 
 def batches(sequences: int, length: int) -> Iterator[slice]:
     """Slices of about as many tokens each as go through a layer together."""
-    size = max(1, tokens_per_batch() // length)
+    size = sequences_per_batch(length)
     for start in range(0, sequences, size):
         yield slice(start, min(start + size, sequences))
 

@@ -53,7 +53,7 @@ def test_recovery_comes_closer_to_the_full_model(family: str, tmp_path: Path) ->
 
 
 def test_one_step_is_the_mean_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compress.recover, "TOKENS_PER_BATCH", 24)  # the batch comes in pieces
+    monkeypatch.setattr("engine.memory_budget.TOKENS_PER_BATCH", 24)  # the batch comes in pieces
     save_reference("mixtral", tmp_path)
     checkpoint = Checkpoint(tmp_path)
     full = full_hidden_states(Decoder(checkpoint.config, checkpoint.source(torch.float32)), TOKENS)
