@@ -174,18 +174,17 @@ class LayerCollector:
         self._add_up_processes()
         sample_TD, probabilities_TN = self.samples[0]
         unselected = 1.0 - self.routed_probability.sum() / max(self.seen, 1)
-        means, weighted, linear, rbf = [], [], [], []
+        shape = len(self.block.experts), len(sample_TD), len(sample_TD)
+        linear_NTT = sample_TD.new_empty(shape, dtype=torch.float64)
+        rbf_NTT, means, weighted = torch.empty_like(linear_NTT), [], []
         for expert, output_TD in enumerate(self.block.outputs(sample_TD)):  # of all experts they may be larger than weights
             wide_TD = output_TD.float()
             means.append(wide_TD.mean(0))
             weighted.append((wide_TD * probabilities_TN[:, expert, None].float()).mean(0))
-            linear.append(linear_grams(wide_TD[None])[0])
-            rbf.append(rbf_grams(wide_TD[None])[0])
-        linear_NN = pairwise(torch.stack(linear))
-        del linear
-        wide_NTT = torch.stack(rbf)
-        del rbf
-        gram_NTT = wide_NTT.float()
+            linear_NTT[expert], rbf_NTT[expert] = linear_grams(wide_TD[None])[0], rbf_grams(wide_TD[None])[0]
+        linear_NN = pairwise(linear_NTT)
+        del linear_NTT
+        gram_NTT = rbf_NTT.float()
         statistics = LayerStatistics(
             tokens=torch.tensor(self.seen),
             tokens_routed=self.tokens_routed.long().cpu(),
@@ -201,7 +200,7 @@ class LayerCollector:
             router_gram=self.router_gram.cpu(),
             weight_ratio_median=self.ratios[0].median(dim=0).values,
             linear_cka=linear_NN.cpu(),
-            rbf_cka=pairwise(wide_NTT).cpu(),
+            rbf_cka=pairwise(rbf_NTT).cpu(),
             rbf_cka_before=alignment(gram_NTT, gram_NTT[:0] if before_MTT is None else before_MTT).cpu(),
             unselected_probability_share=unselected.cpu(),
         )
