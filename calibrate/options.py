@@ -28,7 +28,12 @@ class CalibrationOptions:
 
     def filled(self, checkpoint: ModelDirectory) -> CalibrationOptions:
         """The same with every None replaced. Raises OptionError for what the model cannot take."""
-        is_demo, max_positions = _is_of_demo(checkpoint), checkpoint.config.max_positions
+        is_demo = _is_of_demo(checkpoint)
+        sized = self.sized(is_demo, checkpoint.config.max_positions)
+        return replace(sized, data=self.data or ("stdlib" if is_demo else "allenai/c4"))
+
+    def sized(self, is_demo: bool, max_positions: int) -> CalibrationOptions:
+        """The same with a sequence length. Raises OptionError for what a model of so many positions cannot take."""
         length = self.sequence_length
         if length is None:
             length = min(256 if is_demo else 2048, max_positions)
@@ -36,7 +41,7 @@ class CalibrationOptions:
             raise OptionError(f"sequence length is {length}; this model takes 2 to {max_positions}")
         if self.samples < 1 or self.evaluation_samples < 0:
             raise OptionError("samples must be at least 1, and evaluation samples not negative")
-        return replace(self, data=self.data or ("stdlib" if is_demo else "allenai/c4"), sequence_length=length)
+        return replace(self, sequence_length=length)
 
 
 def _is_of_demo(checkpoint: ModelDirectory) -> bool:

@@ -56,8 +56,6 @@ class RunOptions:
             raise OptionError(f"device {self.device!r} is not known; choose cpu, {', '.join(DEVICES)}")
         if not 0.0 < self.sparsity < 1.0:
             raise OptionError(f"sparsity is {self.sparsity}; it must lie strictly between 0 and 1")
-        if self.calibration.samples < 1 or self.calibration.evaluation_samples < 0:
-            raise OptionError("samples must be at least 1, and evaluation samples not negative")
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,8 @@ def plan_run(options: RunOptions) -> dict[str, Any]:
     """The figures of `compress plan-run --json`; nothing but config.json is read."""
     options.check()
     model = planned_model(config_path(options.model))
-    calibration, dtype = _filled(options, model.config), options.dtype or model.dtype
+    calibration = options.calibration.sized(options.model == DEMO, model.config.max_positions)
+    dtype = options.dtype or model.dtype
     device = _device(options, model.config, dtype)
     phases = list(planned_phases(options, model, calibration, dtype, device))
     start = Phase("start", Work(), 0.0, device.start_seconds)
@@ -170,16 +169,6 @@ def _row(phase: Phase, device: Device, dtype: torch.dtype) -> dict[str, Any]:
         "seconds": phase.work.seconds(device, dtype) + phase.fixed_seconds,
         "memory_bytes": int(phase.memory_bytes),
     }
-
-
-def _filled(options: RunOptions, config: DecoderConfig) -> CalibrationOptions:
-    """With the sequence length that a run would have."""
-    length = options.calibration.sequence_length
-    if length is None:
-        length = min(256 if options.model == DEMO else 2048, config.max_positions)
-    if not 2 <= length <= config.max_positions:
-        raise OptionError(f"sequence length is {length}; this model takes 2 to {config.max_positions}")
-    return replace(options.calibration, sequence_length=length)
 
 
 def _device(options: RunOptions, config: DecoderConfig, dtype: torch.dtype) -> Device:
