@@ -106,6 +106,14 @@ def search_used(counts: Mapping[int, int], kept: Mapping[int, int], limit: int) 
     return {"search": "exhaustive" if subsets <= limit else "greedy", "subsets": subsets}
 
 
+def compared_subsets(experts: int, kept: int, limit: int) -> int:
+    """How many a search of one layer compares: all of them up to a limit, beyond it N + (N − 1) + … + (kept + 1)."""
+    if kept >= experts:
+        return 0
+    every = comb(experts, kept)
+    return every if every <= limit else sum(range(kept + 1, experts + 1))
+
+
 class LayerInputs:
     """Watches one MoE block and keeps its inputs and router logits at the sampled tokens."""
 

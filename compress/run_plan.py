@@ -7,7 +7,6 @@ Adam's moments) are a few numbers for each expert and are left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from calibrate.options import CalibrationOptions
 from compress.devices import DEVICES, Device, measured
 from compress.diep import DiepOptions
-from compress.naee import SUBSET_LIMIT
+from compress.naee import SUBSET_LIMIT, compared_subsets
 from compress.prune import DEFAULT_METHOD
 from compress.result import SKIP_TABLE_SEQUENCES
 from compress.work import Passes, Work
@@ -217,14 +216,6 @@ def method_phases(options: RunOptions, passes: Passes, tokens: int, length: int,
         yield from _search(options.diep.filled(), passes, tokens, length, weights)
     else:
         yield _statistics("calibrating", passes, tokens, length, weights)
-
-
-def compared_subsets(experts: int, kept: int, limit: int) -> int:
-    """compress.naee: all of them up to a limit, beyond it N + (N − 1) + … + (kept + 1)."""
-    if kept >= experts:
-        return 0
-    every = math.comb(experts, kept)
-    return every if every <= limit else sum(range(kept + 1, experts + 1))
 
 
 def smaller(config: DecoderConfig, sparsity: float) -> DecoderConfig:

@@ -17,7 +17,8 @@ from random_model import random_tensor, shape
 import cli
 from calibrate.options import CalibrationOptions
 from compress.devices import DEVICES, Device
-from compress.run_plan import RunOptions, compared_subsets, planned_model, planned_phases, smaller
+from compress.naee import compared_subsets
+from compress.run_plan import RunOptions, planned_model, planned_phases, smaller
 from compress.work import Passes, Work
 from engine.architectures import decoder_config, expected_tensors
 from engine.model import Decoder
