@@ -33,10 +33,10 @@ For CKA between layers the Gram matrices of one layer wait for the next: 262 kB 
 """
 
 
-def held_bytes(config: DecoderConfig) -> int:
+def held_bytes(config: DecoderConfig, tokens: int = SIMILARITY_TOKENS) -> int:
     """The most that `collect` holds besides a layer and a batch: Gram matrices of its experts, and of the layer before."""
-    experts = max(config.experts_per_layer, default=0)
-    return experts * SIMILARITY_TOKENS**2 * (2 * 8 + 2 * 4) + SIMILARITY_TOKENS * config.hidden_size * 3 * 8
+    experts, samples = max(config.experts_per_layer, default=0), min(SIMILARITY_TOKENS, tokens)
+    return experts * samples**2 * (2 * 8 + 2 * 4) + samples * config.hidden_size * 3 * 8
 
 
 def collect(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from calibrate.collect import held_bytes
 from calibrate.options import CalibrationOptions
 from compress.devices import DEVICES, Device, measured
 from compress.diep import DiepOptions
@@ -265,7 +266,7 @@ def _streaming(passes: Passes, tokens: int, length: int) -> float:
 
 def _statistics(name: str, passes: Passes, tokens: int, length: int, weights: _Resident) -> Phase:
     # Similarities wait until the batches are through, and their memory is the larger or the smaller of the two.
-    most = max(passes.batch_bytes(tokens, length), passes.statistics_bytes(tokens))
+    most = max(passes.batch_bytes(tokens, length), held_bytes(passes.config, tokens))
     return Phase(name, passes.statistics(tokens, length), weights.layer(passes) + passes.kept_bytes(tokens) + most)
 
 

@@ -272,11 +272,6 @@ class Passes:
         )
         return self.bytes_per_element * batch * (len(self.config.layers) * hidden + kept) + logits
 
-    def statistics_bytes(self, tokens: int) -> float:
-        """Of the similarities of one layer's experts: outputs in float32 and twice in float64, Gram matrices."""
-        sample, most = min(SIMILARITY_TOKENS, tokens), max(self.config.experts_per_layer)
-        return most * sample * (20.0 * self.config.hidden_size + 8 * 4 * sample)
-
     def subset_bytes(self, tokens: int) -> float:
         """Of NAEE's sample: inputs, a piece of all experts' outputs twice, and T · N² inner products."""
         sample, most = min(SAMPLE_TOKENS, tokens), max(self.config.experts_per_layer)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from random_model import random_tensor, shape
 
 import cli
+from calibrate.collect import held_bytes
 from calibrate.options import CalibrationOptions
 from compress.devices import DEVICES, Device
 from compress.naee import compared_subsets
@@ -132,7 +133,7 @@ def test_the_whole_model_is_only_held_where_gradients_are_needed(tmp_path, passe
     held = phases(tmp_path, method="taylor")["gate gradients"]
     assert held.memory_bytes == 2 * passes.weights + passes.gradient_bytes(12, 3)
     # One layer of 248, hidden states of 12 tokens, and the larger of a batch's forward and of the similarities.
-    assert streamed.memory_bytes == 2 * 248 + 2 * 12 * 4 + max(passes.batch_bytes(12, 3), passes.statistics_bytes(12))
+    assert streamed.memory_bytes == 2 * 248 + 2 * 12 * 4 + max(passes.batch_bytes(12, 3), held_bytes(passes.config, 12))
 
 
 def invoke(*arguments):
