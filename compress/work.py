@@ -273,10 +273,12 @@ class Passes:
         return self.bytes_per_element * batch * (len(self.config.layers) * hidden + kept) + logits
 
     def subset_bytes(self, tokens: int) -> float:
-        """Of NAEE's sample: inputs, a piece of all experts' outputs twice, and T · N² inner products."""
+        """Of NAEE's sample: inputs, a piece of all experts' outputs twice, and T · N² inner products, if not in a file."""
         sample, most = min(SAMPLE_TOKENS, tokens), max(self.config.experts_per_layer)
         outputs = min(float(OUTPUT_BYTES), 4.0 * sample * most * self.config.hidden_size)
-        return 2 * outputs + 4.0 * sample * most**2 + self.bytes_per_element * sample * self.config.hidden_size
+        products = 4.0 * sample * most**2
+        kept = products if products <= KEPT_BYTES else 0.0
+        return 2 * outputs + kept + self.bytes_per_element * sample * self.config.hidden_size
 
 
 def _slots(config: DecoderConfig, index: int, slots: int | None) -> tuple[float, float]:
