@@ -241,8 +241,8 @@ class Engine:
     def prefill(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
         """Read the new tokens into the cache; logits [B, V] of the last position.
 
-        Beside the cache, the memory that this takes does not grow with the prompt: PREFILL_CHUNK positions are read at a
-        time, with the rotary angles of the whole. An exported graph reads all at once.
+        Activations do not grow with the prompt: PREFILL_CHUNK positions are read at a time, with the rotary angles of the
+        whole. An exported graph reads all at once.
         """
         decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
         cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
