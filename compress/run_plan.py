@@ -27,6 +27,7 @@ from engine.attention import Rotary
 from engine.block_float8 import block_of
 from engine.checkpoint import DEMO, DEMO_DIRECTORY
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.hub import is_hub_id, split
 from engine.json_file import load_json
 from engine.memory_budget import TOKENS_PER_BATCH
 from engine.mxfp4 import is_packed
@@ -89,13 +90,14 @@ def config_path(model: str) -> Path:
     path = Path(model)
     if path.is_dir():
         return path / "config.json"
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if path.exists() or not is_hub_id(model):
         raise CheckpointError(f"{model}: no such directory; give a directory with a config.json, a hub id or 'demo'")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    repository, revision = split(model)
     try:
-        return Path(hf_hub_download(model, "config.json"))
+        return Path(hf_hub_download(repository, "config.json", revision=revision))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{model}: no such directory, and the hub does not give its config.json ({type(error).__name__}); "

@@ -164,14 +164,15 @@ def test_of_a_hub_id_config_json_alone_is_downloaded(tmp_path, monkeypatch):
     asked = []
     (tmp_path / "config.json").write_text(json.dumps(shape()))
 
-    def download(model, name):
-        asked.append((model, name))
+    def download(model, name, revision):
+        asked.append((model, name, revision))
         return str(tmp_path / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    assert invoke("someone/model", "--device", "a800").exit_code == 0
-    assert asked == [("someone/model", "config.json")]
+    for model in ("someone/model", "someone/model@refs/pr/3"):
+        assert invoke(model, "--device", "a800").exit_code == 0
+    assert asked == [("someone/model", "config.json", None), ("someone/model", "config.json", "refs/pr/3")]
 
 
 @pytest.mark.parametrize(
