@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from click.testing import CliRunner
 from conftest import save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
+import cli
 from compress.apply import apply
 from compress.plan import pruning_plan
 from engine.checkpoint import Checkpoint
@@ -62,6 +64,23 @@ def listing(path: Path) -> dict[str, tuple[int, str]]:
         )
         for entry in path.rglob("*")
     }
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    """What a command says with --json."""
+    result = CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    values: dict[str, Any] = json.loads(result.stdout)
+    return values
+
+
+def refused(place: Path, arguments: list[str], *fragments: str) -> None:
+    """A command ends in one line with all of the fragments, and leaves the directory as it was."""
+    before = listing(place)
+    outcome = CliRunner().invoke(cli.main, arguments, catch_exceptions=False)
+    assert outcome.exit_code == 1 and outcome.stdout == "" and outcome.stderr.count("\n") == 1, outcome.output
+    assert all(fragment in outcome.stderr for fragment in fragments), outcome.stderr
+    assert listing(place) == before
 
 
 def kill_while_it_trains(place: Path, command: list[str]) -> None:

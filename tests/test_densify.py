@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from artifacts_for_tests import CALIBRATION, kill_while_it_trains, listing, make_workplace
+from artifacts_for_tests import CALIBRATION, kill_while_it_trains, listing, make_workplace, refused, run
 from click.testing import CliRunner
 from conftest import DENSIFIED, save_tensors
 from safetensors.torch import load_file, save_file
@@ -41,13 +41,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def run(*arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    values: dict[str, Any] = json.loads(result.stdout)
-    return values
 
 
 def make_experts_alike(path: Path) -> None:
@@ -208,14 +201,6 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(place: Pat
 
 
 # Bad input
-
-
-def refused(place: Path, arguments: list[str], *fragments: str) -> None:
-    before = listing(place)
-    outcome = CliRunner().invoke(cli.main, arguments, catch_exceptions=False)
-    assert outcome.exit_code == 1 and outcome.stdout == "" and outcome.stderr.count("\n") == 1, outcome.output
-    assert all(fragment in outcome.stderr for fragment in fragments), outcome.stderr
-    assert listing(place) == before
 
 
 @pytest.mark.parametrize(

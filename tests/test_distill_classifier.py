@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from artifacts_for_tests import listing
+from artifacts_for_tests import listing, run
 from classifiers_for_tests import CLASSES, SIZE, classifier, sentences, shades
 from click.testing import CliRunner
 from conftest import save_reference
@@ -57,13 +57,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setattr(plots, "available", lambda: False)  # drawn once, where the fixture trains
-
-
-def run(command: str, *arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(cli.main, [command, *arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    values: dict[str, Any] = json.loads(result.stdout)
-    return values
 
 
 def refused(command: str, *arguments: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from artifacts_for_tests import kill_while_it_trains, listing
+from artifacts_for_tests import kill_while_it_trains, listing, refused, run
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
@@ -118,13 +118,6 @@ def opened(place: Path) -> tuple[EncoderDecoderCheckpoint, nn.Module, Pairs]:
     texts = text_pairs(str(place / "pairs.jsonl"))
     pairs = tokenised(texts, "training", 12, load_tokenizer_of(place / "model", VOCABULARY), 32, 2, "pairs.jsonl")
     return checkpoint, checkpoint.load(torch.float32), pairs
-
-
-def run(*arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    values: dict[str, Any] = json.loads(result.stdout)
-    return values
 
 
 @torch.no_grad()
@@ -377,14 +370,6 @@ def test_the_made_up_task() -> None:
 
 
 # Bad input
-
-
-def refused(place: Path, arguments: list[str], *fragments: str) -> None:
-    before = listing(place)
-    outcome = CliRunner().invoke(cli.main, arguments, catch_exceptions=False)
-    assert outcome.exit_code == 1 and outcome.stdout == "" and outcome.stderr.count("\n") == 1, outcome.output
-    assert all(fragment in outcome.stderr for fragment in fragments), outcome.stderr
-    assert listing(place) == before
 
 
 def test_bad_options_are_refused(place: Path) -> None:

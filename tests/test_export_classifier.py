@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from artifacts_for_tests import run
 from classifiers_for_tests import CLASSES, SIZE, classifier, sentences, shades
 from click.testing import CliRunner
 
@@ -53,13 +53,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-
-
-def run(command: str, *arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(cli.main, [command, *arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    values: dict[str, Any] = json.loads(result.stdout)
-    return values
 
 
 def refused(command: str, *arguments: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from artifacts_for_tests import CALIBRATION, make_workplace
+from artifacts_for_tests import CALIBRATION, make_workplace, run
 from click.testing import CliRunner
 from conftest import FURTHER_FAMILIES, SIZES, save_reference
 
@@ -34,13 +33,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compress.plots, "available", lambda: False)  # pictures know nothing of families and take seconds
     return tmp_path
-
-
-def run(*arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    values: dict[str, Any] = json.loads(result.stdout)
-    return values
 
 
 def refused(*arguments: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from artifacts_for_tests import CALIBRATION, listing, make_workplace
+from artifacts_for_tests import CALIBRATION, listing, make_workplace, run
 from click.testing import CliRunner
 from conftest import save_reference
 from torch import Tensor
@@ -167,16 +167,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PRUNE = ["prune", "model", "--method", "naee", *CALIBRATION, "--evaluation-samples", "2", "-o", "out"]
 
 
-def figures(arguments: list[str]) -> dict[str, Any]:
-    result = CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    values: dict[str, Any] = json.loads(result.stdout)
-    return values
-
-
 @pytest.mark.parametrize("scope", [[], ["--scope", "layer"], ["--uniform"]], ids=["default", "layer", "uniform"])
 def test_command_cuts_each_layer_by_the_same_share(place: Path, scope: list[str]) -> None:
-    values = figures([*PRUNE, "--sparsity", "0.5", *scope])
+    values = run(*PRUNE, "--sparsity", "0.5", *scope)
     assert values["method"] == "naee" and values["experts_per_layer"] == [3, 3, 3]
     assert values["naee"] == {"search": "exhaustive", "subsets": 20}
     provenance = json.loads((place / "out" / "compression.json").read_text())
@@ -197,7 +190,7 @@ def test_sixteen_experts_are_searched_greedily(tmp_path: Path, monkeypatch: pyte
 
 
 def test_other_methods_say_nothing_of_it(place: Path) -> None:
-    values = figures(["probability" if word == "naee" else word for word in [*PRUNE, "--sparsity", "0.5"]])
+    values = run(*("probability" if word == "naee" else word for word in [*PRUNE, "--sparsity", "0.5"]))
     assert values["method"] == "probability" and "naee" not in values
 
 
@@ -210,7 +203,7 @@ def test_scope_global_is_refused(place: Path) -> None:
 
 
 def test_an_interrupted_run_keeps_the_layers_that_are_done(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    straight = figures([*PRUNE, "--sparsity", "0.5"])
+    straight = run(*PRUNE, "--sparsity", "0.5")
     searched: list[int] = []
 
     def interrupted(*arguments: Any, **options: Any) -> list[int]:
@@ -224,7 +217,7 @@ def test_an_interrupted_run_keeps_the_layers_that_are_done(place: Path, monkeypa
     assert CliRunner().invoke(cli.main, again).exit_code == 130
     assert sorted(path.name for path in (place / ".again.work").glob("naee_*")) == ["naee_0.json", "naee_1.json"]
     monkeypatch.setattr(compress.naee, "best_subset", lambda *a, **o: searched.append(1) or best_subset(*a, **o))
-    resumed = figures([*again, "--resume"])
+    resumed = run(*again, "--resume")
     assert len(searched) == 3
     assert resumed["experts_per_layer"] == straight["experts_per_layer"]
     plans = [json.loads((place / name / "compression.json").read_text())["plan"] for name in ("out", "again")]
