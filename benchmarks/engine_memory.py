@@ -27,8 +27,9 @@ from results import markdown, save
 from calibrate.text import token_batches
 from engine.generate import Engine
 from engine.kv_cache import position_bytes
+from engine.memory_budget import resident_memory_bytes
 from engine.model import Decoder
-from engine.report import peak_memory_bytes, resident_memory_bytes
+from engine.report import peak_memory_bytes
 
 LENGTHS = (512, 2048, 8192)
 NEW_TOKENS = 64

@@ -93,7 +93,8 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
     from compress.layer_distillation import decoder_perplexity
     from compress.prune import checked_budget, make_plan, prepare_pruning, recovered
     from compress.work_directory import WorkDirectory
-    from engine.report import peak_memory_bytes, resident_memory_bytes
+    from engine.memory_budget import resident_memory_bytes
+    from engine.report import peak_memory_bytes
 
     run: dict[str, Any] = {"model": model, "method": method, "seed": seed, "cells": {}}
     with tempfile.TemporaryDirectory() as directory:

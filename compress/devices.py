@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from engine.report import resident_memory_bytes
+from engine.memory_budget import resident_memory_bytes
 
 
 @dataclass(frozen=True)

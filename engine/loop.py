@@ -11,7 +11,7 @@ from threading import Condition, Thread, current_thread
 
 from engine.errors import BusyError, OptionError
 from engine.generate import Engine
-from engine.report import resident_memory_bytes
+from engine.memory_budget import resident_memory_bytes
 from engine.request import Listener, Load, Request
 from engine.request_state import RequestState, Surroundings
 from engine.scheduler import Scheduler, described_error

@@ -76,13 +76,13 @@ def batches(sequences: int, length: int) -> Iterator[slice]:
 
 def relieve(release: Callable[[], None], next_bytes: int | None = None) -> None:
     """Call `release`, which gives mapped pages back, where the limit leaves less than comes next; None: one expert."""
-    if _current is not None and resident_bytes() > _current.limit - (next_bytes or _current.piece):
+    if _current is not None and resident_memory_bytes() > _current.limit - (next_bytes or _current.piece):
         release()
         heap.give_back()
 
 
-def resident_bytes() -> int:
-    """What is resident, mapped files included."""
+def resident_memory_bytes() -> int:
+    """What this process has resident, mapped weights included."""
     return int(_process().memory_info().rss)
 
 

@@ -21,7 +21,7 @@ from engine.memory_budget import (
     KEPT_WITHIN_LIMIT_BYTES,
     TOKENS_PER_BATCH,
     MemoryBudget,
-    resident_bytes,
+    resident_memory_bytes,
 )
 from engine.mxfp4 import is_packed
 from engine.streaming import chunk_tokens
@@ -56,7 +56,7 @@ def budget_for(limit: int | None, checkpoint: Checkpoint, work: Work) -> MemoryB
     """How to keep to a limit, None for none. Raises OptionError where a larger one is needed, and says which."""
     if limit is None:
         return None
-    resident = processes.largest(resident_bytes())  # several processes have batches of one size
+    resident = processes.largest(resident_memory_bytes())  # several processes have batches of one size
     interpreter = math.ceil((resident + LOADED_LATER_BYTES) / ROUNDED_TO) * ROUNDED_TO
     piece = _largest_piece(checkpoint, work)
     fixed = interpreter + piece + _logits_bytes(checkpoint) + KEPT_AT_ONCE * KEPT_WITHIN_LIMIT_BYTES + work.other_bytes

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
 from engine.experts import MoeBlock
+from engine.memory_budget import resident_memory_bytes
 from engine.onnx_runtime import OnnxDecoder
 from engine.routing import NO_EXPERT, Selection
 
@@ -70,12 +70,6 @@ def peak_memory_bytes() -> int:
         return peak
     # Second best: on some systems this figure survives exec, so a child starts with its parent's peak.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def resident_memory_bytes() -> int:
-    """What this process has resident now, mapped weights included."""
-    resident = _status_bytes("VmRSS")
-    return int(psutil.Process().memory_info().rss) if resident is None else resident
 
 
 def resident_weights_bytes(weights: Iterable[Tensor], paths: Iterable[Path]) -> int:

@@ -81,7 +81,8 @@ from pathlib import Path
 import torch
 from engine.generate import Engine
 from engine.kv_cache import KeyValueCache
-from engine.report import peak_memory_bytes, resident_memory_bytes
+from engine.memory_budget import resident_memory_bytes
+from engine.report import peak_memory_bytes
 
 engine, length = Engine.open(sys.argv[1], dtype="bfloat16", threads=1), int(sys.argv[2])
 cache = KeyValueCache(engine.checkpoint.config, 1, length, engine.dtype)

@@ -9,7 +9,8 @@ import torch
 
 from engine import report
 from engine.experts import Expert, MoeBlock
-from engine.report import SkipCounter, peak_memory_bytes, rate, resident_memory_bytes
+from engine.memory_budget import resident_memory_bytes
+from engine.report import SkipCounter, peak_memory_bytes, rate
 from engine.routing import NO_EXPERT, Selection
 
 SIZE = 64 << 20
@@ -26,11 +27,9 @@ def test_the_peak_grows_and_stays_while_resident_falls() -> None:
     assert resident_memory_bytes() <= filler - SIZE // 2
 
 
-def test_a_system_without_proc_still_has_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = peak_memory_bytes(), resident_memory_bytes()
+def test_a_system_without_proc_still_has_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_status_bytes", lambda field: None)
-    assert peak_memory_bytes() >= exact[1] // 2
-    assert 0.5 < resident_memory_bytes() / exact[1] < 2
+    assert peak_memory_bytes() >= resident_memory_bytes() // 2
 
 
 def test_rate() -> None:
