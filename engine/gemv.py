@@ -47,7 +47,14 @@ _SUMS, _HALF_SUMS = 4, 2
 _AHEAD = 4096
 """Bytes of a matrix that are asked for before they are used, twice as many of bfloat16. The processor's own guessing stops
 at the end of each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
+_PANEL_VECTORS = 6
+"""Vector registers of tokens that four matrix rows are multiplied with at once: their sums fill the registers."""
+_PANEL_INPUTS = 2048
+"""Of so many inputs a panel stays in the second cache while matrix rows go by."""
+_PANEL_ROWS = 128
+"""Matrix rows that one thread takes at most before it goes on to the next expert."""
 _NO_SINKS, _NO_SCALES = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+_NO_ROW_SCALES = np.empty(0, np.float32)
 _NOT_SEEN = tuple(np.empty((0, 0, 0), kind) for kind in (np.int64, np.float32, np.uint16, np.uint16))
 _FLOAT, _BYTE, _SHORT, _INT, _INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, _LANES)
@@ -69,11 +76,11 @@ MULTIPLIES_BFLOAT16 = "+avx512bf16" in _features
 
 
 def _inline(function: Any) -> Any:
-    return numba.njit(fastmath=_MATHS, inline="always")(function)
+    return numba.njit(fastmath=_MATHS, inline="always", error_model="numpy")(function)
 
 
 def _helper(function: Any) -> Any:
-    return numba.njit(fastmath=_MATHS, nogil=True)(function)
+    return numba.njit(fastmath=_MATHS, nogil=True, error_model="numpy")(function)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -110,7 +117,7 @@ def _pointer_to(value: Any) -> Any:
 
 
 _pointer, _floats = _pointer_to(types.uint16), _pointer_to(types.float32)
-_bytes = _pointer_to(types.int8)
+_bytes, _pairs = _pointer_to(types.int8), _pointer_to(types.uint32)
 
 
 @_inline
@@ -147,7 +154,7 @@ def _wide_vector(address: Any, length: Any) -> Any:
 
 
 def _compiled(signature: str, parallel: bool = True) -> Any:
-    return numba.njit(signature, parallel=parallel, fastmath=_MATHS, nogil=True, cache=True)
+    return numba.njit(signature, parallel=parallel, fastmath=_MATHS, nogil=True, cache=True, error_model="numpy")
 
 
 def _tile(rows: int) -> Any:
@@ -247,6 +254,61 @@ def _half_tile(rows: int, matrix_rows: int) -> Any:
             r, w = divmod(number, matrix_rows)
             place = _at(builder, result_address, builder.add(builder.mul(stride, _INDEX(r)), _INDEX(w)), 4)
             builder.store(total, builder.inttoptr(place, _FLOAT.as_pointer()))
+        return context.get_dummy_value()
+
+    return intrinsic(tile)
+
+
+def _panel_tile(vectors: int) -> Any:
+    """A function of (address of 4 matrix rows of I bfloat16, I, address of a panel, pairs to multiply, address of results,
+    stride): adds the products of 4 rows with 16 · `vectors` tokens to the float32 results, row w at `w · stride`.
+
+    A panel holds the same two inputs of all its tokens side by side, and so pair after pair. Each sum is one lane, added up
+    in the order of the inputs whatever else is in the panel.
+    """
+    pairs, rows = ir.VectorType(_INT, _LANES), 4
+    undefined, first_lane = ir.Constant(pairs, ir.Undefined), ir.Constant(pairs, [0] * _LANES)
+
+    def tile(context: Any, weights: Any, inputs: Any, panel: Any, count: Any, results: Any, stride: Any) -> Any:
+        return types.void(types.uint64, types.int64, types.uint64, types.int64, types.uint64, types.int64), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight_address, inputs, panel, count, result_address, stride = arguments
+        w_rows = [_at(builder, weight_address, builder.mul(inputs, _INDEX(w)), 2) for w in range(rows)]
+        next_rows = builder.mul(inputs, _INDEX(2 * rows))
+        dot = ir.FunctionType(_FLOATS, [_FLOATS, pairs, pairs])
+
+        def dots(parts: int) -> Any:
+            def step(index: Any, sums: list[Any]) -> list[Any]:
+                for row in w_rows:
+                    _fetch(builder, builder.add(_at(builder, row, index, 4), next_rows))
+                for part in range(parts):
+                    place = builder.add(index, _INDEX(part))
+                    begin = _at(builder, panel, place, 4 * _LANES * vectors)
+                    x = [_load(builder, builder.add(begin, _INDEX(4 * _LANES * v)), pairs) for v in range(vectors)]
+                    made: list[Any] = []
+                    for row in w_rows:
+                        pair = _load(builder, _at(builder, row, place, 4), _INT)
+                        w = builder.shuffle_vector(
+                            builder.insert_element(undefined, pair, _INT(0)), undefined, first_lane
+                        )
+                        for each in x:
+                            made.append(builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums[len(made)], w, each], False))
+                    sums = made
+                return sums
+
+            return step
+
+        places = [
+            _at(builder, result_address, builder.add(builder.mul(stride, _INDEX(w)), _INDEX(_LANES * v)), 4)
+            for w in range(rows)
+            for v in range(vectors)
+        ]
+        whole = builder.and_(count, _INDEX(-4))
+        sums = _loop(builder, _INDEX(0), whole, 4, [_load(builder, place, _FLOATS) for place in places], dots(4))
+        sums = _loop(builder, whole, count, 1, sums, dots(1))
+        for place, total in zip(places, sums, strict=True):
+            builder.store(total, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return intrinsic(tile)
@@ -669,6 +731,35 @@ def _multiply(
         row += vectors
 
 
+_PANEL_OF_1, _PANEL_OF_2, _PANEL_OF_3 = _panel_tile(1), _panel_tile(2), _panel_tile(3)
+_PANEL_OF_4, _PANEL_OF_5, _PANEL_OF_6 = _panel_tile(4), _panel_tile(5), _panel_tile(6)
+
+
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _multiply_panel(
+    weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any, stride: Any
+) -> None:
+    """Add `count` matrix rows, a multiple of 4, times a panel to float32 results, a row of which is `stride` long."""
+    for start in range(0, inputs, _PANEL_INPUTS):
+        pairs = min(_PANEL_INPUTS, inputs - start) // 2
+        x = panel + np.uint64(2 * _LANES * start * vectors)
+        for row in range(0, count, 4):
+            w = weights + np.uint64(2 * (row * inputs + start))
+            y = results + np.uint64(4 * row * stride)
+            if vectors == 6:
+                _PANEL_OF_6(w, inputs, x, pairs, y, stride)
+            elif vectors == 5:
+                _PANEL_OF_5(w, inputs, x, pairs, y, stride)
+            elif vectors == 4:
+                _PANEL_OF_4(w, inputs, x, pairs, y, stride)
+            elif vectors == 3:
+                _PANEL_OF_3(w, inputs, x, pairs, y, stride)
+            elif vectors == 2:
+                _PANEL_OF_2(w, inputs, x, pairs, y, stride)
+            else:
+                _PANEL_OF_1(w, inputs, x, pairs, y, stride)
+
+
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _prepare(values_I: Any, bits: Any, target: Any) -> None:
     """A float32 vector as `_multiply` wants it beside weights of so many bits.
@@ -929,20 +1020,252 @@ def _swiglu(
                 y_TD[token, first + index] = _narrow(total)
 
 
+@_inline
+def _add_bias_to_rows(address: Any, first: Any, made_WZ: Any) -> None:
+    """Add the bfloat16 values at an address, from the one numbered `first`, one to each row."""
+    bias_W = _wide_vector(address + np.uint64(2) * np.uint64(first), made_WZ.shape[0])
+    for row in range(made_WZ.shape[0]):
+        for place in range(made_WZ.shape[1]):
+            made_WZ[row, place] += bias_W[row]
+
+
+@_inline
+def _unit(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
+    """silu(gate) · up; with a limit above 0 that of ClampedSwiglu."""
+    if limit > np.float32(0.0):
+        gate, up = min(gate, limit), max(-limit, min(up, limit)) + np.float32(1.0)
+    return gate / (np.float32(1.0) + _exp(-alpha * gate)) * up
+
+
+@_helper
+def _unit_pairs(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -> None:
+    """The units of W rows, written as W / 2 pairs of a panel."""
+    count, places = gate_WZ.shape
+    panel_CZ = numba.carray(_pairs(target), (count // 2, places))
+    for pair in range(count // 2):
+        for place in range(places):
+            low = _unit(gate_WZ[2 * pair, place], up_WZ[2 * pair, place], alpha, limit)
+            high = _unit(gate_WZ[2 * pair + 1, place], up_WZ[2 * pair + 1, place], alpha, limit)
+            panel_CZ[pair, place] = np.uint32(_narrow(low)) | np.uint32(_narrow(high)) << np.uint32(16)
+
+
+@_helper
+def _panels(members_N: Any) -> Any:
+    """How the rows of N matrices' tokens lie in panels, each matrix's beginning a new one: first panel [N + 1] of each matrix,
+    first place and number of vectors of each panel. The places of all panels are counted in one row.
+    """
+    panels_N = np.zeros(members_N.shape[0] + 1, np.int64)
+    for each, members in enumerate(members_N):
+        vectors = (members + _LANES - 1) // _LANES
+        panels_N[each + 1] = panels_N[each] + (vectors + _PANEL_VECTORS - 1) // _PANEL_VECTORS
+    begins_P, vectors_P = np.empty(panels_N[-1] + 1, np.int64), np.empty(panels_N[-1], np.int64)
+    begins_P[0] = 0
+    for each, members in enumerate(members_N):
+        vectors = (members + _LANES - 1) // _LANES
+        for panel in range(panels_N[each], panels_N[each + 1]):
+            left = panels_N[each + 1] - panel
+            vectors_P[panel] = (vectors + left - 1) // left
+            vectors -= vectors_P[panel]
+            begins_P[panel + 1] = begins_P[panel] + _LANES * vectors_P[panel]
+    return panels_N, begins_P, vectors_P
+
+
+@_helper
+def _pack(x_address: Any, inputs: Any, tokens_Z: Any, scales_Z: Any, panel: Any) -> None:
+    """Write rows of bfloat16, times their scales where there are any, into a panel of Z places; a negative one is empty."""
+    pairs = inputs // 2
+    panel_CZ = numba.carray(_pairs(panel), (pairs, tokens_Z.shape[0]))
+    for start in range(0, pairs, _LANES):  # a cache line of each row
+        end = min(start + _LANES, pairs)
+        for place, token in enumerate(tokens_Z):
+            if token < 0:
+                for pair in range(start, end):
+                    panel_CZ[pair, place] = np.uint32(0)
+                continue
+            row_C = numba.carray(_pairs(x_address + np.uint64(2) * np.uint64(token * inputs)), (pairs,))
+            if scales_Z.shape[0]:
+                for pair in range(start, end):
+                    panel_CZ[pair, place] = _scaled(row_C[pair], scales_Z[place])
+            else:
+                for pair in range(start, end):
+                    panel_CZ[pair, place] = row_C[pair]
+
+
+@_inline
+def _scaled(pair: Any, scale: Any) -> Any:
+    low, high = _as_float(pair << np.uint32(16)) * scale, _as_float(pair & np.uint32(0xFFFF0000)) * scale
+    return np.uint32(_narrow(low)) | np.uint32(_narrow(high)) << np.uint32(16)
+
+
+@_helper
+def _dequantise_row(stored: Any, scales: Any, form: Any, inputs: Any, target: Any) -> None:
+    """I values scale · (stored − 2^(bits−1)) in bfloat16, rounded once; groups of a multiple of 32 weights."""
+    bits, group = form
+    scales_C = numba.carray(_pointer(scales), (inputs // group,))
+    for place in range(inputs // ROUNDED):
+        scale = _widen(scales_C[place * ROUNDED // group])
+        if bits == 8:
+            _WIDE_OF_8(stored + np.uint64(ROUNDED * place), scale, target + np.uint64(2 * ROUNDED * place))
+        else:
+            _WIDE_OF_4(stored + np.uint64(ROUNDED // 2 * place), scale, target + np.uint64(2 * ROUNDED * place))
+
+
+@_inline
+def _plain_rows(weights: Any, scales: Any, form: Any, first: Any, count: Any, inputs: Any, room: Any) -> Any:
+    """The address of `count` matrix rows in bfloat16, which weights of few bits are written into the room for."""
+    bits, group = form
+    begin = weights + np.uint64(first) * _row_bytes(inputs, bits)
+    if bits == 16:
+        return begin
+    begin_scales = scales + np.uint64(first * (inputs // group) * 2)
+    for row in range(count):
+        own = np.uint64(row)
+        stored, own_scales = begin + own * _row_bytes(inputs, bits), begin_scales + own * np.uint64(inputs // group * 2)
+        _dequantise_row(stored, own_scales, form, inputs, _address(room) + own * np.uint64(2 * inputs))
+    return _address(room)
+
+
+@_inline
+def _panel_rows(rows: Any, threads: Any) -> Any:
+    """Matrix rows that one thread takes at once, where there are so many in all."""
+    size = _PANEL_ROWS
+    while size > _LANES and rows < size * threads:
+        size //= 2
+    return size
+
+
+@_compiled(  # type: ignore[untyped-decorator]
+    "void(uint64, int64, uint64[:, ::1], UniTuple(int64, 2), int64[::1], int64, int64, uint16[:, ::1])"
+)
+def _many_products(
+    x_address: Any, rows: Any, weights_M2: Any, form: Any, ends_M: Any, inputs: Any, threads: Any, y_TO: Any
+) -> None:
+    """`_products` of many rows."""
+    _, begins_P, vectors_P = _panels(np.array([rows]))
+    x = _aligned(np.uint64(2 * inputs * begins_P[-1]))
+    tokens_Z = np.full(begins_P[-1], -1)
+    tokens_Z[:rows] = np.arange(rows)
+    for panel in numba.prange(vectors_P.shape[0]):
+        first, last = begins_P[panel], begins_P[panel + 1]
+        _pack(x_address, inputs, tokens_Z[first:last], _NO_ROW_SCALES, _address(x) + np.uint64(2 * inputs * first))
+    size = _panel_rows(ends_M[-1], threads)
+    for block in numba.prange((ends_M[-1] + size - 1) // size):
+        room = _aligned(np.uint64(0 if form[0] == 16 else 2 * size * inputs))
+        first, begin = block * size, 0
+        for matrix, end in enumerate(ends_M):
+            last = min(end, (block + 1) * size)
+            if first < last:
+                weights = _plain_rows(
+                    weights_M2[matrix, 0], weights_M2[matrix, 1], form, first - begin, last - first, inputs, room
+                )
+                for panel in range(vectors_P.shape[0]):
+                    place, tokens = begins_P[panel], _LANES * vectors_P[panel]
+                    made_WZ = np.zeros((last - first, tokens), np.float32)
+                    own = _address(x) + np.uint64(2 * inputs * place)
+                    _multiply_panel(weights, last - first, inputs, own, vectors_P[panel], _address(made_WZ), tokens)
+                    for row in range(min(tokens, rows - place)):
+                        for index in range(last - first):
+                            y_TO[place + row, first + index] = _narrow(made_WZ[index, row])
+                first = last
+            begin = end
+
+
+@_compiled(  # type: ignore[untyped-decorator]
+    "void(uint64, uint64[:, :, ::1], UniTuple(int64, 2), int64[:, ::1], float32[:, ::1], float32[:, ::1], int64, "
+    "UniTuple(float32, 2), int64, uint16[:, ::1])"
+)
+def _many_swiglu(
+    x_address: Any,
+    experts_NA2: Any,
+    form: Any,
+    chosen_TS: Any,
+    weights_TS: Any,
+    scales_TS: Any,
+    width: Any,
+    clamp: Any,
+    threads: Any,
+    y_TD: Any,
+) -> None:
+    """`_swiglu` of many tokens: the tokens of an expert lie in panels, and so does what its last product is given."""
+    (alpha, limit), biased = clamp, experts_NA2.shape[1] > 3
+    (tokens, slots), hidden = chosen_TS.shape, y_TD.shape[1]
+    members_N = np.zeros(experts_NA2.shape[0], np.int64)
+    for token in range(tokens):
+        for slot in range(slots):
+            if chosen_TS[token, slot] >= 0:
+                members_N[chosen_TS[token, slot]] += 1
+    panels_N, begins_P, vectors_P = _panels(members_N)
+    used_N, places, next_N = np.nonzero(members_N)[0], begins_P[-1], begins_P[panels_N[:-1]]
+    tokens_Z, weights_Z = np.full(places, -1), np.empty(places, np.float32)
+    scales_Z = np.empty(places if scales_TS.shape[0] else 0, np.float32)
+    for token in range(tokens):
+        for slot in range(slots):
+            expert = chosen_TS[token, slot]
+            if expert >= 0:
+                place = next_N[expert]
+                tokens_Z[place], weights_Z[place] = token, weights_TS[token, slot]
+                if scales_TS.shape[0]:
+                    scales_Z[place] = scales_TS[token, slot]
+                next_N[expert] += 1
+    x, middle = _aligned(np.uint64(2 * hidden * places)), _aligned(np.uint64(2 * width * places))
+    for panel in numba.prange(vectors_P.shape[0]):
+        first, last = begins_P[panel], begins_P[panel + 1]
+        _pack(x_address, hidden, tokens_Z[first:last], scales_Z[first:last], _address(x) + np.uint64(2 * hidden * first))
+    size = _panel_rows(width, threads)
+    # Blocks of rows outside and experts inside: experts have unequal numbers of tokens, and threads then the same work.
+    for place in numba.prange(used_N.shape[0] * ((width + size - 1) // size)):
+        expert, first = used_N[place % used_N.shape[0]], place // used_N.shape[0] * size
+        count, own = min(size, width - first), experts_NA2[used_N[place % used_N.shape[0]]]
+        gate_room = _aligned(np.uint64(0 if form[0] == 16 else 2 * size * hidden))
+        up_room = _aligned(np.uint64(0 if form[0] == 16 else 2 * size * hidden))
+        gate_weights = _plain_rows(own[0, 0], own[0, 1], form, first, count, hidden, gate_room)
+        up_weights = _plain_rows(own[1, 0], own[1, 1], form, first, count, hidden, up_room)
+        for panel in range(panels_N[expert], panels_N[expert + 1]):
+            begin, vectors = begins_P[panel], vectors_P[panel]
+            gate_WZ = np.zeros((count, _LANES * vectors), np.float32)
+            up_WZ = np.zeros((count, _LANES * vectors), np.float32)
+            x_panel = _address(x) + np.uint64(2 * hidden * begin)
+            _multiply_panel(gate_weights, count, hidden, x_panel, vectors, _address(gate_WZ), _LANES * vectors)
+            _multiply_panel(up_weights, count, hidden, x_panel, vectors, _address(up_WZ), _LANES * vectors)
+            if biased:
+                _add_bias_to_rows(own[3, 0], first, gate_WZ)
+                _add_bias_to_rows(own[4, 0], first, up_WZ)
+            address = _address(middle) + np.uint64(2 * width * begin + 2 * first * _LANES * vectors)
+            _unit_pairs(gate_WZ, up_WZ, alpha, limit, address)
+    size = min(32, _panel_rows(hidden, threads))
+    for place in numba.prange((hidden + size - 1) // size):
+        first = place * size
+        count = min(size, hidden - first)
+        y_TW = np.zeros((tokens, count), np.float32)
+        room = _aligned(np.uint64(0 if form[0] == 16 else 2 * size * width))
+        for chosen in used_N:
+            own = experts_NA2[chosen]
+            weights = _plain_rows(own[2, 0], own[2, 1], form, first, count, width, room)
+            for panel in range(panels_N[chosen], panels_N[chosen + 1]):
+                begin, vectors = begins_P[panel], vectors_P[panel]
+                down_WZ = np.zeros((count, _LANES * vectors), np.float32)
+                middle_panel = _address(middle) + np.uint64(2 * width * begin)
+                _multiply_panel(weights, count, width, middle_panel, vectors, _address(down_WZ), _LANES * vectors)
+                if biased:
+                    _add_bias_to_rows(own[5, 0], first, down_WZ)
+                for member in range(_LANES * vectors):
+                    token = tokens_Z[begin + member]
+                    if token >= 0:
+                        for index in range(count):
+                            y_TW[token, index] += weights_Z[begin + member] * down_WZ[index, member]
+        for token in range(tokens):
+            for index in range(count):
+                y_TD[token, first + index] = _narrow(y_TW[token, index])
+
+
 @_compiled("void(uint64, uint64, UniTuple(int64, 2), uint16[:, ::1])")  # type: ignore[untyped-decorator]
 def _dequantise(weights: Any, scales: Any, form: Any, y_OI: Any) -> None:
-    """y = scale · (stored − 2^(bits−1)), rounded once; groups of a multiple of 32 weights."""
+    """The whole matrix."""
     (bits, group), (outputs, inputs) = form, y_OI.shape
     for row in numba.prange(outputs):
-        stored = weights + np.uint64(row) * _row_bytes(inputs, bits)
-        scales_C = numba.carray(_pointer(scales + np.uint64(row * (inputs // group) * 2)), (inputs // group,))
-        target = _address(y_OI) + np.uint64(2) * np.uint64(row * inputs)
-        for place in range(inputs // ROUNDED):
-            scale = _widen(scales_C[place * ROUNDED // group])
-            if bits == 8:
-                _WIDE_OF_8(stored + np.uint64(ROUNDED * place), scale, target + np.uint64(2 * ROUNDED * place))
-            else:
-                _WIDE_OF_4(stored + np.uint64(ROUNDED // 2 * place), scale, target + np.uint64(2 * ROUNDED * place))
+        own = np.uint64(row)
+        stored, own_scales = weights + own * _row_bytes(inputs, bits), scales + own * np.uint64(inputs // group * 2)
+        _dequantise_row(stored, own_scales, form, inputs, _address(y_OI) + own * np.uint64(2 * inputs))
 
 
 @_compiled("void(uint64, uint64, float32, uint16[:, ::1])", parallel=False)  # type: ignore[untyped-decorator]
