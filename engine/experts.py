@@ -22,13 +22,14 @@ from engine.architectures import ClampedSwiglu
 from engine.linear import (
     addresses,
     as_bfloat16,
-    compiled_kernels,
     is_decoding,
     kernel_form,
     linear,
     linears,
     multiplies_bfloat16,
     plain,
+    product_kernels,
+    serves_rows,
 )
 from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen
 from engine.routing import NO_EXPERT, Routing, Selection, select
@@ -119,12 +120,12 @@ class CompiledExperts:
         experts: a list of modules, or a tuple; chosen_TS, weights_TS and scales_TS: NumPy arrays.
         """
         tokens, hidden = x_TD.shape
-        kernels = compiled_kernels(tokens, x_TD)
+        kernels = product_kernels(tokens, x_TD)
         if kernels is None:
             return None
         if not self._knows(experts):
             self._look_up(kernels, experts)
-        if self._form is None:
+        if self._form is None or not serves_rows(kernels, tokens, self._weights[:3]):
             return None
         kind = self._form, self._clamp
         made = kernels.swiglu(

@@ -47,6 +47,11 @@ _SUMS, _HALF_SUMS = 4, 2
 _AHEAD = 4096
 """Bytes of a matrix that are asked for before they are used, twice as many of bfloat16. The processor's own guessing stops
 at the end of each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
+_OF_PRODUCTS = "void(uint64, int64, uint64[:, ::1], UniTuple(int64, 2), int64[::1], int64, int64, uint16[:, ::1])"
+_OF_SWIGLU = (
+    "void(uint64, uint64[:, :, ::1], UniTuple(int64, 2), int64[:, ::1], float32[:, ::1], float32[:, ::1], int64, "
+    "UniTuple(float32, 2), int64, uint16[:, ::1])"
+)
 _PANEL_VECTORS = 6
 """Vector registers of tokens that four matrix rows are multiplied with at once: their sums fill the registers."""
 _PANEL_INPUTS = 2048
@@ -64,7 +69,7 @@ ROUNDED = 32
 GROUP_SIZES = (32, 128)
 """Weights of few bits that share a scale."""
 MULTIPLE_OF_OUTPUTS = 4
-"""Of a matrix of few bits."""
+"""Of a matrix of few bits, or one that is multiplied with many rows."""
 _CHUNK = 512
 """Weights of few bits that one step of a product takes: their scales fill a vector register, or a quarter of one."""
 binding.initialize_native_asmparser()
@@ -288,12 +293,11 @@ def _panel_tile(vectors: int) -> Any:
                     x = [_load(builder, builder.add(begin, _INDEX(4 * _LANES * v)), pairs) for v in range(vectors)]
                     made: list[Any] = []
                     for row in w_rows:
-                        pair = _load(builder, _at(builder, row, place, 4), _INT)
-                        w = builder.shuffle_vector(
-                            builder.insert_element(undefined, pair, _INT(0)), undefined, first_lane
-                        )
+                        pair = builder.insert_element(undefined, _load(builder, _at(builder, row, place, 4), _INT), _INT(0))
+                        w = builder.shuffle_vector(pair, undefined, first_lane)
                         for each in x:
-                            made.append(builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums[len(made)], w, each], False))
+                            given = [sums[len(made)], w, each]
+                            made.append(builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", given, False))
                     sums = made
                 return sums
 
@@ -736,9 +740,7 @@ _PANEL_OF_4, _PANEL_OF_5, _PANEL_OF_6 = _panel_tile(4), _panel_tile(5), _panel_t
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _multiply_panel(
-    weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any, stride: Any
-) -> None:
+def _multiply_panel(weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any, stride: Any) -> None:
     """Add `count` matrix rows, a multiple of 4, times a panel to float32 results, a row of which is `stride` long."""
     for start in range(0, inputs, _PANEL_INPUTS):
         pairs = min(_PANEL_INPUTS, inputs - start) // 2
@@ -874,9 +876,7 @@ def _block_rows(rows: Any, threads: Any, bits: Any) -> Any:
     return size
 
 
-@_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64, int64, uint64[:, ::1], UniTuple(int64, 2), int64[::1], int64, int64, uint16[:, ::1])"
-)
+@_compiled(_OF_PRODUCTS)  # type: ignore[untyped-decorator]
 def _products(
     x_address: Any, rows: Any, weights_M2: Any, form: Any, ends_M: Any, inputs: Any, threads: Any, y_TO: Any
 ) -> None:
@@ -917,10 +917,7 @@ def _add_bias(address: Any, first: Any, count: Any, y_TW: Any) -> None:
             y_TW[row, index] += bias_W[index]
 
 
-@_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64, uint64[:, :, ::1], UniTuple(int64, 2), int64[:, ::1], float32[:, ::1], float32[:, ::1], int64, "
-    "UniTuple(float32, 2), int64, uint16[:, ::1])"
-)
+@_compiled(_OF_SWIGLU)  # type: ignore[untyped-decorator]
 def _swiglu(
     x_address: Any,
     experts_NA2: Any,
@@ -1051,8 +1048,9 @@ def _unit_pairs(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -
 
 @_helper
 def _panels(members_N: Any) -> Any:
-    """How the rows of N matrices' tokens lie in panels, each matrix's beginning a new one: first panel [N + 1] of each matrix,
-    first place and number of vectors of each panel. The places of all panels are counted in one row.
+    """How the members of N experts lie in panels, of which each expert has its own.
+
+    Returns the first panel of each expert [N + 1], and of each panel its first place, counted through all, and its vectors.
     """
     panels_N = np.zeros(members_N.shape[0] + 1, np.int64)
     for each, members in enumerate(members_N):
@@ -1134,9 +1132,7 @@ def _panel_rows(rows: Any, threads: Any) -> Any:
     return size
 
 
-@_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64, int64, uint64[:, ::1], UniTuple(int64, 2), int64[::1], int64, int64, uint16[:, ::1])"
-)
+@_compiled(_OF_PRODUCTS if MULTIPLIES_BFLOAT16 else None)  # type: ignore[untyped-decorator]
 def _many_products(
     x_address: Any, rows: Any, weights_M2: Any, form: Any, ends_M: Any, inputs: Any, threads: Any, y_TO: Any
 ) -> None:
@@ -1170,10 +1166,7 @@ def _many_products(
             begin = end
 
 
-@_compiled(  # type: ignore[untyped-decorator]
-    "void(uint64, uint64[:, :, ::1], UniTuple(int64, 2), int64[:, ::1], float32[:, ::1], float32[:, ::1], int64, "
-    "UniTuple(float32, 2), int64, uint16[:, ::1])"
-)
+@_compiled(_OF_SWIGLU if MULTIPLIES_BFLOAT16 else None)  # type: ignore[untyped-decorator]
 def _many_swiglu(
     x_address: Any,
     experts_NA2: Any,
@@ -1607,8 +1600,15 @@ def _decode(
         _add(x_TD, added_TD, residual)
 
 
+MANY_ROWS = 24
+"""From so many rows of a matrix, or so many tokens of an expert on average, panels are faster than row by row."""
 PLAIN = (16, 1)
 """The form of bfloat16 weights: their bits, and how many share a scale, of which there is none."""
+
+
+def multiplies_many(outputs: int, inputs: int) -> bool:
+    """Whether there is a kernel for many rows of such a matrix, on this processor."""
+    return MULTIPLIES_BFLOAT16 and outputs % MULTIPLE_OF_OUTPUTS == 0 and inputs % MULTIPLE_OF_OUTPUTS == 0
 
 
 def products(
@@ -1621,7 +1621,10 @@ def products(
     """
     ends_M = np.array(list(accumulate(outputs)))
     y_TO = np.empty((rows, ends_M[-1]), np.uint16)
-    _products(x_address, rows, np.array(weights, np.uint64), form, ends_M, inputs, numba.get_num_threads(), y_TO)
+    of_many = rows >= MANY_ROWS and all(multiplies_many(each, inputs) for each in outputs)
+    (_many_products if of_many else _products)(
+        x_address, rows, np.array(weights, np.uint64), form, ends_M, inputs, numba.get_num_threads(), y_TO
+    )
     return y_TO
 
 
@@ -1646,7 +1649,10 @@ def swiglu(
     y_TD = np.empty((chosen_TS.shape[0], hidden), np.uint16)
     scales_TS = _NO_SCALES if scales_TS is None else scales_TS
     threads = numba.get_num_threads()
-    _swiglu(x_address, experts_NA2, form, chosen_TS, weights_TS, scales_TS, width, (alpha, limit), threads, y_TD)
+    of_many = chosen_TS.size >= MANY_ROWS * min(chosen_TS.size, experts_NA2.shape[0]) and multiplies_many(width, hidden)
+    (_many_swiglu if of_many else _swiglu)(
+        x_address, experts_NA2, form, chosen_TS, weights_TS, scales_TS, width, (alpha, limit), threads, y_TD
+    )
     return y_TD
 
 

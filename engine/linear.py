@@ -41,7 +41,8 @@ TRIAL_SHAPE = 4096, 4096
 CLEARLY = 1.5
 """Times as fast that torch must be to be taken: the kernels' sums then do not hang on what else runs during the trial."""
 COMPILED_MAX_ROWS = 64
-"""Up to so many rows the compiled kernels serve, with more torch does."""
+"""Up to so many rows the compiled kernels serve. With more, those for products do where the processor multiplies bfloat16,
+and torch does everything else."""
 WIDEN_FROM_ROWS = 4
 """Fewer rows are multiplied one by one: each then costs one read of the weight, less than widening it."""
 BLOCK_ELEMENTS = 1 << 22
@@ -73,8 +74,8 @@ def linear(x: Tensor, weight_OI: Weight, bias_O: Tensor | None = None) -> Tensor
 def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """`linear` of one x with several weights: a few rows take one compiled call for all of them."""
     rows = x.numel() // x.shape[-1]
-    kernels = compiled_kernels(rows, x)
-    form = None if kernels is None else kernel_form(kernels, weights)
+    kernels = product_kernels(rows, x)
+    form = None if kernels is None or not serves_rows(kernels, rows, weights) else kernel_form(kernels, weights)
     if form is None:
         return [_linear(x, plain(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = [weight.shape[0] for weight in weights]
@@ -104,7 +105,21 @@ def is_decoding() -> bool:
 
 def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
     """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None."""
-    if not is_decoding() or not 1 <= rows <= COMPILED_MAX_ROWS or not all(map(_is_served, tensors)):
+    return _kernels(*tensors) if 1 <= rows <= COMPILED_MAX_ROWS else None
+
+
+def product_kernels(rows: int, *tensors: Tensor) -> Any:
+    """`compiled_kernels`, and those for products of more rows where they are not slower than torch."""
+    return _kernels(*tensors) if 1 <= rows <= COMPILED_MAX_ROWS or (rows and _many_pay()) else None
+
+
+def serves_rows(kernels: Any, rows: int, weights: Sequence[Weight]) -> bool:
+    """Whether `product_kernels` multiply these matrices with so many rows."""
+    return rows <= COMPILED_MAX_ROWS or all(kernels.multiplies_many(*weight.shape) for weight in weights)
+
+
+def _kernels(*tensors: Tensor) -> Any:
+    if not is_decoding() or not all(map(_is_served, tensors)):
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
@@ -218,14 +233,23 @@ def _load_kernels() -> Any:
     return gemv if wanted == "compiled" or _pays(gemv) else None
 
 
-def _pays(kernels: Any) -> bool:
-    """Whether the kernels multiply one vector not clearly slower than torch does; 50 ms."""
+@cache
+def _many_pay() -> bool:
+    """Whether the compiled kernels also serve more than `COMPILED_MAX_ROWS` rows."""
+    kernels = _load_kernels()
+    if kernels is None or not kernels.multiplies_many(*TRIAL_SHAPE):
+        return False
+    return os.environ.get(KERNELS, "auto") == "compiled" or _pays(kernels, 2 * COMPILED_MAX_ROWS)
+
+
+def _pays(kernels: Any, rows: int = 1) -> bool:
+    """Whether the kernels multiply so many rows not clearly slower than torch does; 50 ms, of 128 rows 200 ms."""
     weight_OI = torch.ones(TRIAL_SHAPE, dtype=torch.bfloat16)
-    x = torch.ones(1, TRIAL_SHAPE[1], dtype=torch.bfloat16)
+    x = torch.ones(rows, TRIAL_SHAPE[1], dtype=torch.bfloat16)
     kernels.use_threads(torch.get_num_threads())
 
     def compiled() -> None:
-        kernels.products(x.data_ptr(), 1, [addresses(weight_OI)], [TRIAL_SHAPE[0]], TRIAL_SHAPE[1])
+        kernels.products(x.data_ptr(), rows, [addresses(weight_OI)], [TRIAL_SHAPE[0]], TRIAL_SHAPE[1])
 
     def of_torch() -> None:
         F.linear(x, weight_OI)

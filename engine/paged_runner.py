@@ -60,7 +60,8 @@ class PagedRunner:
 
     def read(self, state: RequestState, end: int) -> Tensor | None:
         start = state.table.length
-        hidden_LD = self._forward([state], end - start)[0]
+        with decode_kernels(end - start, self._dtype, self._device):
+            hidden_LD = self._forward([state], end - start)[0]
         if state.asks_for_prompt:
             state.take_prompt(start, end, lambda first, last: self._decoder.logits(hidden_LD[first:last]))
         return None if state.unread else self._decoder.logits(hidden_LD[-1:])
