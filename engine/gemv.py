@@ -318,6 +318,32 @@ def _panel_tile(vectors: int) -> Any:
     return intrinsic(tile)
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _turn(context: Any, square: Any, stride: Any, turned: Any, turned_stride: Any) -> Any:
+    """Write the transpose of 16 · 16 float32, rows of which begin `stride` values apart, `turned_stride` for the result."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, stride, target, target_stride = arguments
+        rows = [_load(builder, _at(builder, address, builder.mul(stride, _INDEX(r)), 4), _FLOATS) for r in range(_LANES)]
+        half = _LANES // 2
+        while half:
+            # Blocks of `half` lanes beside the diagonal change places with those below it.
+            low = [lane if not lane & half else _LANES + lane - half for lane in range(_LANES)]
+            high = [lane + half if not lane & half else _LANES + lane for lane in range(_LANES)]
+            for r in (row for row in range(_LANES) if not row & half):
+                pair = rows[r], rows[r + half]
+                rows[r], rows[r + half] = (
+                    builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(_INT, _LANES), lanes)) for lanes in (low, high)
+                )
+            half //= 2
+        for r, row in enumerate(rows):
+            place = _at(builder, target, builder.mul(target_stride, _INDEX(r)), 4)
+            builder.store(row, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.int64, types.uint64, types.int64), generate
+
+
 def _fetch(builder: Any, address: Any) -> None:
     """Have what lies there brought to the second cache; nothing happens where there is no memory."""
     pointer = ir.IntType(8).as_pointer()
@@ -1046,6 +1072,22 @@ def _unit_pairs(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -
             panel_CZ[pair, place] = np.uint32(_narrow(low)) | np.uint32(_narrow(high)) << np.uint32(16)
 
 
+@_inline
+def _turned(made_WZ: Any) -> Any:
+    """The transpose; both sizes are multiples of 16."""
+    rows, places = made_WZ.shape
+    made_ZW = np.empty((places, rows), np.float32)
+    for row in range(0, rows, _LANES):
+        for place in range(0, places, _LANES):
+            _turn(
+                _address(made_WZ) + np.uint64(4 * (row * places + place)),
+                places,
+                _address(made_ZW) + np.uint64(4 * (place * rows + row)),
+                rows,
+            )
+    return made_ZW
+
+
 @_helper
 def _panels(members_N: Any) -> Any:
     """How the members of N experts lie in panels, of which each expert has its own.
@@ -1156,12 +1198,13 @@ def _many_products(
                 )
                 for panel in range(vectors_P.shape[0]):
                     place, tokens = begins_P[panel], _LANES * vectors_P[panel]
-                    made_WZ = np.zeros((last - first, tokens), np.float32)
+                    made_WZ = np.zeros((size, tokens), np.float32)
                     own = _address(x) + np.uint64(2 * inputs * place)
                     _multiply_panel(weights, last - first, inputs, own, vectors_P[panel], _address(made_WZ), tokens)
+                    made_ZW = _turned(made_WZ)
                     for row in range(min(tokens, rows - place)):
                         for index in range(last - first):
-                            y_TO[place + row, first + index] = _narrow(made_WZ[index, row])
+                            y_TO[place + row, first + index] = _narrow(made_ZW[row, index])
                 first = last
             begin = end
 
@@ -1236,16 +1279,17 @@ def _many_swiglu(
             weights = _plain_rows(own[2, 0], own[2, 1], form, first, count, width, room)
             for panel in range(panels_N[chosen], panels_N[chosen + 1]):
                 begin, vectors = begins_P[panel], vectors_P[panel]
-                down_WZ = np.zeros((count, _LANES * vectors), np.float32)
+                down_WZ = np.zeros((size, _LANES * vectors), np.float32)
                 middle_panel = _address(middle) + np.uint64(2 * width * begin)
                 _multiply_panel(weights, count, width, middle_panel, vectors, _address(down_WZ), _LANES * vectors)
                 if biased:
-                    _add_bias_to_rows(own[5, 0], first, down_WZ)
+                    _add_bias_to_rows(own[5, 0], first, down_WZ[:count])
+                down_ZW = _turned(down_WZ)
                 for member in range(_LANES * vectors):
                     token = tokens_Z[begin + member]
                     if token >= 0:
                         for index in range(count):
-                            y_TW[token, index] += weights_Z[begin + member] * down_WZ[index, member]
+                            y_TW[token, index] += weights_Z[begin + member] * down_ZW[member, index]
         for token in range(tokens):
             for index in range(count):
                 y_TD[token, first + index] = _narrow(y_TW[token, index])
