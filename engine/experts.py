@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from engine.architectures import ClampedSwiglu
 from engine.linear import (
+    COMPILED_MAX_ROWS,
     addresses,
     as_bfloat16,
     is_decoding,
@@ -39,6 +40,8 @@ ExpertObserver = Callable[[int, Tensor, Tensor], None]
 SPARSE_MAX_TOKENS = 4
 """Up to this many tokens the sparse path is taken when no gradient is needed: with more, experts begin to be shared."""
 
+MANY_TOKENS = 16
+"""Of an expert on average, from which on the kernel for many is the faster one."""
 MULTIPLE_OF_TOKENS = 16
 """That prompts' experts are given, filled up with zeros."""
 TRANSPOSED_FROM_TOKENS = 16
@@ -128,8 +131,9 @@ class CompiledExperts:
         if self._form is None or not serves_rows(kernels, tokens, self._weights[:3]):
             return None
         kind = self._form, self._clamp
+        many = tokens > COMPILED_MAX_ROWS and chosen_TS.size >= MANY_TOKENS * len(experts)
         made = kernels.swiglu(
-            x_TD.data_ptr(), self._table_NA2, chosen_TS, weights_TS, (hidden, self._width), *kind, scales_TS
+            x_TD.data_ptr(), self._table_NA2, chosen_TS, weights_TS, (hidden, self._width), *kind, scales_TS, many=many
         )
         return as_bfloat16(made)
 

@@ -1150,19 +1150,20 @@ def _dequantise_row(stored: Any, scales: Any, form: Any, inputs: Any, target: An
             _WIDE_OF_4(stored + np.uint64(ROUNDED // 2 * place), scale, target + np.uint64(2 * ROUNDED * place))
 
 
-@_inline
-def _plain_rows(weights: Any, scales: Any, form: Any, first: Any, count: Any, inputs: Any, room: Any) -> Any:
-    """The address of `count` matrix rows in bfloat16, which weights of few bits are written into the room for."""
+@_helper
+def _plain_rows(weights: Any, scales: Any, form: Any, first: Any, count: Any, inputs: Any) -> Any:
+    """The bits of `count` matrix rows in bfloat16, one after the other: where they lie, or of few bits a copy."""
     bits, group = form
     begin = weights + np.uint64(first) * _row_bytes(inputs, bits)
     if bits == 16:
-        return begin
+        return numba.carray(_pointer(begin), (count * inputs,))
     begin_scales = scales + np.uint64(first * (inputs // group) * 2)
+    rows = np.empty(count * inputs, np.uint16)
     for row in range(count):
         own = np.uint64(row)
         stored, own_scales = begin + own * _row_bytes(inputs, bits), begin_scales + own * np.uint64(inputs // group * 2)
-        _dequantise_row(stored, own_scales, form, inputs, _address(room) + own * np.uint64(2 * inputs))
-    return _address(room)
+        _dequantise_row(stored, own_scales, form, inputs, _address(rows) + own * np.uint64(2 * inputs))
+    return rows
 
 
 @_inline
@@ -1188,22 +1189,20 @@ def _many_products(
         _pack(x_address, inputs, tokens_Z[first:last], _NO_ROW_SCALES, _address(x) + np.uint64(2 * inputs * first))
     size = _panel_rows(ends_M[-1], threads)
     for block in numba.prange((ends_M[-1] + size - 1) // size):
-        room = _aligned(np.uint64(0 if form[0] == 16 else 2 * size * inputs))
         first, begin = block * size, 0
         for matrix, end in enumerate(ends_M):
             last = min(end, (block + 1) * size)
             if first < last:
-                weights = _plain_rows(
-                    weights_M2[matrix, 0], weights_M2[matrix, 1], form, first - begin, last - first, inputs, room
-                )
+                own, count = weights_M2[matrix], last - first
+                weights = _plain_rows(own[0], own[1], form, first - begin, count, inputs)
                 for panel in range(vectors_P.shape[0]):
                     place, tokens = begins_P[panel], _LANES * vectors_P[panel]
                     made_WZ = np.zeros((size, tokens), np.float32)
-                    own = _address(x) + np.uint64(2 * inputs * place)
-                    _multiply_panel(weights, last - first, inputs, own, vectors_P[panel], _address(made_WZ), tokens)
+                    x_panel = _address(x) + np.uint64(2 * inputs * place)
+                    _multiply_panel(_address(weights), count, inputs, x_panel, vectors_P[panel], _address(made_WZ), tokens)
                     made_ZW = _turned(made_WZ)
                     for row in range(min(tokens, rows - place)):
-                        for index in range(last - first):
+                        for index in range(count):
                             y_TO[place + row, first + index] = _narrow(made_ZW[row, index])
                 first = last
             begin = end
@@ -1252,17 +1251,15 @@ def _many_swiglu(
     for place in numba.prange(used_N.shape[0] * ((width + size - 1) // size)):
         expert, first = used_N[place % used_N.shape[0]], place // used_N.shape[0] * size
         count, own = min(size, width - first), experts_NA2[used_N[place % used_N.shape[0]]]
-        gate_room = _aligned(np.uint64(0 if form[0] == 16 else 2 * size * hidden))
-        up_room = _aligned(np.uint64(0 if form[0] == 16 else 2 * size * hidden))
-        gate_weights = _plain_rows(own[0, 0], own[0, 1], form, first, count, hidden, gate_room)
-        up_weights = _plain_rows(own[1, 0], own[1, 1], form, first, count, hidden, up_room)
+        gate_weights = _plain_rows(own[0, 0], own[0, 1], form, first, count, hidden)
+        up_weights = _plain_rows(own[1, 0], own[1, 1], form, first, count, hidden)
         for panel in range(panels_N[expert], panels_N[expert + 1]):
             begin, vectors = begins_P[panel], vectors_P[panel]
             gate_WZ = np.zeros((count, _LANES * vectors), np.float32)
             up_WZ = np.zeros((count, _LANES * vectors), np.float32)
             x_panel = _address(x) + np.uint64(2 * hidden * begin)
-            _multiply_panel(gate_weights, count, hidden, x_panel, vectors, _address(gate_WZ), _LANES * vectors)
-            _multiply_panel(up_weights, count, hidden, x_panel, vectors, _address(up_WZ), _LANES * vectors)
+            _multiply_panel(_address(gate_weights), count, hidden, x_panel, vectors, _address(gate_WZ), _LANES * vectors)
+            _multiply_panel(_address(up_weights), count, hidden, x_panel, vectors, _address(up_WZ), _LANES * vectors)
             if biased:
                 _add_bias_to_rows(own[3, 0], first, gate_WZ)
                 _add_bias_to_rows(own[4, 0], first, up_WZ)
@@ -1273,15 +1270,14 @@ def _many_swiglu(
         first = place * size
         count = min(size, hidden - first)
         y_TW = np.zeros((tokens, count), np.float32)
-        room = _aligned(np.uint64(0 if form[0] == 16 else 2 * size * width))
         for chosen in used_N:
             own = experts_NA2[chosen]
-            weights = _plain_rows(own[2, 0], own[2, 1], form, first, count, width, room)
+            weights = _plain_rows(own[2, 0], own[2, 1], form, first, count, width)
             for panel in range(panels_N[chosen], panels_N[chosen + 1]):
                 begin, vectors = begins_P[panel], vectors_P[panel]
                 down_WZ = np.zeros((size, _LANES * vectors), np.float32)
                 middle_panel = _address(middle) + np.uint64(2 * width * begin)
-                _multiply_panel(weights, count, width, middle_panel, vectors, _address(down_WZ), _LANES * vectors)
+                _multiply_panel(_address(weights), count, width, middle_panel, vectors, _address(down_WZ), _LANES * vectors)
                 if biased:
                     _add_bias_to_rows(own[5, 0], first, down_WZ[:count])
                 down_ZW = _turned(down_WZ)
@@ -1644,8 +1640,6 @@ def _decode(
         _add(x_TD, added_TD, residual)
 
 
-MANY_ROWS = 24
-"""From so many rows of a matrix, or so many tokens of an expert on average, panels are faster than row by row."""
 PLAIN = (16, 1)
 """The form of bfloat16 weights: their bits, and how many share a scale, of which there is none."""
 
@@ -1656,19 +1650,24 @@ def multiplies_many(outputs: int, inputs: int) -> bool:
 
 
 def products(
-    x_address: int, rows: int, weights: list[tuple[int, int]], outputs: list[int], inputs: int, form: tuple[int, int] = PLAIN
+    x_address: int,
+    rows: int,
+    weights: list[tuple[int, int]],
+    outputs: list[int],
+    inputs: int,
+    form: tuple[int, int] = PLAIN,
+    *,
+    many: bool = False,
 ) -> Any:
     """[x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O].
 
     x: the address of contiguous bfloat16. weights: addresses of each one's values and scales, which plain ones have none of
-    (0). Returns the bits of bfloat16.
+    (0). many: take the kernel for many rows. Returns the bits of bfloat16.
     """
     ends_M = np.array(list(accumulate(outputs)))
     y_TO = np.empty((rows, ends_M[-1]), np.uint16)
-    of_many = rows >= MANY_ROWS and all(multiplies_many(each, inputs) for each in outputs)
-    (_many_products if of_many else _products)(
-        x_address, rows, np.array(weights, np.uint64), form, ends_M, inputs, numba.get_num_threads(), y_TO
-    )
+    kernel = _many_products if many else _products
+    kernel(x_address, rows, np.array(weights, np.uint64), form, ends_M, inputs, numba.get_num_threads(), y_TO)
     return y_TO
 
 
@@ -1681,22 +1680,23 @@ def swiglu(
     form: tuple[int, int] = PLAIN,
     clamp: tuple[float, float] | None = None,
     scales_TS: Any = None,
+    *,
+    many: bool = False,
 ) -> Any:
     """Σ_s w_s · FFN_s(scale_s · x), [T, D]; an expert is read once for all tokens that chose it.
 
     x [T, D]: an address; each expert's gate [F, D], up [F, D], down [D, F], and plain biases of all three if any:
     addresses of values and scales, as in `products`. chosen_TS: int64, negative for an empty slot; weights_TS, scales_TS:
-    float32, None for scales of one. sizes: D and F. form: of the matrices. clamp: α and limit of a ClampedSwiglu.
+    float32, None for scales of one. sizes: D and F. form: of the matrices. clamp: α and limit of a ClampedSwiglu. many: take
+    the kernel for many tokens of each expert.
     """
     hidden, width = sizes
     alpha, limit = clamp or (1.0, 0.0)
     y_TD = np.empty((chosen_TS.shape[0], hidden), np.uint16)
     scales_TS = _NO_SCALES if scales_TS is None else scales_TS
     threads = numba.get_num_threads()
-    of_many = chosen_TS.size >= MANY_ROWS * min(chosen_TS.size, experts_NA2.shape[0]) and multiplies_many(width, hidden)
-    (_many_swiglu if of_many else _swiglu)(
-        x_address, experts_NA2, form, chosen_TS, weights_TS, scales_TS, width, (alpha, limit), threads, y_TD
-    )
+    kernel = _many_swiglu if many else _swiglu
+    kernel(x_address, experts_NA2, form, chosen_TS, weights_TS, scales_TS, width, (alpha, limit), threads, y_TD)
     return y_TD
 
 

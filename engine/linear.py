@@ -79,7 +79,8 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
     if form is None:
         return [_linear(x, plain(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = [weight.shape[0] for weight in weights]
-    made = kernels.products(x.data_ptr(), rows, [addresses(weight) for weight in weights], outputs, x.shape[-1], form)
+    many = rows > COMPILED_MAX_ROWS
+    made = kernels.products(x.data_ptr(), rows, list(map(addresses, weights)), outputs, x.shape[-1], form, many=many)
     y = as_bfloat16(made).view(*x.shape[:-1], -1)
     pieces = (y,) if len(outputs) == 1 else y.split_with_sizes(outputs, dim=-1)
     return [piece if bias is None else piece + bias for piece, bias in zip(pieces, biases, strict=True)]
@@ -249,7 +250,8 @@ def _pays(kernels: Any, rows: int = 1) -> bool:
     kernels.use_threads(torch.get_num_threads())
 
     def compiled() -> None:
-        kernels.products(x.data_ptr(), rows, [addresses(weight_OI)], [TRIAL_SHAPE[0]], TRIAL_SHAPE[1])
+        outputs, inputs = TRIAL_SHAPE
+        kernels.products(x.data_ptr(), rows, [addresses(weight_OI)], [outputs], inputs, many=rows > COMPILED_MAX_ROWS)
 
     def of_torch() -> None:
         F.linear(x, weight_OI)

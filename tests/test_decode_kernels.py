@@ -16,7 +16,7 @@ from engine.attention import rms_norm, rotate
 from engine.block_pool import BlockTable
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import KeyValueCache, position_bytes
-from engine.linear import as_bfloat16, decoding
+from engine.linear import COMPILED_MAX_ROWS, as_bfloat16, decoding
 from engine.model import Decoder
 from engine.paged_cache import PagedBatch, PagedCache
 
@@ -41,12 +41,20 @@ def decoded(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
     return torch.cat(logits)
 
 
+def read(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
+    """Logits of a prompt that is too long for the kernels of a few rows."""
+    prompt = torch.randint(3, 96, (1, COMPILED_MAX_ROWS + 6), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(), decoding():
+        return decoder(prompt, None, KeyValueCache(config, 1, prompt.shape[1], dtype))[0]
+
+
+@pytest.mark.parametrize("logits", [decoded, read])
 @pytest.mark.parametrize(
     ("family", "changes"),
     CASES,
 )
 def test_every_family_decodes_as_well_as_through_torch(
-    family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, changes: dict[str, Any], logits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are roundings of the float64 logits; the compiled path rounds less often, so it may not be the worse one."""
     save_reference(family, tmp_path, **changes)
@@ -56,12 +64,16 @@ def test_every_family_decodes_as_well_as_through_torch(
         plain = checkpoint.source(torch.bfloat16)
         return lambda name: plain(name).to(dtype)
 
-    exact = decoded(Decoder(checkpoint.config, source(torch.float64)), checkpoint.config, torch.float64)
-    compiled = decoded(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
+    exact = logits(Decoder(checkpoint.config, source(torch.float64)), checkpoint.config, torch.float64)
+    compiled = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
     monkeypatch.setattr(engine.linear, "_load_kernels", lambda: None)
-    torch_path = decoded(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
+    torch_path = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
     assert compiled.dtype == torch.bfloat16 and not torch.equal(compiled, torch_path)
-    assert (compiled - exact).norm() < 1.25 * (torch_path - exact).norm()
+    errors, torch_errors = ((made - exact).norm(dim=-1) for made in (compiled, torch_path))
+    if logits is read:  # among so many tokens one or two have experts that are chosen or not by how a sum is rounded
+        assert errors.median() < 1.25 * torch_errors.median()
+    else:
+        assert errors.norm() < 1.25 * torch_errors.norm()
 
 
 def test_norm_equals_torch_to_the_bit() -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import engine.experts
 import engine.linear
+from engine.architectures import ClampedSwiglu
 from engine.errors import OptionError
 from engine.experts import CompiledExperts, Expert, MoeBlock, grouped
 from engine.linear import addresses, as_bfloat16, decoding, kernel_form, linear, linears, plain
@@ -152,6 +153,115 @@ def test_compiled_products_of_few_bits_hide_no_overflow(value: float) -> None:
         assert not linear(x, quantise(torch.ones(4, 64), 8, 32, torch.bfloat16)).isfinite().any()
 
 
+needs_pairs = pytest.mark.skipif(
+    not getattr(pytest.importorskip("engine.gemv", reason="needs the extra `fast`"), "MULTIPLIES_BFLOAT16", False),
+    reason="this processor does not multiply pairs of bfloat16",
+)
+
+
+@needs_pairs
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 32), (16, 64), (97, 96), (113, 2048 + 32), (200, 160)])
+def test_compiled_products_of_many_rows(rows: int, inputs: int, threads: int, bits: int) -> None:
+    """Panels of each width there is, empty places in the last one, and inputs that do not go into one block."""
+    kernels = pytest.importorskip("engine.gemv")
+    torch.manual_seed(0)
+    kernels.use_threads(threads)
+    x, outputs = torch.randn(rows, inputs).bfloat16(), [36, 4, 300]
+    plains = [torch.randn(count, inputs).bfloat16() for count in outputs]
+    weights = plains if bits == 16 else [quantise(each.float(), bits, 32, torch.bfloat16) for each in plains]
+    form = kernel_form(kernels, weights)
+    assert form is not None and all(kernels.multiplies_many(count, inputs) for count in outputs)
+
+    def products(x: torch.Tensor) -> torch.Tensor:
+        where = x.data_ptr(), len(x), [addresses(weight) for weight in weights], outputs, inputs, form
+        return as_bfloat16(kernels.products(*where, many=True))
+
+    y = products(x)
+    exact = x.double() @ torch.cat([plain(weight, torch.bfloat16) for weight in weights]).double().T
+    assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-5 * inputs)
+    assert (y == exact.float().bfloat16()).double().mean() > 0.99, "rounded once, from float32"
+    some = torch.randperm(rows)[: rows // 2 + 1]
+    assert torch.equal(products(x[some]), y[some]), "to the bit, whatever is computed beside it"
+
+
+@needs_pairs
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("kind", ["plain", "scaled inputs", "clamped, with biases"])
+def test_compiled_experts_of_many_tokens(kind: str, bits: int) -> None:
+    """Experts with no token, with a few and with more than fit into one panel; empty slots; a token without any expert."""
+    torch.manual_seed(0)
+    tokens, hidden, width, count = 150, 64, 160, 5
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    swiglu = ClampedSwiglu(1.7, 2.0) if kind.startswith("clamped") else None
+    biases = [torch.randn(width), torch.randn(width), torch.randn(hidden)] if swiglu else []
+    experts = [
+        Expert(
+            *(
+                torch.randn(shape).bfloat16() / 4
+                if bits == 16
+                else quantise(torch.randn(shape) / 4, bits, 32, torch.bfloat16)
+                for shape in shapes
+            ),
+            *(bias.bfloat16() for bias in biases),
+            swiglu=swiglu,
+        )
+        for _ in range(count)
+    ]
+    x = torch.randn(tokens, hidden).bfloat16()
+    chosen = torch.stack([torch.randint(1, count, (tokens,)), torch.zeros(tokens, dtype=torch.int64)], dim=1)
+    chosen[120:, 1], chosen[chosen == 3], chosen[7] = NO_EXPERT, 4, NO_EXPERT  # 120 of expert 0, none of expert 3
+    weights = torch.rand(tokens, 2)
+    scales = torch.rand(tokens, 2) if kind == "scaled inputs" else None
+    compiled = CompiledExperts()
+
+    def made(some: torch.Tensor) -> torch.Tensor:
+        arrays = [None if part is None else part[some].numpy() for part in (chosen, weights, scales)]
+        with decoding(), torch.no_grad():
+            y = compiled(x[some].contiguous(), experts, *arrays)
+        assert y is not None
+        return y
+
+    y = made(torch.arange(tokens))
+    exact = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for slot in range(2):
+            if (index := int(chosen[token, slot])) != NO_EXPERT:
+                scaled = x[token] if scales is None else (x[token] * scales[token, slot]).bfloat16()
+                wide = [plain(part, torch.bfloat16).double() for part in experts[index].projections]
+                gate, up = (wide[at] @ scaled.double() + (wide[3 + at] if biases else 0) for at in (0, 1))
+                if swiglu is None:
+                    middle = F.silu(gate) * up
+                else:
+                    gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit) + 1
+                    middle = up * gate * torch.sigmoid(swiglu.alpha * gate)
+                down = wide[2] @ middle.bfloat16().double() + (wide[5] if biases else 0)
+                exact[token] += weights[token, slot] * down
+    assert torch.equal(y[7], torch.zeros(hidden).bfloat16())
+    assert torch.allclose(y.double(), exact, rtol=2**-7, atol=2e-3 * float(exact.abs().max()))
+    some = torch.randperm(tokens)[:100]
+    assert torch.equal(made(some), y[some]), "to the bit, whatever is computed beside it"
+
+
+@needs_pairs
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_panels_hide_no_overflow_and_keep_it_to_itself(value: float) -> None:
+    x = torch.ones(80, 64).bfloat16()
+    x[40, 3] = value
+    with decoding():
+        finite = linear(x, torch.ones(4, 64).bfloat16()).isfinite()
+    assert not finite[40].any() and finite[:40].all() and finite[41:].all()
+
+
+@needs_pairs
+def test_matrices_that_panels_do_not_take_go_through_torch() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(80, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    with decoding():
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiled_dequantising_is_the_plain_one(bits: int, group: int) -> None:
@@ -261,9 +371,9 @@ def test_what_decodes_is_tried_and_can_be_said(monkeypatch: pytest.MonkeyPatch) 
     load = engine.linear._load_kernels.__wrapped__
     right = kernels.products
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.2)
-        return right(*arguments)
+        return right(*arguments, **options)
 
     monkeypatch.delenv(engine.linear.KERNELS)
     assert load() is kernels
