@@ -158,7 +158,8 @@ def _wide_vector(address: Any, length: Any) -> Any:
     return wide
 
 
-def _compiled(signature: str, parallel: bool = True) -> Any:
+def _compiled(signature: str | None, parallel: bool = True) -> Any:
+    """Compiled when this file is imported; without a signature not before it is called."""
     return numba.njit(signature, parallel=parallel, fastmath=_MATHS, nogil=True, cache=True, error_model="numpy")
 
 
