@@ -42,7 +42,7 @@ def decoded(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
 
 
 def read(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
-    """Logits of a prompt that is too long for the kernels of a few rows, and in which rounding turns no early choice over."""
+    """Logits of a prompt that is too long for the kernels of a few rows; rounding turns no choice of experts over early."""
     prompt = torch.randint(3, 96, (1, COMPILED_MAX_ROWS + 6), generator=torch.Generator().manual_seed(4))
     with torch.inference_mode(), decoding():
         return decoder(prompt, None, KeyValueCache(config, 1, prompt.shape[1], dtype))[0]
