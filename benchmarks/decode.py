@@ -3,7 +3,8 @@
 pip install llama-cpp-python gguf matplotlib
 python benchmarks/decode.py [--directory DIR] [--rounds 5] [--threads 2]
 
-All contenders stay loaded and are timed in turn, in each round every test once; figures are medians, ratios are of medians.
+All contenders stay loaded and are timed in turn. Speeds are medians. A ratio is the median of ratios of two measurements
+that followed each other: what memory gives drifts within a minute, so those of equal bits decode in turn several times.
 transformers is taken as it comes, and with whichever of its implementations of experts is fastest in each test. llama.cpp
 gets the same weights; queries and keys whose rows it would want in another order stay as they are, which costs the same.
 What memory gives is measured in each round too, by adding up 1 GB with as many threads.
@@ -35,6 +36,8 @@ from engine.skip_tables import FILE_NAME
 PROMPT, NEW, BATCH = 512, 64, 8
 LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
 """Names of llama.cpp's file types, and their numbers."""
+TURNS = 4
+"""Times in a round that those of equal bits decode in turn."""
 OURS = {"ours, bf16": "bf16", "ours, 8 bits": "8-bit", "ours, 4 bits": "4-bit"}
 SKIPPING = "ours, bf16, skipping at 1"
 DEFAULT, BEST = "transformers, bf16", "transformers, bf16, its best"
@@ -220,16 +223,25 @@ def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str
     rates: Rates = {}
     said: dict[str, dict[str, Any]] = {}
     streams = []
+
+    def time_once(title: str, test: str, place: int) -> None:
+        said[title] = contenders[title].ask(test)
+        if place:
+            rates.setdefault(title, {}).setdefault(test, []).append(said[title]["rate"])
+
     for place in range(rounds + 1):  # the first warms up
-        for title, contender in contenders.items():
-            tests = [PREFILL, DECODE, *([TOGETHER] if title.startswith("ours") else [])]
-            if title == DEFAULT:
-                tests += [f"{test}:{name}" for test, names in IMPLEMENTATIONS.items() for name in names]
-            contender.ask(PREFILL)  # systems take pages back from those that wait
-            for test in tests:
-                said[title] = contender.ask(test)
-                if place:
-                    rates.setdefault(title, {}).setdefault(test, []).append(said[title]["rate"])
+        for bits, titles in BITS.items():
+            members = [title for title in titles if title in contenders] + ([SKIPPING] if bits == "bf16" else [])
+            for title in members:
+                contenders[title].ask(PREFILL)  # systems take pages back from those that wait
+                time_once(title, PREFILL, place)
+            for _ in range(TURNS):
+                for title in members:
+                    time_once(title, DECODE, place)
+            for test, names in IMPLEMENTATIONS.items():
+                for name in names if DEFAULT in members else ():
+                    time_once(DEFAULT, f"{test}:{name}", place)
+            time_once(titles[0], TOGETHER, place)
         streams.append(stream(threads))
     for contender in contenders.values():
         contender.end()
@@ -239,6 +251,13 @@ def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str
         for test, names in IMPLEMENTATIONS.items()
     }
     return rates, said, streams[1:]
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median of pairs; of medians where the two were not measured in turn."""
+    if len(ours) != len(theirs):
+        return statistics.median(ours) / statistics.median(theirs)
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def stream(threads: int) -> float:
@@ -258,24 +277,25 @@ def rows(rates: Rates, said: dict[str, dict[str, Any]], streams: list[float], di
     made = []
     medians = {title: {test: statistics.median(found) for test, found in own.items()} for title, own in rates.items()}
     for bits, titles in BITS.items():
-        ours = medians[titles[0]]
+        ours = rates[titles[0]]
         for title in titles:
             row: dict[str, Any] = {"title": title, "bits": bits}
             row |= {test: medians[title][test] for test in (PREFILL, DECODE)}
-            row |= {f"{test} ratio": ours[test] / medians[title][test] for test in (PREFILL, DECODE)}
+            row |= {f"{test} ratio": ratio(ours[test], rates[title][test]) for test in (PREFILL, DECODE)}
             read = bytes_per_token(title, said, directory)
             row |= {"bytes_per_token": read, "share": read * medians[title][DECODE] / 1e9 / statistics.median(streams)}
             row["rounds"] = {test: rates[title][test] for test in (PREFILL, DECODE)}
             made.append(row)
         if bits == "bf16":
             made.append({"title": SKIPPING, "bits": bits, **{test: medians[SKIPPING][test] for test in (PREFILL, DECODE)}})
-            made[-1] |= {f"{test} ratio": ours[test] / medians[SKIPPING][test] for test in (PREFILL, DECODE)}
+            made[-1] |= {f"{test} ratio": ratio(ours[test], rates[SKIPPING][test]) for test in (PREFILL, DECODE)}
             read = said[SKIPPING]["bytes_per_token"]
             share = read * medians[SKIPPING][DECODE] / 1e9 / statistics.median(streams)
             made[-1] |= {"bytes_per_token": read, "share": share, "skipped": said[SKIPPING]["skipped"]}
     for title in OURS:
         made.append({"title": f"{title}, {BATCH} sequences", "bits": "together", DECODE: medians[title][TOGETHER]})
-        made[-1]["alone"] = medians[title][TOGETHER] / medians[title][DECODE]
+        last_turns = rates[title][DECODE][TURNS - 1 :: TURNS]  # the ones just before
+        made[-1]["alone"] = ratio(rates[title][TOGETHER], last_turns)
     return made
 
 
@@ -299,7 +319,7 @@ def table(made: list[dict[str, Any]]) -> str:
     header = ["1.5 B parameters, 2 of 8 experts", f"{PREFILL} t/s", "ours by it", f"{DECODE} t/s", "ours by it"]
     header += ["MB a token", "of memory's speed"]
 
-    def ratio(row: dict[str, Any], test: str) -> str:
+    def by_it(row: dict[str, Any], test: str) -> str:
         return f"{row[f'{test} ratio']:.2f}×" if not row["title"].startswith("ours") else ""
 
     lines = []
@@ -308,7 +328,7 @@ def table(made: list[dict[str, Any]]) -> str:
             lines.append([row["title"], "", "", f"{row[DECODE]:.1f}", f"{row['alone']:.2f}× of one", "", ""])
             continue
         name = row["title"] + (f" ({row['skipped']:.0%} skipped)" if "skipped" in row else "")
-        figures = [f"{row[PREFILL]:.0f}", ratio(row, PREFILL), f"{row[DECODE]:.1f}", ratio(row, DECODE)]
+        figures = [f"{row[PREFILL]:.0f}", by_it(row, PREFILL), f"{row[DECODE]:.1f}", by_it(row, DECODE)]
         lines.append([name, *figures, f"{row['bytes_per_token'] / 1e6:.0f}", f"{row['share']:.0%}"])
     return markdown(header, lines)
 
