@@ -36,7 +36,7 @@ from engine.skip_tables import FILE_NAME
 PROMPT, NEW, BATCH = 512, 64, 8
 LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
 """Names of llama.cpp's file types, and their numbers."""
-TURNS = 4
+TURNS = 3
 """Times in a round that those of equal bits decode in turn."""
 OURS = {"ours, bf16": "bf16", "ours, 8 bits": "8-bit", "ours, 4 bits": "4-bit"}
 SKIPPING = "ours, bf16, skipping at 1"
@@ -197,6 +197,7 @@ class Contender:
         given = {"kind": kind, "model": str(model), "threads": threads, "skip_threshold": skip_threshold}
         command = [sys.executable, __file__, "--worker", json.dumps(given)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.ask(PREFILL)  # so that the next one loads undisturbed
 
     def ask(self, test: str) -> dict[str, Any]:
         """The answer to one test."""

@@ -44,9 +44,9 @@ _MATHS = {"reassoc", "contract", "nsz"}
 _LANES = 16
 _SUMS, _HALF_SUMS = 4, 2
 """Vector registers that one product is added up in, and where pairs of bfloat16 are multiplied."""
-_AHEAD = 4096
-"""Bytes of a matrix that are asked for before they are used, twice as many of bfloat16. The processor's own guessing stops
-at the end of each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
+_AHEAD = {16: 8192, 8: 4096, 4: 8192}
+"""Bytes of a matrix of so many bits that are asked for before they are used. The processor's own guessing stops at the end of
+each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
 _OF_PRODUCTS = "void(uint64, int64, uint64[:, ::1], UniTuple(int64, 2), int64[::1], int64, int64, uint16[:, ::1])"
 _OF_SWIGLU = (
     "void(uint64, uint64[:, :, ::1], UniTuple(int64, 2), int64[:, ::1], float32[:, ::1], float32[:, ::1], int64, "
@@ -184,7 +184,7 @@ def _tile(rows: int) -> Any:
                     place = builder.add(index, _INDEX(part * size))
                     w = _widened(builder, _at(builder, weight_address, place, 2), size)
                     if rows > 1 and part % 2 == 0:
-                        _fetch(builder, builder.add(_at(builder, weight_address, place, 2), _INDEX(2 * _AHEAD)))
+                        _fetch(builder, builder.add(_at(builder, weight_address, place, 2), _INDEX(_AHEAD[16])))
                     x = [_load(builder, _at(builder, row, place, 4), _many(_FLOAT, size)) for row in x_rows]
                     made += [builder.fmul(w, each, flags=("contract",)) for each in x]
                 return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, made, strict=True)]
@@ -232,7 +232,7 @@ def _half_tile(rows: int, matrix_rows: int) -> Any:
                     w = [_load(builder, _at(builder, row, place, 2), pairs) for row in w_rows]
                     if rows > 1:
                         for row in w_rows:
-                            _fetch(builder, builder.add(_at(builder, row, place, 2), _INDEX(2 * _AHEAD)))
+                            _fetch(builder, builder.add(_at(builder, row, place, 2), _INDEX(_AHEAD[16])))
                     for row in x_rows:
                         x = _load(builder, _at(builder, row, place, 2), pairs)
                         for each in w:
@@ -451,7 +451,7 @@ def _few_bits_tile(rows: int, bits: int) -> Any:
                 start = builder.add(weights, _parts(builder, index, 8, bits))
                 for step in range(_CHUNK // unit):
                     stored = _stored(builder, _at(builder, start, _INDEX(64 * step), 1), bits, 64)
-                    _fetch(builder, _at(builder, start, _INDEX(64 * step + _AHEAD), 1))
+                    _fetch(builder, _at(builder, start, _INDEX(64 * step + _AHEAD[bits]), 1))
                     first = step * unit // ROUNDED
                     for r, vector in enumerate(vectors):
                         dots = vector.dots(builder.add(index, _INDEX(step * unit)), stored, 64)
