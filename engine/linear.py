@@ -194,6 +194,14 @@ def _loaded_kernels() -> Any:
     return _load_kernels() if _load_kernels.cache_info().currsize else None
 
 
+def wanted_kernels() -> str:
+    """`auto`, `compiled` or `torch`. Raises OptionError where `COMPRESS_KERNELS` is none of them."""
+    wanted = os.environ.get(KERNELS, "auto")
+    if wanted not in ("auto", "compiled", "torch"):
+        raise OptionError(f"{KERNELS} is {wanted!r}; it must be auto, compiled or torch")
+    return wanted
+
+
 @cache
 def _load_kernels() -> Any:
     """The compiled kernels; None if they are not wanted, Numba is missing or has no place for its cache, or torch is faster.
@@ -201,9 +209,7 @@ def _load_kernels() -> Any:
     Raises:
         OptionError: `COMPRESS_KERNELS` is none of its values.
     """
-    wanted = os.environ.get(KERNELS, "auto")
-    if wanted not in ("auto", "compiled", "torch"):
-        raise OptionError(f"{KERNELS} is {wanted!r}; it must be auto, compiled or torch")
+    wanted = wanted_kernels()
     if wanted == "torch":
         return None
     threads = torch.get_num_threads()
