@@ -41,12 +41,11 @@ class TritonExperts:
 
     def __init__(self, serves_few: bool = True, serves_many: bool = True) -> None:
         self.serves_few, self.serves_many = serves_few, serves_many
-        self._weights: list[Tensor] = []
         self._ends = 0, 0
         self._table_NA = torch.empty(0, 0, dtype=torch.int64)
 
     def __call__(self, x_TD: Tensor, selection: Selection, experts: Any, scales_TS: Tensor | None = None) -> Tensor | None:
-        """Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None where it is torch's turn. `experts` must be ones that `can_serve`."""
+        """Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None where it is torch's turn. `experts`: such as `can_serve`."""
         is_few = x_TD.shape[0] <= SPARSE_MAX_TOKENS
         if not (self.serves_few if is_few else self.serves_many):
             return None
@@ -87,13 +86,11 @@ class TritonExperts:
         return y_RD.view(*selection.experts.shape, hidden).sum(dim=1)
 
     def _look_up(self, experts: Any) -> None:
-        """Write the table, unless it is there: weights are moved all together or not at all."""
-        if self._weights and self._ends == (self._weights[0].data_ptr(), self._weights[-1].data_ptr()):
-            return
-        self._weights = [weight for expert in experts for weight in expert.projections]
-        addresses = [weight.data_ptr() for weight in self._weights]
-        self._ends = addresses[0], addresses[-1]
-        self._table_NA = torch.tensor(addresses, device=self._weights[0].device).view(len(experts), -1)
+        """Write the table, unless it is of these: weights are moved all together or not at all."""
+        ends = experts[0].gate_FD.data_ptr(), experts[-1].down_DF.data_ptr()
+        if self._ends != ends or len(self._table_NA) != len(experts):
+            addresses = [[weight.data_ptr() for weight in expert.projections] for expert in experts]
+            self._ends, self._table_NA = ends, torch.tensor(addresses, device=experts[0].gate_FD.device)
 
 
 def _flat(selection: Selection) -> tuple[Tensor, Tensor]:
