@@ -80,6 +80,12 @@ def chosen_by(tokens: int, slots: int) -> Selection:
     return Selection(experts_TS, torch.rand(tokens, slots))
 
 
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several to a row, however short: the interpreter takes its time for what is masked too."""
+    monkeypatch.setitem(triton_experts.FEW, "COLUMNS", 32)
+
+
 def check(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, scales_TS: Tensor | None) -> None:
     """Both paths of torch are met: to rounding in float32, in bfloat16 at no larger distance from the exact result."""
     assert can_serve(experts)
@@ -96,9 +102,10 @@ def check(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, scales_TS:
     assert errors[0] <= 1.1 * min(errors[1:]) and errors[0] < 0.01, errors
 
 
+@pytest.mark.usefixtures("short_blocks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "scaled, biased, clamped"])
-@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (2, 4), (3, 2), (4, 1), (5, 2), (6, 1), (30, 4), (200, 2)])
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (2, 4), (3, 2), (4, 1), (5, 2), (30, 4), (200, 1)])
 def test_equals_torch(tokens: int, slots: int, is_plain: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(tokens)
     sizes = FEW if tokens <= SPARSE_MAX_TOKENS else MANY
@@ -107,11 +114,12 @@ def test_equals_torch(tokens: int, slots: int, is_plain: bool, dtype: torch.dtyp
     check(x_TD, selection, some_experts(dtype, None if is_plain else CLAMPED, sizes), scales_TS)
 
 
-def test_rows_longer_than_a_block_and_more_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "sizes"), [(5, FEW), (1, (520, 12)), (1, (12, 520))])
+def test_blocks_as_they_are(tokens: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vector by vector, also more tokens than go so by themselves."""
     monkeypatch.setattr(triton_experts, "SPARSE_MAX_TOKENS", 5)
     torch.manual_seed(0)
-    for tokens, sizes in ((5, FEW), (1, (520, 530))):
-        check(torch.randn(tokens, sizes[0]), chosen_by(tokens, 2), some_experts(torch.float32, sizes=sizes), None)
+    check(torch.randn(tokens, sizes[0]), chosen_by(tokens, 2), some_experts(torch.float32, sizes=sizes), None)
 
 
 @pytest.mark.parametrize("tokens", [3, 9])
