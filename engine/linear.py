@@ -35,7 +35,8 @@ for _name in SHAPES_KEPT:  # read when the first product is made
     os.environ.setdefault(_name, "64")
 
 KERNELS = "COMPRESS_KERNELS"
-"""Environment variable for what decodes: `compiled`, `torch`, or `auto`, which tries both when a model is loaded."""
+"""Environment variable for what decodes, and on a GPU runs experts: `compiled`, `torch`, or `auto`, which tries both when a
+model is loaded."""
 TRIAL_SHAPE = 4096, 4096
 """Of the trial's matrix: 32 MB, more than most caches hold."""
 CLEARLY = 1.5
