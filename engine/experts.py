@@ -192,6 +192,8 @@ class MoeBlock(nn.Module):
         self.logit_bias_N = _frozen(logit_bias_N)
         self.observer: Callable[[Tensor, Tensor, Selection], None] | None = None
         self.expert_observer: ExpertObserver | None = None
+        self.on_gpu: Callable[..., Tensor | None] | None = None
+        """What runs the routed experts on a GPU where torch does not (triton_experts.TritonExperts)."""
         self._compiled = CompiledExperts()
 
     @property
@@ -238,6 +240,9 @@ class MoeBlock(nn.Module):
             scales = None if scales_TS is None else np.ascontiguousarray(scales_TS.detach().float().numpy())
             if (y_TD := self._compiled(x_TD, self.experts, chosen, weights, scales)) is not None:
                 return y_TD
+        on_gpu = None if self.expert_observer is not None or torch.is_grad_enabled() else self.on_gpu
+        if on_gpu is not None and (y_TD := on_gpu(x_TD, selection, self.experts, scales_TS)) is not None:
+            return y_TD
         return route_through(x_TD, selection, self.experts, self.expert_observer, scales_TS)
 
 

@@ -39,6 +39,7 @@ from engine.sampling import SamplingOptions, penalised_rows, sample
 from engine.skip_tables import load_skip_tables, skipping_routings
 from engine.speculative import Reader, Speculation
 from engine.text_stream import TextStream, plain_text
+from engine.triton_experts import use_triton
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingOptions()
@@ -144,6 +145,8 @@ class Engine:
             checkpoint.release()  # all was copied
         for block, routing in zip(decoder.moe_blocks, routings, strict=True):
             block.routing = routing
+        if place.type == "cuda":
+            use_triton(decoder.moe_blocks)
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
         engine.kv_cache_dtype = kept
         engine.load_seconds = time.perf_counter() - started

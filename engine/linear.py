@@ -35,7 +35,8 @@ for _name in SHAPES_KEPT:  # read when the first product is made
     os.environ.setdefault(_name, "64")
 
 KERNELS = "COMPRESS_KERNELS"
-"""Environment variable for what decodes: `compiled`, `torch`, or `auto`, which tries both when a model is loaded."""
+"""Environment variable for what decodes, and on a GPU runs experts: `compiled`, `torch`, or `auto`, which tries both when a
+model is loaded."""
 TRIAL_SHAPE = 4096, 4096
 """Of the trial's matrix: 32 MB, more than most caches hold."""
 CLEARLY = 1.5
@@ -211,6 +212,14 @@ def _loaded_kernels() -> Any:
     return _load_kernels() if _load_kernels.cache_info().currsize else None
 
 
+def wanted_kernels() -> str:
+    """`auto`, `compiled` or `torch`. Raises OptionError where `COMPRESS_KERNELS` is none of them."""
+    wanted = os.environ.get(KERNELS, "auto")
+    if wanted not in ("auto", "compiled", "torch"):
+        raise OptionError(f"{KERNELS} is {wanted!r}; it must be auto, compiled or torch")
+    return wanted
+
+
 @cache
 def _load_kernels() -> Any:
     """The compiled kernels; None if they are not wanted, Numba is missing or has no place for its cache, or torch is faster.
@@ -218,9 +227,7 @@ def _load_kernels() -> Any:
     Raises:
         OptionError: `COMPRESS_KERNELS` is none of its values.
     """
-    wanted = os.environ.get(KERNELS, "auto")
-    if wanted not in ("auto", "compiled", "torch"):
-        raise OptionError(f"{KERNELS} is {wanted!r}; it must be auto, compiled or torch")
+    wanted = wanted_kernels()
     if wanted == "torch":
         return None
     threads = torch.get_num_threads()

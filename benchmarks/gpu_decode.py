@@ -1,0 +1,132 @@
+"""Decoding and prefill on an NVIDIA GPU: transformers, and ours through torch and through Triton's kernels.
+
+python benchmarks/gpu_decode.py [--directory DIR] [--rounds 5] [--layers 16]
+
+All contenders stay loaded and are timed in turn; figures are medians, ratios are of medians. What the card's memory gives is
+measured in each round too, by copying 1 GB. Decoding's share of it is bytes of weights a token times tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_speed import write_skip_tables
+from random_model import shape, write_random_model
+from results import markdown, save
+
+from engine.bench import BenchSpec, Worker
+from engine.generate import Engine
+from engine.linear import KERNELS
+
+PREFILL, DECODE = "pp 512 0", "tg 128 0"
+CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "transformers": ("torch", {"backend": "transformers"}),
+    "ours, torch": ("torch", {}),
+    "ours, Triton": ("compiled", {}),
+    "ours, Triton, skipping at 1": ("compiled", {"skip_threshold": 1.0}),
+}
+"""What KERNELS is set to, and what the worker is asked for."""
+
+
+def memory_speed(size: int = 1 << 29) -> float:
+    """Bytes per second that the card reads and writes in a copy, the best of ten."""
+    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return 2 * size / best
+
+
+def kernels_serve(model: Path) -> bool:
+    """Whether Triton's kernels run the model's experts here; why not is said by the engine."""
+    os.environ[KERNELS] = "compiled"
+    engine = Engine.open(model, device="cuda")
+    served = all(block.on_gpu is not None for block in engine.decoder.moe_blocks)
+    del engine
+    torch.cuda.empty_cache()
+    return served
+
+
+def measure(model: Path, rounds: int) -> tuple[dict[str, dict[str, Any]], list[float]]:
+    """Rates of each contender by test, with its bytes a token; and memory's speed in each round."""
+    said: dict[str, dict[str, Any]] = {title: {PREFILL: [], DECODE: []} for title in CONTENDERS}
+    speeds = []
+    with ExitStack() as stack:
+        workers = {}
+        for title, (kernels, options) in CONTENDERS.items():
+            os.environ[KERNELS] = kernels  # which the worker inherits
+            workers[title] = stack.enter_context(Worker(BenchSpec(str(model), device="cuda", **options)))
+        for number in range(rounds + 1):
+            for test in (PREFILL, DECODE):
+                for title, worker in workers.items():
+                    answer = worker.ask(f"{'run' if number else 'warm'} {test}")
+                    if number:
+                        said[title][test].append(int(test.split()[1]) / answer["seconds"])
+                    else:
+                        said[title]["bytes_per_token"] = answer["weights_read_bytes_per_token"]
+                        said[title]["skipped"] = answer["experts_skipped_share"]
+            speeds.append(memory_speed())
+    said["transformers"]["bytes_per_token"] = said["ours, torch"]["bytes_per_token"]
+    return said, speeds
+
+
+def rows(said: dict[str, dict[str, Any]], speed: float) -> list[list[str]]:
+    """Of the table."""
+    medians = {title: {test: statistics.median(own[test]) for test in (PREFILL, DECODE)} for title, own in said.items()}
+    made = []
+    for title, own in said.items():
+        cells = [title + (f" ({own['skipped']:.0%} skipped)" if own["skipped"] else "")]
+        for test in (PREFILL, DECODE):
+            cells += [f"{medians[title][test]:.0f}", f"{medians[title][test] / medians['transformers'][test]:.2f}×"]
+        made.append([*cells, f"{own['bytes_per_token'] * medians[title][DECODE] / speed:.0%}"])
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, help="where the model is made, and found again")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=16)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("torch finds no GPU here; this benchmark is of one, benchmarks/decode.py is of the processor")
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = arguments.directory or Path(temporary)
+        model = directory / "bf16"
+        if not model.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            write_random_model(model, shape(layers=arguments.layers))
+            write_skip_tables(model)
+        if not kernels_serve(model):
+            sys.exit("Triton's kernels do not run this model's experts here, so there is nothing to compare")
+        said, speeds = measure(model, arguments.rounds)
+    speed, card = statistics.median(speeds), torch.cuda.get_device_name()
+    today = datetime.date.today().isoformat()
+    header = [
+        f"{card}, {today}",
+        "prefill 512 t/s",
+        "by transformers",
+        "decode 128 t/s",
+        "by transformers",
+        "of memory's speed",
+    ]
+    figures = {"card": card, "date": today, "memory_bytes_per_second": speeds, "contenders": said}
+    save("gpu_decode", figures, markdown(header, rows(said, speed)))
+
+
+if __name__ == "__main__":
+    main()
