@@ -1,4 +1,4 @@
-"""The products that decoding consists of, compiled by Numba: matrices times a few vectors, one for each sequence.
+"""The products that decoding and prompts consist of, compiled by Numba: matrices times a few vectors, or many.
 
 Matrices are of bfloat16, or of 8 or 4 bits with a bfloat16 scale for each group of 32 or 128 weights. Vectors beside the
 former are of bfloat16 where the processor has an instruction for that (AVX512-BF16), of float32 elsewhere. Beside the latter
@@ -11,6 +11,11 @@ needs a dozen for: several matrices on the same vectors, or all chosen experts o
 They take addresses: a weight's bits are read where they lie, and nothing is wrapped or checked on the way.
 `engine/linear.py` checks and calls them.
 
+Prompts are bound by multiplying. Vectors are packed into panels, where the same two inputs of 16 vectors fill a register: it
+is multiplied with a pair of weights that is repeated 16 times, and nothing is added up across lanes. Four matrix rows and
+up to six such registers keep their sums in registers, and every instruction but 10 of 34 multiplies. Weights of few bits are
+widened first, a block of rows at a time.
+
 Products are written as LLVM instructions, because a compiler that vectorises a loop adds up in another order for each
 number of vectors. Here there is one order, so that what a sequence gets does not depend on what is computed beside it. All
 is in one file, because Numba looks at no other for whether what it kept on disk is still current.
@@ -19,7 +24,8 @@ Optional (`pip install moe-compress[fast]`); without Numba the same products run
 
 Shape suffixes: T tokens, O output features, I input features, S slots (chosen experts), N experts, D hidden, F expert width,
 M matrices or pairs of token and slot, B sequences, G key-value heads, H query heads, R query heads of one group,
-P positions, E head dimension, W matrix rows of a block, A addresses of an expert's tensors.
+P positions or panels, E head dimension, W matrix rows of a block, A addresses of an expert's tensors, Z places of panels,
+C pairs of inputs.
 """
 
 from __future__ import annotations
@@ -45,8 +51,8 @@ _LANES = 16
 _SUMS, _HALF_SUMS = 4, 2
 """Vector registers that one product is added up in, and where pairs of bfloat16 are multiplied."""
 _AHEAD = {16: 8192, 8: 4096, 4: 8192}
-"""Bytes of a matrix of so many bits that are asked for before they are used. The processor's own guessing stops at the end of
-each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
+"""Bytes of a matrix of so many bits that are asked for before they are used. The processor's own guessing stops at the end
+of each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
 _OF_PRODUCTS = "void(uint64, int64, uint64[:, ::1], UniTuple(int64, 2), int64[::1], int64, int64, uint16[:, ::1])"
 _OF_SWIGLU = (
     "void(uint64, uint64[:, :, ::1], UniTuple(int64, 2), int64[:, ::1], float32[:, ::1], float32[:, ::1], int64, "
