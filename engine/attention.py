@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from engine.architectures import Chunk, DecoderConfig
 from engine.errors import CheckpointError
 from engine.kv_cache import Kept, KeyValueCache, Scaled
-from engine.linear import as_bfloat16, compiled_kernels, is_decoding, is_emulated, linear, linears, multiplies_bfloat16
+from engine.linear import (
+    any_kernels,
+    as_bfloat16,
+    compiled_kernels,
+    is_emulated,
+    linear,
+    linears,
+    multiplies_bfloat16,
+)
 from engine.paged_cache import PagedBatch
 from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen
 
@@ -463,7 +471,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tens
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) · weight over the last dimension, the mean square taken in float32 or better (Zhang & Sennrich 2019)."""
-    if is_decoding() and (kernels := compiled_kernels(x.shape[0], x, weight)) is not None:
+    if (kernels := any_kernels(x, weight)) is not None:
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)
     if x.dtype in (torch.float32, torch.float64):

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from engine.architectures import ClampedSwiglu
 from engine.linear import (
-    COMPILED_MAX_ROWS,
     addresses,
     as_bfloat16,
     is_decoding,
+    is_reading,
     kernel_form,
     linear,
     linears,
@@ -31,6 +31,7 @@ from engine.linear import (
     plain,
     product_kernels,
     serves_rows,
+    takes_many,
 )
 from engine.quantised_weight import QuantizedWeight, Weight, as_tensor, frozen
 from engine.routing import NO_EXPERT, Routing, Selection, select
@@ -40,8 +41,6 @@ ExpertObserver = Callable[[int, Tensor, Tensor], None]
 SPARSE_MAX_TOKENS = 4
 """Up to this many tokens the sparse path is taken when no gradient is needed: with more, experts begin to be shared."""
 
-MANY_TOKENS = 16
-"""Of an expert on average, from which on the kernel for many is the faster one."""
 MULTIPLE_OF_TOKENS = 16
 """That prompts' experts are given, filled up with zeros."""
 TRANSPOSED_FROM_TOKENS = 16
@@ -83,7 +82,7 @@ class Expert(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
         tokens = x_TD.shape[0]
-        if is_decoding():
+        if is_decoding() or is_reading():
             alone, ones = np.zeros((tokens, 1), np.int64), np.ones((tokens, 1), np.float32)
             if (y_TD := self._compiled(x_TD, (self,), alone, ones)) is not None:
                 return y_TD
@@ -131,7 +130,7 @@ class CompiledExperts:
         if self._form is None or not serves_rows(kernels, tokens, self._weights[:3]):
             return None
         kind = self._form, self._clamp
-        many = tokens > COMPILED_MAX_ROWS and chosen_TS.size >= MANY_TOKENS * len(experts)
+        many = takes_many(tokens)
         made = kernels.swiglu(
             x_TD.data_ptr(), self._table_NA2, chosen_TS, weights_TS, (hidden, self._width), *kind, scales_TS, many=many
         )
@@ -235,7 +234,7 @@ class MoeBlock(nn.Module):
 
     def _routed(self, x_TD: Tensor, selection: Selection, scales_TN: Tensor | None) -> Tensor:
         scales_TS = None if scales_TN is None else scales_TN.gather(1, selection.experts.clamp_min(0))
-        if is_decoding() and self.expert_observer is None and selection.experts.is_cpu:
+        if (is_decoding() or is_reading()) and self.expert_observer is None and selection.experts.is_cpu:
             chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
             scales = None if scales_TS is None else np.ascontiguousarray(scales_TS.detach().float().numpy())
             if (y_TD := self._compiled(x_TD, self.experts, chosen, weights, scales)) is not None:

@@ -23,7 +23,7 @@ from engine.artifact import compare_checksums
 from engine.checkpoint import Checkpoint, ModelDirectory, check_same_tokens, end_tokens, load_tokenizer, resolve
 from engine.errors import OptionError
 from engine.kv_cache import KV_CACHE_DTYPES, KeyValueCache
-from engine.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding
+from engine.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding, reading
 from engine.model import Decoder, own_routings
 from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
 from engine.report import (
@@ -249,7 +249,7 @@ class Engine:
         """
         decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
         cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
-        with torch.inference_mode(), decode_kernels(tokens_BL.numel(), self.dtype, self.device):
+        with torch.inference_mode(), reading():
             while isinstance(decoder, Decoder) and cache.length + PREFILL_CHUNK < last:
                 start, end = cache.length, cache.length + PREFILL_CHUNK
                 decoder.hidden_states(tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end), cache)
@@ -457,9 +457,10 @@ def _generation(sequence: TextStream) -> Generation:
 
 @contextmanager
 def decode_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """The faster matrix products in half precision on a CPU: compiled ones, or of one row torch's instead of oneDNN's.
+    """The faster matrix products for few rows in half precision on a CPU: compiled ones, or torch's instead of oneDNN's.
 
-    With one row, oneDNN's products take up to twice as long as torch's own; with more they are the faster ones.
+    With one row, oneDNN's products take up to twice as long as torch's own; with the many rows of prefill they are the
+    faster ones.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         yield

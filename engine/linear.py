@@ -81,7 +81,7 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
     if form is None:
         return [_linear(x, plain(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = [weight.shape[0] for weight in weights]
-    many = rows > COMPILED_MAX_ROWS
+    many = takes_many(rows)
     made = kernels.products(x.data_ptr(), rows, list(map(addresses, weights)), outputs, x.shape[-1], form, many=many)
     y = as_bfloat16(made).view(*x.shape[:-1], -1)
     pieces = (y,) if len(outputs) == 1 else y.split_with_sizes(outputs, dim=-1)
@@ -106,23 +106,39 @@ def is_decoding() -> bool:
     return getattr(_local, "is_decoding", False)
 
 
+def is_reading() -> bool:
+    """Whether this thread is inside `reading`."""
+    return getattr(_local, "is_reading", False)
+
+
 def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
     """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None."""
-    return _kernels(*tensors) if 1 <= rows <= COMPILED_MAX_ROWS else None
+    return any_kernels(*tensors) if is_decoding() and 1 <= rows <= COMPILED_MAX_ROWS else None
+
+
+def takes_many(rows: int) -> bool:
+    """Whether products of so many rows are for the kernels for many.
+
+    In prompts they all are: those kernels add up in their own order, and a prompt has the same bits in pieces and whole.
+    """
+    return is_reading() or rows > COMPILED_MAX_ROWS
 
 
 def product_kernels(rows: int, *tensors: Tensor) -> Any:
-    """`compiled_kernels`, and those for products of more rows where they are not slower than torch."""
-    return _kernels(*tensors) if 1 <= rows <= COMPILED_MAX_ROWS or (rows and _many_pay()) else None
+    """`compiled_kernels` of products, which those for many rows serve too, in `decoding` or `reading`, where they pay."""
+    if not takes_many(rows):
+        return compiled_kernels(rows, *tensors)
+    return any_kernels(*tensors) if rows and (is_decoding() or is_reading()) and _many_pay() else None
 
 
 def serves_rows(kernels: Any, rows: int, weights: Sequence[Weight]) -> bool:
     """Whether `product_kernels` multiply these matrices with so many rows."""
-    return rows <= COMPILED_MAX_ROWS or all(kernels.multiplies_many(*weight.shape) for weight in weights)
+    return not takes_many(rows) or all(kernels.multiplies_many(*weight.shape) for weight in weights)
 
 
-def _kernels(*tensors: Tensor) -> Any:
-    if not is_decoding() or not all(map(_is_served, tensors)):
+def any_kernels(*tensors: Tensor) -> Any:
+    """The module of compiled kernels where it serves these tensors inside `decoding` or `reading`, else None."""
+    if not (is_decoding() or is_reading()) or not all(map(_is_served, tensors)):
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
@@ -188,18 +204,31 @@ def addresses(weight: Weight) -> tuple[int, int]:
 def prepare_decoding(dtype: torch.dtype, device: torch.device) -> None:
     """Load what `decoding` will use, so that the first token does not wait for it; compiled once, then kept on disk."""
     if dtype == torch.bfloat16 and device.type == "cpu":
-        _load_kernels()
+        _many_pay()
 
 
 @contextmanager
 def decoding() -> Iterator[None]:
     """Let the compiled kernels serve in this thread: elsewhere, loading them would cost more than they save."""
-    before = is_decoding()
-    _local.is_decoding = True
+    with _set("is_decoding"):
+        yield
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Let those for many rows serve in this thread: around the prompts of a model that will decode."""
+    with _set("is_reading"):
+        yield
+
+
+@contextmanager
+def _set(name: str) -> Iterator[None]:
+    before = getattr(_local, name, False)
+    setattr(_local, name, True)
     try:
         yield
     finally:
-        _local.is_decoding = before
+        setattr(_local, name, before)
 
 
 def as_bfloat16(bits: Any) -> Tensor:

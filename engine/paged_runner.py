@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.block_pool import BlockPool
 from engine.generate import Engine, decode_kernels
-from engine.linear import prepare_decoding
+from engine.linear import prepare_decoding, reading
 from engine.model import Decoder
 from engine.paged_cache import PagedBatch, PagedCache
 from engine.request_state import RequestState
@@ -60,7 +60,7 @@ class PagedRunner:
 
     def read(self, state: RequestState, end: int) -> Tensor | None:
         start = state.table.length
-        with decode_kernels(end - start, self._dtype, self._device):
+        with reading():
             hidden_LD = self._forward([state], end - start)[0]
         if state.asks_for_prompt:
             state.take_prompt(start, end, lambda first, last: self._decoder.logits(hidden_LD[first:last]))
