@@ -132,6 +132,7 @@ def memory_work(options: PruneOptions, prepared: Prepared) -> Work:
         prepared.dtype,
         prepared.tokens_SL.shape[1],
         gradients=options.method == "diep" or options.method in GRADIENT_METHODS,
+        optimises=options.method == "diep",
         experts_per_token=max(config.experts_per_layer) if mixes_all else None,
         other_bytes=max(others),
     )

@@ -7,6 +7,7 @@ Shape suffixes: T tokens of a batch, D hidden, F expert width, K experts a token
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ class Work:
     length: int
     """Tokens of a sequence."""
     gradients: bool = False
+    optimises: bool = False
+    """With an optimiser of torch's."""
     experts_per_token: int | None = None
     """None for the model's own."""
     other_bytes: int = 0
@@ -56,6 +59,8 @@ def budget_for(limit: int | None, checkpoint: Checkpoint, work: Work) -> MemoryB
     """How to keep to a limit, None for none. Raises OptionError where a larger one is needed, and says which."""
     if limit is None:
         return None
+    if work.optimises:
+        importlib.import_module("torch._dynamo")  # as optimisers do in their first step: 150 MB where Triton is installed
     resident = processes.largest(resident_memory_bytes())  # several processes have batches of one size
     interpreter = math.ceil((resident + LOADED_LATER_BYTES) / ROUNDED_TO) * ROUNDED_TO
     piece = _largest_piece(checkpoint, work)
