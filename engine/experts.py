@@ -22,11 +22,10 @@ from engine.architectures import ClampedSwiglu
 from engine.linear import (
     addresses,
     as_bfloat16,
-    is_decoding,
-    is_reading,
     kernel_form,
     linear,
     linears,
+    may_compile,
     multiplies_bfloat16,
     plain,
     product_kernels,
@@ -82,7 +81,7 @@ class Expert(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [T, D]."""
         tokens = x_TD.shape[0]
-        if is_decoding() or is_reading():
+        if may_compile():
             alone, ones = np.zeros((tokens, 1), np.int64), np.ones((tokens, 1), np.float32)
             if (y_TD := self._compiled(x_TD, (self,), alone, ones)) is not None:
                 return y_TD
@@ -234,7 +233,7 @@ class MoeBlock(nn.Module):
 
     def _routed(self, x_TD: Tensor, selection: Selection, scales_TN: Tensor | None) -> Tensor:
         scales_TS = None if scales_TN is None else scales_TN.gather(1, selection.experts.clamp_min(0))
-        if (is_decoding() or is_reading()) and self.expert_observer is None and selection.experts.is_cpu:
+        if may_compile() and self.expert_observer is None and selection.experts.is_cpu:
             chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
             scales = None if scales_TS is None else np.ascontiguousarray(scales_TS.detach().float().numpy())
             if (y_TD := self._compiled(x_TD, self.experts, chosen, weights, scales)) is not None:

@@ -144,6 +144,11 @@ def _narrow(value: Any) -> Any:
 
 
 @_inline
+def _narrow_pair(low: Any, high: Any) -> Any:
+    return np.uint32(_narrow(low)) | np.uint32(_narrow(high)) << np.uint32(16)
+
+
+@_inline
 def _exp(x: Any) -> Any:
     """e^x in float32 to 2 units in the last place, in operations that vectorise: 2^n · e^r with |r| ≤ ln(2) / 2."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
@@ -272,8 +277,8 @@ def _half_tile(rows: int, matrix_rows: int) -> Any:
 
 
 def _panel_tile(vectors: int) -> Any:
-    """A function of (address of 4 matrix rows of I bfloat16, I, address of a panel, pairs to multiply, address of results,
-    stride): adds the products of 4 rows with 16 · `vectors` tokens to the float32 results, row w at `w · stride`.
+    """A function of (address of 4 matrix rows of I bfloat16, I, address of a panel, pairs to multiply, address of results):
+    adds the products of 4 rows with 16 · `vectors` tokens to the float32 results, row after row.
 
     A panel holds the same two inputs of all its tokens side by side, and so pair after pair. Each sum is one lane, added up
     in the order of the inputs whatever else is in the panel.
@@ -281,11 +286,11 @@ def _panel_tile(vectors: int) -> Any:
     pairs, rows = ir.VectorType(_INT, _LANES), 4
     undefined, first_lane = ir.Constant(pairs, ir.Undefined), ir.Constant(pairs, [0] * _LANES)
 
-    def tile(context: Any, weights: Any, inputs: Any, panel: Any, count: Any, results: Any, stride: Any) -> Any:
-        return types.void(types.uint64, types.int64, types.uint64, types.int64, types.uint64, types.int64), generate
+    def tile(context: Any, weights: Any, inputs: Any, panel: Any, count: Any, results: Any) -> Any:
+        return types.void(types.uint64, types.int64, types.uint64, types.int64, types.uint64), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weight_address, inputs, panel, count, result_address, stride = arguments
+        weight_address, inputs, panel, count, result_address = arguments
         w_rows = [_at(builder, weight_address, builder.mul(inputs, _INDEX(w)), 2) for w in range(rows)]
         next_rows = builder.mul(inputs, _INDEX(2 * rows))
         dot = ir.FunctionType(_FLOATS, [_FLOATS, pairs, pairs])
@@ -310,11 +315,7 @@ def _panel_tile(vectors: int) -> Any:
 
             return step
 
-        places = [
-            _at(builder, result_address, builder.add(builder.mul(stride, _INDEX(w)), _INDEX(_LANES * v)), 4)
-            for w in range(rows)
-            for v in range(vectors)
-        ]
+        places = [_at(builder, result_address, _INDEX(_LANES * each), 4) for each in range(rows * vectors)]
         whole = builder.and_(count, _INDEX(-4))
         sums = _loop(builder, _INDEX(0), whole, 4, [_load(builder, place, _FLOATS) for place in places], dots(4))
         sums = _loop(builder, whole, count, 1, sums, dots(1))
@@ -773,26 +774,26 @@ _PANEL_OF_4, _PANEL_OF_5, _PANEL_OF_6 = _panel_tile(4), _panel_tile(5), _panel_t
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _multiply_panel(weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any, stride: Any) -> None:
-    """Add `count` matrix rows, a multiple of 4, times a panel to float32 results, a row of which is `stride` long."""
+def _multiply_panel(weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any) -> None:
+    """Add `count` matrix rows, a multiple of 4, times a panel to float32 results, row after row."""
     for start in range(0, inputs, _PANEL_INPUTS):
         pairs = min(_PANEL_INPUTS, inputs - start) // 2
         x = panel + np.uint64(2 * _LANES * start * vectors)
         for row in range(0, count, 4):
             w = weights + np.uint64(2 * (row * inputs + start))
-            y = results + np.uint64(4 * row * stride)
+            y = results + np.uint64(4 * _LANES * row * vectors)
             if vectors == 6:
-                _PANEL_OF_6(w, inputs, x, pairs, y, stride)
+                _PANEL_OF_6(w, inputs, x, pairs, y)
             elif vectors == 5:
-                _PANEL_OF_5(w, inputs, x, pairs, y, stride)
+                _PANEL_OF_5(w, inputs, x, pairs, y)
             elif vectors == 4:
-                _PANEL_OF_4(w, inputs, x, pairs, y, stride)
+                _PANEL_OF_4(w, inputs, x, pairs, y)
             elif vectors == 3:
-                _PANEL_OF_3(w, inputs, x, pairs, y, stride)
+                _PANEL_OF_3(w, inputs, x, pairs, y)
             elif vectors == 2:
-                _PANEL_OF_2(w, inputs, x, pairs, y, stride)
+                _PANEL_OF_2(w, inputs, x, pairs, y)
             else:
-                _PANEL_OF_1(w, inputs, x, pairs, y, stride)
+                _PANEL_OF_1(w, inputs, x, pairs, y)
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -950,6 +951,14 @@ def _add_bias(address: Any, first: Any, count: Any, y_TW: Any) -> None:
             y_TW[row, index] += bias_W[index]
 
 
+@_inline
+def _unit(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
+    """silu(gate) · up; with a limit above 0 that of ClampedSwiglu."""
+    if limit > np.float32(0.0):
+        gate, up = min(gate, limit), max(-limit, min(up, limit)) + np.float32(1.0)
+    return gate / (np.float32(1.0) + _exp(-alpha * gate)) * up
+
+
 @_compiled(_OF_SWIGLU)  # type: ignore[untyped-decorator]
 def _swiglu(
     x_address: Any,
@@ -1015,15 +1024,8 @@ def _swiglu(
             _add_bias(own[3, 0], first, count, gate)
             _add_bias(own[4, 0], first, count, up)
         for row in range(rows):
-            if limit > np.float32(0.0):
-                for index in range(count):
-                    g = min(gate[row, index], limit)
-                    u = max(-limit, min(up[row, index], limit)) + np.float32(1.0)
-                    middle_MF[begin + row, first + index] = g / (np.float32(1.0) + _exp(-alpha * g)) * u
-            else:
-                for index in range(count):
-                    g = gate[row, index]
-                    middle_MF[begin + row, first + index] = g / (np.float32(1.0) + _exp(-g)) * up[row, index]
+            for index in range(count):
+                middle_MF[begin + row, first + index] = _unit(gate[row, index], up[row, index], alpha, limit)
     middle_M = _aligned(np.uint64(members) * middle_bytes)
     for member in numba.prange(members):
         _prepare(middle_MF[member], bits, _address(middle_M) + np.uint64(member) * middle_bytes)
@@ -1059,14 +1061,6 @@ def _add_bias_to_rows(address: Any, first: Any, made_WZ: Any) -> None:
             made_WZ[row, place] += bias_W[row]
 
 
-@_inline
-def _unit(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
-    """silu(gate) · up; with a limit above 0 that of ClampedSwiglu."""
-    if limit > np.float32(0.0):
-        gate, up = min(gate, limit), max(-limit, min(up, limit)) + np.float32(1.0)
-    return gate / (np.float32(1.0) + _exp(-alpha * gate)) * up
-
-
 @_helper
 def _unit_pairs(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -> None:
     """The units of W rows, written as W / 2 pairs of a panel."""
@@ -1076,7 +1070,7 @@ def _unit_pairs(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -
         for place in range(places):
             low = _unit(gate_WZ[2 * pair, place], up_WZ[2 * pair, place], alpha, limit)
             high = _unit(gate_WZ[2 * pair + 1, place], up_WZ[2 * pair + 1, place], alpha, limit)
-            panel_CZ[pair, place] = np.uint32(_narrow(low)) | np.uint32(_narrow(high)) << np.uint32(16)
+            panel_CZ[pair, place] = _narrow_pair(low, high)
 
 
 @_inline
@@ -1141,14 +1135,15 @@ def _pack(x_address: Any, inputs: Any, tokens_Z: Any, scales_Z: Any, panel: Any)
 @_inline
 def _scaled(pair: Any, scale: Any) -> Any:
     low, high = _as_float(pair << np.uint32(16)) * scale, _as_float(pair & np.uint32(0xFFFF0000)) * scale
-    return np.uint32(_narrow(low)) | np.uint32(_narrow(high)) << np.uint32(16)
+    return _narrow_pair(low, high)
 
 
 @_helper
-def _dequantise_row(stored: Any, scales: Any, form: Any, inputs: Any, target: Any) -> None:
-    """I values scale · (stored − 2^(bits−1)) in bfloat16, rounded once; groups of a multiple of 32 weights."""
+def _dequantise_row(weights: Any, scales: Any, form: Any, row: Any, inputs: Any, target: Any) -> None:
+    """A row's I values scale · (stored − 2^(bits−1)) in bfloat16, rounded once; groups of a multiple of 32 weights."""
     bits, group = form
-    scales_C = numba.carray(_pointer(scales), (inputs // group,))
+    stored = weights + np.uint64(row) * _row_bytes(inputs, bits)
+    scales_C = numba.carray(_pointer(scales + np.uint64(row * (inputs // group) * 2)), (inputs // group,))
     for place in range(inputs // ROUNDED):
         scale = _widen(scales_C[place * ROUNDED // group])
         if bits == 8:
@@ -1160,16 +1155,12 @@ def _dequantise_row(stored: Any, scales: Any, form: Any, inputs: Any, target: An
 @_helper
 def _plain_rows(weights: Any, scales: Any, form: Any, first: Any, count: Any, inputs: Any) -> Any:
     """The bits of `count` matrix rows in bfloat16, one after the other: where they lie, or of few bits a copy."""
-    bits, group = form
-    begin = weights + np.uint64(first) * _row_bytes(inputs, bits)
+    bits, _ = form
     if bits == 16:
-        return numba.carray(_pointer(begin), (count * inputs,))
-    begin_scales = scales + np.uint64(first * (inputs // group) * 2)
+        return numba.carray(_pointer(weights + np.uint64(first) * _row_bytes(inputs, bits)), (count * inputs,))
     rows = np.empty(count * inputs, np.uint16)
     for row in range(count):
-        own = np.uint64(row)
-        stored, own_scales = begin + own * _row_bytes(inputs, bits), begin_scales + own * np.uint64(inputs // group * 2)
-        _dequantise_row(stored, own_scales, form, inputs, _address(rows) + own * np.uint64(2 * inputs))
+        _dequantise_row(weights, scales, form, first + row, inputs, _address(rows) + np.uint64(2 * row * inputs))
     return rows
 
 
@@ -1206,7 +1197,7 @@ def _many_products(
                     place, tokens = begins_P[panel], _LANES * vectors_P[panel]
                     made_WZ = np.zeros((size, tokens), np.float32)
                     x_panel = _address(x) + np.uint64(2 * inputs * place)
-                    _multiply_panel(_address(weights), count, inputs, x_panel, vectors_P[panel], _address(made_WZ), tokens)
+                    _multiply_panel(_address(weights), count, inputs, x_panel, vectors_P[panel], _address(made_WZ))
                     made_ZW = _turned(made_WZ)
                     for row in range(min(tokens, rows - place)):
                         for index in range(count):
@@ -1265,8 +1256,8 @@ def _many_swiglu(
             gate_WZ = np.zeros((count, _LANES * vectors), np.float32)
             up_WZ = np.zeros((count, _LANES * vectors), np.float32)
             x_panel = _address(x) + np.uint64(2 * hidden * begin)
-            _multiply_panel(_address(gate_weights), count, hidden, x_panel, vectors, _address(gate_WZ), _LANES * vectors)
-            _multiply_panel(_address(up_weights), count, hidden, x_panel, vectors, _address(up_WZ), _LANES * vectors)
+            _multiply_panel(_address(gate_weights), count, hidden, x_panel, vectors, _address(gate_WZ))
+            _multiply_panel(_address(up_weights), count, hidden, x_panel, vectors, _address(up_WZ))
             if biased:
                 _add_bias_to_rows(own[3, 0], first, gate_WZ)
                 _add_bias_to_rows(own[4, 0], first, up_WZ)
@@ -1284,7 +1275,7 @@ def _many_swiglu(
                 begin, vectors = begins_P[panel], vectors_P[panel]
                 down_WZ = np.zeros((size, _LANES * vectors), np.float32)
                 middle_panel = _address(middle) + np.uint64(2 * width * begin)
-                _multiply_panel(_address(weights), count, width, middle_panel, vectors, _address(down_WZ), _LANES * vectors)
+                _multiply_panel(_address(weights), count, width, middle_panel, vectors, _address(down_WZ))
                 if biased:
                     _add_bias_to_rows(own[5, 0], first, down_WZ[:count])
                 down_ZW = _turned(down_WZ)
@@ -1301,11 +1292,9 @@ def _many_swiglu(
 @_compiled("void(uint64, uint64, UniTuple(int64, 2), uint16[:, ::1])")  # type: ignore[untyped-decorator]
 def _dequantise(weights: Any, scales: Any, form: Any, y_OI: Any) -> None:
     """The whole matrix."""
-    (bits, group), (outputs, inputs) = form, y_OI.shape
+    outputs, inputs = y_OI.shape
     for row in numba.prange(outputs):
-        own = np.uint64(row)
-        stored, own_scales = weights + own * _row_bytes(inputs, bits), scales + own * np.uint64(inputs // group * 2)
-        _dequantise_row(stored, own_scales, form, inputs, _address(y_OI) + own * np.uint64(2 * inputs))
+        _dequantise_row(weights, scales, form, row, inputs, _address(y_OI) + np.uint64(2 * row * inputs))
 
 
 @_compiled("void(uint64, uint64, float32, uint16[:, ::1])", parallel=False)  # type: ignore[untyped-decorator]

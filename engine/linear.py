@@ -111,6 +111,11 @@ def is_reading() -> bool:
     return getattr(_local, "is_reading", False)
 
 
+def may_compile() -> bool:
+    """Whether this thread is inside `decoding` or `reading`."""
+    return is_decoding() or is_reading()
+
+
 def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
     """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None."""
     return any_kernels(*tensors) if is_decoding() and 1 <= rows <= COMPILED_MAX_ROWS else None
@@ -128,7 +133,7 @@ def product_kernels(rows: int, *tensors: Tensor) -> Any:
     """`compiled_kernels` of products, which those for many rows serve too, in `decoding` or `reading`, where they pay."""
     if not takes_many(rows):
         return compiled_kernels(rows, *tensors)
-    return any_kernels(*tensors) if rows and (is_decoding() or is_reading()) and _many_pay() else None
+    return any_kernels(*tensors) if rows and may_compile() and _many_pay() else None
 
 
 def serves_rows(kernels: Any, rows: int, weights: Sequence[Weight]) -> bool:
@@ -138,7 +143,7 @@ def serves_rows(kernels: Any, rows: int, weights: Sequence[Weight]) -> bool:
 
 def any_kernels(*tensors: Tensor) -> Any:
     """The module of compiled kernels where it serves these tensors inside `decoding` or `reading`, else None."""
-    if not (is_decoding() or is_reading()) or not all(map(_is_served, tensors)):
+    if not may_compile() or not all(map(_is_served, tensors)):
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
@@ -277,7 +282,7 @@ def _many_pay() -> bool:
     kernels = _load_kernels()
     if kernels is None or not kernels.multiplies_many(*TRIAL_SHAPE):
         return False
-    return os.environ.get(KERNELS, "auto") == "compiled" or _pays(kernels, 2 * COMPILED_MAX_ROWS)
+    return wanted_kernels() == "compiled" or _pays(kernels, 2 * COMPILED_MAX_ROWS)
 
 
 def _pays(kernels: Any, rows: int = 1) -> bool:
