@@ -536,6 +536,7 @@ def main() -> None:
 @click.option("--plan", type=click.Path(path_type=Path), help="Carry out this plan instead of making one.")
 @click.option("--bits", type=click.Choice(WEIGHT_BITS), help="Also round the weights that are left to so many bits.")
 @group_size_option
+@click.option("--shard", is_flag=True, help="diep, fisher, taylor: spread MODEL over the processes (FSDP2).")
 @artifact_options
 @common_options
 def prune(common: Common, **options: Any) -> dict[str, Any]:
@@ -961,6 +962,7 @@ def _prune_options(common: Common, **given: Any) -> Any:
         ),
         plan=given["plan"],
         quantiser=QuantiserOptions(given["bits"], given["group_size"]) if given["bits"] else None,
+        shard=given["shard"],
         **_artifact_options(common, **given),
     )
 

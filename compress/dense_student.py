@@ -8,7 +8,7 @@ Shape suffixes: T tokens, D hidden, F width of one FFN, K FFNs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from compress.plan import Part, Plan
 from engine.architectures import DOWN, DOWN_BIAS, GATE_BIAS, decoder_config, expected_tensors, expert_parts
 from engine.checkpoint import Checkpoint
 from engine.experts import Expert
-from engine.model import Decoder
+from engine.model import Decoder, DecoderLayer
 from engine.parameters import parameters_on_disk
 
 
@@ -53,8 +53,14 @@ def ffn_sum(
     return FfnSum(ffns, [part.scale for part in planned.parts], device)
 
 
-def dense_student(plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """The result of a dense plan as a decoder whose MoE layers' FFNs are still apart."""
+def dense_student(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    made: Callable[[int, DecoderLayer], None] | None = None,
+) -> Decoder:
+    """The result of a dense plan as a decoder whose MoE layers' FFNs are still apart; `made` as of `Decoder`."""
     config = decoder_config(planned_config(plan, checkpoint))
     shapes, narrower = expected_tensors(config), dense_ffns(checkpoint)
 
@@ -63,10 +69,13 @@ def dense_student(plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype, device
             return checkpoint.tensor(name).to(device=device, dtype=dtype)
         return torch.empty(shapes[name], dtype=dtype, device="meta")  # of the folded FFN, which is replaced below
 
-    decoder = Decoder(config, source)
-    for index in plan.layers:
-        decoder.layers[index].feed_forward = ffn_sum(plan, checkpoint, index, dtype, device)
-    return decoder
+    def take_apart(index: int, layer: DecoderLayer) -> None:
+        if index in plan.layers:
+            layer.register_module("feed_forward", ffn_sum(plan, checkpoint, index, dtype, device))
+        if made is not None:
+            made(index, layer)
+
+    return Decoder(config, source, take_apart)
 
 
 def student_parameters(student: Decoder) -> dict[str, nn.Parameter]:
@@ -86,6 +95,11 @@ def sums(student: Decoder) -> dict[int, FfnSum]:
     """The FFNs that are apart, by decoder layer."""
     blocks = {index: layer.feed_forward for index, layer in enumerate(student.layers)}
     return {index: block for index, block in blocks.items() if isinstance(block, FfnSum)}
+
+
+def scales(layer: DecoderLayer) -> list[nn.Parameter]:
+    """The a_K of a layer whose FFNs are apart."""
+    return [layer.feed_forward.a_K] if isinstance(layer.feed_forward, FfnSum) else []
 
 
 def folded(ffns: Iterable[Sequence[Tensor]], a_K: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress.dense_student import dense_student, student_parameters, sums
+from compress.dense_student import dense_student, scales, student_parameters
 from compress.layer_distillation import DistillationLoss, LossWeights, Teacher, decoder_perplexity
 from compress.plan import Plan
 from compress.training import Loss, Trained, Trainer, TrainingOptions, figures
@@ -125,9 +125,10 @@ def train_dense(
 
     `student`: what to train, where it is not to begin as the plan has it (dense_student.py).
     """
-    student = student or dense_student(plan, checkpoint, dtype, "cpu" if options.shard else device)
     if options.shard:
-        processes.shard(student, device, keep_whole=[block.a_K for block in sums(student).values()])
+        student = processes.sharded(lambda made: dense_student(plan, checkpoint, dtype, device, made), device, scales)
+    else:
+        student = student or dense_student(plan, checkpoint, dtype, device)
     sizes = tokens_SL.shape[1], student.config.hidden_size
     group = options.part("distill", *sizes).group_size
     recompute_if_large(student, group * tokens_SL.shape[1])

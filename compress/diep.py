@@ -32,7 +32,7 @@ from compress.moments import restore, with_moments
 from engine import processes
 from engine.activations import Activations, closed_on_error
 from engine.errors import DataError, OptionError
-from engine.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward
+from engine.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
 from engine.memory_budget import batches
 from engine.model import Decoder, Outer
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
@@ -227,7 +227,8 @@ def full_hidden_states(decoder: AnyDecoder, tokens_SL: Tensor, directory: Path |
 
     full = Activations((*tokens_SL.shape, decoder.config.hidden_size), decoder.dtype)
     with closed_on_error(full):
-        for rows, hidden in processes.in_turn(list(batches(*tokens_SL.shape)), compute):
+        together = processes.is_spread(decoder)
+        for rows, hidden in processes.in_turn(list(batches(*tokens_SL.shape)), compute, together=together):
             full[rows] = hidden
     return full
 
@@ -300,7 +301,8 @@ def gradients(
 
     route, named = relaxed(state, options), _named("alpha" if is_alpha else "beta", trained)
     kept = directory and processes.own_directory(directory, own)
-    total = backward(decoder, own_BL, route, loss, trained=named, directory=kept)
+    with in_company(decoder, len(list(batches(*own_BL.shape))), tokens_SL.shape[1], route, named):
+        total = backward(decoder, own_BL, route, loss, trained=named, directory=kept)
     if processes.count() > 1:
         total = _add_up_processes(trained, total)
     if options.pressure and is_alpha:

@@ -72,9 +72,10 @@ class Distilled:
 
 def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Distilled:
     clock, config = Clock(), prepared.checkpoint.config
-    student = Decoder(config, prepared.checkpoint.weights(prepared.dtype, "cpu" if options.shard else options.device))
     if options.shard:
-        processes.shard(student, options.device)
+        student = processes.sharded_model(prepared.checkpoint, prepared.dtype, options.device)
+    else:
+        student = Decoder(config, prepared.checkpoint.weights(prepared.dtype, options.device))
     longest = prepared.limit if options.row.student_writes else prepared.length
     part = options.training(prepared.steps, longest, config.hidden_size)
     recompute_if_large(student, part.group_size * longest)

@@ -25,7 +25,7 @@ from torch import Tensor
 from compress.losses import next_token_loss
 from engine import processes
 from engine.errors import DataError
-from engine.layerwise import AnyDecoder, LayerwiseDecoder, backward
+from engine.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
 from engine.linear import linear
 from engine.memory_budget import sequences_per_batch
 from engine.model import Decoder, Outer
@@ -106,14 +106,16 @@ def gate_gradients(
     saved, (count, length) = time.monotonic(), own_SL.shape
     is_layerwise = isinstance(decoder, LayerwiseDecoder)
     size = max(1, SWEEP_TOKENS // length) if is_layerwise else sequences_per_batch(length)
-    for rows in progress([slice(start, min(start + size, count)) for start in range(sums.sequences, count, size)]):
-        kept = state_path.with_suffix("") / f"from-{rows.start}" if state_path is not None and is_layerwise else None
-        sums.add(_of_batch(decoder, own_SL[rows], sums.generator if own_samples else None, kept))
-        if state_path is not None and (kept or time.monotonic() - saved >= SAVE_EVERY_SECONDS):
-            sums.save(state_path)
-            saved = time.monotonic()
-        if kept is not None:
-            shutil.rmtree(kept, ignore_errors=True)
+    parts = [slice(start, min(start + size, count)) for start in range(sums.sequences, count, size)]
+    with in_company(decoder, len(parts), length, *_gated(decoder, 1)):
+        for rows in progress(parts):
+            kept = state_path.with_suffix("") / f"from-{rows.start}" if state_path is not None and is_layerwise else None
+            sums.add(_of_batch(decoder, own_SL[rows], sums.generator if own_samples else None, kept))
+            if state_path is not None and (kept or time.monotonic() - saved >= SAVE_EVERY_SECONDS):
+                sums.save(state_path)
+                saved = time.monotonic()
+            if kept is not None:
+                shutil.rmtree(kept, ignore_errors=True)
     processes.add_up([*sums.first, *sums.second])
     return dict(zip(layers, sums.first, strict=True)), dict(zip(layers, sums.second, strict=True))
 
@@ -122,13 +124,7 @@ def _of_batch(
     decoder: AnyDecoder, tokens_BL: Tensor, generator: torch.Generator | None, directory: Path | None
 ) -> list[Tensor]:
     """∂L_s/∂g of each sequence, [B, N] float64 for each MoE layer; of the model's own samples where a generator is given."""
-    gates = [
-        torch.ones(len(tokens_BL), count, device=decoder.device, requires_grad=True)
-        for count in decoder.config.experts_per_layer
-    ]
-
-    def route(number: int, own: Routing, part: slice) -> Routing:
-        return Gated(own, gates[number][part])
+    route, gates = _gated(decoder, len(tokens_BL))
 
     def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
         targets_BL = tokens_BL[part].to(decoder.device)
@@ -139,9 +135,20 @@ def _of_batch(
             )
         return next_token_loss(hidden_BLD, model.head_VD, targets_BL, model.head_bias_V)
 
-    trained = {f"gate.{number}": gate for number, gate in enumerate(gates)}
-    backward(decoder, tokens_BL, route, loss, trained=trained, generator=generator, directory=directory)
-    return [torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in gates]
+    backward(decoder, tokens_BL, route, loss, trained=gates, generator=generator, directory=directory)
+    return [torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in gates.values()]
+
+
+def _gated(decoder: AnyDecoder, sequences: int) -> tuple[Route, dict[str, Tensor]]:
+    """The model's own routings with gates of one, and those, [B, N] for each MoE layer."""
+    gates = [
+        torch.ones(sequences, count, device=decoder.device, requires_grad=True) for count in decoder.config.experts_per_layer
+    ]
+
+    def route(number: int, own: Routing, part: slice) -> Routing:
+        return Gated(own, gates[number][part])
+
+    return route, {f"gate.{number}": gate for number, gate in enumerate(gates)}
 
 
 @torch.no_grad()

@@ -69,6 +69,12 @@ class PruneOptions(JobOptions):
     plan: Path | None = None
     quantiser: QuantiserOptions | None = None
     """How the weights of what is left are rounded; None leaves them."""
+    shard: bool = False
+    """Spread the model over the processes where the method needs all of it."""
+
+    def deciding(self) -> dict[str, Any]:
+        """Without what each process holds."""
+        return {name: value for name, value in super().deciding().items() if name != "shard"}
 
     def recorded(self) -> dict[str, Any]:
         """With the search's defaults filled in too."""
@@ -110,6 +116,7 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
         return figures
     check_outputs(options)
     if shared is None:
+        check_shard([options])
         prepared = prepare_pruning(options)
         with limited(budget_for(options.memory_limit, prepared.checkpoint, memory_work(options, prepared))):
             check_weights(prepared.checkpoint, progress)
@@ -225,6 +232,21 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
     return ready
 
 
+def check_shard(runs: Sequence[PruneOptions]) -> None:
+    """Raise OptionError where a model is to be spread that none of the runs needs whole, or over nothing."""
+    if not runs[0].shard:
+        return
+    needing = ("diep", *GRADIENT_METHODS)
+    if not any(run.plan is None and run.method in needing for run in runs):
+        raise OptionError(
+            f"--shard is for methods that need the whole model ({', '.join(needing)}), and others read it layer by layer; "
+            "leave it out"
+        )
+    if runs[0].memory_limit is not None:
+        raise OptionError("--memory-limit holds one layer of the model, and --shard a piece of each; leave out one of them")
+    processes.check_several()
+
+
 def _own_steps(options: PruneOptions, prepared: Prunable) -> tuple[RecoverOptions, WholeRecoveryOptions]:
     """The trainings with this process's part of each step. Raises OptionError where several cannot share them."""
     recover, distill = options.recover, options.distill
@@ -337,10 +359,13 @@ def _gradient_scores(
 
 
 def _decoder(options: PruneOptions, prepared: Prunable) -> AnyDecoder:
-    """All weights at once or, within a limit of memory, one layer's."""
+    """All weights at once, this process's pieces of them, or, within a limit of memory, one layer's."""
     if current() is not None:
         return LayerwiseDecoder(prepared.checkpoint, prepared.dtype, options.device)
-    decoder = Decoder(prepared.checkpoint.config, prepared.checkpoint.weights(prepared.dtype, options.device))
+    if options.shard:
+        decoder = processes.sharded_model(prepared.checkpoint, prepared.dtype, options.device)
+    else:
+        decoder = Decoder(prepared.checkpoint.config, prepared.checkpoint.weights(prepared.dtype, options.device))
     decoder.checkpoint_activations = True
     return decoder
 

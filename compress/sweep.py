@@ -17,7 +17,7 @@ from typing import Any
 
 from compress.compare import COMPARISON, CompareOptions, compare
 from compress.job import check_weights, fingerprints
-from compress.prune import DEFAULT_SCOPE, PruneOptions, Shared, checked_budget, prepare_pruning, prune
+from compress.prune import DEFAULT_SCOPE, PruneOptions, Shared, check_shard, checked_budget, prepare_pruning, prune
 from compress.result import check_outputs
 from compress.work_directory import WorkDirectory
 from engine import processes
@@ -56,6 +56,7 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
     started = time.monotonic()
     first, output = runs[0], runs[0].output.parent
     check_sweep(output, runs)
+    check_shard(runs)
     shared = Shared(prepare_pruning(first), WorkDirectory(output, "shared"))
     for run in runs:
         checked_budget(run, shared.prepared.checkpoint)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine import heap
+from engine import heap, processes
 from engine.activations import Activations, Shelf, closed_on_error
 from engine.architectures import DecoderConfig
 from engine.checkpoint import Checkpoint
@@ -104,6 +104,20 @@ def backward(
         del value
         heap.give_back()
     return total
+
+
+@contextmanager
+def in_company(model: AnyDecoder, batches: int, length: int, route: Route, trained: Mapping[str, Tensor]) -> Iterator[None]:
+    """After so many batches go `backward` inside the `with`, what others need of this process, whose sequences may be fewer.
+
+    All processes take part in gathering each layer of a model that is spread over them. Where another has more batches, this
+    one makes passes that add nothing to the gradients.
+    """
+    missing = int(processes.largest(batches)) - batches if processes.is_spread(model) else 0
+    yield
+    idle_1L = torch.zeros(1, length, dtype=torch.long)
+    for _ in range(missing):
+        backward(model, idle_1L, route, lambda hidden_BLD, outer, rows: 0.0 * hidden_BLD.sum(), trained=trained)
 
 
 class _Pass:

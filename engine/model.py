@@ -82,11 +82,19 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A whole language model."""
 
-    def __init__(self, config: DecoderConfig, tensor: TensorSource) -> None:
+    def __init__(
+        self, config: DecoderConfig, tensor: TensorSource, made: Callable[[int, DecoderLayer], None] | None = None
+    ) -> None:
+        """made: is given each layer, with its index, before the next one is made."""
         super().__init__()
         self.config = config
         self.embedding_VD = _frozen(tensor("model.embed_tokens.weight"))
-        self.layers = nn.ModuleList(DecoderLayer(config, index, tensor) for index in range(len(config.layers)))
+        self.layers = nn.ModuleList()
+        for index in range(len(config.layers)):
+            layer = DecoderLayer(config, index, tensor)
+            self.layers.append(layer)
+            if made is not None:
+                made(index, layer)
         self.norm, self.norm_bias = _norm(config, FINAL_NORM, tensor)
         self.head = self.embedding_VD if config.tied_embeddings else frozen(tensor("lm_head.weight"))
         self.head_bias_V = _frozen(tensor("lm_head.bias")) if config.head_bias else None

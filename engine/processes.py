@@ -3,8 +3,8 @@
 All of them run the same code on the same files. Each has its own sequences, and what comes of them is added up here. What is
 written, and what is said, is the first one's. Nothing but numbers and JSON goes between them.
 
-`shard` leaves each process a piece of every tensor (FSDP2), whose gradients FSDP adds up; whatever else a training does with
-tensors it does with pieces.
+`sharded` leaves each process a piece of every tensor (FSDP2), whose gradients FSDP adds up; whatever else a training does
+with tensors it does with pieces.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
 from engine.memory_budget import batches
-from engine.model import Decoder
+from engine.model import Decoder, DecoderLayer
 
 T = TypeVar("T")
 BUCKET_ELEMENTS = 1 << 24
@@ -194,11 +195,14 @@ def gathered(own: Tensor | None) -> Tensor:
     return whole if own is None else whole.to(own.device)
 
 
-def in_turn(items: Sequence[T], compute: Callable[[T], Tensor]) -> Iterator[tuple[T, Tensor]]:
-    """(item, what `compute` gives of it) for all items in order. The processes take turns to compute, and send."""
+def in_turn(items: Sequence[T], compute: Callable[[T], Tensor], *, together: bool = False) -> Iterator[tuple[T, Tensor]]:
+    """(item, what `compute` gives of it) for all items in order. The processes take turns to compute, and send.
+
+    together: a process computes with the others even if no item is left for it, an item that another one sends.
+    """
     for start in range(0, len(items), count()):
         turn = items[start : start + count()]
-        own = compute(turn[rank()]) if rank() < len(turn) else None
+        own = compute(turn[min(rank(), len(turn) - 1)]) if together or rank() < len(turn) else None
         for sender, item in enumerate(turn):
             result = own if count() == 1 else _sent(own, sender)
             assert result is not None
@@ -238,33 +242,56 @@ def smallest(value: float) -> float:
     return -largest(-value)
 
 
-def shard(decoder: Decoder, device: torch.device | str, keep_whole: Collection[nn.Parameter] = ()) -> None:
-    """Leave this process its pieces of a decoder that has its weights on the CPU; layers are gathered as they are needed.
+def sharded(
+    make: Callable[[Callable[[int, DecoderLayer], None]], Decoder],
+    device: torch.device | str,
+    keep_whole: Callable[[DecoderLayer], Collection[nn.Parameter]] = lambda layer: (),
+) -> Decoder:
+    """A decoder of which this process has its pieces; layers are gathered as they are needed.
 
-    keep_whole: parameters that every process keeps. Raises OptionError for a process alone.
+    make: the decoder on its device, each layer given to the function before the next is made: no more than one is whole.
+    keep_whole: parameters of a layer that every process keeps. Raises OptionError for a process alone.
     """
     check_several()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(torch.device(device).type, (count(),))
+    kept: set[nn.Parameter] = set()
     common: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": init_device_mesh(torch.device(device).type, (count(),)),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
-        "ignored_params": set(keep_whole),
+        "ignored_params": kept,
     }
-    for layer in decoder.layers:
+
+    def cut_layer(index: int, layer: DecoderLayer) -> None:
+        kept.update(keep_whole(layer))
         fully_shard(layer, **common)
+
+    decoder = make(cut_layer)
     # The embedding and the head stay gathered from the forward pass on: the loss uses them after it.
     fully_shard(decoder, reshard_after_forward=False, **common)
     register_fsdp_forward_method(decoder, "hidden_states")
     # An expert that no token of this process uses takes part with a gradient of zero: the others may have used it.
     fully_sharded: Any = decoder
     fully_sharded.set_reduce_scatter_unused_params(True)
+    return decoder
 
 
-def is_spread(decoder: Decoder) -> bool:
-    """Whether `shard` was called on it."""
+def sharded_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """The checkpoint's decoder, `sharded`."""
+
+    def make(cut_layer: Callable[[int, DecoderLayer], None]) -> Decoder:
+        def made(index: int, layer: DecoderLayer) -> None:
+            cut_layer(index, layer)
+            checkpoint.release()
+
+        return Decoder(checkpoint.config, checkpoint.weights(dtype, device), made)
+
+    return sharded(make, device)
+
+
+def is_spread(decoder: object) -> bool:
+    """Whether it is `sharded`."""
     return hasattr(decoder, "reshard")
 
 

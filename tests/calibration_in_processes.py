@@ -50,6 +50,11 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
     for relaxation in RELAXATIONS:
         options = DiepOptions(relaxation, epochs=3, batch_size=3)  # the last step of an epoch is of one sequence
         scored[relaxation] = search(decoder, TOKENS, options, state_path=place / f"{relaxation}.safetensors")
+    # Five sequences are three batches: one process has one more than the other, in each step too.
+    pieces = processes.sharded_model(checkpoint, torch.float32, "cpu") if processes.count() > 1 else decoder
+    scored["sharded fisher"] = fisher_scores(pieces, TOKENS[:5], 3)
+    for relaxation in RELAXATIONS:
+        scored[f"sharded {relaxation}"] = search(pieces, TOKENS[:5], DiepOptions(relaxation, epochs=4, batch_size=5))
     layerwise = LayerwiseDecoder(checkpoint, torch.float32)
     scored["layerwise fisher"] = fisher_scores(layerwise, TOKENS, 3)
     scored["layerwise"] = search(layerwise, TOKENS, LAYERWISE)

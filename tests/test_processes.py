@@ -91,7 +91,7 @@ def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", TWO_SEQUENCES)
     tensors, values = calibrated(tmp_path / "model", tmp_path)
     exact = {"tokens", "tokens_routed", "weight_ratio_median", "output_mean", "linear_cka", "rbf_cka", "rbf_cka_before"}
-    searched = {*RELAXATIONS, "layerwise", "output_sum"}  # in float32
+    searched = {*RELAXATIONS, *(f"sharded {name}" for name in RELAXATIONS), "layerwise", "output_sum"}  # in float32
     for rank in (0, 1):
         found = load_file(tmp_path / f"process-{rank}" / "tensors.safetensors")
         assert set(found) == set(tensors)
@@ -122,13 +122,14 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.glob(".*")), "nothing temporary is left"
 
 
-def test_each_process_keeps_to_a_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer by layer in two processes: what the artifact is made of, its tensors, its figures as of one without a limit."""
+@pytest.mark.parametrize("held", [["--memory-limit", "1.5GB"], ["--shard"]], ids=["a layer", "pieces"])
+def test_each_process_holds_but_a_part(held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of the model, or its pieces of all: what the artifact is made of, its tensors, its figures are as of one alone."""
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
     command = ["prune", "model", *CALIBRATION, "--method", "diep", "--epochs", "1", "--batch-size", "2", "--sparsity", "0.5"]
     command += ["--evaluation-samples", "3", "--dtype", "float32", "--json"]
-    done = torchrun("-m", "cli", *command, "--memory-limit", "1.5GB", "-o", "together", cwd=tmp_path)
+    done = torchrun("-m", "cli", *command, *held, "-o", "together", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = CliRunner().invoke(cli.main, [*command, "-o", "alone"])
     together, alone = json.loads(done.stdout), json.loads(result.stdout)
@@ -208,6 +209,16 @@ def test_what_needs_several_processes_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli.main, [*DENSIFY, "--shard"])
     assert result.exit_code == 1 and "torchrun" in result.output
+    refusals = {
+        ("--method", "diep"): "torchrun",
+        ("--method", "naee,diep"): "torchrun",
+        ("--method", "naee,reap"): "layer by layer; leave it out",
+        ("--method", "fisher", "--memory-limit", "2GB"): "leave out one of them",
+        ("--method", "reap"): "layer by layer; leave it out",
+    }
+    for options, why in refusals.items():
+        result = CliRunner().invoke(cli.main, ["prune", "model", *CALIBRATION, "--sparsity", "0.5", "--shard", *options])
+        assert result.exit_code == 1 and why in result.output
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(DataError, match="3 sequences to train on are fewer than the 8"):
