@@ -6,6 +6,9 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 
+_MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of malloc.h."""
+
 
 def give_back() -> None:
     """Let the C library return freed memory; nothing where it has no such call (all but glibc).
@@ -15,6 +18,17 @@ def give_back() -> None:
     """
     if (trim := _malloc_trim()) is not None:
         trim(0)
+
+
+def give_back_large() -> None:
+    """From here on let it return each block from 1 MB on as soon as that is freed, at the price of new pages for the next.
+
+    For those who hold large tensors for a moment, over and over, and have no moment of their own to call `give_back`.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+    except (AttributeError, OSError, TypeError):
+        return
 
 
 @cache

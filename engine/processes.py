@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from engine import heap
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
 from engine.memory_budget import batches
@@ -256,6 +257,7 @@ def sharded(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+    heap.give_back_large()  # what is gathered on a CPU
     kept: set[nn.Parameter] = set()
     common: dict[str, Any] = {
         "mesh": init_device_mesh(torch.device(device).type, (count(),)),

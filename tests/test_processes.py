@@ -124,7 +124,7 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("held", [["--memory-limit", "1.5GB"], ["--shard"]], ids=["a layer", "pieces"])
 def test_each_process_holds_but_a_part(held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of the model, or its pieces of all: what the artifact is made of, its tensors, its figures are as of one alone."""
+    """A layer of the model, or pieces of all: what the artifact is made of, its tensors, its figures are as of one alone."""
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
     command = ["prune", "model", *CALIBRATION, "--method", "diep", "--epochs", "1", "--batch-size", "2", "--sparsity", "0.5"]

@@ -1,0 +1,95 @@
+"""DiEP in two processes that hold the model whole, in pieces, or a layer at a time: peak memory of each, and the time.
+
+python benchmarks/search_in_processes.py [--directory DIR] [--samples 16] [--sequence-length 256]
+
+DIRECTORY gets a random mixture of 810 M parameters in bfloat16, unless it is there. Peaks are what the system says of each
+process (VmHWM), its share of the mapped checkpoint included; the larger of the two counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from random_model import shape, write_random_model
+from results import markdown, save
+
+SHAPE = shape(hidden=1024, layers=11, experts=8, top_k=2, width=2816) | {"vocab_size": 8000}
+HELD = {"whole": [], "in pieces (`--shard`)": ["--shard"], "a layer (`--memory-limit 2GB`)": ["--memory-limit", "2GB"]}
+
+
+def children(process: int) -> list[int]:
+    """Processes that this one has started."""
+    try:
+        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+    except OSError:  # it has just ended
+        return []
+
+
+def peak_bytes(process: int) -> int:
+    """The most that it had resident so far."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return max([0, *(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))])
+
+
+def ran(command: list[str]) -> tuple[dict[str, Any], int]:
+    """What two processes of `compress` say last, as JSON, and the larger of their peaks."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "cli"]
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+        threads = {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([*start, *command], stdout=said, stderr=errors, text=True, env=os.environ | threads)
+        peak = 0
+        while process.poll() is None:
+            peak = max([peak, *map(peak_bytes, children(process.pid))])
+            time.sleep(0.05)
+        said.seek(0)
+        errors.seek(0)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}: {errors.read()[-2000:]}")
+        return json.loads(said.read()), peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    arguments = parser.parse_args()
+    rows, found = [], {}
+    with tempfile.TemporaryDirectory() as temporary:
+        model = arguments.directory or Path(temporary) / "model"
+        if not (model / "config.json").is_file():
+            write_random_model(model, SHAPE)
+        search = ["--method", "diep", "--epochs", "1", "--start", "zero", "--sparsity", "0.5", "--evaluation-samples", "0"]
+        text = ["--data", "stdlib", "--samples", str(arguments.samples), "--sequence-length", str(arguments.sequence_length)]
+        for number, (name, own) in enumerate(HELD.items()):
+            output = f"{temporary}/{number}"
+            figures, peak = ran(["prune", str(model), *search, *text, *own, "-o", output, "--json"])
+            plan = json.loads(Path(output, "compression.json").read_text())["plan"]
+            found[name] = {"peak_memory_bytes": peak, "seconds": figures["seconds"], "plan": plan}
+            first = found["whole"]
+            rows.append(
+                [
+                    name,
+                    f"{peak / 1e6:,.0f}",
+                    f"{figures['seconds']:.0f}",
+                    "" if name == "whole" else "the same" if plan == first["plan"] else "others",
+                ]
+            )
+    weights = figures["bytes_before"]
+    head = [f"{weights / 1e9:.2f} GB, two processes", "peak of each, MB", "seconds", "experts that stay"]
+    save("search_in_processes", {"bytes": weights, "runs": found}, markdown(head, rows))
+
+
+if __name__ == "__main__":
+    main()
