@@ -182,6 +182,8 @@ class LayerSearch:
 
     def attention(self, layer: DecoderLayer, x_TD: Tensor) -> float:
         """α of what attention reads."""
+        if layer.residuals is not None:
+            return 0.0  # the residual reads the norm too
         prefix = f"model.layers.{self.index}"
         own = {f"{prefix}.self_attn.{name}": weight for name, weight in attention_parameters(layer.attention)}
         names = [f"{prefix}.self_attn.{name}.weight" for name in READ_THE_NORM]
@@ -193,6 +195,8 @@ class LayerSearch:
     def feed_forward(self, block: MoeBlock | Expert, x_TD: Tensor) -> list[float]:
         """α of what gate and up read, and the mean of those of what down reads."""
         used = [(names, ffn, rows_TD) for names, ffn, rows_TD in self._ffns(block, x_TD) if len(rows_TD)]
+        if self.config.layers[self.index].residuals is not None:
+            return [0.0, sum(self._down(*each) for each in used) / len(used)]
         matrices = [(as_tensor(weight), rows_TD) for _, ffn, rows_TD in used for weight in ffn.projections[:2]]
         alpha, s_D = self._best(x_TD, matrices, used[0][0][0])
         readers = [name for names, _, _ in self._ffns(block, x_TD) for name in names[:2]]

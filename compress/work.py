@@ -19,6 +19,7 @@ from calibrate.collect import SIMILARITY_TOKENS
 from compress.devices import Device
 from compress.naee import OUTPUT_BYTES, SAMPLE_TOKENS
 from engine.architectures import DecoderConfig, MoeConfig, expected_tensors, expert_shapes, layer_tensors
+from engine.lightning_attention import BLOCK
 from engine.memory_budget import KEPT_BYTES, TOKENS_PER_BATCH, sequences_per_batch
 from engine.streaming import chunk_tokens
 
@@ -125,7 +126,12 @@ class Passes:
         return 2.0 * (active + config.attention_heads * sum(self._head_sizes) * self.keys(index, length))
 
     def keys(self, index: int, length: int) -> float:
-        """Positions that one looks at, its own included, as a mean over a sequence."""
+        """Positions that one looks at, its own included, as a mean over a sequence.
+
+        With lightning attention it meets its block, and in the state and for it as much as E positions more.
+        """
+        if self.config.layers[index].is_lightning:
+            return min(BLOCK, length) + self.config.head_dimension
         window = self.config.layers[index].window
         if window is None or (size := window if isinstance(window, int) else window.size) >= length:
             return (length + 1) / 2

@@ -84,6 +84,8 @@ class Architecture:
     """model_type whose transformers config reads this family's config.json, where transformers has none for the family."""
     written_as: str | None = None
     """model_type that results are given, where the family is another one under a name of its own."""
+    keys_of_authors: tuple[tuple[str, str], ...] = ()
+    """Config keys that the family's authors have for others of transformers' config."""
     own_settings: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict, hash=False)
     """Config keys that the transformers config does not know or does not check, each with the values that the decoder
     honours, also as entries of a list; None where any will do: those keys are read elsewhere, or matter only in training."""
@@ -190,8 +192,15 @@ class Architecture:
     clip_qkv: bool = False
     partial_rotary: bool = False
     """Only the share `partial_rotary_factor` of a head's dimensions, the first ones, is rotated."""
+    rotary_dimension_key: str | None = None
+    """Config key of how many dimensions of a head are rotated, where it is not a share of them."""
     latent_attention: bool = False
     """Keys and values are made of a latent vector (engine/latent_attention.py)."""
+    lightning_attention: bool = False
+    """Layers that are `linear_attention` by "layer_types" have it (engine/lightning_attention.py)."""
+    residual_keys: tuple[tuple[str, str], ...] = ()
+    """What is added to is the norm's output, not its input: config keys of what it and what is added are multiplied by, of
+    attention, of lightning attention, and of the feed-forward block."""
     rotary_pairs: bool | str = False
     """Rotated dimensions are paired with their neighbours and not half against half: True, False, or the config key."""
     prediction_prefix: str | None = None
@@ -263,6 +272,45 @@ _GRANITE_MOE = Architecture(
     output_bias="attention_bias",
     multipliers=True,
 )
+
+_MINIMAX = Architecture(
+    # MiniMax-Text-01 and M1 (arXiv 2501.08313), as transformers names what is in their config.
+    model_type="minimax",
+    causal_lm_class="MiniMaxForCausalLM",
+    own_settings={
+        "postnorm": (True,),
+        "shared_intermediate_size": (0,),
+        **dict.fromkeys(("rotary_dim", "shared_moe_mode", "max_model_len")),
+    },
+    not_onnx="its lightning attention keeps a state, for which our graphs have no input",
+    experts_keys=("num_local_experts",),
+    block="model.layers.{layer}.block_sparse_moe",
+    expert_projections=("w1", "w3", "w2"),
+    always_normalises_top_k=True,
+    windows="all",
+    rotary_dimension_key="rotary_dim",
+    lightning_attention=True,
+    residual_keys=(
+        ("full_attn_alpha_factor", "full_attn_beta_factor"),
+        ("linear_attn_alpha_factor", "linear_attn_beta_factor"),
+        ("mlp_alpha_factor", "mlp_beta_factor"),
+    ),
+)
+_MINIMAX_AUTHORS: dict[str, Any] = {
+    "read_as": "minimax",
+    "written_as": "minimax",
+    "keys_of_authors": (
+        ("attn_type_list", "layer_types"),
+        *(
+            (f"layernorm_{theirs}_{factor}", f"{ours}_{factor}_factor")
+            for theirs, ours in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
+            for factor in ("alpha", "beta")
+        ),
+    ),
+}
+"""Of configs in the words of their own code."""
+_KINDS_OF_AUTHORS = {0: "linear_attention", 1: "full_attention"}
+"""Entries of their list of layers."""
 
 ARCHITECTURES: dict[str, Architecture] = {
     row.model_type: row
@@ -497,6 +545,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             partial_rotary=True,
             prediction_layers_key="num_mtp_modules",
         ),
+        _MINIMAX,
+        replace(_MINIMAX, model_type="minimax_text_01", **_MINIMAX_AUTHORS),
+        replace(_MINIMAX, model_type="minimax_m1", **_MINIMAX_AUTHORS),
         Architecture(
             model_type="llama4_text",
             causal_lm_class="Llama4ForCausalLM",
@@ -704,6 +755,17 @@ class LayerConfig:
     rotates: bool = True
     unit_norm: bool = False
     """Rotated queries and keys are divided by their root mean square."""
+    is_lightning: bool = False
+    """Its attention is linear."""
+    residuals: tuple[Residual, Residual] | None = None
+    """Of attention and of the feed-forward block; None where what they give is added to what their norms are given."""
+
+
+class Residual(NamedTuple):
+    """alpha · norm(x) + beta · f(norm(x)), in place of x + f(norm(x))."""
+
+    alpha: float
+    beta: float
 
 
 @dataclass(frozen=True)
@@ -764,6 +826,16 @@ class DecoderConfig:
         return 1, self.latent.key_value_rank, self.latent.rotary_dimension
 
     @property
+    def caching_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep something of each position; all others have a state."""
+        return tuple(index for index, layer in enumerate(self.layers) if not layer.is_lightning)
+
+    @property
+    def lightning_layers(self) -> tuple[int, ...]:
+        """Indices of those."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.is_lightning)
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers that hold experts."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.moe is not None)
@@ -797,10 +869,6 @@ class Wrapper:
 
 
 WRAPPERS = {"llama4": Wrapper("text_config", "language_model.", ("vision_model.", "multi_modal_projector."))}
-
-_LIGHTNING = "lightning attention, which the engine does not have; a MiniMax-M2 says model_type minimax_m2"
-LACKING = dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), _LIGHTNING)
-"""Families that have what the engine does not, with what that is."""
 
 # Keys that a config.json may carry and that change nothing in what the decoder computes.
 _HARMLESS_KEYS = frozenset(
@@ -856,13 +924,25 @@ def load_transformers_config(config: Mapping[str, Any]) -> Any:
     for key in ("num_hidden_layers", "num_layers", "num_decoder_layers", "num_labels"):
         if isinstance(config.get(key), int) and config[key] > MAX_LIST:
             raise CheckpointError(f"config.json: {key} is {shown(config[key])}; that is no real model")
-    values = {key: value for key, value in config.items() if key not in _WITHHELD_KEYS}
     row = ARCHITECTURES.get(config["model_type"])
+    values = {key: value for key, value in _renamed(row, config).items() if key not in _WITHHELD_KEYS}
     try:
         return CONFIG_MAPPING[(row and row.read_as) or config["model_type"]](**values)
     except Exception as error:  # transformers and huggingface_hub validate with classes of their own
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"config.json cannot be read as a {config['model_type']} config: {reason}") from error
+
+
+def _renamed(row: Architecture | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with transformers' keys in the place of the authors'."""
+    if row is None or not row.keys_of_authors:
+        return dict(config)
+    names = dict(row.keys_of_authors)
+    values = {names.get(key, key): value for key, value in config.items()}
+    kinds = values.get("layer_types")
+    if isinstance(kinds, list):
+        values["layer_types"] = [_KINDS_OF_AUTHORS.get(kind, kind) if isinstance(kind, int) else kind for kind in kinds]
+    return values
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -880,8 +960,6 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             f"this {model_type!r} is a classifier of {what}, which this command does not take; distill, evaluate, bench, "
             "export and inspect do"
         )
-    if model_type in LACKING:
-        raise UnsupportedError(f"model family {model_type!r} is not supported: it has {LACKING[model_type]}")
     if model_type not in ARCHITECTURES:
         raise UnsupportedError(
             f"model family {model_type!r} is not supported; supported families: {', '.join(sorted(ARCHITECTURES))}"
@@ -904,6 +982,7 @@ def language_model(config: dict[str, Any]) -> tuple[dict[str, Any], Wrapper | No
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Resolve a raw config.json. Raises UnsupportedError naming each attribute that the decoder cannot honour."""
     row = architecture_of(config)
+    config = _renamed(row, config)
     family = load_transformers_config(config)
     _refuse_what_is_lacking(row, config, family)
     counts = experts_per_layer(row, config, family)
@@ -916,6 +995,9 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     size = latent.plain_dimension + latent.rotary_dimension if latent else getattr(family, "head_dim", None)
     size = size or hidden // heads
     partial = family.rope_parameters.get("partial_rotary_factor", 1.0) if row.partial_rotary else 1.0
+    rotated = latent.rotary_dimension if latent else int(size * partial)
+    if row.rotary_dimension_key is not None:
+        rotated = _rotary_dimension(row.rotary_dimension_key, family, size)
     return DecoderConfig(
         architecture=row,
         vocabulary_size=_positive(family, "vocab_size"),
@@ -923,7 +1005,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         attention_heads=heads,
         key_value_heads=_positive(family, "num_key_value_heads"),
         head_dimension=size,
-        rotary_dimension=latent.rotary_dimension if latent else int(size * partial),
+        rotary_dimension=rotated,
         rotary_pairs=_flag(row.rotary_pairs, family),
         latent=latent,
         qk_norm=row.qk_norm if row.qk_norm_key is None or getattr(family, row.qk_norm_key, False) else "none",
@@ -990,6 +1072,14 @@ def _check_heads(
         raise CheckpointError(f"config.json: a head has {size} dimensions; rotary positions need an even number")
 
 
+def _rotary_dimension(key: str, family: Any, size: int) -> int:
+    """All of a head's dimensions where config.json does not say."""
+    rotated = _natural(family, key) or size
+    if rotated > size or rotated % 2:
+        raise CheckpointError(f"config.json: {key} is {rotated}; of {size} dimensions an even number can be rotated")
+    return rotated
+
+
 def _clip(family: Any) -> float | None:
     value = getattr(family, "clip_qkv", None)
     if value is not None and not (isinstance(value, int | float) and 0 < value < 1e38):
@@ -1031,9 +1121,11 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
         lacking.append("rope_parameters for each kind of layer")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not row.partial_rotary:
         lacking.append(f"partial_rotary_factor={rope['partial_rotary_factor']}")
-    kinds = ("linear",) if row.chunk_key is not None else ("linear", "chunked")
+    kinds = ("linear",) * (not row.lightning_attention) + ("chunked",) * (row.chunk_key is None)
     if any(kind in own for own in getattr(family, "layer_types", None) or () for kind in kinds):
         lacking.append(f"layer_types={sorted(set(family.layer_types))}")
+    if row.lightning_attention and "full_attention" not in (family.layer_types or ()):
+        lacking.append("layer_types without full_attention")
     for key, honoured in row.own_settings.items():
         values = config[key] if isinstance(config.get(key), list) else [config.get(key)]
         if honoured is not None and key in config and any(value not in honoured for value in values):
@@ -1127,7 +1219,17 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
     rotates = row.rotates_key is None or bool(_of_layer(family, row.rotates_key, index))
     unit_norm = row.unit_norm_key is not None and rotates and bool(getattr(family, row.unit_norm_key))
     window = _window(row, family, index)
-    return LayerConfig(window, moe, _positive(family, row.dense_width_key), rotates, unit_norm)
+    is_lightning = row.lightning_attention and _of_layer(family, "layer_types", index) == "linear_attention"
+    residuals = _residuals(row, family, is_lightning) if row.residual_keys else None
+    dense_width = _positive(family, row.dense_width_key)
+    return LayerConfig(window, moe, dense_width, rotates, unit_norm, is_lightning, residuals)
+
+
+def _residuals(row: Architecture, family: Any, is_lightning: bool) -> tuple[Residual, Residual]:
+    attention, lightning, feed_forward = (
+        Residual(*(_number(key, getattr(family, key)) for key in keys)) for keys in row.residual_keys
+    )
+    return lightning if is_lightning else attention, feed_forward
 
 
 def _of_layer(family: Any, key: str, index: int) -> Any:
@@ -1405,7 +1507,7 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...
     row, layer, hidden = config.architecture, config.layers[index], config.hidden_size
     prefix = f"model.layers.{index}"
     shapes = _norm_tensors(config, f"{prefix}.input_layernorm")
-    shapes.update(_attention_tensors(config, f"{prefix}.self_attn"))
+    shapes.update(_attention_tensors(config, index))
     shapes.update(_norm_tensors(config, f"{prefix}.post_attention_layernorm"))
     if layer.moe is None:
         shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
@@ -1426,7 +1528,7 @@ def attention_weights(config: DecoderConfig, index: int) -> list[str]:
 
     Not of the one that keys and values of latent attention are made by: single positions are read with its parts (absorbed).
     """
-    tensors = _attention_tensors(config, f"model.layers.{index}.self_attn")
+    tensors = _attention_tensors(config, index)
     return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(f".{LATENT_UP}")]
 
 
@@ -1476,9 +1578,27 @@ def sinks_tensor(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.{SINKS}"
 
 
-def _attention_tensors(config: DecoderConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def lightning_tensors(layer: int) -> tuple[str, str, str, str]:
+    """Names on disk of what lightning attention has: queries, keys and values in one, gate, norm, and output."""
+    prefix = f"model.layers.{layer}.self_attn"
+    return f"{prefix}.qkv_proj.weight", f"{prefix}.output_gate.weight", f"{prefix}.norm.weight", f"{prefix}.out_proj.weight"
+
+
+def derived_tensors(config: DecoderConfig) -> list[str]:
+    """Tensors that transformers writes beside the weights and config.json says too: the decays of lightning attention."""
+    names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    return [f"model.layers.{layer}.self_attn.{name}" for layer in config.lightning_layers for name in names]
+
+
+def _attention_tensors(config: DecoderConfig, index: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    prefix = f"model.layers.{index}.self_attn"
     if config.latent is not None:
         yield from _latent_tensors(config, config.latent, prefix)
+        return
+    if config.layers[index].is_lightning:
+        width = config.attention_heads * config.head_dimension
+        shapes = (3 * width, config.hidden_size), (width, config.hidden_size), (width,), (config.hidden_size, width)
+        yield from zip(lightning_tensors(index), shapes, strict=True)
         return
     hidden, size = config.hidden_size, config.head_dimension
     query, key = config.attention_heads * size, config.key_value_heads * size
@@ -1507,7 +1627,7 @@ def with_experts(
     """
     row, family = architecture_of(config), load_transformers_config(config)
     counts = sorted({count for count in experts_per_decoder_layer if count})
-    changed = {key: value for key, value in config.items() if key not in _OF_ANOTHER}
+    changed = {key: value for key, value in _renamed(row, config).items() if key not in _OF_ANOTHER}
     changed |= {"model_type": row.written_as or row.model_type} | _without_prediction_layers(row)
     largest = counts[-1]
     for key in row.experts_keys:
@@ -1575,6 +1695,13 @@ def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | Non
         return f"only moe-compress loads it: experts of a {row.model_type} are stacked elsewhere, and here packed one by one"
     if few_bits and not row.in_transformers:
         return f"only moe-compress loads it: transformers has no {row.model_type}"
+    if row.rotary_dimension_key is not None:
+        whole = decoder_config(config)
+        if whole.rotary_dimension < whole.head_dimension:
+            return (
+                f"only moe-compress loads it as it was trained: transformers rotates all of a head's {whole.head_dimension} "
+                f"dimensions, and {row.rotary_dimension_key} is {whole.rotary_dimension}"
+            )
     if row.in_transformers:
         return None
     if "block_configs" in config or GATE_WIDTH_KEY in config:

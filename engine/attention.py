@@ -52,6 +52,8 @@ class Positions(NamedTuple):
     """A few are read together that could have come alone."""
     temperature: Tensor | None = None
     """[B or 1, 1, L, 1] that queries are multiplied by in layers that do not rotate; None for nothing."""
+    real_BL: Tensor | None = None
+    """Which of the new positions are not padding; None for all."""
 
 
 class Rotary:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from engine.architectures import (
     ARCHITECTURES,
-    LACKING,
     Architecture,
     DecoderConfig,
     Stack,
     Wrapper,
     attention_weights,
     decoder_config,
+    derived_tensors,
     expected_tensors,
     expert_shapes,
     feed_forward_weights,
@@ -195,6 +195,7 @@ class Checkpoint(ModelDirectory):
             if view is not None and (not view.dtype.is_floating_point or view.dtype.itemsize == 1):
                 problems.append(f"tensor {name} is {view.dtype}; weights that are quantised so are not read")
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
+        used |= self.derived.keys()
         extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
@@ -239,6 +240,11 @@ class Checkpoint(ModelDirectory):
     def packed(self, name: str) -> Tensor | None:
         """A stack of packed weights as stored: its blocks or its scales; None where there is no such tensor."""
         return self._by_name[name].tensor(name) if name in self._by_name else None
+
+    @cached_property
+    def derived(self) -> dict[str, Tensor]:
+        """What is here of `derived_tensors`, mapped. Nobody computes with it, and results have it too."""
+        return {name: self._by_name[name].tensor(name) for name in derived_tensors(self.config) if name in self._by_name}
 
     @cached_property
     def model_dtype(self) -> torch.dtype:
@@ -498,7 +504,7 @@ def _is_ignorable(name: str, config: DecoderConfig) -> bool:
 
 
 def _refuse_foreign_code(directory: Path, config: Mapping[str, Any]) -> None:
-    if config.get("auto_map") and str(config.get("model_type")) not in {*ARCHITECTURES, *LACKING}:
+    if config.get("auto_map") and str(config.get("model_type")) not in ARCHITECTURES:
         raise UnsupportedError(
             f"{directory}: model_type {config.get('model_type')!r} needs code of its own (trust_remote_code), which this "
             "engine never runs; convert it to a supported family first"

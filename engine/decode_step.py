@@ -160,7 +160,7 @@ def _rule(routing: Routing) -> Any:
 def _serves(kernels: Any, layer: Any) -> bool:
     """Whether the kernels know all that this layer does."""
     attention, ffn = layer.attention, layer.feed_forward
-    if not isinstance(attention, Attention) or layer.attention_norm_bias is not None:
+    if not isinstance(attention, Attention) or layer.attention_norm_bias is not None or layer.residuals is not None:
         return False
     if not attention.rotates or attention.unit_norm or attention.pairs or attention.clip is not None:
         return False

@@ -522,6 +522,10 @@ def _check_pair(target: Path, draft: Path) -> None:
     for directory in (target, draft):
         if backend_of(directory, "auto") == "onnx":
             raise OptionError(f"{directory}: is an exported model, and drafting takes checkpoints; give both as such")
+        if Checkpoint(directory).config.lightning_layers:
+            raise OptionError(
+                f"{directory}: lightning attention cannot take back what it has read, as drafts ask for; leave out the draft"
+            )
     check_same_tokens(Checkpoint(target), Checkpoint(draft))
 
 

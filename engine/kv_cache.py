@@ -38,23 +38,37 @@ def position_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one position in all layers, kept in `dtype`."""
     groups, key, value = config.cached
     scales = 2 * torch.float32.itemsize if dtype == torch.int8 else 0
-    return len(config.layers) * groups * ((key + value) * dtype.itemsize + scales)
+    return len(config.caching_layers) * groups * ((key + value) * dtype.itemsize + scales)
 
 
 Kept = Tensor | Scaled
 
 
-class KeyValueCache:
-    """Preallocated keys and values of every layer; `length` positions are filled.
+def state_shape(config: DecoderConfig) -> tuple[int, int, int, int]:
+    """What a sequence has beside them, float32: a matrix of each head of each layer of lightning attention."""
+    return len(config.lightning_layers), config.attention_heads, config.head_dimension, config.head_dimension
 
-    They are kept in `dtype`, whatever is computed in.
+
+def row_of_layers(config: DecoderConfig) -> dict[int, int]:
+    """Of each layer, among those that keep positions or among those that have a state."""
+    return {layer: row for kind in (config.caching_layers, config.lightning_layers) for row, layer in enumerate(kind)}
+
+
+class KeyValueCache:
+    """Preallocated keys and values of every layer that has them; `length` positions are filled.
+
+    They are kept in `dtype`, whatever is computed in. All other layers have a state.
     """
 
     def __init__(
         self, config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         groups, *sizes = config.cached
-        shape = (len(config.layers), batch, groups, capacity)
+        self._rows = row_of_layers(config)
+        layers, *state = state_shape(config)
+        self.states: list[Tensor] = list(torch.zeros((layers, batch, *state), device=device))
+        """[B, H, E, E] of each layer with a state."""
+        shape = (len(config.caching_layers), batch, groups, capacity)
         self.keys, self.values = (torch.empty((*shape, size), dtype=dtype, device=device) for size in sizes)
         self.scales = torch.empty((2, *shape), device=device) if dtype == torch.int8 else None
         """Of keys and of values in 8 bits."""
@@ -66,7 +80,8 @@ class KeyValueCache:
     @property
     def bytes(self) -> int:
         """Bytes held, filled or not."""
-        return self.keys.nbytes + self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        positions = self.keys.nbytes + self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return positions + sum(state.nbytes for state in self.states)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,7 +90,7 @@ class KeyValueCache:
 
     def addresses(self, layer: int) -> list[int]:
         """Of one layer's keys and values, for the compiled kernels."""
-        offset = layer * self.keys.stride(0) * self.keys.element_size()
+        offset = self._rows[layer] * self.keys.stride(0) * self.keys.element_size()
         return [self.keys.data_ptr() + offset, self.values.data_ptr() + offset]
 
     @property
@@ -96,7 +111,7 @@ class KeyValueCache:
         """Write one layer's new positions; return all its keys and values so far. `advance` moves on afterwards."""
         end = self.length + keys_BGLE.shape[2]
         assert end <= self.capacity, f"cache of {self.capacity} positions asked to hold {end}"
-        new = slice(self.length, end)
+        new, layer = slice(self.length, end), self._rows[layer]
         if self.scales is None:
             self.keys[layer, :, :, new], self.values[layer, :, :, new] = keys_BGLE, values_BGLE
             return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
@@ -105,6 +120,14 @@ class KeyValueCache:
             part[layer, :, :, new], scales[layer, :, :, new] = to_int8(x_BGLE)
             kept.append(Scaled(part[layer, :, :, :end], scales[layer, :, :, :end]))
         return kept[0], kept[1]
+
+    def state(self, layer: int) -> Tensor:
+        """Of a layer that has one, behind the positions so far, [B, H, E, E]."""
+        return self.states[self._rows[layer]]
+
+    def keep_state(self, layer: int, state_BHEE: Tensor) -> None:
+        """Behind the new positions."""
+        self.states[self._rows[layer]] = state_BHEE
 
     def advance(self, positions: int) -> None:
         """Count `positions` as filled, once every layer has appended them."""
@@ -130,4 +153,5 @@ class KeyValueCache:
         made = copy(self)
         made.keys, made.values = self.keys[:, rows_R], self.values[:, rows_R]
         made.scales = None if self.scales is None else self.scales[:, :, rows_R]
+        made.states = [state[rows_R] for state in self.states]
         return made

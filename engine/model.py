@@ -37,6 +37,7 @@ from engine.decode_step import DecodeStep
 from engine.experts import Expert, MoeBlock
 from engine.kv_cache import KeyValueCache
 from engine.latent_attention import LatentAttention
+from engine.lightning_attention import LightningAttention
 from engine.linear import is_decoding, linear, plain
 from engine.paged_cache import PagedBatch
 from engine.quantised_weight import Weight, as_tensor, frozen
@@ -66,17 +67,25 @@ class DecoderLayer(nn.Module):
         self.epsilon = config.norm_epsilon
         self.residual = config.multipliers.residual
         self.attention_norm, self.attention_norm_bias = _norm(config, f"{prefix}.input_layernorm", tensor)
-        self.attention = (Attention if config.latent is None else LatentAttention)(config, layer, tensor)
+        self.residuals = config.layers[layer].residuals
+        kind = LatentAttention if config.latent is not None else Attention
+        self.attention = (LightningAttention if config.layers[layer].is_lightning else kind)(config, layer, tensor)
         self.feed_forward_norm, self.feed_forward_norm_bias = _norm(config, f"{prefix}.post_attention_layernorm", tensor)
         self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]."""
         normed = norm(x_BLD, self.attention_norm, self.attention_norm_bias, self.epsilon)
-        x_BLD = x_BLD + times(self.attention(normed, positions, cache), self.residual)
+        x_BLD = self._added(0, x_BLD, normed, self.attention(normed, positions, cache))
         normed = norm(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, self.epsilon)
         y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]))
-        return x_BLD + times(y_TD.view_as(x_BLD), self.residual)
+        return self._added(1, x_BLD, normed, y_TD.view_as(x_BLD))
+
+    def _added(self, part: int, x_BLD: Tensor, normed_BLD: Tensor, y_BLD: Tensor) -> Tensor:
+        """What attention (0) or the feed-forward block (1) gives, added to the residual."""
+        if self.residuals is None:
+            return x_BLD + times(y_BLD, self.residual)
+        return times(normed_BLD, self.residuals[part].alpha) + times(y_BLD, self.residuals[part].beta)
 
 
 class Decoder(nn.Module):
@@ -257,6 +266,7 @@ def positions_for(
         {window: attention_mask(real_BP, new, total, window, tokens_BL.device) for window in windows},
         one_by_one,
         _temperatures(config, index_BL, dtype),
+        None if real_BP is None else real_BP[:, past:total],
     )
 
 

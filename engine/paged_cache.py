@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from engine.architectures import DecoderConfig
 from engine.block_pool import BlockPool, BlockTable
-from engine.kv_cache import Kept, Scaled, position_bytes, to_int8
+from engine.kv_cache import Kept, Scaled, position_bytes, row_of_layers, state_shape, to_int8
 
 BLOCK_SIZE = 32
 """Positions of a block."""
@@ -39,20 +40,36 @@ class PagedCache:
         self.dtype = dtype
         """What keys and values are kept in."""
         groups, *sizes = config.cached
-        shape = (len(config.layers), groups, self.pool.count * block_size)
+        self.rows = row_of_layers(config)
+        shape = (len(config.caching_layers), groups, self.pool.count * block_size)
         self.keys_GSE, self.values_GSE = (list(torch.zeros((*shape, size), dtype=dtype, device=device)) for size in sizes)
-        """One for each layer."""
+        """One for each layer that keeps positions."""
+        self._state_shape, self._device = state_shape(config), device
+        self._states: WeakKeyDictionary[BlockTable, list[Tensor]] = WeakKeyDictionary()
         self.scales = torch.zeros((2, *shape), device=device) if dtype == torch.int8 else None
         """Of keys and of values in 8 bits, [2, layers, G, S]."""
 
     @property
     def bytes(self) -> int:
-        """Bytes held, filled or not."""
-        return self.pool.count * self.block_bytes
+        """Bytes held, filled or not, with the states of those that have one."""
+        states = sum(state.nbytes for own in self._states.values() for state in own)
+        return self.pool.count * self.block_bytes + states
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence has more than its positions, so that what it began with is of no use to another."""
+        return self._state_shape[0] > 0
+
+    def states(self, table: BlockTable) -> list[Tensor]:
+        """Of one sequence, [H, E, E] of each layer that has one; zero before its first position."""
+        if table not in self._states:
+            self._states[table] = list(torch.zeros(self._state_shape, device=self._device))
+        return self._states[table]
 
     def clear(self) -> None:
         """Forget everything, whoever used it."""
         self.pool = BlockPool(self.pool.count, self.pool.block_size)
+        self._states.clear()
 
     def slots(self, table: BlockTable, end: int) -> slice | Tensor:
         """Where the first `end` positions lie: a slice if the blocks follow each other in memory, else int64 [P]."""
@@ -101,7 +118,8 @@ class PagedBatch:
 
     def addresses(self, layer: int) -> list[int]:
         """Of one layer's keys and values, for the compiled kernels."""
-        return [self.cache.keys_GSE[layer].data_ptr(), self.cache.values_GSE[layer].data_ptr()]
+        row = self.cache.rows[layer]
+        return [self.cache.keys_GSE[row].data_ptr(), self.cache.values_GSE[row].data_ptr()]
 
     @cached_property
     def places(self) -> tuple[Any, Any, int]:
@@ -118,6 +136,7 @@ class PagedBatch:
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> None:
         """Write one layer's new positions."""
+        layer = self.cache.rows[layer]
         targets = self.cache.keys_GSE[layer], self.cache.values_GSE[layer]
         for part, (target_GSE, new_BGLE) in enumerate(zip(targets, (keys_BGLE, values_BGLE), strict=True)):
             new_GTE = new_BGLE.transpose(0, 1).flatten(1, 2)
@@ -128,8 +147,18 @@ class PagedBatch:
                 target_GSE[:, self._new_slots_T] = integers
                 self.cache.scales[part, layer][:, self._new_slots_T] = scales
 
+    def state(self, layer: int) -> Tensor:
+        """Of a layer that has one, behind the positions so far, [B, H, E, E]."""
+        return torch.stack([self.cache.states(table)[self.cache.rows[layer]] for table in self._tables])
+
+    def keep_state(self, layer: int, state_BHEE: Tensor) -> None:
+        """Behind the new positions."""
+        for table, state_HEE in zip(self._tables, state_BHEE, strict=True):
+            self.cache.states(table)[self.cache.rows[layer]] = state_HEE
+
     def of_sequence(self, layer: int, row: int, first: int = 0) -> tuple[Kept, Kept]:
         """Keys and values [1, G, P, E] of one sequence in one layer, from position `first` on."""
+        layer = self.cache.rows[layer]
         slots = self._slots[row]
         place = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]
         key, value = self.cache.keys_GSE[layer][None, :, place], self.cache.values_GSE[layer][None, :, place]

@@ -6,6 +6,7 @@ Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class PagedRunner:
         self._decoder, self._dtype, self._device = decoder, engine.dtype, engine.device
         self._skipping = TokenSkipping(engine, decoder)
         self.cache = PagedCache(engine.checkpoint.config, kv_cache_bytes, engine.kv_cache_dtype, engine.device, block_size)
+        self._numbers = count()
         prepare_decoding(engine.dtype, engine.device)
 
     @property
@@ -49,7 +51,8 @@ class PagedRunner:
 
     def kind(self, state: RequestState) -> bytes:
         scale = self._decoder.rotary.scale_of(len(state.request.prompt))
-        return f"{scale} {self._threshold(state)}".encode()
+        alone = next(self._numbers) if self.cache.has_states else ""
+        return f"{scale} {self._threshold(state)} {alone}".encode()
 
     def piece_end(self, state: RequestState, end: int) -> int:
         return end

@@ -12,6 +12,7 @@ from engine.architectures import (
     expert_parts,
     expert_tensor,
     gate_hidden_tensor,
+    lightning_tensors,
     logit_bias_tensor,
     router_noise_tensor,
     router_tensor,
@@ -21,6 +22,7 @@ from engine.architectures import (
 from engine.attention import Attention
 from engine.experts import Expert, MoeBlock
 from engine.latent_attention import LatentAttention
+from engine.lightning_attention import LightningAttention
 from engine.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.quantised_weight import QuantizedWeight
 
@@ -55,10 +57,20 @@ def _projections(names: Iterable[str], expert: Expert) -> Iterator[tuple[str, nn
     return ((name, parameter) for name, parameter in pairs if isinstance(parameter, nn.Parameter))
 
 
-def attention_parameters(attention: Attention | LatentAttention) -> Iterator[tuple[str, nn.Parameter]]:
+def attention_parameters(
+    attention: Attention | LatentAttention | LightningAttention,
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Those of a layer's attention, by their names within it."""
-    named = _latent(attention) if isinstance(attention, LatentAttention) else _grouped(attention)
+    if isinstance(attention, LightningAttention):
+        named = _lightning(attention)
+    else:
+        named = _latent(attention) if isinstance(attention, LatentAttention) else _grouped(attention)
     return ((name, parameter) for name, parameter in named.items() if isinstance(parameter, nn.Parameter))
+
+
+def _lightning(attention: LightningAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
+    names = (name.rpartition(".self_attn.")[2] for name in lightning_tensors(attention.layer))
+    return dict(zip(names, (attention.qkv, attention.gate, attention.norm, attention.output), strict=True))
 
 
 def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:

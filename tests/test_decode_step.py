@@ -23,7 +23,7 @@ pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
 TOKENS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(1))
 NOT_WHOLE = {"llama_moe", "ernie4_5", "deepseek_v2", "deepseek_v3", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"}
 """Families with something that only the layers know."""
-NOT_WHOLE |= {"phimoe", "glm4_moe"}
+NOT_WHOLE |= {"phimoe", "glm4_moe", "minimax"}
 SERVED = [family for family in (*FAMILIES, *FURTHER_FAMILIES) if family not in NOT_WHOLE]
 
 

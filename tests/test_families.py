@@ -7,6 +7,7 @@ import math
 import shutil
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,12 +35,15 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from compress.apply import apply
 from compress.plan import SHARED_EXPERT, concatenation_plan, pruning_plan
-from engine.architectures import ARCHITECTURES
+from engine import lightning_attention
+from engine.architectures import ARCHITECTURES, decoder_config, loading_note
 from engine.checkpoint import Checkpoint
-from engine.errors import CheckpointError, UnsupportedError
+from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
+from engine.generate import Engine
 from engine.inspect import inspect
 from engine.kv_cache import KeyValueCache
 from engine.latent_attention import Queries
+from engine.paged_runner import PagedRunner
 from engine.routing import NO_EXPERT, GroupedTopK, SigmoidTopK
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,8 +73,10 @@ def test_what_a_family_can_become(family: str, column: str, made_of: Any, matrix
 
 
 def test_every_family_is_tested() -> None:
-    assert set(FAMILIES | FURTHER_FAMILIES) == set(ARCHITECTURES)
-    assert set(ROWS) == {name for name, row in ARCHITECTURES.items() if row.experts_keys}
+    """Under a name; that of a config in its authors' words has a test of its own."""
+    tested = {name: row for name, row in ARCHITECTURES.items() if not row.keys_of_authors}
+    assert set(FAMILIES | FURTHER_FAMILIES) == set(tested)
+    assert set(ROWS) == {name for name, row in tested.items() if row.experts_keys}
 
 
 def test_the_table_shows_every_cell() -> None:
@@ -245,13 +251,98 @@ def test_the_language_model_within_a_model_of_images(made_of: Any, tmp_path: Pat
         Checkpoint(whole)
 
 
-@pytest.mark.parametrize(
-    "config", [{"model_type": "minimax"}, {"model_type": "minimax_m1", "auto_map": {"AutoModel": "a.B"}}]
-)
-def test_a_family_that_is_refused_with_what_it_has(config: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="lightning attention"):
-        Checkpoint(tmp_path)
+# Lightning attention
+
+
+def by_recurrence(query: Tensor, key: Tensor, value: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """s_t = λ s_{t-1} + k_t v_tᵀ and o_t = s_tᵀ q_t, one position after the other."""
+    state, given = torch.zeros(*key.shape[:2], key.shape[-1], value.shape[-1], dtype=key.dtype), []
+    for place in range(key.shape[2]):
+        state = torch.exp(-rates)[:, None, None] * state + key[:, :, place, :, None] * value[:, :, place, None]
+        given.append((query[:, :, place, :, None] * state).sum(2))
+    return torch.stack(given, dim=2), state
+
+
+def test_blocks_of_lightning_attention_are_its_recurrence() -> None:
+    """Over several blocks, the last one short; at once and from a state; first and last layer."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 2 * lightning_attention.BLOCK + 7, 5, generator=generator, dtype=torch.float64)
+    for layer in (0, 2):
+        rates = lightning_attention.decay_rates(4, layer, 3)
+        expected, state = by_recurrence(query, key, value, rates.double())
+        found, last = lightning_attention.attend(query, key, value, rates)
+        assert torch.allclose(found, expected, atol=1e-9) and torch.allclose(last, state, atol=1e-9)
+        before, middle = lightning_attention.attend(query[:, :, :70], key[:, :, :70], value[:, :, :70], rates)
+        after, last = lightning_attention.attend(query[:, :, 70:], key[:, :, 70:], value[:, :, 70:], rates, middle)
+        assert torch.allclose(torch.cat([before, after], dim=2), expected, atol=1e-9)
+        assert torch.allclose(last, state, atol=1e-9)
+    slopes = [2.0 ** -(2.0 * head) * (1 - 1 / (2 + 1e-5) + 1e-5) for head in (1, 2, 3, 4)]
+    assert lightning_attention.decay_rates(4, 1, 3).tolist() == pytest.approx(slopes)
+
+
+AUTHORS_WORDS = {
+    "model_type": "minimax_m1",
+    "architectures": ["MiniMaxM1ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m1.MiniMaxM1ForCausalLM"},
+    "attn_type_list": [0, 1, 0],
+    "postnorm": True,
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "rotary_dim": 8,
+} | {
+    f"layernorm_{kind}_{factor}": value
+    for kind, values in (("full_attention", (1.3, 0.8)), ("linear_attention", (1.1, 0.9)), ("mlp", (1.2, 0.7)))
+    for factor, value in zip(("alpha", "beta"), values, strict=True)
+}
+
+
+def test_a_config_in_its_authors_words(made_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model with half of each head rotated, which its authors say and transformers' class does not know."""
+    from transformers.models.minimax import modeling_minimax
+    from transformers.models.minimax_m2.modeling_minimax_m2 import apply_rotary_pos_emb
+
+    made = made_of("minimax")
+    rotated_whole = made.logits
+    shutil.copytree(made.path / "full", tmp_path / "full")
+    config = json.loads((tmp_path / "full" / "config.json").read_text())
+    renamed = ("layer_types", "block_size")
+    common = {key: value for key, value in config.items() if not key.endswith("_factor") and key not in renamed}
+    (tmp_path / "full" / "config.json").write_text(json.dumps(common | AUTHORS_WORDS))
+    checkpoint = Checkpoint(tmp_path / "full")
+    rotary = made.reference.model.rotary_emb
+    theta = config["rope_parameters"]["rope_theta"]
+    monkeypatch.setattr(modeling_minimax, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    monkeypatch.setattr(rotary, "inv_freq", 1.0 / theta ** (torch.arange(0, 8, 2) / 8))
+    expected = logits_of(made.reference)
+    assert worst(own_logits(checkpoint), expected) < 1e-4 < 1e-2 < worst(expected, rotated_whole)
+    (tmp_path / "pruned").mkdir()
+    apply(pruning_plan({layer: [0, 2, 3, 5] for layer in made.layers}), checkpoint, tmp_path / "pruned")
+    written = json.loads((tmp_path / "pruned" / "config.json").read_text())
+    assert written["model_type"] == "minimax" and written["architectures"] == ["MiniMaxForCausalLM"]
+    assert not {"auto_map", "attn_type_list"} & written.keys() and written["layer_types"] == config["layer_types"]
+    assert "as it was trained" in str(loading_note(written)) and loading_note(config) is None
+    for changed, message in (({"postnorm": False}, "postnorm=False"), ({"rotary_dim": 7}, "rotary_dim is 7")):
+        with pytest.raises(CompressError, match=message):
+            decoder_config(common | AUTHORS_WORDS | changed)
+
+
+def test_what_has_a_state_is_never_shared_and_takes_nothing_back(made_of: Any) -> None:
+    checkpoint = made_of("minimax").checkpoint
+    cache = KeyValueCache(checkpoint.config, 2, 16, torch.float32)
+    decoder = decoder_of(checkpoint)
+    with torch.no_grad():
+        decoder.hidden_states(TOKENS[:, :9], None, cache)
+        chosen = cache.of_rows(torch.tensor([1]))
+        one = decoder(TOKENS[1:, 9:10], None, chosen)
+        both = decoder(TOKENS[:, 9:10], None, cache)
+    assert worst(one, both[1:]) < 1e-5
+    assert len(cache.states) == 2 and cache.keys.shape[0] == 1, "positions of the one layer that keeps them"
+    engine = Engine.open(checkpoint.directory)
+    runner = PagedRunner(engine, engine.decoder, 1 << 20, 4)
+    state = SimpleNamespace(request=SimpleNamespace(prompt=[1, 2, 3], skip_threshold=None))
+    assert runner.kind(state) != runner.kind(state)
+    with pytest.raises(OptionError, match="cannot take back what it has read"):
+        Engine.open(checkpoint.directory, draft=checkpoint.directory)
 
 
 # Layers for multi-token prediction

@@ -13,7 +13,7 @@ import pytest
 from artifacts_for_tests import CALIBRATION, listing, make_workplace
 
 ROOT = Path(__file__).resolve().parent.parent
-KILLS = 6
+KILLS = 4
 
 
 def test_killed_runs_leave_nothing_or_a_whole_artifact() -> None:

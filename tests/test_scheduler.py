@@ -84,7 +84,9 @@ def random_request(choose: random.Random) -> Request:
 # Alone and together
 
 
-@pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in EVERY_FAMILY), ("mixtral", WINDOW)])
+@pytest.mark.parametrize(
+    ("family", "changes"), [*((family, {}) for family in EVERY_FAMILY), ("mixtral", WINDOW), ("minimax", {})]
+)
 def test_greedy_tokens_are_those_of_generate(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     save_model(tmp_path, family, **changes)
     engine = Engine.open(tmp_path, device="cpu")
@@ -98,6 +100,16 @@ def test_greedy_tokens_are_those_of_generate(family: str, changes: dict[str, Any
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules_give_each_request_what_it_gets_alone(engine: Engine, seed: int) -> None:
+    check_random_schedule(engine, seed, shares=isinstance(engine.decoder, Decoder))
+
+
+def test_sequences_with_a_state_of_their_own_share_nothing(tmp_path: Path) -> None:
+    """Also those that give way to others, and are read again."""
+    save_model(tmp_path, "minimax")
+    check_random_schedule(Engine.open(tmp_path, device="cpu"), 1, shares=False)
+
+
+def check_random_schedule(engine: Engine, seed: int, shares: bool) -> None:
     choose = random.Random(seed)
     requests = [random_request(choose) for _ in range(30)]
     arrivals = sorted(choose.randrange(60) for _ in requests)
@@ -113,7 +125,7 @@ def test_random_schedules_give_each_request_what_it_gets_alone(engine: Engine, s
         if len(served) == 30 and not scheduler.running and not scheduler.waiting:
             break
         scheduler.step()
-    assert scheduler.preemptions > 0 and (scheduler.cached_tokens > 0) == isinstance(engine.decoder, Decoder)
+    assert scheduler.preemptions > 0 and (scheduler.cached_tokens > 0) == shares
     assert_all_free(scheduler)
     for request, got in zip(requests, served, strict=True):
         (alone,) = serve(engine, request, kv_cache_bytes=cache_of(engine, 4096))
