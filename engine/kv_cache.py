@@ -45,8 +45,13 @@ Kept = Tensor | Scaled
 
 
 def state_shape(config: DecoderConfig) -> tuple[int, int, int, int]:
-    """What a sequence has beside them, float32: a matrix of each head of each layer of lightning attention."""
+    """What a sequence has beside them: a matrix of each head of each layer of lightning attention."""
     return len(config.lightning_layers), config.attention_heads, config.head_dimension, config.head_dimension
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What they are kept in beside keys and values in `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def row_of_layers(config: DecoderConfig) -> dict[int, int]:
@@ -66,7 +71,7 @@ class KeyValueCache:
         groups, *sizes = config.cached
         self._rows = row_of_layers(config)
         layers, *state = state_shape(config)
-        self.states: list[Tensor] = list(torch.zeros((layers, batch, *state), device=device))
+        self.states: list[Tensor] = list(torch.zeros((layers, batch, *state), dtype=state_dtype(dtype), device=device))
         """[B, H, E, E] of each layer with a state."""
         shape = (len(config.caching_layers), batch, groups, capacity)
         self.keys, self.values = (torch.empty((*shape, size), dtype=dtype, device=device) for size in sizes)

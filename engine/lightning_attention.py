@@ -8,7 +8,8 @@ in s of those before:
 
     O = ((Q Kᵀ) ⊙ M) V + Λ Q s        M_ij = λ^(i-j) for j ≤ i        s ← λ^B s + (λ^B Λ⁻¹ K)ᵀ V        Λ_i = λ^i
 
-What is cached is s, as large after one position as after a million. All of it is in float32, whatever the model's dtype.
+What is cached is s, as large after one position as after a million. All of it is in float32 or better, whatever the model's
+dtype.
 
 Shape suffixes: B batch, L new positions, D hidden, H heads, E head dimension, I and J positions of a block.
 """
@@ -45,7 +46,7 @@ class LightningAttention(nn.Module):
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]; with a cache, goes on from its state and leaves it behind the new positions."""
-        assert not positions.one_by_one, "a state that has read a position cannot forget it"
+        assert not positions.one_by_one, "what may be taken back cannot be read: the state holds it"
         batch, length, _ = x_BLD.shape
         qkv_BLX, gate_BLX = linears(x_BLD, (self.qkv, self.gate), (None, None))
         qkv_BLX = F.silu(qkv_BLX)
@@ -55,7 +56,7 @@ class LightningAttention(nn.Module):
         query_BHLE, key_BHLE, value_BHLE = (
             qkv_BLX.to(wide).view(batch, length, self.heads, -1).transpose(1, 2).chunk(3, dim=-1)
         )
-        state_BHEE = None if cache is None else cache.state(self.layer)
+        state_BHEE = None if cache is None else cache.state(self.layer).to(wide)
         mixed_BHLE, state_BHEE = attend(query_BHLE, key_BHLE, value_BHLE, self.rates_H, state_BHEE)
         if cache is not None:
             cache.keep_state(self.layer, state_BHEE)

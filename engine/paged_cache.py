@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.architectures import DecoderConfig
 from engine.block_pool import BlockPool, BlockTable
-from engine.kv_cache import Kept, Scaled, position_bytes, row_of_layers, state_shape, to_int8
+from engine.kv_cache import Kept, Scaled, position_bytes, row_of_layers, state_dtype, state_shape, to_int8
 
 BLOCK_SIZE = 32
 """Positions of a block."""
@@ -63,7 +63,7 @@ class PagedCache:
     def states(self, table: BlockTable) -> list[Tensor]:
         """Of one sequence, [H, E, E] of each layer that has one; zero before its first position."""
         if table not in self._states:
-            self._states[table] = list(torch.zeros(self._state_shape, device=self._device))
+            self._states[table] = list(torch.zeros(self._state_shape, dtype=state_dtype(self.dtype), device=self._device))
         return self._states[table]
 
     def clear(self) -> None:
