@@ -196,7 +196,7 @@ def apply(
         elif name + BLOCKS not in packed:
             layout[name] = dtype, one.shape
     layout |= {name: (torch.uint8, (len(kept), *whole.shape[1:])) for name, (whole, kept) in packed.items()}
-    layout |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checkpoint.derived.items()}
+    layout |= checkpoint.derived
 
     def given(name: str) -> Tensor:
         tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
@@ -220,8 +220,8 @@ def apply(
         for name in progress([*(name for name in stored if name + BLOCKS not in packed), *packed]):
             for part, pieces in pieces_of(name).items():
                 writer.add_rows(part, releasing.after(pieces))
-        for name, tensor in checkpoint.derived.items():
-            writer.add(name, tensor)
+        for name in checkpoint.derived:
+            writer.add_rows(name, releasing.after([checkpoint.derived_tensor(name)]))
     write_json(directory / "config.json", raw)
     if "auto_map" in raw:
         source = remote_code.render(checkpoint.config.architecture)

@@ -126,6 +126,7 @@ def train_dense(
     `student`: what to train, where it is not to begin as the plan has it (dense_student.py).
     """
     if options.shard:
+        assert student is None, "a model in pieces is made here"
         student = processes.sharded(lambda made: dense_student(plan, checkpoint, dtype, device, made), device, scales)
     else:
         student = student or dense_student(plan, checkpoint, dtype, device)

@@ -301,7 +301,7 @@ def gradients(
 
     route, named = relaxed(state, options), _named("alpha" if is_alpha else "beta", trained)
     kept = directory and processes.own_directory(directory, own)
-    with in_company(decoder, len(list(batches(*own_BL.shape))), tokens_SL.shape[1], route, named):
+    with in_company(decoder, len(list(batches(*own_BL.shape))), tokens_SL[:1], route, named):
         total = backward(decoder, own_BL, route, loss, trained=named, directory=kept)
     if processes.count() > 1:
         total = _add_up_processes(trained, total)

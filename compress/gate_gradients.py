@@ -107,7 +107,7 @@ def gate_gradients(
     is_layerwise = isinstance(decoder, LayerwiseDecoder)
     size = max(1, SWEEP_TOKENS // length) if is_layerwise else sequences_per_batch(length)
     parts = [slice(start, min(start + size, count)) for start in range(sums.sequences, count, size)]
-    with in_company(decoder, len(parts), length, *_gated(decoder, 1)):
+    with in_company(decoder, len(parts), tokens_SL[:1], *_gated(decoder, 1)):
         for rows in progress(parts):
             kept = state_path.with_suffix("") / f"from-{rows.start}" if state_path is not None and is_layerwise else None
             sums.add(_of_batch(decoder, own_SL[rows], sums.generator if own_samples else None, kept))

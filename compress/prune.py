@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -244,6 +245,8 @@ def check_shard(runs: Sequence[PruneOptions]) -> None:
         )
     if runs[0].memory_limit is not None:
         raise OptionError("--memory-limit holds one layer of the model, and --shard a piece of each; leave out one of them")
+    if runs[0].recover.steps or runs[0].distill.steps:
+        raise OptionError("recovery and distillation hold two whole models; leave out --shard, or train afterwards")
     processes.check_several()
 
 
@@ -269,7 +272,10 @@ def make_plan(options: PruneOptions, prepared: Prunable, work: WorkDirectory, pr
     if options.method == "naee":
         kept = _best_subsets(options, prepared, work, progress)
     else:
-        kept = prepared.budget.select(_scores(options, prepared, work, progress), groups_of(prepared.checkpoint))
+        scored = _scores(options, prepared, work, progress)
+        if options.shard:
+            gc.collect()  # the parts of a model in pieces know each other in circles
+        kept = prepared.budget.select(scored, groups_of(prepared.checkpoint))
     if options.merge == "cka":
         groups = merge_pruned(kept, statistics_of(options, prepared, work, progress))
         return _merged(groups, options, prepared, work, progress)

@@ -279,7 +279,7 @@ _MINIMAX = Architecture(
     causal_lm_class="MiniMaxForCausalLM",
     own_settings={
         "postnorm": (True,),
-        "shared_intermediate_size": (0,),
+        "shared_intermediate_size": (0, None),
         **dict.fromkeys(("rotary_dim", "shared_moe_mode", "max_model_len")),
     },
     not_onnx="its lightning attention keeps a state, for which our graphs have no input",
@@ -311,6 +311,7 @@ _MINIMAX_AUTHORS: dict[str, Any] = {
 """Of configs in the words of their own code."""
 _KINDS_OF_AUTHORS = {0: "linear_attention", 1: "full_attention"}
 """Entries of their list of layers."""
+_LIGHTNING_KINDS = set(_KINDS_OF_AUTHORS.values())
 
 ARCHITECTURES: dict[str, Architecture] = {
     row.model_type: row
@@ -832,7 +833,7 @@ class DecoderConfig:
 
     @property
     def lightning_layers(self) -> tuple[int, ...]:
-        """Indices of those."""
+        """Indices of the layers that have a state of lightning attention."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.is_lightning)
 
     @property
@@ -1124,12 +1125,13 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
     kinds = ("linear",) * (not row.lightning_attention) + ("chunked",) * (row.chunk_key is None)
     if any(kind in own for own in getattr(family, "layer_types", None) or () for kind in kinds):
         lacking.append(f"layer_types={sorted(set(family.layer_types))}")
-    if row.lightning_attention and "full_attention" not in (family.layer_types or ()):
-        lacking.append("layer_types without full_attention")
+    if row.lightning_attention and not {"full_attention"} <= set(own := family.layer_types or ()) <= _LIGHTNING_KINDS:
+        lacking.append(f"layer_types={sorted(set(own))}")
     for key, honoured in row.own_settings.items():
         values = config[key] if isinstance(config.get(key), list) else [config.get(key)]
-        if honoured is not None and key in config and any(value not in honoured for value in values):
-            lacking.append(f"{key}={config[key]!r}")
+        said = key in config or bool(row.keys_of_authors)  # theirs have defaults of their own
+        if honoured is not None and said and any(value not in honoured for value in values):
+            lacking.append(f"{key}={config.get(key)!r}")
     known = set(type(family)().to_dict()) | _HARMLESS_KEYS | set(row.own_settings) | {row.prediction_layers_key}
     lacking += [f"{key}={config[key]!r}" for key in config if key not in known and config[key] not in (None, False)]
     if lacking:
@@ -1685,6 +1687,16 @@ def _changed_widths(row: Architecture, config: dict[str, Any], counts: list[int]
     return changed
 
 
+def otherwise_in_transformers(config: Mapping[str, Any]) -> str | None:
+    """Why transformers' class computes another function than the model that was trained; None where it does not."""
+    if architecture_of(config).rotary_dimension_key is None:
+        return None
+    whole = decoder_config(config)
+    if whole.rotary_dimension == whole.head_dimension:
+        return None
+    return f"its class rotates all of a head's {whole.head_dimension} dimensions, and this model {whole.rotary_dimension}"
+
+
 def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | None:
     """Who loads a checkpoint with this config.json, in a clause; None where transformers does.
 
@@ -1695,13 +1707,8 @@ def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | Non
         return f"only moe-compress loads it: experts of a {row.model_type} are stacked elsewhere, and here packed one by one"
     if few_bits and not row.in_transformers:
         return f"only moe-compress loads it: transformers has no {row.model_type}"
-    if row.rotary_dimension_key is not None:
-        whole = decoder_config(config)
-        if whole.rotary_dimension < whole.head_dimension:
-            return (
-                f"only moe-compress loads it as it was trained: transformers rotates all of a head's {whole.head_dimension} "
-                f"dimensions, and {row.rotary_dimension_key} is {whole.rotary_dimension}"
-            )
+    if (reason := otherwise_in_transformers(config)) is not None:
+        return f"transformers loads another model: {reason}; moe-compress loads it as it was trained"
     if row.in_transformers:
         return None
     if "block_configs" in config or GATE_WIDTH_KEY in config:

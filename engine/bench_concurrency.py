@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import CompressError, OptionError
 from engine.generate import Engine
-from engine.kv_cache import position_bytes
+from engine.kv_cache import position_bytes, state_bytes
 from engine.loop import EngineLoop
 from engine.paged_cache import BLOCK_SIZE
 from engine.request import Request, Update
@@ -34,10 +34,10 @@ def bench_concurrency(
     if prompt_tokens < 1 or generated_tokens < 2:
         raise OptionError("this test needs a prompt of at least 1 token and at least 2 new ones; give -p and -n")
     length, most = prompt_tokens + generated_tokens, max(counts)
-    config = engine.checkpoint.config
+    config, kept = engine.checkpoint.config, engine.kv_cache_dtype
     engine_loop = EngineLoop(
         engine,
-        kv_cache_bytes=most * (length + BLOCK_SIZE) * position_bytes(config, engine.kv_cache_dtype),
+        kv_cache_bytes=most * ((length + BLOCK_SIZE) * position_bytes(config, kept) + state_bytes(config, kept)),
         max_batch_size=most,
         max_model_length=length,
     )

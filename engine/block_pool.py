@@ -33,8 +33,9 @@ class BlockTable:
 class BlockPool:
     """Blocks 0 to `count` - 1, each unused or used by one or several sequences."""
 
-    def __init__(self, count: int, block_size: int) -> None:
-        self.count, self.block_size = count, block_size
+    def __init__(self, count: int, block_size: int, shares: bool = True) -> None:
+        """shares: blocks can be found again; not of sequences that are more than their blocks."""
+        self.count, self.block_size, self.shares = count, block_size, shares
         self._users = [0] * count
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
         self._block_of: dict[bytes, int] = {}
@@ -79,6 +80,8 @@ class BlockPool:
     def fill(self, table: BlockTable, tokens: Sequence[int], length: int) -> None:
         """Note that the table now holds the first `length` tokens; blocks that became whole can be found from here on."""
         table.length = length
+        if not self.shares:
+            return
         for index in range(len(table.digests), table.length // self.block_size):
             digest = self._digest(table, tokens[index * self.block_size : (index + 1) * self.block_size])
             table.digests.append(digest)

@@ -195,7 +195,7 @@ class Checkpoint(ModelDirectory):
             if view is not None and (not view.dtype.is_floating_point or view.dtype.itemsize == 1):
                 problems.append(f"tensor {name} is {view.dtype}; weights that are quantised so are not read")
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
-        used |= self.derived.keys()
+        used |= set(self.derived)
         extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
@@ -242,9 +242,14 @@ class Checkpoint(ModelDirectory):
         return self._by_name[name].tensor(name) if name in self._by_name else None
 
     @cached_property
-    def derived(self) -> dict[str, Tensor]:
-        """What is here of `derived_tensors`, mapped. Nobody computes with it, and results have it too."""
-        return {name: self._by_name[name].tensor(name) for name in derived_tensors(self.config) if name in self._by_name}
+    def derived(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """What is here of `derived_tensors`. The engine computes it anew; results have it too, for transformers."""
+        there = {name: self._by_name[name].entries[name] for name in derived_tensors(self.config) if name in self._by_name}
+        return {name: (entry.dtype, entry.shape) for name, entry in there.items()}
+
+    def derived_tensor(self, name: str) -> Tensor:
+        """One of them, mapped."""
+        return self._by_name[name].tensor(name)
 
     @cached_property
     def model_dtype(self) -> torch.dtype:

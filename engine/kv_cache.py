@@ -8,6 +8,7 @@ Shape suffixes: B batch, G key-value heads, L positions, E head dimension.
 from __future__ import annotations
 
 from copy import copy
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,11 @@ def state_shape(config: DecoderConfig) -> tuple[int, int, int, int]:
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """What they are kept in beside keys and values in `dtype`."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of one sequence's states, beside keys and values in `dtype`."""
+    return prod(state_shape(config)) * state_dtype(dtype).itemsize
 
 
 def row_of_layers(config: DecoderConfig) -> dict[int, int]:

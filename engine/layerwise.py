@@ -89,8 +89,8 @@ def backward(
 ) -> float:
     """Add the gradient of Σ loss over batches of sequences to .grad of the `trained` tensors; the loss.
 
-    `trained` are leaves of `route`'s Routings, without gradients yet. Of a LayerwiseDecoder, what a `directory` holds of the
-    same pass is gone on with, and is for the caller to remove; `generator` is the one that `loss` draws from, if it does.
+    `trained` are leaves of `route`'s Routings. Of a LayerwiseDecoder, they have no gradients yet, and what a `directory`
+    holds of the same pass is gone on with, and is for the caller to remove; `generator` is the one that `loss` draws from.
     """
     if isinstance(model, LayerwiseDecoder):
         return _Pass(model, tokens_SL, route, loss, trained, generator, directory).run()
@@ -107,17 +107,18 @@ def backward(
 
 
 @contextmanager
-def in_company(model: AnyDecoder, batches: int, length: int, route: Route, trained: Mapping[str, Tensor]) -> Iterator[None]:
-    """After so many batches go `backward` inside the `with`, what others need of this process, whose sequences may be fewer.
+def in_company(
+    model: AnyDecoder, passes: int, tokens_1L: Tensor, route: Route, trained: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """After so many passes of `backward` inside the `with`, what others need of this process, whose sequences may be fewer.
 
-    All processes take part in gathering each layer of a model that is spread over them. Where another has more batches, this
-    one makes passes that add nothing to the gradients.
+    All processes take part in gathering each layer of a model that is spread over them. Where another makes more passes,
+    this one goes on, over some sequence of the text, and adds nothing to the gradients.
     """
-    missing = int(processes.largest(batches)) - batches if processes.is_spread(model) else 0
+    missing = int(processes.largest(passes)) - passes if processes.is_spread(model) else 0
     yield
-    idle_1L = torch.zeros(1, length, dtype=torch.long)
     for _ in range(missing):
-        backward(model, idle_1L, route, lambda hidden_BLD, outer, rows: 0.0 * hidden_BLD.sum(), trained=trained)
+        backward(model, tokens_1L, route, lambda hidden_BLD, outer, rows: 0.0 * hidden_BLD.sum(), trained=trained)
 
 
 class _Pass:

@@ -39,10 +39,10 @@ class LightningAttention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
         self.layer, self.heads = layer, config.attention_heads
-        self.rates_H = decay_rates(config.attention_heads, layer, len(config.layers))
         qkv, gate, norm, output = lightning_tensors(layer)
         self.qkv, self.gate, self.output = frozen(tensor(qkv)), frozen(tensor(gate)), frozen(tensor(output))
         self.norm = nn.Parameter(as_tensor(tensor(norm)), requires_grad=False)
+        self.rates_H = decay_rates(config.attention_heads, layer, len(config.layers)).to(self.norm.device)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]; with a cache, goes on from its state and leaves it behind the new positions."""
@@ -77,15 +77,25 @@ def attend(
     """(o [B, H, L, E], the state behind the last position [B, H, E, E]), from the state before the first, or from none."""
     if state_BHEE is None:
         state_BHEE = torch.zeros_like(query_BHLE[:, :, :1].mT * value_BHLE[:, :, :1])
-    rates_H11, mixed = rates_H.to(query_BHLE)[:, None, None], []
+    rates_H11, mixed, decays = rates_H.to(query_BHLE)[:, None, None], [], {}
     parts = (x_BHLE.split(BLOCK, dim=2) for x_BHLE in (query_BHLE, key_BHLE, value_BHLE))
     for query_BHIE, key_BHJE, value_BHJE in zip(*parts, strict=True):
         size = query_BHIE.shape[2]
-        place_I1 = torch.arange(1, size + 1, device=query_BHIE.device)[:, None]
-        distance_IJ = place_I1 - place_I1.T
-        decay_HIJ = torch.exp(-rates_H11 * distance_IJ.clamp_min(0)).tril()
+        if size not in decays:  # all blocks but the last have the same
+            decays[size] = _decays(rates_H11, size)
+        decay_HIJ, begun_HI1, left_HJ1 = decays[size]
         mixed_BHIE = (query_BHIE @ key_BHJE.mT * decay_HIJ) @ value_BHJE
-        mixed.append(mixed_BHIE + query_BHIE * torch.exp(-rates_H11 * place_I1) @ state_BHEE)
-        left_BHJE = key_BHJE * torch.exp(-rates_H11 * (size - place_I1))
-        state_BHEE = torch.exp(-rates_H11 * size) * state_BHEE + left_BHJE.mT @ value_BHJE
+        mixed.append(mixed_BHIE + query_BHIE * begun_HI1 @ state_BHEE)
+        state_BHEE = begun_HI1[:, -1:] * state_BHEE + (key_BHJE * left_HJ1).mT @ value_BHJE
     return torch.cat(mixed, dim=2), state_BHEE
+
+
+def _decays(rates_H11: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a block: M [H, I, J], Λ [H, I, 1], and λ^B Λ⁻¹ [H, J, 1]."""
+    place_I1 = torch.arange(1, size + 1, device=rates_H11.device)[:, None]
+    distance_IJ = (place_I1 - place_I1.T).clamp_min(0)
+    return (
+        torch.exp(-rates_H11 * distance_IJ).tril(),
+        torch.exp(-rates_H11 * place_I1),
+        torch.exp(-rates_H11 * (size - place_I1)),
+    )

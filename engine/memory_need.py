@@ -17,6 +17,7 @@ from engine import processes
 from engine.architectures import LayerConfig, layer_tensors
 from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
+from engine.lightning_attention import BLOCK
 from engine.linear import has_half_arithmetic
 from engine.memory_budget import (
     KEPT_WITHIN_LIMIT_BYTES,
@@ -95,6 +96,8 @@ def _layer_activations(checkpoint: Checkpoint, layer: LayerConfig, work: Work, t
     width = max(layer.dense_width, 0 if moe is None else max(moe.expert_width, moe.shared_width))
     # In float32 are norms and, where products are not in the dtype itself, what goes into them.
     per_token = work.dtype.itemsize * (8 * hidden + 6 * heads) + 4 * 3 * hidden
+    if layer.is_lightning:  # queries, keys and values in float32, and a block's scores twice
+        per_token += 4 * (5 * heads + 2 * config.attention_heads * BLOCK)
     if not work.gradients:
         # All tokens may go to one expert; their outputs wait in the order of the experts.
         return tokens * (per_token + work.dtype.itemsize * (3 * slots * hidden + 3 * width))

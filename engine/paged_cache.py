@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.architectures import DecoderConfig
 from engine.block_pool import BlockPool, BlockTable
-from engine.kv_cache import Kept, Scaled, position_bytes, row_of_layers, state_dtype, state_shape, to_int8
+from engine.kv_cache import Kept, Scaled, position_bytes, row_of_layers, state_bytes, state_dtype, state_shape, to_int8
 
 BLOCK_SIZE = 32
 """Positions of a block."""
@@ -33,10 +33,13 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         block_size: int = BLOCK_SIZE,
+        sequences: int = 1,
     ) -> None:
-        """`size`: bytes of keys and values together; whole blocks of it are used."""
+        """`size`: bytes of keys and values together; whole blocks are used. `sequences`: how many have states at once."""
         self.block_bytes = position_bytes(config, dtype) * block_size
-        self.pool = BlockPool(size // self.block_bytes, block_size)
+        self._state_shape, self._device = state_shape(config), device
+        self._state_bytes = sequences * state_bytes(config, dtype)
+        self.pool = BlockPool(size // self.block_bytes, block_size, shares=not self._state_bytes)
         self.dtype = dtype
         """What keys and values are kept in."""
         groups, *sizes = config.cached
@@ -44,21 +47,15 @@ class PagedCache:
         shape = (len(config.caching_layers), groups, self.pool.count * block_size)
         self.keys_GSE, self.values_GSE = (list(torch.zeros((*shape, size), dtype=dtype, device=device)) for size in sizes)
         """One for each layer that keeps positions."""
-        self._state_shape, self._device = state_shape(config), device
         self._states: WeakKeyDictionary[BlockTable, list[Tensor]] = WeakKeyDictionary()
+        """Of those sequences that somebody still knows."""
         self.scales = torch.zeros((2, *shape), device=device) if dtype == torch.int8 else None
         """Of keys and of values in 8 bits, [2, layers, G, S]."""
 
     @property
     def bytes(self) -> int:
-        """Bytes held, filled or not, with the states of those that have one."""
-        states = sum(state.nbytes for own in self._states.values() for state in own)
-        return self.pool.count * self.block_bytes + states
-
-    @property
-    def has_states(self) -> bool:
-        """Whether a sequence has more than its positions, so that what it began with is of no use to another."""
-        return self._state_shape[0] > 0
+        """Bytes held, filled or not, and those of so many states as there may be."""
+        return self.pool.count * self.block_bytes + self._state_bytes
 
     def states(self, table: BlockTable) -> list[Tensor]:
         """Of one sequence, [H, E, E] of each layer that has one; zero before its first position."""
@@ -68,7 +65,7 @@ class PagedCache:
 
     def clear(self) -> None:
         """Forget everything, whoever used it."""
-        self.pool = BlockPool(self.pool.count, self.pool.block_size)
+        self.pool = BlockPool(self.pool.count, self.pool.block_size, self.pool.shares)
         self._states.clear()
 
     def slots(self, table: BlockTable, end: int) -> slice | Tensor:
@@ -154,7 +151,7 @@ class PagedBatch:
     def keep_state(self, layer: int, state_BHEE: Tensor) -> None:
         """Behind the new positions."""
         for table, state_HEE in zip(self._tables, state_BHEE, strict=True):
-            self.cache.states(table)[self.cache.rows[layer]] = state_HEE
+            self.cache.states(table)[self.cache.rows[layer]].copy_(state_HEE)  # and no view of the whole batch's
 
     def of_sequence(self, layer: int, row: int, first: int = 0) -> tuple[Kept, Kept]:
         """Keys and values [1, G, P, E] of one sequence in one layer, from position `first` on."""

@@ -6,7 +6,6 @@ Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -23,12 +22,13 @@ from engine.token_skipping import TokenSkipping
 class PagedRunner:
     """A Runner of the scheduler."""
 
-    def __init__(self, engine: Engine, decoder: Decoder, kv_cache_bytes: int, block_size: int) -> None:
-        """Raises CheckpointError for damaged skip tables."""
+    def __init__(self, engine: Engine, decoder: Decoder, kv_cache_bytes: int, block_size: int, sequences: int) -> None:
+        """kv_cache_bytes: of keys and values. sequences: how many run at once. CheckpointError for damaged skip tables."""
         self._decoder, self._dtype, self._device = decoder, engine.dtype, engine.device
         self._skipping = TokenSkipping(engine, decoder)
-        self.cache = PagedCache(engine.checkpoint.config, kv_cache_bytes, engine.kv_cache_dtype, engine.device, block_size)
-        self._numbers = count()
+        self.cache = PagedCache(
+            engine.checkpoint.config, kv_cache_bytes, engine.kv_cache_dtype, engine.device, block_size, sequences
+        )
         prepare_decoding(engine.dtype, engine.device)
 
     @property
@@ -51,8 +51,7 @@ class PagedRunner:
 
     def kind(self, state: RequestState) -> bytes:
         scale = self._decoder.rotary.scale_of(len(state.request.prompt))
-        alone = next(self._numbers) if self.cache.has_states else ""
-        return f"{scale} {self._threshold(state)} {alone}".encode()
+        return f"{scale} {self._threshold(state)}".encode()
 
     def piece_end(self, state: RequestState, end: int) -> int:
         return end

@@ -250,14 +250,16 @@ def sharded(
 ) -> Decoder:
     """A decoder of which this process has its pieces; layers are gathered as they are needed.
 
-    make: the decoder on its device, each layer given to the function before the next is made: no more than one is whole.
+    make: the decoder on its device, each layer given to the function before the next is made: no more than one is whole,
+    beside the embedding and the head, which are whole until all layers are there, and in each pass.
     keep_whole: parameters of a layer that every process keeps. Raises OptionError for a process alone.
     """
     check_several()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    heap.give_back_large()  # what is gathered on a CPU
+    if torch.device(device).type == "cpu":
+        heap.give_back_large()  # what is gathered
     kept: set[nn.Parameter] = set()
     common: dict[str, Any] = {
         "mesh": init_device_mesh(torch.device(device).type, (count(),)),
@@ -280,14 +282,14 @@ def sharded(
 
 
 def sharded_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """The checkpoint's decoder, `sharded`."""
+    """The checkpoint's decoder, `sharded`; weights of few bits as plain ones, of which FSDP knows alone."""
 
     def make(cut_layer: Callable[[int, DecoderLayer], None]) -> Decoder:
         def made(index: int, layer: DecoderLayer) -> None:
             cut_layer(index, layer)
             checkpoint.release()
 
-        return Decoder(checkpoint.config, checkpoint.weights(dtype, device), made)
+        return Decoder(checkpoint.config, checkpoint.source(dtype, device), made)
 
     return sharded(make, device)
 

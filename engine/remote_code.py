@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, Architecture
+from engine.architectures import ARCHITECTURES, Architecture, otherwise_in_transformers
 from engine.errors import OptionError
 from engine.json_file import load_json
 from engine.pack_quantized import CONFIG_KEY
@@ -118,6 +118,8 @@ def is_needed(directory: Path, config: Mapping[str, Any]) -> bool:
     row = ARCHITECTURES.get(str(config.get("model_type")))
     if row is not None and not row.in_transformers:
         raise OptionError(f"{directory}: transformers has no {row.model_type}; use our own engine")
+    if row is not None and (reason := otherwise_in_transformers(config)) is not None:
+        raise OptionError(f"{directory}: {reason}; use our own engine")
     if config.get(CONFIG_KEY) and find_spec("compressed_tensors") is None:
         raise OptionError(
             f"{directory}: transformers reads weights of few bits only where compressed-tensors is installed; use our own "

@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.block_pool import BlockPool, OutOfBlocksError
+from engine.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from engine.errors import OptionError
 from engine.generate import Engine
-from engine.kv_cache import position_bytes
+from engine.kv_cache import position_bytes, state_bytes
 from engine.onnx_runner import OnnxRunner
 from engine.onnx_runtime import OnnxDecoder
 from engine.paged_cache import BLOCK_SIZE
@@ -91,8 +91,9 @@ class Scheduler:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
         self._vocabulary = engine.checkpoint.config.vocabulary_size
         self._max_batch_size, self._prefill_chunk = max_batch_size, prefill_chunk
-        self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, block_size)
-        self.runner = _runner(engine, kv_cache_bytes, block_size)
+        states = max_batch_size * state_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
+        self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, states, block_size)
+        self.runner = _runner(engine, kv_cache_bytes - states, block_size, max_batch_size)
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         """Oldest first."""
@@ -176,6 +177,7 @@ class Scheduler:
         """Back to the head of the queue. What it generated stays, and will be read again with its prompt."""
         self.running.remove(state)
         self.runner.pool.release(state.table)
+        state.table = BlockTable()  # the old one's state goes with it
         self.waiting.appendleft(state)
         self.preemptions += 1
 
@@ -265,23 +267,23 @@ def described_error(error: BaseException) -> str:
     return f"the engine failed on this request ({type(error).__name__}: {words}); others go on, so it may be tried again"
 
 
-def _runner(engine: Engine, kv_cache_bytes: int, block_size: int) -> Runner:
+def _runner(engine: Engine, kv_cache_bytes: int, block_size: int, sequences: int) -> Runner:
     if isinstance(engine.decoder, OnnxDecoder):
         return OnnxRunner(engine.decoder, kv_cache_bytes, block_size)
-    return PagedRunner(engine, engine.decoder, kv_cache_bytes, block_size)
+    return PagedRunner(engine, engine.decoder, kv_cache_bytes, block_size, sequences)
 
 
-def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, block_size: int) -> int:
-    """The longest sequence that is served."""
+def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, states: int, block_size: int) -> int:
+    """The longest sequence that is served, where so many bytes are of states."""
     positions, each = engine.checkpoint.config.max_positions, position_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
-    room = kv_cache_bytes // (each * block_size) * block_size
+    room = max(0, kv_cache_bytes - states) // (each * block_size) * block_size
     length = min(positions, max(room, block_size)) if asked is None else asked
     if not 1 <= length <= positions:
         raise OptionError(
             f"the length to serve is {length} positions and the model has {positions}; ask for 1 to {positions}"
         )
     if length > room:
-        needed = -(-length // block_size) * block_size * each
+        needed = -(-length // block_size) * block_size * each + states
         raise OptionError(
             f"a key-value cache of {kv_cache_bytes:,} bytes holds {room:,} positions and one sequence may have {length:,}; "
             f"give it {needed:,} bytes or more, or serve shorter sequences"

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
         f"serving needs the package {error.name}, which is not installed: pip install 'moe-compress[serve]'"
     ) from error
 
-from engine.kv_cache import position_bytes
+from engine.kv_cache import position_bytes, state_bytes
 from engine.loop import EngineLoop
 from engine.paged_cache import BLOCK_SIZE
 
@@ -144,8 +144,9 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
     positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
     sequence = position_bytes(config, engine.kv_cache_dtype) * positions
     on_gpu = engine.device.type == "cuda"
+    states = options.max_batch_size * state_bytes(config, engine.kv_cache_dtype)
     free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else psutil.virtual_memory().available
-    return max(sequence, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free)))
+    return states + max(sequence, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free) - states))
 
 
 class _Server(uvicorn.Server):

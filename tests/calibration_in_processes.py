@@ -53,6 +53,8 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
     # Five sequences are three batches: one process has one more than the other, in each step too.
     pieces = processes.sharded_model(checkpoint, torch.float32, "cpu") if processes.count() > 1 else decoder
     scored["sharded fisher"] = fisher_scores(pieces, TOKENS[:5], 3)
+    scored["sharded taylor of one sequence"] = taylor_scores(pieces, TOKENS[:1])  # one process has nothing to do
+    scored["sharded gated of one sequence"] = search(pieces, TOKENS[:1], DiepOptions("gated", epochs=2, batch_size=1))
     for relaxation in RELAXATIONS:
         scored[f"sharded {relaxation}"] = search(pieces, TOKENS[:5], DiepOptions(relaxation, epochs=4, batch_size=5))
     layerwise = LayerwiseDecoder(checkpoint, torch.float32)
@@ -82,15 +84,19 @@ def resumed(place: Path) -> dict[str, dict[int, Tensor]]:
     checkpoint, options = Checkpoint(place / "model"), DiepOptions("gated", epochs=3, batch_size=3)
     decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
     compress.gate_gradients.SAVE_EVERY_SECONDS = 0.0
+    pieces = processes.sharded_model(checkpoint, torch.float32, "cpu")
+    state = place / "sharded-again.safetensors"  # of one process that is done, and one that is not
     passes: dict[str, Callable[..., dict[int, Tensor]]] = {
+        "sharded fisher": partial(fisher_scores, pieces, TOKENS[:5], 3, state_path=state),
         "fisher": partial(fisher_scores, decoder, TOKENS, 3, state_path=place / "fisher-again.safetensors"),
         "gated": partial(search, decoder, TOKENS, options, state_path=place / "gated-again.safetensors"),
     }
-    with suppress(Interrupted):
-        passes["fisher"](progress=interrupted)
+    for name in ("sharded fisher", "fisher"):
+        with suppress(Interrupted):
+            passes[name](progress=interrupted)
     with suppress(Interrupted):
         passes["gated"](progress=interrupted)
-    return {"fisher": passes["fisher"](), "gated": passes["gated"](resume=True)}
+    return {name: passes[name]() for name in ("sharded fisher", "fisher")} | {"gated": passes["gated"](resume=True)}
 
 
 def calibrated_again(place: Path) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ import math
 import shutil
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from compress.apply import apply
 from compress.plan import SHARED_EXPERT, concatenation_plan, pruning_plan
-from engine import lightning_attention
+from engine import lightning_attention, remote_code
 from engine.architectures import ARCHITECTURES, decoder_config, loading_note
 from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
@@ -43,7 +42,6 @@ from engine.generate import Engine
 from engine.inspect import inspect
 from engine.kv_cache import KeyValueCache
 from engine.latent_attention import Queries
-from engine.paged_runner import PagedRunner
 from engine.routing import NO_EXPERT, GroupedTopK, SigmoidTopK
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -296,7 +294,8 @@ AUTHORS_WORDS = {
 }
 
 
-def test_a_config_in_its_authors_words(made_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["minimax_m1", "minimax_text_01"])
+def test_a_config_in_its_authors_words(name: str, made_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same model with half of each head rotated, which its authors say and transformers' class does not know."""
     from transformers.models.minimax import modeling_minimax
     from transformers.models.minimax_m2.modeling_minimax_m2 import apply_rotary_pos_emb
@@ -307,12 +306,13 @@ def test_a_config_in_its_authors_words(made_of: Any, tmp_path: Path, monkeypatch
     config = json.loads((tmp_path / "full" / "config.json").read_text())
     renamed = ("layer_types", "block_size")
     common = {key: value for key, value in config.items() if not key.endswith("_factor") and key not in renamed}
-    (tmp_path / "full" / "config.json").write_text(json.dumps(common | AUTHORS_WORDS))
+    theirs = common | AUTHORS_WORDS | {"model_type": name}
+    (tmp_path / "full" / "config.json").write_text(json.dumps(theirs))
     checkpoint = Checkpoint(tmp_path / "full")
     rotary = made.reference.model.rotary_emb
     theta = config["rope_parameters"]["rope_theta"]
     monkeypatch.setattr(modeling_minimax, "apply_rotary_pos_emb", apply_rotary_pos_emb)
-    monkeypatch.setattr(rotary, "inv_freq", 1.0 / theta ** (torch.arange(0, 8, 2) / 8))
+    monkeypatch.setitem(rotary._buffers, "inv_freq", 1.0 / theta ** (torch.arange(0, 8, 2) / 8))
     expected = logits_of(made.reference)
     assert worst(own_logits(checkpoint), expected) < 1e-4 < 1e-2 < worst(expected, rotated_whole)
     (tmp_path / "pruned").mkdir()
@@ -320,13 +320,30 @@ def test_a_config_in_its_authors_words(made_of: Any, tmp_path: Path, monkeypatch
     written = json.loads((tmp_path / "pruned" / "config.json").read_text())
     assert written["model_type"] == "minimax" and written["architectures"] == ["MiniMaxForCausalLM"]
     assert not {"auto_map", "attn_type_list"} & written.keys() and written["layer_types"] == config["layer_types"]
-    assert "as it was trained" in str(loading_note(written)) and loading_note(config) is None
-    for changed, message in (({"postnorm": False}, "postnorm=False"), ({"rotary_dim": 7}, "rotary_dim is 7")):
+    assert "all of a head's 16 dimensions, and this model 8" in str(loading_note(written)) and loading_note(config) is None
+    with pytest.raises(OptionError, match="use our own engine"):
+        remote_code.is_needed(tmp_path / "pruned", written)
+    refusals = {
+        "postnorm=False": {"postnorm": False},
+        "postnorm=None": {"postnorm": None},
+        "rotary_dim is 7": {"rotary_dim": 7},
+    }
+    refusals |= {"sliding_attention": {"attn_type_list": [0, 1, "sliding_attention"]}}
+    for message, changed in refusals.items():
         with pytest.raises(CompressError, match=message):
-            decoder_config(common | AUTHORS_WORDS | changed)
+            decoder_config(theirs | changed)
 
 
-def test_what_has_a_state_is_never_shared_and_takes_nothing_back(made_of: Any) -> None:
+def test_decays_beside_the_weights_are_copied_and_an_outline_has_them_too(made_of: Any, tmp_path: Path) -> None:
+    checkpoint = made_of("minimax").checkpoint
+    (weights,) = checkpoint.directory.glob("*.safetensors")
+    assert Checkpoint(checkpoint.directory, frozenset([weights.name])).derived == checkpoint.derived
+    apply(pruning_plan({layer: [0, 2, 3] for layer in checkpoint.config.moe_layers}), checkpoint, tmp_path)
+    tensors, own = (load_file(*path.glob("*.safetensors")) for path in (tmp_path, checkpoint.directory))
+    assert len(checkpoint.derived) == 8 and all(torch.equal(tensors[name], own[name]) for name in checkpoint.derived)
+
+
+def test_a_state_goes_with_its_sequence_and_takes_nothing_back(made_of: Any) -> None:
     checkpoint = made_of("minimax").checkpoint
     cache = KeyValueCache(checkpoint.config, 2, 16, torch.float32)
     decoder = decoder_of(checkpoint)
@@ -334,13 +351,10 @@ def test_what_has_a_state_is_never_shared_and_takes_nothing_back(made_of: Any) -
         decoder.hidden_states(TOKENS[:, :9], None, cache)
         chosen = cache.of_rows(torch.tensor([1]))
         one = decoder(TOKENS[1:, 9:10], None, chosen)
+        cache.extend(20)
         both = decoder(TOKENS[:, 9:10], None, cache)
     assert worst(one, both[1:]) < 1e-5
     assert len(cache.states) == 2 and cache.keys.shape[0] == 1, "positions of the one layer that keeps them"
-    engine = Engine.open(checkpoint.directory)
-    runner = PagedRunner(engine, engine.decoder, 1 << 20, 4)
-    state = SimpleNamespace(request=SimpleNamespace(prompt=[1, 2, 3], skip_threshold=None))
-    assert runner.kind(state) != runner.kind(state)
     with pytest.raises(OptionError, match="cannot take back what it has read"):
         Engine.open(checkpoint.directory, draft=checkpoint.directory)
 

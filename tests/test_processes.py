@@ -91,7 +91,8 @@ def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", TWO_SEQUENCES)
     tensors, values = calibrated(tmp_path / "model", tmp_path)
     exact = {"tokens", "tokens_routed", "weight_ratio_median", "output_mean", "linear_cka", "rbf_cka", "rbf_cka_before"}
-    searched = {*RELAXATIONS, *(f"sharded {name}" for name in RELAXATIONS), "layerwise", "output_sum"}  # in float32
+    searched = {*RELAXATIONS, *(f"sharded {name}" for name in RELAXATIONS), "sharded gated of one sequence"}
+    searched |= {"layerwise", "output_sum"}  # in float32
     for rank in (0, 1):
         found = load_file(tmp_path / f"process-{rank}" / "tensors.safetensors")
         assert set(found) == set(tensors)
@@ -215,6 +216,7 @@ def test_what_needs_several_processes_says_so(tmp_path: Path, monkeypatch: pytes
         ("--method", "naee,reap"): "layer by layer; leave it out",
         ("--method", "fisher", "--memory-limit", "2GB"): "leave out one of them",
         ("--method", "reap"): "layer by layer; leave it out",
+        ("--method", "fisher", "--recover-steps", "2"): "two whole models",
     }
     for options, why in refusals.items():
         result = CliRunner().invoke(cli.main, ["prune", "model", *CALIBRATION, "--sparsity", "0.5", "--shard", *options])

@@ -17,7 +17,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from compress.export import ExportOptions, export
 from engine.errors import OptionError
 from engine.generate import Engine
-from engine.kv_cache import position_bytes
+from engine.kv_cache import position_bytes, state_bytes
 from engine.model import Decoder
 from engine.request import Request
 from engine.routing import NO_EXPERT, Skipping, TopK
@@ -62,9 +62,10 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return Engine.open(request.getfixturevalue(name), device="cpu")
 
 
-def cache_of(engine: Engine, positions: int) -> int:
-    """Bytes of a cache that holds so many."""
-    return positions * position_bytes(engine.checkpoint.config, engine.dtype)
+def cache_of(engine: Engine, positions: int, sequences: int = 6) -> int:
+    """Bytes of a cache that holds so many, and the states of so many sequences, where they have any."""
+    config = engine.checkpoint.config
+    return positions * position_bytes(config, engine.dtype) + sequences * state_bytes(config, engine.dtype)
 
 
 def prompt(count: int, seed: int = 0) -> tuple[int, ...]:
@@ -106,7 +107,10 @@ def test_random_schedules_give_each_request_what_it_gets_alone(engine: Engine, s
 def test_sequences_with_a_state_of_their_own_share_nothing(tmp_path: Path) -> None:
     """Also those that give way to others, and are read again."""
     save_model(tmp_path, "minimax")
-    check_random_schedule(Engine.open(tmp_path, device="cpu"), 1, shares=False)
+    engine = Engine.open(tmp_path, device="cpu")
+    check_random_schedule(engine, 1, shares=False)
+    with pytest.raises(OptionError, match=f"give it {cache_of(engine, 64):,} bytes or more"):
+        scheduler_for(engine, kv_cache_bytes=cache_of(engine, 63), max_batch_size=6, max_model_length=64)
 
 
 def check_random_schedule(engine: Engine, seed: int, shares: bool) -> None:
