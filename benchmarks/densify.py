@@ -31,8 +31,9 @@ from compress.dense_student import dense_student, student_parameters
 from compress.dense_training import DenseTrainingOptions, train_dense
 from compress.evaluate import perplexity
 from compress.layer_distillation import decoder_perplexity
-from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, resolve
 from engine.model import Decoder
+from engine.tokenizer import load_tokenizer
 
 SCRATCH, PAPER = "scratch", "paper"
 SELECTS = [*SELECTIONS, PAPER, SCRATCH]

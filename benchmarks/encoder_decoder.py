@@ -41,8 +41,8 @@ from compress.encoder_decoder_training import PairLoss, measure, train
 from compress.layer_distillation import LossWeights
 from compress.training import Batch, Trainer, TrainingOptions
 from engine.architectures import ENCODER_DECODERS, ROUTER_OF_BLOCK, as_dense_encoder_decoder
-from engine.checkpoint import load_tokenizer_of
 from engine.encoder_decoder import EncoderDecoderCheckpoint
+from engine.tokenizer import load_tokenizer_of
 
 FAMILY = next(row for row in ENCODER_DECODERS.values() if row.dense_sibling)
 SIZES = {

@@ -157,7 +157,7 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
 def held_out_text(checkpoint: Any) -> torch.Tensor:
     """[64, 256], the same for all."""
     from calibrate.text import token_batches
-    from engine.checkpoint import load_tokenizer
+    from engine.tokenizer import load_tokenizer
 
     text = {"samples": 64, "sequence_length": 256, "seed": 0, "split": "held-out"}
     return token_batches("stdlib", load_tokenizer(checkpoint), **text)

@@ -43,7 +43,7 @@ from engine.checkpoint import DEMO_DIRECTORY
 from engine.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, ClassifierCheckpoint
 from engine.classifier_inputs import PREPROCESSOR
 from engine.mixture_head import Gate, projector
-from engine.safetensors_file import write_tensors
+from engine.safetensors_writer import write_tensors
 from engine.transformers_model import quiet_transformers
 
 HELD_OUT, BATCH = 1000, 64

@@ -21,10 +21,11 @@ from torch import Tensor
 from calibrate.options import CalibrationOptions, calibration_texts
 from compress.quantiser import QuantiserOptions
 from compress.quantize import QuantizeOptions, quantize
-from engine.checkpoint import DEMO_DIRECTORY, Checkpoint, load_tokenizer
+from engine.checkpoint import DEMO_DIRECTORY, Checkpoint
 from engine.memory_budget import batches
 from engine.model import Decoder
 from engine.quantised_weight import WHOLE_ROW
+from engine.tokenizer import load_tokenizer
 
 ROWS = {
     "8 bits, groups of 32": QuantiserOptions(8),

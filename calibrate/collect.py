@@ -23,7 +23,8 @@ from engine.checkpoint import Checkpoint
 from engine.experts import MoeBlock
 from engine.model import DecoderLayer
 from engine.routing import NO_EXPERT, Selection, probabilities
-from engine.safetensors_file import SafetensorsFile, write_tensors
+from engine.safetensors_file import SafetensorsFile
+from engine.safetensors_writer import write_tensors
 from engine.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256

@@ -17,7 +17,8 @@ from torch import Tensor
 from engine.architectures import DecoderConfig
 from engine.errors import DataError
 from engine.json_file import shown
-from engine.safetensors_file import SafetensorsFile, write_tensors
+from engine.safetensors_file import SafetensorsFile
+from engine.safetensors_writer import write_tensors
 
 SCHEMA_VERSION = 3
 

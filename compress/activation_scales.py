@@ -48,7 +48,8 @@ from engine.pack_quantized import Scheme
 from engine.parameters import attention_parameters
 from engine.quantised_weight import as_tensor, quantise
 from engine.routing import select
-from engine.safetensors_file import SafetensorsFile, write_tensors
+from engine.safetensors_file import SafetensorsFile
+from engine.safetensors_writer import write_tensors
 from engine.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))

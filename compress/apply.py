@@ -39,7 +39,7 @@ from engine.model import Decoder
 from engine.mxfp4 import BLOCKS, METHOD, POWERS
 from engine.pack_quantized import CONFIG_KEY, Scheme, layout_of, tensors_of
 from engine.quantised_weight import QuantizedWeight, Weight
-from engine.safetensors_file import DEFAULT_SHARD_BYTES, ShardWriter
+from engine.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.stacks import Stored, dense_names, joined, stacked_names, stored_tensors
 
 _RELEASE_EVERY_BYTES = 64 << 20

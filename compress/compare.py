@@ -34,7 +34,7 @@ from compress.plan import plan_from_json
 from compress.scatter import Point, scatter
 from engine.artifact import check_output, whole_or_nothing
 from engine.bench import BenchSpec, bench, cases_for
-from engine.checkpoint import Checkpoint, ModelDirectory, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.errors import OptionError, PlanError
 from engine.experts import MoeBlock
 from engine.generate import resolve_device
@@ -45,6 +45,7 @@ from engine.progress import Progress, no_progress
 from engine.report import ExportedSkipCounter
 from engine.routing import NO_EXPERT, Selection
 from engine.skip_tables import SkipTables, load_skip_tables, skipping_routings
+from engine.tokenizer import load_tokenizer
 
 COMPARISON = "comparison.json"
 """By this file a directory is known as a comparison, which --overwrite may replace."""

@@ -26,9 +26,10 @@ from compress.training import Trained
 from compress.work_directory import WorkDirectory
 from engine import processes
 from engine.architectures import ARCHITECTURES, Architecture
-from engine.checkpoint import Checkpoint, load_tokenizer
+from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
 from engine.progress import Progress, no_progress
+from engine.tokenizer import load_tokenizer
 
 ERROR_SEQUENCES = 16
 """Sequences on which shared experts' gates and the error of each layer are measured."""

@@ -39,13 +39,14 @@ from compress.work_directory import WorkDirectory
 from engine import processes
 from engine.architectures import as_dense_encoder_decoder
 from engine.artifact import whole_or_nothing, write_provenance
-from engine.checkpoint import load_tokenizer_of, resolve
+from engine.checkpoint import resolve
 from engine.encoder_decoder import EncoderDecoderCheckpoint
 from engine.errors import CheckpointError, OptionError
 from engine.json_file import write_json
 from engine.progress import Progress, no_progress
 from engine.report import peak_memory_bytes
-from engine.safetensors_file import ShardWriter
+from engine.safetensors_writer import ShardWriter
+from engine.tokenizer import load_tokenizer_of
 
 ERROR_PAIRS = 64
 """Of the calibration pairs, on which the error of each layer is measured."""

@@ -36,7 +36,8 @@ from engine.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_c
 from engine.memory_budget import batches
 from engine.model import Decoder, Outer
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
-from engine.safetensors_file import SafetensorsFile, write_tensors
+from engine.safetensors_file import SafetensorsFile
+from engine.safetensors_writer import write_tensors
 
 ALPHA_STEPS = 3
 """α-steps to each β-step (DiEP, setting)."""

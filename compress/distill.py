@@ -30,11 +30,11 @@ from compress.teacher_cache import cached_teacher
 from compress.training import Trainer, figures
 from compress.work_directory import WorkDirectory
 from engine import processes
-from engine.checkpoint import end_tokens, load_tokenizer
 from engine.model import Decoder
 from engine.parameters import parameters_on_disk
 from engine.progress import Progress, no_progress
 from engine.sampling import SamplingOptions
+from engine.tokenizer import end_tokens, load_tokenizer
 
 
 def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[str, Any]:

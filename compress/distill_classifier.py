@@ -45,7 +45,7 @@ from engine.errors import OptionError
 from engine.json_file import write_json
 from engine.progress import Progress, no_progress
 from engine.report import peak_memory_bytes
-from engine.safetensors_file import write_tensors
+from engine.safetensors_writer import write_tensors
 from engine.transformers_model import quiet_transformers
 
 OPTIMISERS = ("sgd", "adamw")

@@ -21,9 +21,10 @@ from compress.response_distillation import KnowledgeAugmentation
 from compress.rouge import scorer
 from compress.training import TrainingOptions
 from engine import processes
-from engine.checkpoint import Checkpoint, check_same_tokens, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, resolve
 from engine.errors import OptionError
 from engine.memory_budget import sequences_per_batch
+from engine.tokenizer import check_same_tokens, load_tokenizer
 
 METRICS = ("perplexity", "rouge-l")
 EXACT = "exact"

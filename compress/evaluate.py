@@ -17,7 +17,7 @@ from calibrate.options import CalibrationOptions
 from calibrate.text import Split, token_batches
 from engine import processes, remote_code
 from engine.attention import Rotary
-from engine.checkpoint import Checkpoint, ModelDirectory, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.errors import CheckpointError, DataError, OptionError
 from engine.experts import MoeBlock
 from engine.generate import resolve_device
@@ -30,6 +30,7 @@ from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
 from engine.routing import NO_EXPERT, Selection
 from engine.streaming import Visit, stream_negative_log_likelihood
+from engine.tokenizer import load_tokenizer
 
 PIECE = 512
 """Positions whose logits an exported model gives at a time."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from compress.export_parity import LENGTHS, STEPS, Allowed, Step, check_steps, compared, in_batch, sequences, when
-from engine.checkpoint import load_tokenizer_of
 from engine.encoder_decoder import EncoderDecoderCheckpoint
 from engine.onnx_encoder_decoder_runtime import OnnxEncoderDecoder
 from engine.onnx_quantise import Packing
 from engine.quantised_weight import quantise
+from engine.tokenizer import load_tokenizer_of
 
 AT_ONCE = (1, 1, 5, 9)
 """Target tokens of each prompt that are read at once."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import ONNX_NAME, Checkpoint, end_tokens
+from engine.checkpoint import ONNX_NAME, Checkpoint
 from engine.errors import OptionError, UnsupportedError
 from engine.json_file import write_json
 from engine.onnx_runtime import HEAD_MULTIPLE
+from engine.tokenizer import end_tokens
 
 FILE_NAME = "genai_config.json"
 

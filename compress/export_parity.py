@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.activations import Activations
 from engine.attention import Rotary
-from engine.checkpoint import Checkpoint, load_tokenizer
+from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, ExportError
 from engine.experts import MoeBlock
 from engine.kv_cache import KeyValueCache
@@ -30,6 +30,7 @@ from engine.onnx_runtime import OnnxDecoder
 from engine.quantised_weight import Weight, quantise
 from engine.routing import Routing
 from engine.streaming import stream_layers
+from engine.tokenizer import load_tokenizer
 
 STEPS = 8
 """Tokens read one by one after each prompt."""

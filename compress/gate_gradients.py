@@ -30,7 +30,8 @@ from engine.linear import linear
 from engine.memory_budget import sequences_per_batch
 from engine.model import Decoder, Outer
 from engine.routing import Gated, Routing
-from engine.safetensors_file import SafetensorsFile, write_tensors
+from engine.safetensors_file import SafetensorsFile
+from engine.safetensors_writer import write_tensors
 from engine.streaming import chunk_tokens
 
 SAVE_EVERY_SECONDS = 20.0

@@ -24,9 +24,10 @@ from compress.plan import Plan
 from compress.quantiser import Quantiser
 from compress.work_directory import WorkDirectory
 from engine import processes
-from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, resolve
 from engine.errors import DataError, OptionError
 from engine.progress import Progress
+from engine.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

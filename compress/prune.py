@@ -36,7 +36,7 @@ from compress.whole_recovery import WholeRecoveryOptions, recover_all
 from compress.work_directory import WorkDirectory
 from engine import processes
 from engine.architectures import MoeConfig
-from engine.checkpoint import Checkpoint, load_tokenizer
+from engine.checkpoint import Checkpoint
 from engine.errors import OptionError
 from engine.json_file import load_json
 from engine.layerwise import AnyDecoder, LayerwiseDecoder
@@ -44,6 +44,7 @@ from engine.memory_budget import current, limited
 from engine.memory_need import Work, budget_for
 from engine.model import Decoder
 from engine.progress import Progress, no_progress
+from engine.tokenizer import load_tokenizer
 
 GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
 METHODS = ("diep", "naee", *SCORES, *GRADIENT_METHODS, "random")

@@ -11,11 +11,12 @@ import torch
 
 from calibrate.instructions import Example, Limits, instructions
 from compress.responses import write_responses
-from engine.checkpoint import Checkpoint, end_tokens, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, resolve
 from engine.errors import OptionError
 from engine.model import Decoder
 from engine.progress import Progress, no_progress
 from engine.sampling import SamplingOptions
+from engine.tokenizer import end_tokens, load_tokenizer
 
 GROUP = 16
 """Prompts that are continued side by side."""

@@ -15,12 +15,13 @@ from compress.job import check_weights
 from compress.work_directory import WorkDirectory
 from engine import processes
 from engine.artifact import check_file_output
-from engine.checkpoint import Checkpoint, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, resolve
 from engine.errors import OptionError
 from engine.memory_budget import limited
 from engine.memory_need import Work, budget_for
 from engine.progress import Progress, no_progress
 from engine.report import peak_memory_bytes
+from engine.tokenizer import load_tokenizer
 
 
 def calibrate_to_file(

@@ -34,7 +34,8 @@ from compress.training import Batch
 from engine import processes
 from engine.errors import DataError, OutputError
 from engine.model import Decoder
-from engine.safetensors_file import SafetensorsFile, write_tensors
+from engine.safetensors_file import SafetensorsFile
+from engine.safetensors_writer import write_tensors
 
 SHARD_BYTES = 256_000_000
 """Of one file, or a little over where one group has more; it is in memory while it is made."""

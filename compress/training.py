@@ -30,7 +30,8 @@ from compress.moments import restore, with_moments
 from engine import processes
 from engine.errors import CheckpointError, DataError, OptionError, TrainingError
 from engine.progress import note
-from engine.safetensors_file import SafetensorsFile, write_tensors
+from engine.safetensors_file import SafetensorsFile
+from engine.safetensors_writer import write_tensors
 
 BEST, FIRST = "best.", "first."
 """Before the names of tensors in a state file: those of the best state, and of the training that is taken first."""

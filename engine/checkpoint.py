@@ -7,10 +7,10 @@ serves the same names as views into the stack.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from engine.architectures import (
     ARCHITECTURES,
     Architecture,
     DecoderConfig,
-    Stack,
     Wrapper,
     attention_weights,
     decoder_config,
@@ -36,21 +35,19 @@ from engine.architectures import (
     router_in_memory,
     router_tensor,
     router_tensors,
-    shared_stacks,
-    stacks_in_memory,
-    stacks_on_disk,
 )
 from engine.artifact import check_sizes, read_provenance
 from engine.attention import Rotary
-from engine.block_float8 import FLOAT8, SCALES, block_of, dequantised
-from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.block_float8 import SCALES, block_of
+from engine.errors import CheckpointError, UnsupportedError
 from engine.hub import fetch, is_hub_id
 from engine.json_file import load_json, shown
-from engine.mxfp4 import BLOCK, BLOCKS, POWERS, is_packed, unpacked
+from engine.mxfp4 import is_packed
 from engine.pack_quantized import PACKED, QuantizedView, Scheme, schemes_of
 from engine.quantised_weight import QuantizedWeight, Weight, moved
 from engine.safetensors_file import SafetensorsFile, open_shards
-from engine.stacks import dense_names, packed_shapes, shared_names, shared_stack_shape, stack_shape, stacked_names, taken
+from engine.stacks import dense_names
+from engine.stored_views import SAME_MODEL, Scales, StoredView, views_of
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
@@ -58,7 +55,6 @@ ONNX_NAME = "model.onnx"
 """The graph of an exported model; its directory has no safetensors."""
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; all else takes the model it was made from"
 _RELEASE_EVERY_BYTES = 64 << 20
-_SAME_MODEL = "config.json and the weights must be of the same model"
 
 
 def resolve(model: str) -> Path:
@@ -112,7 +108,7 @@ class ModelDirectory:
     @property
     def parameters(self) -> int:
         """Parameters; tied ones count once."""
-        return sum(_count(shape) for shape in self.shapes.values())
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def active_parameters(self) -> int:
@@ -121,7 +117,7 @@ class ModelDirectory:
         for index, layer in enumerate(self.config.layers):
             if layer.moe is not None:
                 idle = layer.moe.experts - layer.moe.experts_per_token
-                total -= idle * sum(_count(shape) for shape in expert_shapes(self.config, index))
+                total -= idle * sum(math.prod(shape) for shape in expert_shapes(self.config, index))
         return total
 
 
@@ -140,11 +136,11 @@ class Checkpoint(ModelDirectory):
             by_name = _language_model(self.wrapper, self.files)
         self._by_name = by_name
         self._check_routers(by_name)
-        self._views: dict[str, _View | QuantizedView] = dict(_views(self.config, by_name))
+        self._views: dict[str, StoredView | QuantizedView] = dict(views_of(self.config, by_name))
         try:
             self._views |= self._quantised_views(by_name)
         except CheckpointError as error:
-            raise CheckpointError(f"{directory}: {error}; {_SAME_MODEL}") from error
+            raise CheckpointError(f"{directory}: {error}; {SAME_MODEL}") from error
         if self.float8_block is not None:
             self._read_float8(by_name, self.float8_block)
         self._check_names_and_shapes(by_name)
@@ -159,18 +155,18 @@ class Checkpoint(ModelDirectory):
             if own + PACKED in by_name:
                 raise UnsupportedError(f"{self.directory}: {own} is packed, and the engine reads plain routers only")
             if name is None:
-                raise CheckpointError(f"{self.directory}: tensor {names[0]} is missing; {_SAME_MODEL}")
+                raise CheckpointError(f"{self.directory}: tensor {names[0]} is missing; {SAME_MODEL}")
             shape = by_name[name].entries[name].shape
             if shape != (experts, inputs):
                 raise CheckpointError(
                     f"{self.directory}: tensor {name} has shape {list(shape)}; config.json has {shown(experts)} experts and "
-                    f"hidden size {self.config.hidden_size}, which asks for [{shown(experts)}, {inputs}]; {_SAME_MODEL}"
+                    f"hidden size {self.config.hidden_size}, which asks for [{shown(experts)}, {inputs}]; {SAME_MODEL}"
                 )
 
     def _read_float8(self, by_name: Mapping[str, SafetensorsFile], block: tuple[int, int]) -> None:
         """Let weights that have scales be read as what they stand for, in the dtype of those that have none."""
         for name, view in self._views.items():
-            if isinstance(view, _View) and (file := by_name.get(f"{name}{SCALES}")) is not None:
+            if isinstance(view, StoredView) and (file := by_name.get(f"{name}{SCALES}")) is not None:
                 view.scales = Scales(file, f"{name}{SCALES}", block)
                 view.scales.check(view, f"{self.directory}: tensor {name}")
                 view.dtype = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].dtype
@@ -200,7 +196,7 @@ class Checkpoint(ModelDirectory):
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
             more = f" ({len(missing)} missing, {len(extra)} extra)" if len(missing) + len(extra) > 1 else ""
-            raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {_SAME_MODEL}")
+            raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {SAME_MODEL}")
 
     def stored(self, name: str) -> Weight:
         """A tensor as stored, mapped, not to be written to. Reading it makes its pages resident until `release`.
@@ -347,154 +343,12 @@ def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dt
     return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) else dtype
 
 
-@dataclass(frozen=True)
-class Scales:
-    """Where the scales of a weight in 8-bit floating point are."""
-
-    file: SafetensorsFile
-    name: str
-    block: tuple[int, int]
-
-    def check(self, view: _View, where: str) -> None:
-        """Raise a CompressError unless these are scales of the weight's blocks."""
-        entry, shape = self.file.entries[self.name], view.shape
-        is_matrix = len(shape) == 2 and not isinstance(view, _StackedView)
-        if view.dtype != FLOAT8 or entry.dtype != torch.float32 or not is_matrix:
-            raise UnsupportedError(
-                f"{where}: is {view.dtype} with scales of {entry.dtype}; quantised weights are read where they are {FLOAT8} "
-                "matrices with scales of torch.float32; take the model's weights in bfloat16"
-            )
-        asked = tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
-        if entry.shape != asked:
-            raise CheckpointError(
-                f"{where}: has scales of shape {list(entry.shape)}, and {list(shape)} in blocks of {list(self.block)} asks "
-                f"for {list(asked)}; {_SAME_MODEL}"
-            )
-
-    def applied(self, values_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight."""
-        return dequantised(values_OI, self.file.tensor(self.name), self.block, dtype)
-
-
-class _View:
-    """Where a tensor is: a whole stored tensor, or one projection of one expert in a stack."""
-
-    scales: Scales | None = None
-    """Of a weight in 8-bit floating point, which is read as one of `dtype`."""
-
-    def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
-        self.file, self.stored_name, self.shape = file, stored_name, shape
-        self.dtype = file.entries[stored_name].dtype
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        return (self.stored_name,) if self.scales is None else (self.stored_name, self.scales.name)
-
-    @property
-    def bytes(self) -> int:
-        """As stored."""
-        if self.scales is None:
-            return _count(self.shape) * self.dtype.itemsize
-        return _count(self.shape) + self.scales.file.entries[self.scales.name].nbytes
-
-    def read(self) -> Tensor:
-        tensor = self.file.tensor(self.stored_name)
-        return tensor if self.scales is None else self.scales.applied(tensor, self.dtype)
-
-
-class _StackedView(_View):
-    def __init__(self, file: SafetensorsFile, stack: Stack, expert: int | None, place: int, shape: tuple[int, ...]) -> None:
-        """expert: None in a stack of the shared one."""
-        super().__init__(file, stack.name, shape)
-        self.stack, self.expert, self.place = stack, expert, place
-
-    def read(self) -> Tensor:
-        whole = super().read()
-        return taken(self.stack, whole if self.expert is None else whole[self.expert], self.place)
-
-
-class _PackedView(_View):
-    """One projection of one expert in a stack of MXFP4: unpacked when it is read."""
-
-    def __init__(
-        self, files: Mapping[str, SafetensorsFile], stack: Stack, expert: int, place: int, shape: tuple[int, ...]
-    ) -> None:
-        super().__init__(files[stack.name + BLOCKS], stack.name + BLOCKS, shape)
-        self.powers, self.dtype = files[stack.name + POWERS], torch.bfloat16
-        self.stack, self.expert, self.place = replace(stack, transposed=False), expert, place
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        return self.stored_name, self.stack.name + POWERS
-
-    @property
-    def bytes(self) -> int:
-        return _count(self.shape) // 2 + _count(self.shape) // BLOCK
-
-    def read(self) -> Tensor:
-        stored = zip((self.file, self.powers), self.stored_names, strict=True)
-        parts = [taken(self.stack, file.tensor(name)[self.expert], self.place) for file, name in stored]
-        return unpacked(*parts)
-
-
 def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
     """The file of each tensor of the language model, which the files then call by the names that it has alone."""
     for file in files:
         own = {name: entry for name, entry in file.entries.items() if not name.startswith(wrapper.others)}
         file.entries = {name.removeprefix(wrapper.prefix): entry for name, entry in own.items()}
     return {name: file for file in files for name in file.entries}
-
-
-def _views(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, _View]:
-    """Every name that can be served: stored ones as they are, stacked experts one by one."""
-    views = {name: _View(file, name, file.entries[name].shape) for name, file in by_name.items()}
-    row = config.architecture
-    views |= {name: views[stored] for name, stored in dense_names(config).items() if stored in views}
-    for layer in config.moe_layers:
-        for stacks in (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
-            if all(stack.name in by_name or stack.name + BLOCKS in by_name for stack in stacks):
-                views |= _of_stacks(config, layer, stacks, by_name)
-        for stack in shared_stacks(row, layer):
-            for place, name in enumerate(shared_names(config, layer, stack) if stack.name in by_name else ()):
-                _check_stack(by_name, stack.name, shared_stack_shape(config, layer, stack), False)
-                own = replace(stack, projections=stack.projections[place : place + 1])
-                shape = shared_stack_shape(config, layer, own)
-                views[name] = _StackedView(by_name[stack.name], stack, None, place, shape)
-        stacked_router = router_in_memory(row, layer)
-        if router_tensor(row, layer) not in views and stacked_router in by_name:
-            views[router_tensor(row, layer)] = views[stacked_router]
-    return views
-
-
-def _of_stacks(
-    config: DecoderConfig, layer: int, stacks: Iterable[Stack], by_name: Mapping[str, SafetensorsFile]
-) -> dict[str, _View]:
-    """A layer's experts. Raises CheckpointError for a stack of another shape."""
-    views: dict[str, _View] = {}
-    shapes = expert_shapes(config, layer)
-    for stack in stacks:
-        packed = stack.name not in by_name
-        expected = packed_shapes(config, layer, stack) if packed else {stack.name: stack_shape(config, layer, stack)}
-        for name, shape in expected.items():
-            _check_stack(by_name, name, shape, packed)
-        for expert in range(config.experts_by_layer[layer]):
-            for place, name in enumerate(stacked_names(config, layer, stack, expert)):
-                shape = shapes[stack.projections[place]]
-                if packed:
-                    views[name] = _PackedView(by_name, stack, expert, place, shape)
-                else:
-                    views[name] = _StackedView(by_name[stack.name], stack, expert, place, shape)
-    return views
-
-
-def _check_stack(by_name: Mapping[str, SafetensorsFile], name: str, shape: tuple[int, ...], packed: bool) -> None:
-    if name not in by_name:
-        raise CheckpointError(f"tensor {name} is missing")
-    entry = by_name[name].entries[name]
-    if entry.shape != shape:
-        raise CheckpointError(f"tensor {name} has shape {list(entry.shape)} and config.json says {list(shape)}")
-    if packed and entry.dtype != torch.uint8:
-        raise CheckpointError(f"tensor {name} is {entry.dtype}; packed weights are torch.uint8")
 
 
 def _is_ignorable(name: str, config: DecoderConfig) -> bool:
@@ -514,69 +368,3 @@ def _refuse_foreign_code(directory: Path, config: Mapping[str, Any]) -> None:
             f"{directory}: model_type {config.get('model_type')!r} needs code of its own (trust_remote_code), which this "
             "engine never runs; convert it to a supported family first"
         )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def load_tokenizer(checkpoint: ModelDirectory) -> Any:
-    """The checkpoint's transformers tokenizer; CheckpointError where it is missing or of another vocabulary."""
-    # transformers would look at a config.json that it has no class for.
-    config = None if checkpoint.config.architecture.in_transformers else checkpoint.config.transformers_config
-    return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size, config)
-
-
-def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> Any:
-    """The same for the model in a directory that knows so many tokens; `config`: None for what config.json says."""
-    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-    if not any((directory / name).is_file() for name in names):
-        raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain Exception for damaged files
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
-    # Models pad their vocabulary a little; a tokenizer that is larger, or much smaller, belongs to another model.
-    if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
-        raise CheckpointError(
-            f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; it is of another model"
-        )
-    return tokenizer
-
-
-def check_same_tokens(first: Checkpoint, second: Checkpoint) -> None:
-    """Raise OptionError unless what both predict is of the same tokens."""
-    sizes = first.config.vocabulary_size, second.config.vocabulary_size
-    vocabularies = [load_tokenizer(checkpoint).get_vocab() for checkpoint in (first, second)]
-    if vocabularies[0] != vocabularies[1]:
-        raise OptionError(
-            f"{first.directory} and {second.directory} have different tokenizers ({sizes[0]} and {sizes[1]} tokens), so "
-            "their predictions cannot be compared; take two models with one tokenizer"
-        )
-    if sizes[0] != sizes[1]:
-        raise OptionError(
-            f"{first.directory} and {second.directory} have one tokenizer, and {sizes[0]} and {sizes[1]} rows of "
-            "embeddings; cut or pad those of one to the other's"
-        )
-
-
-def end_tokens(checkpoint: ModelDirectory) -> frozenset[int]:
-    """Tokens that end a sequence, from the first place that names any. Raises CheckpointError where they are none."""
-    directory = checkpoint.directory
-    found = None
-    if (directory / "generation_config.json").is_file():
-        found = load_json(directory / "generation_config.json", "generation config").get("eos_token_id")
-    if found is None:
-        found = getattr(checkpoint.config.transformers_config, "eos_token_id", None)
-    if found is None:
-        found = load_tokenizer(checkpoint).eos_token_id
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"{directory}: eos_token_id is {found!r:.80}; it must be a token id or a list of ids")
-    return frozenset(ids)

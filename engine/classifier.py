@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from engine.architectures import classified, load_transformers_config
 from engine.artifact import check_sizes, read_provenance
-from engine.checkpoint import ONNX_NAME, load_tokenizer_of
+from engine.checkpoint import ONNX_NAME
 from engine.classifier_inputs import SMALL_SIZE, ImageInputs, TextInputs, image_inputs
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.mixture_head import Gate, MixtureHead, projector
 from engine.safetensors_file import SafetensorsFile, open_shards
+from engine.tokenizer import load_tokenizer_of
 from engine.transformers_model import SAME_MODEL, load_model
 
 MIXTURE_NAME = "mixture.safetensors"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.artifact import compare_checksums
-from engine.checkpoint import Checkpoint, ModelDirectory, check_same_tokens, end_tokens, load_tokenizer, resolve
+from engine.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.errors import OptionError
 from engine.kv_cache import KV_CACHE_DTYPES, KeyValueCache
 from engine.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding, reading
@@ -39,6 +39,7 @@ from engine.sampling import SamplingOptions, penalised_rows, sample
 from engine.skip_tables import load_skip_tables, skipping_routings
 from engine.speculative import Reader, Speculation
 from engine.text_stream import TextStream, plain_text
+from engine.tokenizer import check_same_tokens, end_tokens, load_tokenizer
 from engine.triton_experts import use_triton
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -25,7 +25,8 @@ from engine.experts import MoeBlock
 from engine.memory_budget import batches
 from engine.model import Decoder, DecoderLayer, Outer, routed_by
 from engine.routing import Routing
-from engine.safetensors_file import SafetensorsFile, write_tensors
+from engine.safetensors_file import SafetensorsFile
+from engine.safetensors_writer import write_tensors
 from engine.streaming import embed, layer_positions, one_layer, stream_layers
 
 Route = Callable[[int, Routing, slice], Routing]

@@ -29,7 +29,7 @@ from engine.activations import Shelf
 from engine.checkpoint import Checkpoint
 from engine.layerwise import LayerwiseDecoder
 from engine.model import Decoder
-from engine.safetensors_file import write_tensors
+from engine.safetensors_writer import write_tensors
 
 TOKENS = torch.randint(3, 96, (7, 12), generator=torch.Generator().manual_seed(1))
 TWO_SEQUENCES = 24

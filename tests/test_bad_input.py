@@ -21,7 +21,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import cli
-from engine.safetensors_file import INDEX_NAME, SINGLE_NAME, ShardWriter
+from engine.safetensors_file import INDEX_NAME, SINGLE_NAME
+from engine.safetensors_writer import ShardWriter
 
 Damage = Callable[[Path], object]
 SPARSE = ["--sparsity", "0.5"]

@@ -28,12 +28,13 @@ from compress.compare import CompareOptions, compare, heading, labels, task_figu
 from compress.diep_scores import FILE_NAME, load_scores
 from compress.evaluate import perplexity
 from compress.pictures import Pictured
-from engine.checkpoint import Checkpoint, load_tokenizer
+from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, DataError, OptionError, OutputError
 from engine.generate import Engine
 from engine.inspect import inspect
 from engine.model import Decoder
 from engine.progress import no_progress
+from engine.tokenizer import load_tokenizer
 
 pytest.importorskip("matplotlib")
 SIZES = ["--samples", "3", "--sequence-length", "32"]

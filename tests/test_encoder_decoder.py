@@ -34,9 +34,9 @@ from compress.encoder_decoder import (
 from compress.encoder_decoder_training import PairLoss, measure
 from compress.layer_distillation import LossWeights
 from compress.training import Batch
-from engine.checkpoint import load_tokenizer_of
 from engine.encoder_decoder import EncoderDecoderCheckpoint, is_encoder_decoder
 from engine.errors import DataError, OptionError, UnsupportedError
+from engine.tokenizer import load_tokenizer_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {

@@ -34,11 +34,12 @@ from engine.architectures import (
     router_noise_tensor,
     router_tensor,
 )
-from engine.checkpoint import Checkpoint, load_tokenizer
+from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
 from engine.kv_cache import KeyValueCache
 from engine.model import Decoder, routed_by
 from engine.routing import Noisy, TopK
+from engine.tokenizer import load_tokenizer
 
 FAMILY = "llama_moe"
 ROW = ARCHITECTURES[FAMILY]

@@ -21,7 +21,8 @@ import torch
 from engine import json_file
 from engine.errors import CheckpointError, OutputError
 from engine.json_file import load_json, write_json
-from engine.safetensors_file import DTYPES, INDEX_NAME, Layout, SafetensorsFile, ShardWriter, open_shards
+from engine.safetensors_file import DTYPES, INDEX_NAME, SafetensorsFile, open_shards
+from engine.safetensors_writer import Layout, ShardWriter
 from engine.sha256 import file_sha256
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -427,7 +428,7 @@ WRITE_200_MB = """
 import sys, torch
 from pathlib import Path
 from engine.report import peak_memory_bytes
-from engine.safetensors_file import ShardWriter
+from engine.safetensors_writer import ShardWriter
 shape = (1024, 2048)
 writer = ShardWriter(Path(sys.argv[1]), {str(n): (torch.bfloat16, shape) for n in range(50)}, shard_bytes=10**8)
 before = peak_memory_bytes()
