@@ -29,7 +29,7 @@ from engine_speed import write_skip_tables
 from random_model import shape, write_random_model
 from results import RESULTS, markdown, save
 
-from engine.bench import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
+from engine.bench_backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.checkpoint import Checkpoint
 from engine.skip_tables import FILE_NAME
 

@@ -17,7 +17,8 @@ from results import save
 
 from compress.apply import apply
 from compress.plan import concatenation_plan
-from engine.bench import BenchSpec, bench, cases_for
+from engine.bench import bench, cases_for
+from engine.bench_backends import BenchSpec
 from engine.checkpoint import Checkpoint
 
 FFNS = (2, 1)

@@ -21,7 +21,8 @@ from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from compress.apply import apply
 from compress.plan import pruning_plan
-from engine.bench import BenchSpec, bench, cases_for
+from engine.bench import bench, cases_for
+from engine.bench_backends import BenchSpec
 from engine.checkpoint import Checkpoint
 from engine.skip_tables import FILE_NAME
 

@@ -24,9 +24,10 @@ from engine_speed import write_skip_tables
 from random_model import shape, write_random_model
 from results import markdown, save
 
-from engine.bench import BenchSpec, Worker
+from engine.bench_backends import BenchSpec
 from engine.generate import Engine
 from engine.linear import KERNELS
+from engine.worker import Worker
 
 PREFILL, DECODE = "pp 512 0", "tg 128 0"
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,7 +70,9 @@ def measure(model: Path, rounds: int) -> tuple[dict[str, dict[str, Any]], list[f
         workers = {}
         for title, (kernels, options) in CONTENDERS.items():
             os.environ[KERNELS] = kernels  # which the worker inherits
-            workers[title] = stack.enter_context(Worker(BenchSpec(str(model), device="cuda", **options)))
+            workers[title] = stack.enter_context(
+                Worker(BenchSpec(str(model), device="cuda", **options), "engine.bench_backends")
+            )
         for number in range(rounds + 1):
             for test in (PREFILL, DECODE):
                 for title, worker in workers.items():

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from compress.export import PRECISIONS
-from engine.bench import BenchSpec, bench, cases_for
+from engine.bench import bench, cases_for
+from engine.bench_backends import BenchSpec
 from engine.checkpoint import ONNX_NAME, Checkpoint
 from engine.json_file import write_json
 from engine.model import own_routing

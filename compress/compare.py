@@ -33,7 +33,8 @@ from compress.pictures import draw as draw_experts
 from compress.plan import plan_from_json
 from compress.scatter import Point, scatter
 from engine.artifact import check_output, whole_or_nothing
-from engine.bench import BenchSpec, bench, cases_for
+from engine.bench import bench, cases_for
+from engine.bench_backends import BenchSpec
 from engine.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.errors import OptionError, PlanError
 from engine.experts import MoeBlock

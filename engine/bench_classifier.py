@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine.bench import Answer, Worker, about_model, gib, serve_requests
+from engine.bench import about_model, gib
 from engine.checkpoint import resolve
 from engine.classifier import Classifier
 from engine.classifier_inputs import SMALL_SIZE, image_inputs
@@ -26,6 +26,7 @@ from engine.generate import DTYPES, set_threads
 from engine.onnx_classifier import open_classifier
 from engine.onnx_runtime import backend_of
 from engine.report import peak_memory_bytes
+from engine.worker import Answer, Worker, serve_requests
 
 SECONDS = 0.5
 """Of one repetition, about."""

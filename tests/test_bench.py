@@ -16,18 +16,11 @@ from conftest import save_reference
 from engine import bench as module
 from engine import remote_code
 from engine.architectures import ARCHITECTURES
-from engine.bench import (
-    BenchCase,
-    BenchSpec,
-    TorchBackend,
-    TransformersBackend,
-    bench,
-    cases_for,
-    format_rows,
-    run_case,
-)
+from engine.bench import bench, cases_for, format_rows
+from engine.bench_backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.errors import CheckpointError, CompressError, OptionError
 from engine.skip_tables import FILE_NAME, SkipTables
+from engine.worker import Worker
 
 KEYS = [
     "model",
@@ -206,12 +199,12 @@ def test_a_workers_error_is_passed_on(directory: Path, tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_is_explained(directory: Path) -> None:
-    worker = module.Worker(spec(directory))
+    worker = Worker(spec(directory), "engine.bench_backends")
     with worker:
         worker._process.kill()
         with pytest.raises(CompressError, match="signal 9"):
             worker.ask("memory")
-    with module.Worker(spec(directory)) as worker, pytest.raises(RuntimeError, match="Traceback"):
+    with Worker(spec(directory), "engine.bench_backends") as worker, pytest.raises(RuntimeError, match="Traceback"):
         worker.ask("run pp")
 
 

@@ -1,0 +1,106 @@
+"""A process that answers requests, from both sides. Each lives alone, so that its memory is what the system says of it.
+
+Requests are lines of words, replies lines of JSON; a worker that waits for its turn sleeps on its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from engine import errors
+from engine.errors import CompressError
+
+
+class Worker:
+    """The process of one spec, from this side."""
+
+    def __init__(self, spec: Any, module: str) -> None:
+        """spec: a dataclass with `model` and `backend`, for the module's `main`."""
+        self.spec, self.module = spec, module
+
+    def __enter__(self) -> Self:
+        # The worker finds this package wherever it was started, and (-P) no folder of the same name in the way.
+        package_parent = str(Path(__file__).resolve().parents[1])
+        path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
+        self._log = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", self.module, json.dumps(asdict(self.spec))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        try:
+            self.about = self._reply()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.kill()  # it has nothing to save
+        self._process.communicate()
+        self._log.close()
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Send a line and wait for its reply. Raises the worker's error as this process's own."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, and the missing reply tells how
+        return self._reply()
+
+    def _reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._explain_end()
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise getattr(errors, reply["error"], CompressError)(reply["message"])
+        return reply
+
+    def _explain_end(self) -> None:
+        code = self._process.wait()
+        if code < 0:
+            raise CompressError(
+                f"{self.spec.model}: the benchmark on {self.spec.backend} was ended by signal {-code}, as happens when "
+                "memory runs out; try fewer models at a time or a smaller dtype"
+            )
+        self._log.seek(0)
+        raise RuntimeError(f"benchmark worker ended with {code}:\n{self._log.read().decode(errors='replace')[-4000:]}")
+
+
+Answer = Callable[[str], dict[str, Any]]
+
+
+def serve_requests(start: Callable[[], tuple[dict[str, Any], Answer]]) -> int:
+    """A worker: loads, says what it has, and answers requests until its standard input ends."""
+    # Libraries may print; only replies reach the standard output.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=replies, flush=True)
+
+    try:
+        about, answer = start()
+        reply(about)
+        for request in sys.stdin:
+            reply(answer(request))
+    except CompressError as error:
+        reply({"error": type(error).__name__, "message": str(error)})
+        return 1
+    return 0
