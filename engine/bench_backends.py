@@ -1,6 +1,6 @@
 """What is benchmarked: one model on one backend, and one case on it.
 
-`python -m engine.bench_backends SPEC` is a worker (engine/worker.py); requests are `warm pp 512 0`, `run tg 128 0`, `memory`.
+`python -m engine.bench_backends SPEC` is a worker (engine/worker.py), asked for `warm pp 512 0`, `run tg 128 0`, `memory`.
 """
 
 from __future__ import annotations
