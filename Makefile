@@ -33,7 +33,7 @@ demo: $(STAMP) ## prune the built-in model at 50 %, compare it with the original
 	$(BIN)/compress generate ./demo-pruned -p "$$(printf '$(PROMPT)')" -n 96 $(SAMPLING)
 
 test: $(STAMP) ## the tests; warnings are errors
-	$(BIN)/python -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
 lint: $(STAMP) ## style, format and types
 	$(BIN)/ruff check .
