@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tokenizers_for_tests import add_tokenizer
 
 import cli
+import compress.result
 
 FIGURES = (
     "artifact method sparsity experts_before experts_after experts_per_layer parameters_before parameters_after "
@@ -33,6 +34,12 @@ KEYS = {
     "kv_cache_bytes experts_skipped_share",
 }
 TEXT = ["--data", "{text}", "--samples", "4", "--sequence-length", "32"]
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of artifacts: other tests look at them, and they take longer than all else here."""
+    monkeypatch.setattr(compress.result, "draw", lambda *given: [])
 
 
 @pytest.fixture(scope="module")

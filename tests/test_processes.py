@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +33,7 @@ from engine.checkpoint import Checkpoint
 from engine.errors import DataError, OptionError
 
 TESTS = Path(__file__).resolve().parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
 DENSIFY = ["densify", "model", *CALIBRATION, "--evaluation-samples", "2", "-o", "out", "--dtype", "float32", "--json"]
 DENSIFY += ["--distill-steps", "4", "--validate-every", "2", "--learning-rate", "0.01", "--validation-samples", "2"]
 
@@ -41,10 +43,36 @@ def torchrun(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,
+    )
+
+
+def two_processes(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The same of a command that ends well, without the process that watches over them: loading torch takes seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "tests"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=cwd,
+            env=ENVIRONMENT | common | {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return subprocess.CompletedProcess(
+        command, max(process.returncode for process in started), *("".join(parts) for parts in zip(*said, strict=True))
     )
 
 
@@ -64,7 +92,7 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
     plan = dense_plan(choose("usage", statistics, 2), statistics, dict.fromkeys(range(3), 0.5), checkpoint)
     (tmp_path / "dense.json").write_text(json.dumps(plan_to_json(plan)))
     train(tmp_path, "alone", replace(OPTIONS, batch_size=2 * OPTIONS.batch_size))
-    done = torchrun(str(TESTS / "training_in_processes.py"), str(tmp_path), cwd=tmp_path)
+    done = two_processes(str(TESTS / "training_in_processes.py"), str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for part, steps in (("distill", 6), ("finetune", 4)):
         expected, tensors = (
@@ -86,7 +114,7 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
 def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts, medians, similarities, figures and subsets the same; what is summed to 1e-12; what is searched for to 1e-6."""
     save_reference("qwen2_moe", tmp_path / "model", mlp_only_layers=[1])
-    done = torchrun(str(TESTS / "calibration_in_processes.py"), str(tmp_path), cwd=tmp_path)
+    done = two_processes(str(TESTS / "calibration_in_processes.py"), str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", TWO_SEQUENCES)
     tensors, values = calibrated(tmp_path / "model", tmp_path)
@@ -110,7 +138,7 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
     command = ["prune", "model", *CALIBRATION, "--samples", "16", "--epochs", "2", "--dtype", "float32", "--json"]
     command += ["--evaluation-samples", "3", "--sparsity", "0.5", "--method", "diep,naee,reap", "--merge", "cka"]
     command += ["--recover-steps", "1"]
-    done = torchrun("-m", "cli", *command, "-o", "together", cwd=tmp_path)
+    done = two_processes("-m", "cli", *command, "-o", "together", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = CliRunner().invoke(cli.main, [*command, "-o", "alone"])
     figures = json.loads(done.stdout)["runs"], json.loads(result.stdout)["runs"]
@@ -130,7 +158,7 @@ def test_each_process_holds_but_a_part(held: list[str], tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     command = ["prune", "model", *CALIBRATION, "--method", "diep", "--epochs", "1", "--batch-size", "2", "--sparsity", "0.5"]
     command += ["--evaluation-samples", "3", "--dtype", "float32", "--json"]
-    done = torchrun("-m", "cli", *command, *held, "-o", "together", cwd=tmp_path)
+    done = two_processes("-m", "cli", *command, *held, "-o", "together", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = CliRunner().invoke(cli.main, [*command, "-o", "alone"])
     together, alone = json.loads(done.stdout), json.loads(result.stdout)

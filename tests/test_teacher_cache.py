@@ -14,7 +14,7 @@ import torch
 from artifacts_for_tests import listing
 from click.testing import CliRunner
 from test_distill import PAIRS, SMALL, TEXT, refused, run, workplace
-from test_processes import torchrun
+from test_processes import two_processes
 from test_response_distillation import EXAMPLES, batch, models
 from tokenizers_for_tests import VOCABULARY
 from torch import Tensor
@@ -293,7 +293,7 @@ def test_several_processes_share_out_the_files(place: Path) -> None:
     (place / "script.py").write_text(PROCESSES)
     command = [*BOTH, *PAIRS, *SMALL, "--steps", "4", "--dtype", "float32", "--micro-batch-size", "2"]
     command += ["--teacher-cache", "exact"]
-    done = torchrun("script.py", "distill", *command, "--batch-size", "2", "--json", cwd=place)
+    done = two_processes("script.py", "distill", *command, "--batch-size", "2", "--json", cwd=place)
     assert done.returncode == 0, done.stderr
     (place / "out").rename(place / "together")
     alone, together = run(*command), json.loads(done.stdout)
