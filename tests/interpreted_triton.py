@@ -105,7 +105,7 @@ def check(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, scales_TS:
 @pytest.mark.usefixtures("short_blocks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "scaled, biased, clamped"])
-@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (2, 4), (3, 2), (4, 1), (5, 2), (30, 4), (200, 1)])
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (2, 4), (4, 1), (5, 2), (30, 4), (200, 1)])
 def test_equals_torch(tokens: int, slots: int, is_plain: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(tokens)
     sizes = FEW if tokens <= SPARSE_MAX_TOKENS else MANY
