@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,23 +51,38 @@ def run_in(group: Path, command: Sequence[str]) -> subprocess.CompletedProcess[s
     return subprocess.run(["sh", "-c", JOIN, str(group), *command], capture_output=True, text=True, check=False)
 
 
-def run_watched(command: Sequence[str]) -> tuple[subprocess.CompletedProcess[str], int]:
+def run_watched(
+    command: Sequence[str], *, with_children: bool = False, environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.CompletedProcess[str], int]:
     """The command's end and output, and the most that it had resident, as the system says while it runs.
 
-    What the system says at its end, `ru_maxrss`, has the parent's memory in it.
+    What the system says at its end, `ru_maxrss`, has the parent's memory in it. with_children: the most that it or any of
+    the processes that it has started had.
     """
+    env = None if environment is None else os.environ | environment
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
-        process, peak = subprocess.Popen(command, stdout=said, stderr=errors, text=True), 0
+        process, peak = subprocess.Popen(command, stdout=said, stderr=errors, text=True, env=env), 0
         while process.poll() is None:
             try:
-                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            except OSError:  # it has just ended
+                started = (
+                    Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split() if with_children else []
+                )
+                peak = max([peak, *map(_resident_peak, [process.pid, *map(int, started)])])
+            except OSError:  # one has just ended
                 continue
-            peak = max([peak, *(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))])
             time.sleep(0.02)
         said.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(command, process.returncode, said.read(), errors.read()), peak
+
+
+def _children(process: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+
+
+def _resident_peak(process: int) -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return max([0, *(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))])
 
 
 def peak_bytes(group: Path) -> int | None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from memory_limit import run_watched
 from random_model import shape, write_random_model
 from results import markdown, save
 
@@ -25,38 +23,13 @@ SHAPE = shape(hidden=1024, layers=11, experts=8, top_k=2, width=2816) | {"vocab_
 HELD = {"whole": [], "in pieces (`--shard`)": ["--shard"], "a layer (`--memory-limit 2GB`)": ["--memory-limit", "2GB"]}
 
 
-def children(process: int) -> list[int]:
-    """Processes that this one has started."""
-    try:
-        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
-    except OSError:  # it has just ended
-        return []
-
-
-def peak_bytes(process: int) -> int:
-    """The most that it had resident so far."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return max([0, *(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))])
-
-
 def ran(command: list[str]) -> tuple[dict[str, Any], int]:
     """What two processes of `compress` say last, as JSON, and the larger of their peaks."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "cli"]
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
-        threads = {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([*start, *command], stdout=said, stderr=errors, text=True, env=os.environ | threads)
-        peak = 0
-        while process.poll() is None:
-            peak = max([peak, *map(peak_bytes, children(process.pid))])
-            time.sleep(0.05)
-        said.seek(0)
-        errors.seek(0)
-        if process.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}: {errors.read()[-2000:]}")
-        return json.loads(said.read()), peak
+    done, peak = run_watched([*start, *command], with_children=True, environment={"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout), peak
 
 
 def main() -> None:

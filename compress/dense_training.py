@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -127,7 +128,8 @@ def train_dense(
     """
     if options.shard:
         assert student is None, "a model in pieces is made here"
-        student = processes.sharded(lambda made: dense_student(plan, checkpoint, dtype, device, made), device, scales)
+        made = partial(dense_student, plan, checkpoint, dtype, device)
+        student = processes.sharded(checkpoint, made, device, scales)
     else:
         student = student or dense_student(plan, checkpoint, dtype, device)
     sizes = tokens_SL.shape[1], student.config.hidden_size

@@ -72,10 +72,7 @@ class Distilled:
 
 def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Distilled:
     clock, config = Clock(), prepared.checkpoint.config
-    if options.shard:
-        student = processes.sharded_model(prepared.checkpoint, prepared.dtype, options.device)
-    else:
-        student = Decoder(config, prepared.checkpoint.weights(prepared.dtype, options.device))
+    student = processes.load_decoder(prepared.checkpoint, prepared.dtype, options.device, options.shard)
     longest = prepared.limit if options.row.student_writes else prepared.length
     part = options.training(prepared.steps, longest, config.hidden_size)
     recompute_if_large(student, part.group_size * longest)

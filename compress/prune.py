@@ -42,7 +42,6 @@ from engine.json_file import load_json
 from engine.layerwise import AnyDecoder, LayerwiseDecoder
 from engine.memory_budget import current, limited
 from engine.memory_need import Work, budget_for
-from engine.model import Decoder
 from engine.progress import Progress, no_progress
 from engine.tokenizer import load_tokenizer
 
@@ -369,10 +368,7 @@ def _decoder(options: PruneOptions, prepared: Prunable) -> AnyDecoder:
     """All weights at once, this process's pieces of them, or, within a limit of memory, one layer's."""
     if current() is not None:
         return LayerwiseDecoder(prepared.checkpoint, prepared.dtype, options.device)
-    if options.shard:
-        decoder = processes.sharded_model(prepared.checkpoint, prepared.dtype, options.device)
-    else:
-        decoder = Decoder(prepared.checkpoint.config, prepared.checkpoint.weights(prepared.dtype, options.device))
+    decoder = processes.load_decoder(prepared.checkpoint, prepared.dtype, options.device, options.shard)
     decoder.checkpoint_activations = True
     return decoder
 

@@ -70,6 +70,8 @@ GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(6)
 """The tensors of an expert, as they are numbered everywhere; some families have no biases."""
 SINKS = "sinks"
 LATENT_UP = "kv_b_proj.weight"
+LIGHTNING = ("qkv_proj.weight", "output_gate.weight", "norm.weight", "out_proj.weight")
+"""The tensors of lightning attention: of queries, keys and values together, of the gate, of the norm, of the output."""
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -1122,7 +1124,8 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
         lacking.append("rope_parameters for each kind of layer")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not row.partial_rotary:
         lacking.append(f"partial_rotary_factor={rope['partial_rotary_factor']}")
-    kinds = ("linear",) * (not row.lightning_attention) + ("chunked",) * (row.chunk_key is None)
+    has = {"linear": row.lightning_attention, "chunked": row.chunk_key is not None}
+    kinds = [kind for kind, there in has.items() if not there]
     if any(kind in own for own in getattr(family, "layer_types", None) or () for kind in kinds):
         lacking.append(f"layer_types={sorted(set(family.layer_types))}")
     if row.lightning_attention and not {"full_attention"} <= set(own := family.layer_types or ()) <= _LIGHTNING_KINDS:
@@ -1580,12 +1583,6 @@ def sinks_tensor(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.{SINKS}"
 
 
-def lightning_tensors(layer: int) -> tuple[str, str, str, str]:
-    """Names on disk of what lightning attention has: queries, keys and values in one, gate, norm, and output."""
-    prefix = f"model.layers.{layer}.self_attn"
-    return f"{prefix}.qkv_proj.weight", f"{prefix}.output_gate.weight", f"{prefix}.norm.weight", f"{prefix}.out_proj.weight"
-
-
 def derived_tensors(config: DecoderConfig) -> list[str]:
     """Tensors that transformers writes beside the weights and config.json says too: the decays of lightning attention."""
     names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
@@ -1600,7 +1597,7 @@ def _attention_tensors(config: DecoderConfig, index: int) -> Iterator[tuple[str,
     if config.layers[index].is_lightning:
         width = config.attention_heads * config.head_dimension
         shapes = (3 * width, config.hidden_size), (width, config.hidden_size), (width,), (config.hidden_size, width)
-        yield from zip(lightning_tensors(index), shapes, strict=True)
+        yield from ((f"{prefix}.{name}", shape) for name, shape in zip(LIGHTNING, shapes, strict=True))
         return
     hidden, size = config.hidden_size, config.head_dimension
     query, key = config.attention_heads * size, config.key_value_heads * size

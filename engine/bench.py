@@ -56,8 +56,8 @@ def bench(
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(spec, "engine.bench_backends")) for spec in specs]
         pairs = [(case, worker) for case in cases for worker in workers]
-        seconds: dict[tuple[BenchCase, Worker], list[float]] = {pair: [] for pair in pairs}
-        warm: dict[tuple[BenchCase, Worker], dict[str, Any]] = {}
+        seconds: dict[tuple[BenchCase, Worker[BenchSpec]], list[float]] = {pair: [] for pair in pairs}
+        warm: dict[tuple[BenchCase, Worker[BenchSpec]], dict[str, Any]] = {}
         for round_number in progress(range(repetitions + 1)):
             for case, worker in pairs:
                 request = f"{case.kind} {case.tokens} {case.depth}"
@@ -98,7 +98,7 @@ def bench_models(
 
 
 def _row(
-    worker: Worker, case: BenchCase, seconds: list[float], warm: dict[str, Any], memory: dict[str, int]
+    worker: Worker[BenchSpec], case: BenchCase, seconds: list[float], warm: dict[str, Any], memory: dict[str, int]
 ) -> dict[str, Any]:
     spec, about = worker.spec, worker.about
     rates = [case.tokens * spec.batch / each for each in seconds]

@@ -24,7 +24,7 @@ from engine.kv_cache import KeyValueCache
 from engine.linear import SHAPES_KEPT
 from engine.onnx_runtime import backend_of
 from engine.report import memory_split, peak_memory_bytes
-from engine.worker import Answer, serve_requests
+from engine.worker import Answer, Spec, serve_requests
 
 KINDS = ("pp", "tg")
 
@@ -51,18 +51,11 @@ class BenchCase:
 
 
 @dataclass(frozen=True)
-class BenchSpec:
-    """One model on one backend. Raises OptionError for what no backend honours."""
+class BenchSpec(Spec):
+    """One language model. Raises OptionError for what no backend honours."""
 
-    model: str
-    backend: str = "torch"
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
-    batch: int = 1
     skip_threshold: float = 0.0
     skip_min_experts: int = 1
-    seed: int = 0
     kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from engine.generate import DTYPES, set_threads
 from engine.onnx_classifier import open_classifier
 from engine.onnx_runtime import backend_of
 from engine.report import peak_memory_bytes
-from engine.worker import Answer, Worker, serve_requests
+from engine.worker import Answer, Spec, Worker, serve_requests
 
 SECONDS = 0.5
 """Of one repetition, about."""
@@ -34,18 +34,11 @@ HEAD = ("model", "size", "params", "backend", "threads", "test", "examples/s", "
 
 
 @dataclass(frozen=True)
-class ClassifierSpec:
-    """One model on one backend. Raises OptionError for what no backend honours."""
+class ClassifierSpec(Spec):
+    """One classifier. Raises OptionError for what no backend honours."""
 
-    model: str
-    backend: str = "torch"
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
-    batch: int = 1
     tokens: int = 128
     """Of a text."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.backend not in ("torch", "onnx"):
@@ -75,7 +68,7 @@ def bench_classifiers(
     ]
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(spec, "engine.bench_classifier")) for spec in specs]
-        rates: dict[Worker, list[float]] = {worker: [] for worker in workers}
+        rates: dict[Worker[ClassifierSpec], list[float]] = {worker: [] for worker in workers}
         for round_number in progress(range(repetitions + 1)):
             for worker in workers:
                 found = worker.ask("run" if round_number else "warm")
@@ -83,7 +76,7 @@ def bench_classifiers(
         return [_row(worker, rates[worker], worker.ask("memory")["peak_memory_bytes"]) for worker in workers]
 
 
-def _row(worker: Worker, rates: list[float], peak_bytes: int) -> dict[str, Any]:
+def _row(worker: Worker[ClassifierSpec], rates: list[float], peak_bytes: int) -> dict[str, Any]:
     spec, about = worker.spec, worker.about
     return {
         "model": spec.model,

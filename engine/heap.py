@@ -16,7 +16,7 @@ def give_back() -> None:
     It keeps freed blocks below 32 MB, and a pass over layers whose experts get ever other numbers of tokens leaves holes
     between those in use: resident memory would grow from layer to layer.
     """
-    if (trim := _malloc_trim()) is not None:
+    if (trim := _of_libc("malloc_trim")) is not None:
         trim(0)
 
 
@@ -25,15 +25,14 @@ def give_back_large() -> None:
 
     For those who hold large tensors for a moment, over and over, and have no moment of their own to call `give_back`.
     """
-    try:
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
-    except (AttributeError, OSError, TypeError):
-        return
+    if (set_option := _of_libc("mallopt")) is not None:
+        set_option(_MMAP_THRESHOLD, 1 << 20)
 
 
 @cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def _of_libc(name: str) -> Callable[..., int] | None:
     try:
-        return ctypes.CDLL(None).malloc_trim
+        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None
+    return found

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import DecoderConfig, lightning_tensors
+from engine.architectures import LIGHTNING, DecoderConfig
 from engine.attention import Cache, Positions, rms_norm
 from engine.linear import linear, linears
 from engine.quantised_weight import Weight, as_tensor, frozen
@@ -39,7 +39,7 @@ class LightningAttention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
         self.layer, self.heads = layer, config.attention_heads
-        qkv, gate, norm, output = lightning_tensors(layer)
+        qkv, gate, norm, output = (f"model.layers.{layer}.self_attn.{name}" for name in LIGHTNING)
         self.qkv, self.gate, self.output = frozen(tensor(qkv)), frozen(tensor(gate)), frozen(tensor(output))
         self.norm = nn.Parameter(as_tensor(tensor(norm)), requires_grad=False)
         self.rates_H = decay_rates(config.attention_heads, layer, len(config.layers)).to(self.norm.device)

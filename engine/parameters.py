@@ -8,11 +8,11 @@ from torch import nn
 
 from engine.architectures import (
     LATENT_UP,
+    LIGHTNING,
     dense_tensor,
     expert_parts,
     expert_tensor,
     gate_hidden_tensor,
-    lightning_tensors,
     logit_bias_tensor,
     router_noise_tensor,
     router_tensor,
@@ -62,15 +62,13 @@ def attention_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Those of a layer's attention, by their names within it."""
     if isinstance(attention, LightningAttention):
-        named = _lightning(attention)
+        own = (attention.qkv, attention.gate, attention.norm, attention.output)
+        named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))
+    elif isinstance(attention, LatentAttention):
+        named = _latent(attention)
     else:
-        named = _latent(attention) if isinstance(attention, LatentAttention) else _grouped(attention)
+        named = _grouped(attention)
     return ((name, parameter) for name, parameter in named.items() if isinstance(parameter, nn.Parameter))
-
-
-def _lightning(attention: LightningAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
-    names = (name.rpartition(".self_attn.")[2] for name in lightning_tensors(attention.layer))
-    return dict(zip(names, (attention.qkv, attention.gate, attention.norm, attention.output), strict=True))
 
 
 def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:

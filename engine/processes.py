@@ -244,11 +244,12 @@ def smallest(value: float) -> float:
 
 
 def sharded(
+    checkpoint: Checkpoint,
     make: Callable[[Callable[[int, DecoderLayer], None]], Decoder],
     device: torch.device | str,
     keep_whole: Callable[[DecoderLayer], Collection[nn.Parameter]] = lambda layer: (),
 ) -> Decoder:
-    """A decoder of which this process has its pieces; layers are gathered as they are needed.
+    """A decoder made of a checkpoint, of which this process has its pieces; layers are gathered as they are needed.
 
     make: the decoder on its device, each layer given to the function before the next is made: no more than one is whole,
     beside the embedding and the head, which are whole until all layers are there, and in each pass.
@@ -270,6 +271,7 @@ def sharded(
     def cut_layer(index: int, layer: DecoderLayer) -> None:
         kept.update(keep_whole(layer))
         fully_shard(layer, **common)
+        checkpoint.release()
 
     decoder = make(cut_layer)
     # The embedding and the head stay gathered from the forward pass on: the loss uses them after it.
@@ -281,17 +283,12 @@ def sharded(
     return decoder
 
 
-def sharded_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """The checkpoint's decoder, `sharded`; weights of few bits as plain ones, of which FSDP knows alone."""
-
-    def make(cut_layer: Callable[[int, DecoderLayer], None]) -> Decoder:
-        def made(index: int, layer: DecoderLayer) -> None:
-            cut_layer(index, layer)
-            checkpoint.release()
-
-        return Decoder(checkpoint.config, checkpoint.source(dtype, device), made)
-
-    return sharded(make, device)
+def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, shard: bool) -> Decoder:
+    """The checkpoint's decoder, whole or `sharded`, and then with plain weights in the place of those of few bits."""
+    config = checkpoint.config
+    if not shard:
+        return Decoder(config, checkpoint.weights(dtype, device))
+    return sharded(checkpoint, lambda made: Decoder(config, checkpoint.source(dtype, device), made), device)
 
 
 def is_spread(decoder: object) -> bool:

@@ -11,20 +11,36 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from engine import errors
 from engine.errors import CompressError
 
 
-class Worker:
+@dataclass(frozen=True)
+class Spec:
+    """What a worker runs: one model on one backend."""
+
+    model: str
+    backend: str = "torch"
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    batch: int = 1
+    seed: int = 0
+
+
+Own = TypeVar("Own", bound=Spec)
+
+
+class Worker(Generic[Own]):
     """The process of one spec, from this side."""
 
-    def __init__(self, spec: Any, module: str) -> None:
-        """spec: a dataclass with `model` and `backend`, for the module's `main`."""
+    def __init__(self, spec: Own, module: str) -> None:
+        """spec: for the `main` of this module, as JSON."""
         self.spec, self.module = spec, module
 
     def __enter__(self) -> Self:

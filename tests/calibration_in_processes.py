@@ -51,7 +51,7 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
         options = DiepOptions(relaxation, epochs=3, batch_size=3)  # the last step of an epoch is of one sequence
         scored[relaxation] = search(decoder, TOKENS, options, state_path=place / f"{relaxation}.safetensors")
     # Five sequences are three batches: one process has one more than the other, in each step too.
-    pieces = processes.sharded_model(checkpoint, torch.float32, "cpu") if processes.count() > 1 else decoder
+    pieces = processes.load_decoder(checkpoint, torch.float32, "cpu", processes.count() > 1)
     scored["sharded fisher"] = fisher_scores(pieces, TOKENS[:5], 3)
     scored["sharded taylor of one sequence"] = taylor_scores(pieces, TOKENS[:1])  # one process has nothing to do
     scored["sharded gated of one sequence"] = search(pieces, TOKENS[:1], DiepOptions("gated", epochs=2, batch_size=1))
@@ -84,7 +84,7 @@ def resumed(place: Path) -> dict[str, dict[int, Tensor]]:
     checkpoint, options = Checkpoint(place / "model"), DiepOptions("gated", epochs=3, batch_size=3)
     decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
     compress.gate_gradients.SAVE_EVERY_SECONDS = 0.0
-    pieces = processes.sharded_model(checkpoint, torch.float32, "cpu")
+    pieces = processes.load_decoder(checkpoint, torch.float32, "cpu", shard=True)
     state = place / "sharded-again.safetensors"  # of one process that is done, and one that is not
     passes: dict[str, Callable[..., dict[int, Tensor]]] = {
         "sharded fisher": partial(fisher_scores, pieces, TOKENS[:5], 3, state_path=state),
