@@ -11,6 +11,7 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invali
 """By status; others below 500 are invalid_request_error, and the rest server_error."""
 SHOWN_PROBLEMS = 4
 SHOWN_CHARACTERS = 300
+SHOWN_PARAM = 80
 RETRY_SECONDS = 1
 
 
@@ -19,7 +20,8 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, printable(message), code
+        self.param = None if param is None else printable(param)[:SHOWN_PARAM]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -45,17 +47,24 @@ def api_error(error: CompressError) -> ApiError:
     return ApiError(500, message, code="engine_error")
 
 
+def no_object() -> ApiError:
+    """The error for a body that is no JSON object, or does not say that it is one."""
+    return ApiError(400, "the body is not a JSON object; send one, with content-type: application/json")
+
+
+def not_json(place: int) -> ApiError:
+    """The error for a body that is no JSON at this character."""
+    return ApiError(400, f"the body is not valid JSON at character {place}") if place else no_object()
+
+
 def body_error(problems: Sequence[Any]) -> ApiError:
     """What validation found wrong with a body, of the first field at fault; values are not repeated."""
-    places = [[str(part) for part in problem["loc"] if part != "body"] for problem in problems]
-    if problems[0]["type"] in ("json_invalid", "model_attributes_type", "missing") and not places[0][:1]:
-        return ApiError(400, "the body is not a JSON object; send one, with content-type: application/json")
-    if problems[0]["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON at character {places[0][0]}")
-    param = places[0][0]
-    messages = [problem["msg"] for problem, place in zip(problems, places, strict=True) if place[0] == param]
+    param = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
+    if param is None:
+        return no_object()
+    messages = [problem["msg"] for problem in problems if str(problem["loc"][0]) == param]
     said = " or ".join(dict.fromkeys(messages[:SHOWN_PROBLEMS]))[:SHOWN_CHARACTERS]
-    return ApiError(400, printable(f"{param}: {said}"), param=printable(param))
+    return ApiError(400, f"{param}: {said}", param=param)
 
 
 def printable(text: str) -> str:

@@ -6,7 +6,7 @@ servers, and change nothing here.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -15,6 +15,8 @@ from engine.openai_errors import ApiError
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 MOST_STOPS = 4
+MOST_STOP_CHARACTERS = 1_000
+INT64 = 2**63
 NO_FORMAT = "response_format {!r} is not available: the model writes text, and nothing holds it to a grammar; use text"
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -56,6 +58,9 @@ def _whole(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole)]
+Item = TypeVar("Item")
+Several = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose validation ends at the first entry that is wrong: a body may have a million of them."""
 
 
 class Body(BaseModel):
@@ -76,7 +81,7 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
 
 
-Stop = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 class GenerationBody(Body):
@@ -84,15 +89,15 @@ class GenerationBody(Body):
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, lt=INT64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, lt=INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 or -1 for all tokens.")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    top_k: int | None = Field(None, ge=-1, lt=INT64, description="0 or -1 for all tokens.")
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop: Stop | Annotated[Several[Stop], Field(max_length=MOST_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     response_format: ResponseFormat | None = None
@@ -111,26 +116,27 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | list[ContentPart] | None = None
+    content: Text | Several[ContentPart] | None = None
 
 
 class ChatCompletionRequest(GenerationBody):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Several[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, lt=INT64)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Token = Annotated[int, Field(ge=0, lt=INT64)]
+Tokens = Annotated[Several[Token], Field(min_length=1)]
 
 
 class CompletionRequest(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+    prompt: Text | Annotated[Several[Text], Field(min_length=1)] | Tokens | Annotated[Several[Tokens], Field(min_length=1)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
@@ -140,7 +146,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Several[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
 
 
@@ -148,7 +154,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Several[Token]
 
 
 def refuse(body: GenerationBody) -> None:

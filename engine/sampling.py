@@ -20,13 +20,16 @@ NOT_FINITE = (
     "try --dtype float32, or `compress inspect --checksums`"
 )
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it only exact ties could be drawn from, and a quotient may be more than a float holds."""
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How the next token is chosen. Raises OptionError for values outside the ranges named here."""
 
     temperature: float = 0.0
-    """0 takes the most probable token; otherwise logits are divided by it."""
+    """Logits are divided by it; 0, and anything below LEAST_TEMPERATURE, takes the most probable token."""
     top_p: float = 1.0
     """In (0, 1]: only the most probable tokens that together reach this probability."""
     top_k: int = 0
@@ -60,18 +63,26 @@ def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generat
 
     Raises CheckpointError where a logit is NaN or infinite.
     """
-    if options.temperature == 0:
+    if options.temperature < LEAST_TEMPERATURE:
         return _finite(logits_BV).argmax(dim=-1)
     return probabilities(logits_BV, options).multinomial(1, generator=generator)[:, 0]
 
 
 def probabilities(logits_BV: Tensor, options: SamplingOptions) -> Tensor:
     """What `sample` draws from, float32 [B, V]: at temperature 0 all of it on one token. The same error."""
-    if options.temperature == 0:
+    if options.temperature < LEAST_TEMPERATURE:
         best_B1 = _finite(logits_BV).argmax(dim=-1, keepdim=True)
         return torch.zeros_like(logits_BV, dtype=torch.float32).scatter_(-1, best_B1, 1.0)
-    scores_BV = _finite(logits_BV).float() / options.temperature
+    scores_BV = _scaled(_finite(logits_BV).float(), options.temperature)
     return _top_p(_top_k(scores_BV, options.top_k), options.top_p).softmax(dim=-1)
+
+
+def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
+    """Logits over the temperature; where that is more than float32 holds, less the row's largest, which softmax ignores."""
+    scores_BV = logits_BV / temperature
+    if bool(scores_BV.isfinite().all()):
+        return scores_BV
+    return (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature
 
 
 def _finite(logits_BV: Tensor) -> Tensor:

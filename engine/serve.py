@@ -120,7 +120,6 @@ def load(options: ServeOptions) -> Service:
         skip_threshold=options.skip_threshold,
         kv_cache_dtype=options.kv_cache_dtype,
     )
-    engine.tokenizer("a")  # a tokenizer takes its settings at first use, and later ones come from several threads
     engine_loop = EngineLoop(
         engine,
         kv_cache_bytes=options.kv_cache_bytes or default_kv_cache_bytes(engine, options),
@@ -129,13 +128,15 @@ def load(options: ServeOptions) -> Service:
         max_model_length=options.max_model_length,
     )
     engine_loop.start()
-    return Service(
+    service = Service(
         engine,
         engine_loop,
         model_name=options.name,
         skip_threshold=options.skip_threshold,
         max_queue=options.max_queue,
     )
+    service.reading.start()
+    return service
 
 
 def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
@@ -205,7 +206,7 @@ class _Process:
             await self._server.serve(sockets=[listening])
         finally:
             if self._state.loaded is not None:
-                await asyncio.to_thread(self._state.loaded.engine_loop.stop)
+                await asyncio.to_thread(self._state.loaded.close)
 
     def _loaded(self, made: Service | BaseException, ready: Callable[[], None]) -> None:
         if isinstance(made, BaseException):

@@ -13,27 +13,25 @@ from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
+from engine.body_reader import unknown_model
 from engine.connection import EventStream, Gate, Gone, Phase, error_response, while_connected
 from engine.errors import BusyError, CompressError
 from engine.exchange import Exchange
 from engine.generate import Engine
 from engine.loop import EngineLoop
 from engine.metrics import Metrics
-from engine.openai_errors import ApiError, api_error, body_error
-from engine.openai_requests import Asked, Reader, check_count
+from engine.openai_errors import ApiError, api_error, no_object
+from engine.openai_requests import Asked, asked, reading_settings
 from engine.openai_responses import Answer, ChatAnswer, CompletionAnswer
-from engine.openai_schema import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationBody,
-    TokenizeRequest,
-)
+from engine.openai_schema import Body, ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from engine.reading_pool import ReadingPool
+from engine.reading_process import Frame
+from engine.token_text import TokenText
 
 DONE = b"data: [DONE]\n\n"
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -46,10 +44,29 @@ class Service:
     """A model that is ready, and what its endpoints share."""
 
     def __init__(
-        self, engine: Engine, engine_loop: EngineLoop, *, model_name: str, skip_threshold: float = 0.0, max_queue: int = 256
+        self,
+        engine: Engine,
+        engine_loop: EngineLoop,
+        *,
+        model_name: str,
+        skip_threshold: float = 0.0,
+        max_queue: int = 256,
+        reading: ReadingPool | None = None,
     ) -> None:
-        self.engine_loop, self.model_name, self.max_queue = engine_loop, model_name, max_queue
-        self.reader = Reader(engine, engine_loop.max_model_length, skip_threshold)
+        """`reading`: reads bodies; made here where none is given."""
+        self.engine_loop, self.model_name = engine_loop, model_name
+        self.reading = reading or ReadingPool(
+            lambda: reading_settings(
+                engine,
+                model_name=model_name,
+                max_model_length=engine_loop.max_model_length,
+                max_queue=max_queue,
+                skip_threshold=skip_threshold,
+            ).to_json()
+        )
+        self.words = TokenText(engine.tokenizer)
+        self.chats = bool(engine.tokenizer.chat_template)
+        """Whether the model has a chat template of its own."""
         self.metrics = Metrics(engine_loop.load)
         self.created = int(time.time())
 
@@ -61,8 +78,13 @@ class Service:
             "created": self.created,
             "owned_by": "moe-compress",
             "max_model_len": self.engine_loop.max_model_length,
-            "chat_template": self.reader.chats,
+            "chat_template": self.chats,
         }
+
+    def close(self) -> None:
+        """End the engine's thread, and the processes that read bodies."""
+        self.reading.close()
+        self.engine_loop.stop()
 
 
 @dataclass
@@ -83,8 +105,7 @@ class State:
     def check_model(self, name: str | None) -> Service:
         """The service. Raises ApiError for another model than the one there is."""
         if name is not None and name != self.service.model_name:
-            message = f"the model {name!r:.80} is not here; this server has {self.service.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise unknown_model(name, self.service.model_name)
         return self.service
 
 
@@ -114,10 +135,6 @@ def _handle_errors(app: FastAPI, state: State) -> None:
             return error_response(ApiError(503, str(error), code="draining"))
         return error_response(api_error(error))
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(body_error(error.errors()))
-
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         said = {404: f"there is no {request.url.path}; see /docs", 405: f"{request.method} is not for {request.url.path}"}
@@ -130,37 +147,51 @@ def _handle_errors(app: FastAPI, state: State) -> None:
         return error_response(ApiError(500, "the server failed at this request; its log says how"))
 
 
+def _described(body: type[Body]) -> dict[str, Any]:
+    """For the schema: the body of a request, which the endpoint itself does not read."""
+    reference = {"$ref": f"#/components/schemas/{body.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
 def _add_completions(app: FastAPI, state: State) -> None:
-    @app.post("/v1/chat/completions", responses=STREAMED)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    @app.post("/v1/chat/completions", responses=STREAMED, openapi_extra=_described(ChatCompletionRequest))
+    async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
-        service = state.check_model(body.model)
-        asked = await run_in_threadpool(service.reader.chat, body)
-        return await _answer(state, request, body, asked, ChatAnswer)
+        return await _answer(state, request, ChatAnswer)
 
-    @app.post("/v1/completions", responses=STREAMED)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    @app.post("/v1/completions", responses=STREAMED, openapi_extra=_described(CompletionRequest))
+    async def completions(request: Request) -> Response:
         """Continue one or several texts."""
-        service = state.check_model(body.model)
-        asked = await run_in_threadpool(service.reader.completion, body)
-        return await _answer(state, request, body, asked, CompletionAnswer)
+        return await _answer(state, request, CompletionAnswer)
 
 
-async def _answer(state: State, request: Request, body: GenerationBody, asked: Asked, form: type[Answer]) -> Response:
-    service = state.service
-    check_count(asked, service.max_queue)
-    include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    answer = form(asked, service.model_name, service.reader.words, include_usage=include_usage)
-    deadline = None if state.request_timeout is None else asyncio.get_running_loop().time() + state.request_timeout
-    exchange = Exchange(service.engine_loop, asked.requests, service.metrics)
-    if body.stream:
-        return EventStream(_events(exchange, answer, deadline, state), exchange.cancel)
+async def _read(state: State, request: Request, deadline: float | None) -> Frame:
+    """What the process that reads bodies says of this one. Raises ApiError, BusyError and Gone."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise no_object()
+    reading = state.service.reading.read(request.url.path, await request.body(), deadline)
     try:
-        return JSONResponse(await while_connected(request.receive, _collected(exchange, answer, deadline, state)))
+        return await while_connected(request.receive, reading)
+    except TimeoutError as error:
+        raise _timeout(state) from error
+
+
+async def _answer(state: State, request: Request, form: type[Answer]) -> Response:
+    service = state.service
+    deadline = None if state.request_timeout is None else asyncio.get_running_loop().time() + state.request_timeout
+    try:
+        wanted: Asked = asked(*await _read(state, request, deadline))
+        answer = form(wanted, service.model_name, service.words, include_usage=wanted.include_usage)
+        exchange = Exchange(service.engine_loop, wanted.requests, service.metrics)
+        if wanted.stream:
+            return EventStream(_events(exchange, answer, deadline, state), exchange.cancel)
+        try:
+            return JSONResponse(await while_connected(request.receive, _collected(exchange, answer, deadline, state)))
+        finally:
+            exchange.cancel()
     except Gone:
         return Response(status_code=CLIENT_GONE)
-    finally:
-        exchange.cancel()
 
 
 async def _collected(exchange: Exchange, answer: Answer, deadline: float | None, state: State) -> dict[str, Any]:
@@ -208,15 +239,22 @@ def _timeout(state: State) -> ApiError:
 
 
 def _add_tokens(app: FastAPI, state: State) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        """Token ids of a prompt, or of messages."""
-        return await run_in_threadpool(state.check_model(body.model).reader.tokenize, body)
+    async def answered(request: Request) -> Response:
+        try:
+            _, answer = await _read(state, request, None)
+        except Gone:
+            return Response(status_code=CLIENT_GONE)
+        return Response(answer, media_type="application/json")
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    @app.post("/tokenize", response_model=dict[str, Any], openapi_extra=_described(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt, or of messages."""
+        return await answered(request)
+
+    @app.post("/detokenize", response_model=dict[str, Any], openapi_extra=_described(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return await run_in_threadpool(state.check_model(body.model).reader.detokenize, body)
+        return await answered(request)
 
 
 def _add_figures(app: FastAPI, state: State) -> None:
@@ -298,6 +336,10 @@ def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:
         for about in methods.values():
             about["responses"].pop("422", None)
             about["responses"] |= {code: {"description": said, "content": content} for code, said in statuses.items()}
+    bodies = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    _, own = models_json_schema([(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}")
+    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+    schemas |= own["$defs"]
     for name in ("HTTPValidationError", "ValidationError"):
-        schema.get("components", {}).get("schemas", {}).pop(name, None)
+        schemas.pop(name, None)
     return schema

@@ -29,8 +29,8 @@ class TextStream:
         self.tokens: list[int] = []
         self.text = ""
         self.finish_reason = ""
-        self._limit, self._end_tokens, self._stops = limit, end_tokens, stops
-        self._longest_stop = max(map(len, stops), default=0)
+        self._limit, self._end_tokens = limit, end_tokens
+        self._stops = [StopString(stop) for stop in stops]
         self._characters = Characters(prompt[-CONTEXT_TOKENS:], decode)
         self._taken = 0
 
@@ -42,9 +42,9 @@ class TextStream:
         piece = "" if ended else self._characters.add(token)
         if last:
             piece += self._characters.rest()
-        searched_from = max(0, len(self.text) - self._longest_stop + 1)
+        before = len(self.text)
         self.text += piece
-        found = [place for stop in self._stops if (place := self.text.find(stop, searched_from)) >= 0]
+        found = [before + place for stop in self._stops if (place := stop.find(piece)) is not None]
         if found:
             self.text = self.text[: min(found)]
         if found or last:
@@ -57,7 +57,8 @@ class TextStream:
 
     def take(self) -> str:
         """The text since the last call, but for an end that may become a stop string."""
-        end = len(self.text) if self.finish_reason else len(self.text) - held_back(self.text, self._stops)
+        held_back = max((stop.begun for stop in self._stops), default=0)
+        end = len(self.text) if self.finish_reason else len(self.text) - held_back
         piece = self.text[self._taken : end]
         self._taken = end
         return piece
@@ -93,7 +94,36 @@ class Characters:
         return text
 
 
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string."""
-    lengths = (length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length]))
-    return max(lengths, default=0)
+class StopString:
+    """Looks for a string in a text that comes in pieces, in time that grows with the text alone (Knuth et al. 1977)."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._shorter = _borders(stop)
+        self.begun = 0
+        """Length of the longest end of the text so far that is a beginning of the string, but not all of it."""
+
+    def find(self, piece: str) -> int | None:
+        """Where the string begins, counted from the piece's first character (negative: before it); None where it does not.
+
+        The first place counts, and nothing may follow the piece in which it was found.
+        """
+        for index, character in enumerate(piece):
+            while self.begun and self._stop[self.begun] != character:
+                self.begun = self._shorter[self.begun - 1]
+            self.begun += self._stop[self.begun] == character
+            if self.begun == len(self._stop):
+                self.begun = 0
+                return index + 1 - len(self._stop)
+        return None
+
+
+def _borders(stop: str) -> list[int]:
+    """For each beginning of a string the length of the longest shorter one that it also ends in."""
+    lengths, length = [0] * len(stop), 0
+    for index in range(1, len(stop)):
+        while length and stop[index] != stop[length]:
+            length = lengths[length - 1]
+        length += stop[index] == stop[length]
+        lengths[index] = length
+    return lengths

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.generate import Engine
+from engine.openai_requests import reading_settings
+from engine.reading_pool import ReadingPool
 from engine.serve import bind
 from engine.server import State, create_app
 
@@ -38,6 +41,17 @@ def served(state: State) -> Iterator[str]:
         server.should_exit = True
         thread.join()
         listening.close()
+
+
+@contextmanager
+def reading_for(engine: Engine) -> Iterator[ReadingPool]:
+    """What reads bodies for a server of the model "tiny": for several tests, since its processes take a second to start."""
+    settings = reading_settings(engine, model_name="tiny", max_model_length=128, max_queue=256, skip_threshold=0.0)
+    made = ReadingPool(settings.to_json)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @contextmanager

@@ -11,10 +11,11 @@ import pytest
 from browser_for_tests import CHROMIUM, Browser
 from conftest import save_reference
 from scripted_loop import ScriptedLoop
-from server_for_tests import served, wait_for
+from server_for_tests import reading_for, served, wait_for
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from engine.generate import Engine
+from engine.reading_pool import ReadingPool
 from engine.server import Service, State
 
 SOURCE = Path(__file__).resolve().parent.parent / "engine" / "chat_page.html"
@@ -36,10 +37,16 @@ def browser() -> Iterator[Browser]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def reading(engine: Engine) -> Iterator[ReadingPool]:
+    with reading_for(engine) as made:
+        yield made
+
+
 @pytest.fixture
-def state(engine: Engine) -> State:
+def state(engine: Engine, reading: ReadingPool) -> State:
     loop: Any = ScriptedLoop(tuple(engine.encode(ANSWER)), lambda token: str(engine.tokenizer.decode([token])), seconds=0.01)
-    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny"))
+    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny", reading=reading))
 
 
 def say(browser: Browser, text: str) -> None:

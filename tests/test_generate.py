@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from engine.generate import Engine, Generation, decode_kernels
 from engine.routing import Selection
 from engine.sampling import SamplingOptions
 from engine.skip_tables import FILE_NAME, SkipTables
-from engine.text_stream import Characters, held_back
+from engine.text_stream import Characters, StopString
 
 PROMPTS = ["def read(path):", "x", "größer als €5: "]
 
@@ -146,11 +147,31 @@ def test_bytes_that_are_no_text_do_not_stop_what_follows() -> None:
     assert [reader.add(byte) for byte in b"\xc3A\x80B"] == ["", "\ufffdA", "", "\ufffdB"]
 
 
-def test_held_back() -> None:
-    assert held_back("one st", ["stop"]) == 2
-    assert held_back("one s", ["stop", "e star"]) == 3
-    assert held_back("stop", ["stop"]) == 0
-    assert held_back("text", []) == 0
+def naive_begun(text: str, stop: str) -> int:
+    return max((length for length in range(1, len(stop)) if text.endswith(stop[:length])), default=0)
+
+
+@pytest.mark.parametrize("stop", ["a", "aa", "ab", "aab", "abab", "aabaa", "abcab", "abacabab"])
+def test_a_stop_string_is_found_where_a_plain_search_finds_it(stop: str) -> None:
+    chosen = random.Random(stop)
+    for _ in range(200):
+        text = "".join(chosen.choice("aabc") for _ in range(20))
+        looking, read = StopString(stop), 0
+        while read < len(text):
+            piece = text[read : read + chosen.randint(0, 4)]
+            found = looking.find(piece)
+            whole = text[: read + len(piece)]
+            if stop in whole:
+                assert found is not None and read + found == whole.find(stop)
+                break
+            assert found is None and looking.begun == naive_begun(whole, stop)
+            read += len(piece)
+
+
+def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
+    """A search that compares every beginning of the string with the text takes hours for this one."""
+    looking = StopString("z" * 1_000_000)
+    assert all(looking.find("z" * 10 + "y") is None and looking.begun == 0 for _ in range(1_000))
 
 
 def test_sampling_repeats_with_its_seed(engine: Engine) -> None:

@@ -11,13 +11,14 @@ import pytest
 from click.testing import CliRunner
 from conftest import save_reference
 from scripted_loop import ScriptedLoop
-from server_for_tests import served
+from server_for_tests import reading_for, served
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 from engine.errors import CompressError, OptionError
 from engine.generate import Engine
 from engine.load_test import LoadOptions, Outcome, figures, load_test, percentile, result_block
+from engine.reading_pool import ReadingPool
 from engine.server import Service, State
 
 
@@ -29,11 +30,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Engine:
+    return Engine.open(directory, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def reading(engine: Engine) -> Iterator[ReadingPool]:
+    with reading_for(engine) as made:
+        yield made
+
+
 @pytest.fixture
-def state(directory: Path) -> State:
-    engine = Engine.open(directory, device="cpu")
+def state(engine: Engine, reading: ReadingPool) -> State:
     loop: Any = ScriptedLoop(tuple(engine.encode("abcdefghij")), lambda token: str(engine.tokenizer.decode([token])))
-    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny"))
+    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny", reading=reading))
 
 
 @pytest.fixture

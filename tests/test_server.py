@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.generate import Engine
 from engine.loop import EngineLoop
 from engine.server import Service, State
 from engine.skip_tables import FILE_NAME, SkipTables
+from engine.text_reader import TextReader, tokenizer_settings
 
 PROMPT = "def größer(a):"
 """18 bytes, which are tokens here; ö and ß have two of them each."""
@@ -51,7 +53,7 @@ def url(directory: Path) -> Iterator[str]:
     service = Service(own, engine_loop, model_name="tiny", skip_threshold=1.0)
     with served(State(phase="ready", loaded=service)) as address:
         yield address
-    engine_loop.stop()
+    service.close()
 
 
 @pytest.fixture(scope="module")
@@ -212,16 +214,12 @@ def test_chat_uses_the_template_that_is_documented(client: openai.OpenAI, engine
 
 
 def test_a_models_own_template_comes_first(engine: Engine) -> None:
-    from engine.chat_template import conversation
-
-    assert engine.tokenizer.chat_template is None
+    settings = tokenizer_settings(engine.tokenizer, engine.checkpoint.directory, VOCABULARY)
+    assert settings.chat_template is None
     said = [{"role": "user", "content": "a"}]
-    assert text_of(engine, conversation(engine.tokenizer, said)) == "user: a\nassistant:"
-    engine.tokenizer.chat_template = "</s>{{ messages[0].content }}!"
-    try:
-        assert conversation(engine.tokenizer, said) == [2, *engine.encode("a!")]
-    finally:
-        engine.tokenizer.chat_template = None
+    default, own = TextReader(settings), TextReader(replace(settings, chat_template="</s>{{ messages[0].content }}!"))
+    assert text_of(engine, default.conversation_ids(default.conversation(said))) == "user: a\nassistant:"
+    assert own.conversation_ids(own.conversation(said)) == [2, *engine.encode("a!")]
     documented = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
     assert DEFAULT_TEMPLATE.replace("\n", "\\n") in documented
 

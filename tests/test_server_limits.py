@@ -14,11 +14,12 @@ import httpx2
 import pytest
 from conftest import save_reference
 from scripted_loop import ScriptedLoop
-from server_for_tests import served, wait_for
+from server_for_tests import reading_for, served, wait_for
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from engine.connection import MOST_BODY_BYTES
 from engine.generate import Engine
+from engine.reading_pool import ReadingPool
 from engine.server import Service, State
 
 TEXT = "answer"
@@ -38,9 +39,15 @@ def loop(engine: Engine) -> ScriptedLoop:
     return ScriptedLoop(tuple(engine.encode(TEXT)), lambda token: str(engine.tokenizer.decode([token])))
 
 
+@pytest.fixture(scope="module")
+def reading(engine: Engine) -> Iterator[ReadingPool]:
+    with reading_for(engine) as made:
+        yield made
+
+
 @pytest.fixture
-def state(engine: Engine, loop: ScriptedLoop) -> State:
-    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny", max_queue=256))  # type: ignore[arg-type]
+def state(engine: Engine, loop: ScriptedLoop, reading: ReadingPool) -> State:
+    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny", reading=reading))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -271,10 +278,10 @@ def test_a_few_hundred_damaged_bodies(url: str, loop: ScriptedLoop) -> None:
 
 
 def test_a_failure_of_ours_is_500_without_details(url: str, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(body: Any) -> None:
+    async def broken(*asked: Any) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(state.service.reader, "completion", broken)
+    monkeypatch.setattr(state.service.reading, "read", broken)
     answer = post(url)
     assert answer.status_code == 500 and "secret" not in answer.text and error(answer)["type"] == "server_error"
 
