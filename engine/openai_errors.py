@@ -61,7 +61,7 @@ def body_error(problems: Sequence[Any]) -> ApiError:
     """What validation found wrong with a body, of the first field at fault; values are not repeated."""
     param = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
     if param is None:
-        return no_object()
+        return ApiError(400, f"the body is not valid: {problems[0]['msg']}"[:SHOWN_CHARACTERS])
     messages = [problem["msg"] for problem in problems if str(problem["loc"][0]) == param]
     said = " or ".join(dict.fromkeys(messages[:SHOWN_PROBLEMS]))[:SHOWN_CHARACTERS]
     return ApiError(400, f"{param}: {said}", param=param)

@@ -183,13 +183,21 @@ def _reply(reader: Any, path: str, body: bytes) -> Frame:
     try:
         read = reader.read(path, body)
     except ApiError as error:
-        return {"refused": {"status": error.status, "message": error.message, "param": error.param, "code": error.code}}, b""
+        return _refused(error)
     except Exception:  # a fault of ours, which the server's log describes
         return {"failed": traceback.format_exc()[-4000:]}, b""
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which extensions in Rust raise, and which no module names
+            raise
+        return _refused(ApiError(400, "the tokenizer fails at this text; change it", code="reading_failed"))
     if isinstance(read, dict):
         return {"answer": True}, json.dumps(read, separators=(",", ":")).encode()
     counts = [len(prompt) for prompt in read.prompts]
     return {"read": asdict(replace(read, prompts=())), "counts": counts}, pack_tokens(read.prompts)
+
+
+def _refused(error: ApiError) -> Frame:
+    return {"refused": {"status": error.status, "message": error.message, "param": error.param, "code": error.code}}, b""
 
 
 def _end_with_the_server() -> None:

@@ -1,0 +1,11 @@
+"""Tokens that the model's embeddings have no row for."""
+
+import json
+
+PATH = "/v1/completions"
+STATUS = 400
+SAYS = "the model knows those below"
+
+
+def body() -> bytes:
+    return json.dumps({"prompt": [[2**62]], "max_tokens": 4}).encode()
