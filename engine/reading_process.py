@@ -53,7 +53,7 @@ class ReadingProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process unless it runs. Raises EndedError where it does not come to be ready."""
+        """Start the process unless it runs. Raises RuntimeError where it does not come to be ready."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
@@ -68,7 +68,10 @@ class ReadingProcess:
                 env=_environment() | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
             )
         self._socket = ours
-        self._exchange({}, self._settings(), time.monotonic() + START_SECONDS)
+        try:
+            self._exchange({}, self._settings(), time.monotonic() + START_SECONDS)
+        except (TimeoutError, EndedError) as error:
+            raise RuntimeError("the process that reads the bodies of requests does not start") from error
 
     def ask(self, path: str, body: bytes, seconds: float) -> Frame:
         """The reply to a body. Raises TimeoutError where it takes longer, and EndedError; the process is gone then."""
