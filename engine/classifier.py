@@ -25,7 +25,8 @@ from engine.classifier_inputs import SMALL_SIZE, ImageInputs, TextInputs, image_
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.mixture_head import Gate, MixtureHead, projector
-from engine.safetensors_file import SafetensorsFile, open_shards
+from engine.model_files import check_entries
+from engine.safetensors_file import SafetensorsFile, open_shards, state_of
 from engine.tokenizer import load_tokenizer_of
 from engine.transformers_model import SAME_MODEL, load_model
 
@@ -46,6 +47,7 @@ class ClassifierDirectory:
 
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for what is no classifier."""
+        check_entries(directory)
         self.directory = directory
         self.provenance = read_provenance(directory)
         if self.provenance is not None:
@@ -160,12 +162,17 @@ class ClassifierCheckpoint(ClassifierDirectory):
             digest.update(file.tensor(name).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    def identity(self) -> dict[str, str]:
+        """The fingerprint, and the state of the files, as of a decoder."""
+        files = self.files if self._mixture is None else [*self.files, self._mixture]
+        return {"fingerprint": self.fingerprint(), "state": state_of(files)}
+
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Classifier:
         """Frozen and in eval mode. Raises CheckpointError for tensors that do not fit, UnsupportedError for no head."""
         from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
         auto_class = AutoModelForImageClassification if self.what == "images" else AutoModelForSequenceClassification
-        model = load_model(auto_class, self.directory, self.family, dtype or self.model_dtype)
+        model = load_model(auto_class, self.directory, self.raw_config, dtype or self.model_dtype, self.parameters)
         classifier = Classifier(model, str(self.directory))
         classifier.check_head(self._sample())
         if self._mixture is not None:
