@@ -24,6 +24,7 @@ from engine.architectures import (
     DecoderConfig,
     Wrapper,
     attention_weights,
+    check_token_ids,
     decoder_config,
     derived_tensors,
     expected_tensors,
@@ -52,6 +53,7 @@ from engine.stored_views import SAME_MODEL, Scales, StoredView, views_of
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
+GENERATION_NAME = "generation_config.json"
 ONNX_NAME = "model.onnx"
 """The graph of an exported model; its directory has no safetensors."""
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; all else takes the model it was made from"
@@ -69,6 +71,13 @@ def resolve(model: str) -> Path:
         found = "not a directory" if os.path.exists(model) else "no such directory"
         raise CheckpointError(f"{model}: {found}; give a checkpoint directory, a hub id or 'demo'")
     return fetch(model)
+
+
+def check_generation(directory: Path, vocabulary: int) -> None:
+    """Raise CheckpointError where generation_config.json is damaged or names tokens that there are not."""
+    path = directory / GENERATION_NAME
+    if os.path.lexists(path):
+        check_token_ids(str(path), load_json(path, "generation config"), vocabulary)
 
 
 class ModelDirectory:
@@ -94,9 +103,11 @@ class ModelDirectory:
             self.float8_block = None if self.schemes or is_packed(self.raw_config) else block_of(self.raw_config)
             """Of weights that are stored in 8-bit floating point; None where they are not."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
+            check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
             Rotary(self.config)  # made and dropped: parameters that it cannot use are refused here
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{directory}: {error}") from error
+        check_generation(directory, self.config.vocabulary_size)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -21,9 +21,12 @@ from engine.architectures import (
     FFN_PROJECTIONS,
     STACKS,
     EncoderDecoder,
+    check_token_ids,
     load_transformers_config,
+    positive,
 )
 from engine.artifact import check_sizes, read_provenance
+from engine.checkpoint import check_generation
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.model_files import check_entries
@@ -64,8 +67,13 @@ class EncoderDecoderDirectory:
         self.row: EncoderDecoder = ENCODER_DECODERS[model_type]
         try:
             self.config: Any = load_transformers_config(self.raw_config)
+            vocabulary = positive(self.config, "vocab_size")
+            check_token_ids("config.json", self.raw_config, vocabulary)
+            for key in ("num_layers", "num_decoder_layers", "hidden_size", self.row.width_key):
+                positive(self.config, key)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
+        check_generation(directory, vocabulary)
 
     @property
     def layers(self) -> dict[str, int]:

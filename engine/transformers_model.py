@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging import ERROR
@@ -109,7 +110,9 @@ def quiet_transformers() -> Iterator[None]:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity(ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:
