@@ -67,7 +67,7 @@ class Prepared:
         """Which model and which pairs, as JSON."""
         texts = {f"{name}_{side}": ids for name, own in self.pairs.items() for side, ids in _sides(own).items()}
         digests = {name: hashlib.sha256(ids.numpy().tobytes()).hexdigest() for name, ids in texts.items()}
-        return {"fingerprint": self.checkpoint.fingerprint()} | digests
+        return self.checkpoint.identity() | digests
 
 
 def _sides(pairs: Pairs) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_pro
     if processes.count() > 1 and not options.training.steps:
         raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
     checkpoint = EncoderDecoderCheckpoint(resolve(options.model))
-    if (figures := finished_before(options, work, checkpoint.fingerprint())) is not None:
+    if (figures := finished_before(options, work, checkpoint.identity)) is not None:
         return figures
     check_outputs(options)
     prepared = prepare(options, checkpoint)
@@ -308,7 +308,7 @@ def _provenance(
     options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint, plan: Plan, figures: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
-        "source": {"model": options.model, "fingerprint": checkpoint.fingerprint()},
+        "source": {"model": options.model} | checkpoint.identity(),
         "method": figures["method"],
         "options": options.recorded(),
         "seed": options.calibration.seed,

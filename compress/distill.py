@@ -15,7 +15,7 @@ from torch import Tensor
 from calibrate.instructions import Example
 from compress.clock import Clock
 from compress.dense_training import recompute_if_large
-from compress.distill_inputs import Distillable, DistillOptions, prepare_distillation
+from compress.distill_inputs import Distillable, DistillOptions, identities, prepare_distillation
 from compress.job import Made, check_weights
 from compress.losses import head_loss
 from compress.pictures import draw_routers, draw_training
@@ -45,7 +45,7 @@ def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[s
     started = time.monotonic()
     options.check()
     work = WorkDirectory(options.output)
-    if (done := finished_before(options, work)) is not None:
+    if (done := finished_before(options, work, lambda: identities(options))) is not None:
         return done
     check_outputs(options)
     prepared = prepare_distillation(options)

@@ -31,7 +31,7 @@ from compress.classifier_distillation import (
     mixture_for,
 )
 from compress.classifier_training import ClassifierTrainer
-from compress.job import JobOptions
+from compress.job import JobOptions, teacher_identity
 from compress.pictures import draw_training
 from compress.result import check_outputs, finished_before
 from compress.training import TrainingOptions
@@ -137,9 +137,12 @@ class Pair:
 
     def fingerprints(self) -> dict[str, str]:
         """Which models and which examples, as JSON."""
-        own = {"fingerprint": self.student.fingerprint(), "training": self.training.fingerprint()}
-        own |= {"teacher": self.teacher.fingerprint()} if self.teacher is not None else {}
-        return own | {"held_out": self.held_out.fingerprint()}
+        texts = {"training": self.training.fingerprint(), "held_out": self.held_out.fingerprint()}
+        return _identities(self.student, self.teacher) | texts
+
+
+def _identities(student: ClassifierCheckpoint, teacher: ClassifierCheckpoint | None) -> dict[str, str]:
+    return student.identity() | teacher_identity(teacher)
 
 
 def distill_classifier(options: ClassifierOptions, progress: Progress = no_progress) -> dict[str, Any]:
@@ -149,7 +152,7 @@ def distill_classifier(options: ClassifierOptions, progress: Progress = no_progr
     options.check()
     work = WorkDirectory(options.output)
     student = ClassifierCheckpoint(resolve(options.model))
-    if (done := finished_before(options, work, student.fingerprint())) is not None:
+    if (done := finished_before(options, work, lambda: _identities(student, _teacher(options)))) is not None:
         return done
     check_outputs(options)
     pair = prepare(options, student)
@@ -161,9 +164,13 @@ def distill_classifier(options: ClassifierOptions, progress: Progress = no_progr
         return _make(options, pair, work, progress, started)
 
 
+def _teacher(options: ClassifierOptions) -> ClassifierCheckpoint | None:
+    return None if options.teacher is None else ClassifierCheckpoint(resolve(options.teacher))
+
+
 def prepare(options: ClassifierOptions, student: ClassifierCheckpoint) -> Pair:
     """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
-    teacher = None if options.teacher is None else ClassifierCheckpoint(resolve(options.teacher))
+    teacher = _teacher(options)
     if student.experts:
         raise OptionError(
             f"{student.directory}: is a mixture of experts already; distil into the plain student it was made of"
@@ -419,7 +426,7 @@ def _mixture_lines(figures: Mapping[str, Any]) -> list[str]:
 
 def _provenance(options: ClassifierOptions, pair: Pair, figures: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "source": {"model": options.model, "fingerprint": pair.student.fingerprint()},
+        "source": {"model": options.model} | _identities(pair.student, pair.teacher),
         "method": f"distill-{options.recipe}",
         "options": options.recorded(),
         "seed": options.calibration.seed,

@@ -15,7 +15,7 @@ from calibrate.instructions import Example, Instructions, Limits, instructions, 
 from calibrate.options import CalibrationOptions, training_text
 from compress.dense_training import TEXT_STEPS, good_rate, warm_up_steps
 from compress.divergences import DIVERGENCES
-from compress.job import JobOptions, Prepared, check_plain, prepare
+from compress.job import JobOptions, Prepared, check_plain, prepare, teacher_identity
 from compress.recipes import RECIPES, Recipe
 from compress.response_distillation import KnowledgeAugmentation
 from compress.rouge import scorer
@@ -169,7 +169,7 @@ class Distillable(Prepared):
     @property
     def models(self) -> dict[str, str]:
         """With the teacher's."""
-        return super().models | ({"teacher": self.teacher.fingerprint()} if self.teacher is not None else {})
+        return super().models | teacher_identity(self.teacher)
 
     @property
     def length(self) -> int:
@@ -206,11 +206,20 @@ def _flat(examples: Sequence[Example]) -> Tensor:
     return torch.tensor([token for each in examples for token in (*each.prompt, -1, *each.response, -2)])
 
 
+def _teacher(options: DistillOptions) -> Checkpoint | None:
+    return None if options.teacher is None or not options.row.needs_teacher else Checkpoint(resolve(options.teacher))
+
+
+def identities(options: DistillOptions) -> dict[str, str]:
+    """What tells the models of a run from others, before anything else is read."""
+    return Checkpoint(resolve(options.model)).identity() | teacher_identity(_teacher(options))
+
+
 def prepare_distillation(options: DistillOptions) -> Distillable:
     """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
     student = Checkpoint(resolve(options.model))
     check_plain(student)
-    teacher = None if options.teacher is None or not options.row.needs_teacher else Checkpoint(resolve(options.teacher))
+    teacher = _teacher(options)
     if teacher is not None:
         check_pair(teacher, student, options.row, options.recipe)
         if (options.cached_tokens or 0) >= teacher.config.vocabulary_size:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from calibrate.options import CalibrationOptions
 from calibrate.text import Split, token_batches
-from engine import processes, remote_code
+from engine import processes
 from engine.attention import Rotary
 from engine.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.errors import CheckpointError, DataError, OptionError
@@ -28,9 +28,11 @@ from engine.memory_need import Work, budget_for
 from engine.model import DecoderLayer
 from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
+from engine.remote_code import check_loadable
 from engine.routing import NO_EXPERT, Selection
 from engine.streaming import Visit, stream_negative_log_likelihood
 from engine.tokenizer import load_tokenizer
+from engine.transformers_model import load_decoder
 
 PIECE = 512
 """Positions whose logits an exported model gives at a time."""
@@ -121,17 +123,19 @@ def routed_counts(counts: dict[int, list[int]], directory: Path | None = None) -
 
 def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None, device: str = "cpu") -> dict[str, Any]:
     """Results of lm-evaluation-harness tasks, by name or as YAML files of their own, through transformers."""
-    own_code = remote_code.is_needed(checkpoint.directory, checkpoint.raw_config)
+    check_loadable(checkpoint.directory, checkpoint.raw_config)
     try:
         import lm_eval
+        from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise OptionError("tasks need lm-evaluation-harness; install it with `pip install moe-compress[tasks]`") from error
-    model = {"pretrained": str(checkpoint.directory), "trust_remote_code": own_code}
+    loaded = load_decoder(checkpoint.directory, checkpoint.raw_config).to(device)
+    tokenizer = load_tokenizer(checkpoint)
     try:
         known = _task_manager(all(Path(name).is_file() for name in names))
-        results = lm_eval.simple_evaluate(
-            model="hf", model_args=model, tasks=names, task_manager=known, limit=limit, device=device
-        )
+        # A model and a tokenizer, not a path: the harness would leave to transformers what to run there.
+        model = HFLM(pretrained=loaded, tokenizer=tokenizer, device=device)
+        results = lm_eval.simple_evaluate(model=model, tasks=names, task_manager=known, limit=limit)
     except Exception as error:  # unknown names, data that cannot be fetched: errors of several libraries
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(

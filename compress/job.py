@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -77,8 +77,21 @@ class Prepared:
 
     @property
     def models(self) -> dict[str, str]:
-        """Fingerprints of all models that the result is made from, by name."""
-        return {"fingerprint": self.checkpoint.fingerprint()}
+        """Fingerprints of all models that the result is made from, and the states of their files, by name."""
+        return self.checkpoint.identity()
+
+
+class Identified(Protocol):
+    """A model on disk of any kind."""
+
+    def identity(self) -> dict[str, str]:
+        """The fingerprint of the model and the state of its files."""
+
+
+def teacher_identity(teacher: Identified | None) -> dict[str, str]:
+    """The same of a teacher, under names of its own; nothing where there is none."""
+    found = {} if teacher is None else teacher.identity()
+    return {f"teacher_{name}": value for name, value in found.items()}
 
 
 class HeldOut(TypedDict):

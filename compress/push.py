@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.artifact import FILE_NAME, compare_checksums, read_provenance
+from engine.artifact import FILE_NAME, check_checksums, written_here
 from engine.errors import CompressError, HubError, OptionError
 from engine.hub import explained, split
 
@@ -135,8 +135,8 @@ def upload(directory: Path, target: Target) -> dict[str, Any]:
 
 def files_of(directory: Path) -> list[str]:
     """The artifact's own files, compared with their checksums. What else lies in the directory stays where it is."""
-    compare_checksums(directory)
-    provenance = read_provenance(directory) or {"files": {}}
+    provenance = written_here(directory)
+    check_checksums(directory, provenance)
     missing = [name for name in provenance["files"] if not (directory / name).is_file()]
     if missing:
         raise OptionError(f"{directory}: {missing[0]} is missing; copy the artifact again")

@@ -42,23 +42,27 @@ SKIP_TABLE_SEQUENCES = 16
 """Sequences on which the result's own skip tables are measured."""
 
 
-def finished_before(options: JobOptions, work: WorkDirectory, fingerprint: str | None = None) -> dict[str, Any] | None:
+def finished_before(
+    options: JobOptions, work: WorkDirectory, identity: Callable[[], dict[str, str]] | None = None
+) -> dict[str, Any] | None:
     """For `--resume` of a run whose result was already in place: its figures. None if there is still work to do.
 
-    `fingerprint`: of the source, where it is not a decoder's checkpoint.
+    `identity`: of all models that the result is made from, where that is not one decoder.
     """
-    return processes.told(_finished_before(options, work, fingerprint) if processes.is_first() else None)  # type: ignore[no-any-return]
+    return processes.told(_finished_before(options, work, identity) if processes.is_first() else None)  # type: ignore[no-any-return]
 
 
-def _finished_before(options: JobOptions, work: WorkDirectory, fingerprint: str | None) -> dict[str, Any] | None:
+def _finished_before(
+    options: JobOptions, work: WorkDirectory, identity: Callable[[], dict[str, str]] | None
+) -> dict[str, Any] | None:
     if not options.resume or options.overwrite or not os.path.isdir(options.output):
         return None
     provenance = read_provenance(options.output)
     if provenance is None or provenance.get("options") != options.recorded():
         return None
     source = provenance.get("source")
-    wanted = fingerprint or Checkpoint(resolve(options.model)).fingerprint()
-    if not isinstance(source, dict) or source.get("fingerprint") != wanted:
+    wanted = Checkpoint(resolve(options.model)).identity() if identity is None else identity()
+    if not isinstance(source, dict) or any(source.get(key) != value for key, value in wanted.items()):
         return None
     check_checksums(options.output, provenance)
     if options.plan_output is not None:
@@ -226,7 +230,7 @@ def _provenance(
     options: JobOptions, prepared: Prepared, made: Made, figures: dict[str, Any], skipping: bool
 ) -> dict[str, Any]:
     return {
-        "source": {"model": options.model, "fingerprint": prepared.checkpoint.fingerprint()},
+        "source": {"model": options.model} | prepared.models,
         "method": figures["method"],
         "options": options.recorded(),
         "seed": options.calibration.seed,

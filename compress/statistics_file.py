@@ -52,7 +52,7 @@ def calibrate_to_file(
     needed = Work(dtype, tokens.shape[1], other_bytes=held_bytes(checkpoint.config))
     with limited(budget_for(memory_limit, checkpoint, needed)), work.until_whole(work.path):
         text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-        work.begin({"model": checkpoint.fingerprint(), "tokens": text, "dtype": str(dtype), "seed": filled.seed}, resume)
+        work.begin(checkpoint.identity() | {"tokens": text, "dtype": str(dtype), "seed": filled.seed}, resume)
         check_weights(checkpoint, progress)
         statistics = collect(
             checkpoint,

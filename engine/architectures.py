@@ -915,6 +915,10 @@ _HARMLESS_KEYS = frozenset(
     ]
 )
 _WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantization_config"])
+_COUNTS = frozenset(["num_labels", "n_layer", "num_experts_per_tok"])
+_SIZES = ("_size", "_dim", "_heads", "_rank", "_width", "_channels", "_inner", "_embd", "d_model", "d_ff", "_groups", "_group")
+MAX_HEAD, MAX_SIZE, MAX_NUMBER = 1 << 16, 1 << 24, (1 << 31) - 1
+"""The most dimensions of a head, elements along any dimension, and anything else that config.json says as an integer."""
 MAX_LIST = 10_000
 """transformers makes lists as long as some keys of config.json say; longer ones belong to no real model."""
 
@@ -924,9 +928,7 @@ def load_transformers_config(config: Mapping[str, Any]) -> Any:
     # Imported here: transformers takes seconds to import, and `--help` must not wait for it.
     from transformers import CONFIG_MAPPING
 
-    for key in ("num_hidden_layers", "num_layers", "num_decoder_layers", "num_labels"):
-        if isinstance(config.get(key), int) and config[key] > MAX_LIST:
-            raise CheckpointError(f"config.json: {key} is {shown(config[key])}; that is no real model")
+    _refuse_absurd(config)
     row = ARCHITECTURES.get(config["model_type"])
     values = {key: value for key, value in _renamed(row, config).items() if key not in _WITHHELD_KEYS}
     try:
@@ -934,6 +936,41 @@ def load_transformers_config(config: Mapping[str, Any]) -> Any:
     except Exception as error:  # transformers and huggingface_hub validate with classes of their own
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"config.json cannot be read as a {config['model_type']} config: {reason}") from error
+
+
+def _refuse_absurd(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for sizes of no real model, before transformers makes lists or tables of them."""
+    pending: list[Any] = [config]
+    while pending:
+        found = pending.pop()
+        for key, value in found.items() if isinstance(found, Mapping) else [(None, each) for each in found]:
+            if isinstance(value, Mapping | list):
+                pending.append(value)
+            elif isinstance(value, int) and not -MAX_NUMBER <= value <= _most(key):
+                where = "a number in a list" if key is None else key if key.isprintable() else shown(key)
+                raise CheckpointError(f"config.json: {where} is {shown(value)}; that is no real model")
+
+
+def _most(key: str | None) -> int:
+    """The largest number that this key of config.json may have."""
+    if key is None:
+        return MAX_NUMBER
+    if key in _COUNTS or (key.startswith("n") and key.endswith(("_layers", "_experts"))):
+        return MAX_LIST
+    if key.endswith("head_dim") or key in ("d_kv", "rotary_dim"):
+        return MAX_HEAD
+    return MAX_SIZE if key.endswith(_SIZES) else MAX_NUMBER
+
+
+def check_token_ids(where: str, values: Mapping[str, Any], vocabulary: int) -> None:
+    """Raise CheckpointError unless the special tokens in a config are of the vocabulary; -1 stands for none of it."""
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        value = values.get(key)
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and not (type(token) is int and -1 <= token < vocabulary):
+                raise CheckpointError(
+                    f"{where}: {key} is {shown(value)}; it must be a token of the vocabulary of {vocabulary}, or a list of such"
+                )
 
 
 def _renamed(row: Architecture | None, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -989,8 +1026,8 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     family = load_transformers_config(config)
     _refuse_what_is_lacking(row, config, family)
     counts = experts_per_layer(row, config, family)
-    heads = _positive(family, "num_attention_heads")
-    hidden = _positive(family, "hidden_size")
+    heads = positive(family, "num_attention_heads")
+    hidden = positive(family, "hidden_size")
     if getattr(family, "head_dim", 0) is None:
         family.head_dim = hidden // heads  # transformers' rope initialisers take None for a number
     latent = _latent(family) if row.latent_attention else None
@@ -1003,10 +1040,10 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         rotated = _rotary_dimension(row.rotary_dimension_key, family, size)
     return DecoderConfig(
         architecture=row,
-        vocabulary_size=_positive(family, "vocab_size"),
+        vocabulary_size=positive(family, "vocab_size"),
         hidden_size=hidden,
         attention_heads=heads,
-        key_value_heads=_positive(family, "num_key_value_heads"),
+        key_value_heads=positive(family, "num_key_value_heads"),
         head_dimension=size,
         rotary_dimension=rotated,
         rotary_pairs=_flag(row.rotary_pairs, family),
@@ -1018,7 +1055,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         head_bias=_flag(row.head_bias, family),
         clip_qkv=_clip(family) if row.clip_qkv else None,
         tied_embeddings=bool(family.tie_word_embeddings),
-        max_positions=_positive(family, "max_position_embeddings"),
+        max_positions=positive(family, "max_position_embeddings"),
         prediction_layers=_natural(family, row.prediction_layers_key) if row.prediction_layers_key else 0,
         layers=tuple(_layer_config(row, config, family, index, count) for index, count in enumerate(counts)),
         multipliers=_multipliers(family) if row.multipliers else Multipliers(),
@@ -1033,7 +1070,8 @@ def check_onnx(config: DecoderConfig) -> None:
         raise UnsupportedError(f"a {config.architecture.model_type} cannot be exported: {reason}")
 
 
-def _positive(family: Any, key: str) -> int:
+def positive(family: Any, key: str) -> int:
+    """A number that there must be. Raises CheckpointError for anything else."""
     value = getattr(family, key, None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {key} is {value!r}; it must be a positive integer")
@@ -1042,16 +1080,16 @@ def _positive(family: Any, key: str) -> int:
 
 def _natural(family: Any, key: str) -> int:
     """0 for None."""
-    return 0 if getattr(family, key, None) in (None, 0) else _positive(family, key)
+    return 0 if getattr(family, key, None) in (None, 0) else positive(family, key)
 
 
 def _latent(family: Any) -> LatentConfig:
     return LatentConfig(
         query_rank=_natural(family, "q_lora_rank"),
-        key_value_rank=_positive(family, "kv_lora_rank"),
-        plain_dimension=_positive(family, "qk_nope_head_dim"),
-        rotary_dimension=_positive(family, "qk_rope_head_dim"),
-        value_dimension=_positive(family, "v_head_dim"),
+        key_value_rank=positive(family, "kv_lora_rank"),
+        plain_dimension=positive(family, "qk_nope_head_dim"),
+        rotary_dimension=positive(family, "qk_rope_head_dim"),
+        value_dimension=positive(family, "v_head_dim"),
     )
 
 
@@ -1059,7 +1097,7 @@ def _check_heads(
     config: Mapping[str, Any], family: Any, hidden: int, heads: int, latent: LatentConfig | None = None
 ) -> None:
     """Raise CheckpointError for sizes that do not divide, which shapes alone would not show."""
-    groups, size = _positive(family, "num_key_value_heads"), getattr(family, "head_dim", None) or hidden // heads
+    groups, size = positive(family, "num_key_value_heads"), getattr(family, "head_dim", None) or hidden // heads
     if latent is not None:
         if heads != groups or latent.rotary_dimension % 2:
             raise CheckpointError(
@@ -1146,13 +1184,13 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
 
 def experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any) -> list[int]:
     """Routed experts per decoder layer, 0 where the layer is dense."""
-    layers = _positive(family, "num_hidden_layers")
+    layers = positive(family, "num_hidden_layers")
     if not row.experts_keys:
         return [0] * layers
     declared = [config[key] for key in row.experts_keys if isinstance(config.get(key), int)]
     if len(set(declared)) > 1:
         raise CheckpointError(f"config.json: {' and '.join(row.experts_keys)} disagree: {declared}")
-    experts, per_token = _positive(family, row.experts_keys[0]), _positive(family, row.experts_per_token_key)
+    experts, per_token = positive(family, row.experts_keys[0]), positive(family, row.experts_per_token_key)
     if per_token > experts:
         raise CheckpointError(
             f"config.json: a token cannot use {per_token} of {experts} experts ({row.experts_per_token_key})"
@@ -1164,14 +1202,14 @@ def experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any)
 
 def _holds_experts(row: Architecture, family: Any, index: int) -> bool:
     only_dense = set(getattr(family, "mlp_only_layers", None) or ()) if row.sparse_step else set()
-    step = _positive(family, "decoder_sparse_step") if row.sparse_step else 1
+    step = positive(family, "decoder_sparse_step") if row.sparse_step else 1
     if index in only_dense or (index + 1) % step:
         return False
     if row.layers_key is not None and index not in (getattr(family, row.layers_key) or ()):
         return False
     if row.layer_range_keys is not None:
         first, last, every = row.layer_range_keys
-        if not _natural(family, first) <= index <= _natural(family, last) or (index + 1) % _positive(family, every):
+        if not _natural(family, first) <= index <= _natural(family, last) or (index + 1) % positive(family, every):
             return False
     if row.dense_first_key is not None and index < _natural(family, row.dense_first_key):
         return False
@@ -1205,13 +1243,13 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
         moe = MoeConfig(
             experts=experts,
             # Where pruning left fewer than k, the layer's own top-k shrinks to what is left.
-            experts_per_token=min(_positive(family, row.experts_per_token_key), experts),
+            experts_per_token=min(positive(family, row.experts_per_token_key), experts),
             expert_width=_expert_width(row, family, index, experts),
             normalise_top_k=row.always_normalises_top_k or bool(getattr(family, "norm_topk_prob", False)),
             shared_width=_shared_width(row, family),
             scores=row.router_scores,
             groups=groups,
-            groups_per_token=_positive(family, row.groups_per_token_key) if groups else 1,
+            groups_per_token=positive(family, row.groups_per_token_key) if groups else 1,
             router_in_float32=row.router_in_float32,
             scales_inputs=row.scales_inputs,
             weight_scale=_weight_scale(row, family, index),
@@ -1226,7 +1264,7 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
     window = _window(row, family, index)
     is_lightning = row.lightning_attention and _of_layer(family, "layer_types", index) == "linear_attention"
     residuals = _residuals(row, family, is_lightning) if row.residual_keys else None
-    dense_width = _positive(family, row.dense_width_key)
+    dense_width = positive(family, row.dense_width_key)
     return LayerConfig(window, moe, dense_width, rotates, unit_norm, is_lightning, residuals)
 
 
@@ -1240,7 +1278,7 @@ def _residuals(row: Architecture, family: Any, is_lightning: bool) -> tuple[Resi
 def _of_layer(family: Any, key: str, index: int) -> Any:
     """An entry of a list with one for each layer."""
     values = getattr(family, key, None)
-    if not isinstance(values, list) or len(values) < _positive(family, "num_hidden_layers"):
+    if not isinstance(values, list) or len(values) < positive(family, "num_hidden_layers"):
         raise CheckpointError(f"config.json: {key} must be a list with an entry for each layer")
     return values[index]
 
@@ -1250,7 +1288,7 @@ def _shared_width(row: Architecture, family: Any) -> int:
         return 0
     if row.shared_experts_key is None:
         return _natural(family, row.shared_width_key)
-    return _natural(family, row.shared_experts_key) * _positive(family, row.expert_width_key)
+    return _natural(family, row.shared_experts_key) * positive(family, row.expert_width_key)
 
 
 def _group_count(row: Architecture, family: Any) -> int:
@@ -1265,7 +1303,7 @@ def _groups(row: Architecture, config: Mapping[str, Any], family: Any, index: in
     count = _group_count(row, family)
     if count == 1:
         return ()
-    used, per_token = _positive(family, row.groups_per_token_key), _positive(family, row.experts_per_token_key)
+    used, per_token = positive(family, row.groups_per_token_key), positive(family, row.experts_per_token_key)
     if used > count:
         raise CheckpointError(f"config.json: a token cannot use {used} of {count} groups ({row.groups_per_token_key})")
     blocks = config.get("block_configs")
@@ -1289,17 +1327,17 @@ def _groups(row: Architecture, config: Mapping[str, Any], family: Any, index: in
 
 def _expert_width(row: Architecture, family: Any, index: int, experts: int) -> int:
     """Hidden units of each of a layer's experts. Raises UnsupportedError where they differ in width."""
-    width = _positive(family, row.expert_width_key)
+    width = positive(family, row.expert_width_key)
     if row.expert_sizes_key is None:
         return width
-    count = _positive(family, row.experts_keys[0])
+    count = positive(family, row.experts_keys[0])
     if width % count:
         raise CheckpointError(f"config.json: {count} experts cannot share {row.expert_width_key} {width} evenly")
     width //= count
     sizes = getattr(family, row.expert_sizes_key, None)
     if sizes is None:
         return width
-    if not isinstance(sizes, list) or len(sizes) != _positive(family, "num_hidden_layers"):
+    if not isinstance(sizes, list) or len(sizes) != positive(family, "num_hidden_layers"):
         raise CheckpointError(f"config.json: {row.expert_sizes_key} must be a list for each layer, or null")
     if sizes[index] != [width] * experts:
         raise UnsupportedError(
@@ -1313,7 +1351,7 @@ def _weight_scale(row: Architecture, family: Any, index: int) -> float:
     if row.weight_scale_key is None:
         return 1.0
     value = getattr(family, row.weight_scale_key, 1.0)
-    if isinstance(value, list) and len(value) == _positive(family, "num_hidden_layers"):
+    if isinstance(value, list) and len(value) == positive(family, "num_hidden_layers"):
         value = value[index]
     return _number(row.weight_scale_key, value)
 
@@ -1331,7 +1369,7 @@ def _mixer_jitter(row: Architecture, family: Any) -> float | None:
     key = row.mixer_jitter_key
     if key is None:
         return None
-    if (used := _positive(family, row.experts_per_token_key)) != row.least_experts:
+    if (used := positive(family, row.experts_per_token_key)) != row.least_experts:
         raise UnsupportedError(
             f"config.json: {row.experts_per_token_key} is {used}; the router of a {row.model_type} takes {row.least_experts}"
         )
@@ -1342,7 +1380,7 @@ def _gate_network_width(row: Architecture, family: Any) -> int:
     if row.gate_network is None:
         return 0
     recorded = getattr(family, GATE_WIDTH_KEY, None) is not None
-    return _positive(family, GATE_WIDTH_KEY if recorded else row.experts_keys[0])
+    return positive(family, GATE_WIDTH_KEY if recorded else row.experts_keys[0])
 
 
 def _noise_epsilon(row: Architecture, family: Any) -> float | None:
@@ -1359,7 +1397,7 @@ def _number(key: str, value: Any) -> float:
 
 def _window(row: Architecture, family: Any, index: int) -> int | Chunk | None:
     if row.chunk_key is not None and _of_layer(family, "layer_types", index) == "chunked_attention":
-        return None if getattr(family, row.chunk_key) is None else Chunk(_positive(family, row.chunk_key))
+        return None if getattr(family, row.chunk_key) is None else Chunk(positive(family, row.chunk_key))
     if row.windows == "none":
         return None
     if row.windows == "layer_types" and family.layer_types[index] != "sliding_attention":
@@ -1635,7 +1673,7 @@ def with_experts(
     per_token, group_count = getattr(family, row.experts_per_token_key), _group_count(row, family)
     is_plain = len(counts) == 1 and _is_plain(row, largest, group_count, (groups or {}).values())
     if is_plain and group_count > 1:
-        per_token = min(per_token, _positive(family, row.groups_per_token_key) * (largest // group_count))
+        per_token = min(per_token, positive(family, row.groups_per_token_key) * (largest // group_count))
     changed[row.experts_per_token_key] = min(per_token, largest)
     if row.experts_per_token_copy in config:
         changed[row.experts_per_token_copy] = min(per_token, largest)
@@ -1731,7 +1769,7 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
     kind = {"model_type": sibling.model_type, "architectures": [sibling.causal_lm_class], "intermediate_size": width}
     if sibling.dense_first_key is not None:  # the mixture's own family, of which all layers may be dense
         kept = {key: value for key, value in config.items() if key not in _OF_ANOTHER}
-        kind[sibling.dense_first_key] = _positive(load_transformers_config(config), "num_hidden_layers")
+        kind[sibling.dense_first_key] = positive(load_transformers_config(config), "num_hidden_layers")
         return kept | kind | _without_prediction_layers(sibling)
     from transformers import CONFIG_MAPPING
 

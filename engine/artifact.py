@@ -15,6 +15,8 @@ from typing import Any
 
 from engine.errors import CheckpointError, OptionError, OutputError
 from engine.json_file import load_json, shown, write_json
+from engine.model_files import CODE_SUFFIXES, check_entries, code_in, files_in, named
+from engine.remote_code import FILE_NAME as MODELLING_FILE
 from engine.sha256 import file_sha256
 
 FILE_NAME = "compression.json"
@@ -76,6 +78,12 @@ def check_sizes(directory: Path, provenance: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{path}: is not part of this artifact ({FILE_NAME}); remove it, or copy the artifact again"
             )
+    for code in code_in(directory):
+        if str(code) != MODELLING_FILE or MODELLING_FILE not in provenance["files"]:
+            raise CheckpointError(
+                f"{named(directory, directory / code)}: is code that is not part of this artifact ({FILE_NAME}); remove it, "
+                "and ask where it came from"
+            )
 
 
 def check_checksums(directory: Path, provenance: Mapping[str, Any]) -> None:
@@ -87,11 +95,33 @@ def check_checksums(directory: Path, provenance: Mapping[str, Any]) -> None:
 
 
 def compare_checksums(directory: Path) -> None:
-    """The same for a directory that must be an artifact. Raises OptionError where it carries no checksums."""
+    """The same for a directory that must be an artifact, and hold nothing else.
+
+    Raises OptionError where it carries no checksums.
+    """
+    provenance = written_here(directory)
+    check_checksums(directory, provenance)
+    for path in files_in(directory):
+        if str(path) != FILE_NAME and str(path) not in provenance["files"] and not _is_left_by_hub(directory, path):
+            raise CheckpointError(
+                f"{named(directory, directory / path)}: is not part of this artifact ({FILE_NAME}); remove it, or copy the "
+                "artifact again"
+            )
+
+
+def written_here(directory: Path) -> dict[str, Any]:
+    """The provenance of a directory that must be an artifact. Raises OptionError where it has none."""
+    check_entries(directory)
     provenance = read_provenance(directory)
     if provenance is None:
         raise OptionError(f"{directory}: has no checksums; only artifacts written by this tool carry them")
-    check_checksums(directory, provenance)
+    return provenance
+
+
+def _is_left_by_hub(directory: Path, path: Path) -> bool:
+    """Whether clients of the hub put such a file beside what they fetch, and nothing reads it as part of the model."""
+    known = str(path) == ".gitattributes" or path.parts[:2] == (".cache", "huggingface")
+    return known and not (directory / path).is_symlink() and path.suffix.lower() not in CODE_SUFFIXES
 
 
 def partial_path(output: Path) -> Path:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine import remote_code
 from engine.checkpoint import Checkpoint, resolve
 from engine.errors import OptionError
 from engine.generate import Engine, resolve_device, resolve_dtype, set_threads
@@ -24,6 +23,7 @@ from engine.kv_cache import KeyValueCache
 from engine.linear import SHAPES_KEPT
 from engine.onnx_runtime import backend_of
 from engine.report import memory_split, peak_memory_bytes
+from engine.transformers_model import load_decoder
 from engine.worker import Answer, Spec, serve_requests
 
 KINDS = ("pp", "tg")
@@ -172,13 +172,8 @@ class TransformersBackend:
         self.checkpoint = Checkpoint(resolve(spec.model))
         self.device = resolve_device(spec.device)
         self.dtype = resolve_dtype(spec.dtype, self.checkpoint)
-        own_code = remote_code.is_needed(self.checkpoint.directory, self.checkpoint.raw_config)
-        from transformers import AutoModelForCausalLM
-
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self.checkpoint.directory, dtype=self.dtype, trust_remote_code=own_code, local_files_only=True
-        )
-        self._model = model.to(self.device).eval()
+        model = load_decoder(self.checkpoint.directory, self.checkpoint.raw_config, self.dtype)
+        self._model: Any = model.to(self.device)
         self.weights_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         self.weights_resident_bytes = self.weights_bytes if self.device.type == "cpu" else 0
         self.load_seconds = time.perf_counter() - started

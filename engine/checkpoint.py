@@ -24,6 +24,7 @@ from engine.architectures import (
     DecoderConfig,
     Wrapper,
     attention_weights,
+    check_token_ids,
     decoder_config,
     derived_tensors,
     expected_tensors,
@@ -42,15 +43,17 @@ from engine.block_float8 import SCALES, block_of
 from engine.errors import CheckpointError, UnsupportedError
 from engine.hub import fetch, is_hub_id
 from engine.json_file import load_json, shown
+from engine.model_files import check_entries
 from engine.mxfp4 import is_packed
 from engine.pack_quantized import PACKED, QuantizedView, Scheme, schemes_of
 from engine.quantised_weight import QuantizedWeight, Weight, moved
-from engine.safetensors_file import SafetensorsFile, open_shards
+from engine.safetensors_file import SafetensorsFile, open_shards, state_of
 from engine.stacks import dense_names
 from engine.stored_views import SAME_MODEL, Scales, StoredView, views_of
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
+GENERATION_NAME = "generation_config.json"
 ONNX_NAME = "model.onnx"
 """The graph of an exported model; its directory has no safetensors."""
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; all else takes the model it was made from"
@@ -62,11 +65,19 @@ def resolve(model: str) -> Path:
     if model == DEMO:
         return DEMO_DIRECTORY
     if os.path.isdir(model):
+        check_entries(Path(model))
         return Path(model)
     if os.path.exists(model) or not is_hub_id(model):
         found = "not a directory" if os.path.exists(model) else "no such directory"
         raise CheckpointError(f"{model}: {found}; give a checkpoint directory, a hub id or 'demo'")
     return fetch(model)
+
+
+def check_generation(directory: Path, vocabulary: int) -> None:
+    """Raise CheckpointError where generation_config.json is damaged or names tokens that there are not."""
+    path = directory / GENERATION_NAME
+    if os.path.lexists(path):
+        check_token_ids(str(path), load_json(path, "generation config"), vocabulary)
 
 
 class ModelDirectory:
@@ -76,6 +87,7 @@ class ModelDirectory:
         """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for what the engine lacks."""
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory; give the directory of a checkpoint")
+        check_entries(directory)
         self.directory = directory
         self.provenance = read_provenance(directory)
         """What compression.json says, None for a checkpoint that is not an artifact of ours."""
@@ -91,9 +103,11 @@ class ModelDirectory:
             self.float8_block = None if self.schemes or is_packed(self.raw_config) else block_of(self.raw_config)
             """Of weights that are stored in 8-bit floating point; None where they are not."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
+            check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
             Rotary(self.config)  # made and dropped: parameters that it cannot use are refused here
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{directory}: {error}") from error
+        check_generation(directory, self.config.vocabulary_size)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -304,17 +318,20 @@ class Checkpoint(ModelDirectory):
         self.release()
 
     def fingerprint(self) -> str:
-        """SHA-256 over config, headers, norms and routers: which model this is, reading next to none of the weights."""
+        """SHA-256 over config, headers and samples of every tensor: which model this is, reading little of the weights."""
         digest = hashlib.sha256()
         for file in self.files:
             for name, entry in sorted(file.entries.items()):
                 digest.update(f"{name} {entry.dtype} {entry.shape} {entry.begin}\n".encode())
             digest.update(str(file.size).encode())
+            for _, sample in file.samples():
+                digest.update(sample)
         digest.update(repr(sorted(self.raw_config.items(), key=lambda item: item[0])).encode())
-        routers = [router_tensor(self.config.architecture, layer) for layer in self.config.moe_layers]
-        for name in ("model.norm.weight", *routers):
-            digest.update(self.tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def identity(self) -> dict[str, str]:
+        """The fingerprint, and the state of the files: a copy has the same fingerprint, and only they the same state."""
+        return {"fingerprint": self.fingerprint(), "state": state_of(self.files)}
 
     def source(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Tensor]:
         """Plain tensors by name: mapped where dtype and device already fit, converted otherwise."""

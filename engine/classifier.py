@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.architectures import classified, load_transformers_config
+from engine.architectures import check_token_ids, classified, load_transformers_config, positive
 from engine.artifact import check_sizes, read_provenance
 from engine.checkpoint import ONNX_NAME
 from engine.classifier_inputs import SMALL_SIZE, ImageInputs, TextInputs, image_inputs
-from engine.errors import CheckpointError, UnsupportedError
+from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.json_file import load_json, shown
 from engine.mixture_head import Gate, MixtureHead, projector
-from engine.safetensors_file import SafetensorsFile, open_shards
+from engine.model_files import check_entries
+from engine.safetensors_file import SafetensorsFile, open_shards, state_of
 from engine.tokenizer import load_tokenizer_of
 from engine.transformers_model import SAME_MODEL, load_model
 
@@ -46,6 +47,7 @@ class ClassifierDirectory:
 
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for what is no classifier."""
+        check_entries(directory)
         self.directory = directory
         self.provenance = read_provenance(directory)
         if self.provenance is not None:
@@ -65,6 +67,13 @@ class ClassifierDirectory:
             self.config: Any = load_transformers_config(self.raw_config)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
+        if not 1 <= self.config.num_labels <= MAX_CLASSES:
+            raise CheckpointError(f"{directory}: config.json has {self.config.num_labels} classes; it must name some")
+        if what == "texts":
+            try:
+                check_token_ids("config.json", self.raw_config, positive(self.config, "vocab_size"))
+            except CheckpointError as error:
+                raise CheckpointError(f"{directory}: {error}") from error
         experts = self.raw_config.get(MIXTURE_KEY, 0)
         if type(experts) is not int or not 0 <= experts <= MAX_CLASSES:
             raise CheckpointError(
@@ -104,8 +113,8 @@ class ClassifierDirectory:
         if self.what == "images":
             return image_inputs(self.directory, self.config)
         tokenizer = load_tokenizer_of(self.directory, self.config.vocab_size)
-        most = min(int(tokenizer.model_max_length), int(getattr(self.config, "max_position_embeddings", 512)))
-        return TextInputs(tokenizer, min(length or most, most), int(getattr(self.config, "pad_token_id", None) or 0))
+        most = min(int(tokenizer.model_max_length), getattr(self.config, "max_position_embeddings", 512))
+        return TextInputs(tokenizer, min(length or most, most), max(0, getattr(self.config, "pad_token_id", None) or 0))
 
 
 class ClassifierCheckpoint(ClassifierDirectory):
@@ -160,14 +169,25 @@ class ClassifierCheckpoint(ClassifierDirectory):
             digest.update(file.tensor(name).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    def identity(self) -> dict[str, str]:
+        """The fingerprint, and the state of the files, as of a decoder."""
+        files = self.files if self._mixture is None else [*self.files, self._mixture]
+        return {"fingerprint": self.fingerprint(), "state": state_of(files)}
+
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Classifier:
         """Frozen and in eval mode. Raises CheckpointError for tensors that do not fit, UnsupportedError for no head."""
         from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
         auto_class = AutoModelForImageClassification if self.what == "images" else AutoModelForSequenceClassification
-        model = load_model(auto_class, self.directory, self.family, dtype or self.model_dtype)
+        model = load_model(auto_class, self.directory, self.raw_config, dtype or self.model_dtype, self.parameters)
         classifier = Classifier(model, str(self.directory))
-        classifier.check_head(self._sample())
+        try:
+            classifier.check_head(self._sample())
+        except CompressError:
+            raise
+        except Exception as error:  # whatever a model of sizes that do not fit each other runs into
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise CheckpointError(f"{self.directory}: the model cannot be run ({reason}); {SAME_MODEL}") from error
         if self._mixture is not None:
             classifier.mixture = self._mixture_head(self._mixture, classifier.head)
         loaded: Classifier = classifier.to(device).eval().requires_grad_(False)

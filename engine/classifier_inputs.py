@@ -77,7 +77,11 @@ class TextInputs:
         """`input_ids` and `attention_mask`, int64 [B, tokens]."""
         if isinstance(texts, Tensor):
             raise DataError("these are images, and the model classifies texts; give other --data")
-        rows = self.tokenizer(list(texts), truncation=True, max_length=self.length, verbose=False)["input_ids"]
+        try:
+            rows = self.tokenizer(list(texts), truncation=True, max_length=self.length, verbose=False)["input_ids"]
+        except Exception as error:  # tokenizers raises plain Exception for what its own files lack
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"the model's tokenizer cannot read these texts: {reason}; take another model") from error
         longest = max(1, *map(len, rows))
         ids = torch.tensor([row + [self.pad] * (longest - len(row)) for row in rows])
         real = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
@@ -101,7 +105,7 @@ def image_inputs(directory: Path, config: Any) -> ImageInputs:
 def _numbers(path: Path, said: Mapping[str, Any], key: str, channels: int) -> tuple[float, ...]:
     value = said.get(key, MIDDLE)
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
+    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e9 for each in values)
     if not numbers or len(values) not in (1, channels):
         raise CheckpointError(
             f"{path}: {key} is {shown(value)}; it must be a number, or one for each of {channels} channels"

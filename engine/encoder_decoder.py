@@ -21,12 +21,16 @@ from engine.architectures import (
     FFN_PROJECTIONS,
     STACKS,
     EncoderDecoder,
+    check_token_ids,
     load_transformers_config,
+    positive,
 )
 from engine.artifact import check_sizes, read_provenance
+from engine.checkpoint import check_generation
 from engine.errors import CheckpointError, UnsupportedError
 from engine.json_file import load_json, shown
-from engine.safetensors_file import SafetensorsFile, TensorEntry, open_shards
+from engine.model_files import check_entries
+from engine.safetensors_file import SafetensorsFile, TensorEntry, open_shards, state_of
 from engine.transformers_model import SAME_MODEL, load_model
 
 ENCODER_NAME, DECODER_NAME = "encoder_model.onnx", "decoder_model_merged.onnx"
@@ -49,6 +53,7 @@ class EncoderDecoderDirectory:
 
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for another family."""
+        check_entries(directory)
         self.directory = directory
         self.provenance = read_provenance(directory)
         if self.provenance is not None:
@@ -62,8 +67,13 @@ class EncoderDecoderDirectory:
         self.row: EncoderDecoder = ENCODER_DECODERS[model_type]
         try:
             self.config: Any = load_transformers_config(self.raw_config)
+            vocabulary = positive(self.config, "vocab_size")
+            check_token_ids("config.json", self.raw_config, vocabulary)
+            for key in ("num_layers", "num_decoder_layers", "hidden_size", self.row.width_key):
+                positive(self.config, key)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
+        check_generation(directory, vocabulary)
 
     @property
     def layers(self) -> dict[str, int]:
@@ -178,17 +188,22 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
             file.release()
 
     def fingerprint(self) -> str:
-        """SHA-256 over config, headers, norms and routers: which model this is, reading next to none of the weights."""
+        """SHA-256 over config, headers and samples of every tensor: which model this is, reading little of the weights."""
         digest = hashlib.sha256(repr(sorted(self.raw_config.items())).encode())
         for name in sorted(self.by_name):
             entry = self._entry(name)
             digest.update(f"{name} {entry.dtype} {entry.shape} {entry.begin}\n".encode())
-            if len(entry.shape) == 1 or ".router." in name:
-                digest.update(self.tensor(name).contiguous().view(torch.uint8).numpy().tobytes())
+        for file in self.files:
+            for _, sample in file.samples():
+                digest.update(sample)
         return digest.hexdigest()
+
+    def identity(self) -> dict[str, str]:
+        """The fingerprint, and the state of the files, as of a decoder."""
+        return {"fingerprint": self.fingerprint(), "state": state_of(self.files)}
 
     def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
         """The model, frozen and in eval mode. Raises CheckpointError for a tensor that is missing, extra or misshapen."""
         from transformers import AutoModelForSeq2SeqLM
 
-        return load_model(AutoModelForSeq2SeqLM, self.directory, self.row.model_type, dtype).to(device)
+        return load_model(AutoModelForSeq2SeqLM, self.directory, self.raw_config, dtype, self.parameters).to(device)

@@ -2,20 +2,33 @@
 
 transformers builds every layer with the one count in `config.json`. The file written here subclasses the family's own
 class and shrinks each layer to its entry in `block_configs`, so the directory loads with `trust_remote_code=True`
-where this package is not installed. The config stays of the family's own class.
+where this package is not installed. Here nobody loads it so: that flag would let transformers run whatever else lies in
+the directory, so it is given the class that the same text makes in memory. The config stays of the family's own class.
 """
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from engine.architectures import ARCHITECTURES, Architecture, otherwise_in_transformers
 from engine.errors import OptionError
-from engine.json_file import load_json
+from engine.json_file import load_json, shown
+from engine.model_files import code_in, named
 from engine.pack_quantized import CONFIG_KEY
 
 FILE_NAME = "modeling_compressed.py"
+_MODULES = "compressed_models"
+"""Before the name of a family, the name of the module that its class is of."""
+_ADAPTER = "adapter_config.json"
+_IMPLEMENTATIONS = frozenset(
+    f"{what}_implementation{end}" for what in ("attn", "experts") for end in ("", "_internal", "_autoset")
+)
+"""Keys, without the underscores around them, by which a config.json may name kernels to be fetched from the hub."""
+_HARMLESS = (None, False, True, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 
 _TEMPLATE = '''\
 # SPDX-License-Identifier: Apache-2.0
@@ -102,7 +115,7 @@ def auto_map() -> dict[str, str]:
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether the directory's modelling file is, byte for byte, one that this module writes, and so may be run."""
+    """Whether the directory's modelling file is, byte for byte, one that this module writes."""
     config, source = directory / "config.json", directory / FILE_NAME
     if not config.is_file() or not source.is_file():
         return False
@@ -110,10 +123,10 @@ def is_ours(directory: Path) -> bool:
     return row is not None and source.read_bytes() == render(row).encode()
 
 
-def is_needed(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Whether transformers loads the checkpoint only by code of its own. Raises OptionError unless that is all ours.
+def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raise OptionError where transformers cannot load a decoder by its own classes and the one written here alone.
 
-    Also for a family that transformers has no class of.
+    As `check_no_code` does too.
     """
     row = ARCHITECTURES.get(str(config.get("model_type")))
     if row is not None and not row.in_transformers:
@@ -125,13 +138,54 @@ def is_needed(directory: Path, config: Mapping[str, Any]) -> bool:
             f"{directory}: transformers reads weights of few bits only where compressed-tensors is installed; use our own "
             "engine"
         )
-    if not config.get("auto_map"):
-        return False
-    tokenizer = directory / "tokenizer_config.json"
-    brings_more = tokenizer.is_file() and load_json(tokenizer, "tokenizer config").get("auto_map")
-    if config["auto_map"] != auto_map() or not is_ours(directory) or brings_more:
-        raise OptionError(
-            f"{directory}: transformers would run code from this directory that this version did not write "
-            "(trust_remote_code); use our own engine, or write the artifact again"
-        )
-    return True
+    if config.get("auto_map"):
+        tokenizer = directory / "tokenizer_config.json"
+        brings_more = tokenizer.is_file() and load_json(tokenizer, "tokenizer config").get("auto_map")
+        if config["auto_map"] != auto_map() or not is_ours(directory) or brings_more:
+            raise OptionError(
+                f"{directory}: auto_map asks transformers to run code from this directory that this version did not write "
+                "(trust_remote_code); use our own engine, or write the artifact again"
+            )
+    check_no_code(directory)
+
+
+def check_no_code(directory: Path) -> None:
+    """Raise OptionError for what transformers, or a library that it calls, may run or fetch at the word of a directory.
+
+    That is code besides the file written here, and keys of config.json and files that name other places.
+    """
+    for path in code_in(directory):
+        if str(path) != FILE_NAME or not is_ours(directory):
+            raise OptionError(
+                f"{named(directory, directory / path)}: is code that this version did not write, and transformers may run "
+                "it (trust_remote_code); use our own engine, or remove it"
+            )
+    if os.path.lexists(directory / _ADAPTER):
+        raise OptionError(f"{directory / _ADAPTER}: names another model for transformers to load; remove it, or merge it")
+    for key, value in _nested(load_json(directory / "config.json", "model config")):
+        if key.strip("_") in _IMPLEMENTATIONS and value not in _HARMLESS:
+            raise OptionError(f"{directory}: config.json: {key} is {shown(value)}, which may be code of the hub; remove it")
+        if key == "transformers_weights":
+            raise OptionError(f"{directory}: config.json: {key} names other weights than those that were checked; remove it")
+
+
+def _nested(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every key with its value, at any depth."""
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, Mapping):
+            yield from found.items()
+            pending += found.values()
+        elif isinstance(found, list):
+            pending += found
+
+
+def own_class(row: Architecture) -> Any:
+    """The class of the modelling file, made of the text that is written here and never of a file."""
+    name = f"{_MODULES}.{row.model_type}"
+    if name not in sys.modules:
+        module = ModuleType(name)
+        exec(compile(render(row), f"<{FILE_NAME} of {row.model_type}>", "exec"), module.__dict__)
+        sys.modules[name] = module  # transformers looks up the module of a class there
+    return sys.modules[name].CompressedForCausalLM

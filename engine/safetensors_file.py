@@ -7,11 +7,14 @@ so that every refusal of an untrusted file names the tensor that it is about and
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -19,6 +22,7 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.json_file import load_json, parse_object, reading, shown
+from engine.model_files import check_inside
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -28,6 +32,8 @@ _WHAT = "safetensors file"
 HEADER_LENGTH = struct.Struct("<Q")
 _MAX_RANK = 64  # beyond this torch's own operations refuse a tensor
 _MAX_BYTES = 2**63 - 1  # torch counts elements and bytes in int64
+SMALL_BYTES, SAMPLE_BYTES = 16_384, 4_096
+"""A tensor up to the first size is a sample as a whole; of larger ones so many bytes are."""
 PICKLES = (".bin", ".pt", ".pth")
 METADATA = "__metadata__"
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
@@ -167,6 +173,13 @@ def _identity(file: BinaryIO) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _sampled(name: str, entry: TensorEntry) -> tuple[int, int]:
+    """Where in the file, and how long, the sample of a tensor is."""
+    if entry.nbytes <= SMALL_BYTES:
+        return entry.begin, entry.nbytes
+    return entry.begin + zlib.crc32(name.encode(errors="surrogatepass")) % (entry.nbytes - SAMPLE_BYTES + 1), SAMPLE_BYTES
+
+
 class SafetensorsFile:
     """One safetensors file, validated whole when opened, mapped into memory when a tensor is first asked for.
 
@@ -236,6 +249,28 @@ class SafetensorsFile:
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
+    def samples(self) -> Iterator[tuple[str, bytes]]:
+        """Of each tensor its name and some of its bytes: all of a small one, of others a block where its name says.
+
+        They tell contents apart without reading the file, and are equal in a copy of it. No page becomes resident.
+        """
+        if self.header_only:
+            raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")
+        places = {name: _sampled(name, entry) for name, entry in self.entries.items()}
+        with reading(self.path, _WHAT) as file:
+            self._check_unchanged(file)
+            if hasattr(os, "posix_fadvise"):  # all are asked for before the first is waited for
+                for place, size in filter(itemgetter(1), places.values()):  # a size of 0 means all that follows
+                    os.posix_fadvise(file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
+            for name in sorted(places, key=lambda name: (places[name], name)):
+                place, size = places[name]
+                yield name, os.pread(file.fileno(), size, place)
+
+    @property
+    def state(self) -> str:
+        """Name, size and time of the last change (ns): another one means that the file was written since."""
+        return f"{self.path.name} {self._identity[2]} {self._identity[3]}"
+
     def read_ahead(self, names: Iterable[str]) -> None:
         """Ask the system to read these tensors into its cache, while something else is computed; it is nobody's memory."""
         if not hasattr(os, "posix_fadvise"):
@@ -252,21 +287,10 @@ class SafetensorsFile:
         self._map = None
 
 
-def _check_inside(directory: Path, path: Path) -> None:
-    """Refuse a link that leads out of the checkpoint, except to the `blobs` of a Hugging Face cache.
-
-    That cache has the layout `snapshots/REVISION/FILE`, each file a link to `../../blobs/HASH`.
-    """
-    base = Path(os.path.realpath(directory))
-    target = Path(os.path.realpath(path))
-    if not any(target.is_relative_to(root) for root in (base, base.parent.parent / "blobs")):
-        raise CheckpointError(f"{path}: link leads out of the checkpoint directory; put the file itself there")
-
-
 def indexed_shards(directory: Path) -> dict[str, set[str]]:
     """The index's shards, each file name with its tensors' names, in the index's order."""
     path = directory / INDEX_NAME
-    _check_inside(directory, path)
+    check_inside(directory, path)
     weight_map = load_json(path, "checkpoint index").get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path}: weight_map is missing or not an object; {_AGAIN}")
@@ -331,13 +355,18 @@ def open_shards(directory: Path) -> tuple[dict[str, SafetensorsFile], list[Safet
     if os.path.lexists(index):
         shards = indexed_shards(directory)
         for name in shards:
-            _check_inside(directory, directory / name)
+            check_inside(directory, directory / name)
         files = [SafetensorsFile(directory / name) for name in shards]
         for file, expected in zip(files, shards.values(), strict=True):
             _check_names(index, file, expected)
     elif os.path.lexists(directory / SINGLE_NAME):
-        _check_inside(directory, directory / SINGLE_NAME)
+        check_inside(directory, directory / SINGLE_NAME)
         files = [SafetensorsFile(directory / SINGLE_NAME)]
     else:
         raise _no_weights_error(directory)
     return {name: file for file in files for name in file.entries}, files
+
+
+def state_of(files: Iterable[SafetensorsFile]) -> str:
+    """SHA-256 over the files' states, by which a run that is resumed tells that none was written since."""
+    return hashlib.sha256("\n".join(file.state for file in files).encode(errors="surrogatepass")).hexdigest()

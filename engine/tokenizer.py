@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.checkpoint import Checkpoint, ModelDirectory
 from engine.errors import CheckpointError, OptionError
-from engine.json_file import load_json
+from engine.json_file import load_json, shown
 
 
 def load_tokenizer(checkpoint: ModelDirectory) -> Any:
@@ -29,10 +29,19 @@ def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> A
     except Exception as error:  # tokenizers raises plain Exception for damaged files
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
+    length = tokenizer.model_max_length
+    if isinstance(length, bool) or not isinstance(length, int | float) or not length >= 1:
+        raise CheckpointError(
+            f"{directory}: tokenizer_config.json: model_max_length is {shown(length)}; it must be a number of tokens"
+        )
     # Models pad their vocabulary a little; a tokenizer that is larger, or much smaller, belongs to another model.
     if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
         raise CheckpointError(
             f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; it is of another model"
+        )
+    if (last := max(tokenizer.get_vocab().values())) >= vocabulary:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has token {last} and the model {vocabulary} tokens; it is of another model"
         )
     return tokenizer
 

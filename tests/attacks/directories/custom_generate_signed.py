@@ -1,0 +1,13 @@
+"""The same in an artifact whose checksums were written anew, which cannot list a file of a folder."""
+
+from pathlib import Path
+
+REFUSED_BY = ("every",)
+SAYS = "custom_generate"
+SIGNED = True
+
+
+def plant(directory: Path) -> None:
+    """Put it there."""
+    (directory / "custom_generate").mkdir()
+    (directory / "custom_generate" / "generate.py").write_text("open('pwned', 'w')\n")

@@ -1,0 +1,15 @@
+"""A pipe for generation_config.json: opening it would wait forever."""
+
+import os
+from pathlib import Path
+
+REFUSED_BY = ("every",)
+SAYS = "neither a regular file"
+SIGNED = False
+
+
+def plant(directory: Path) -> None:
+    """Put a pipe in the place of the file."""
+    path = directory / "generation_config.json"
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)

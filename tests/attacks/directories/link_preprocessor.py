@@ -1,0 +1,14 @@
+"""A preprocessor_config.json that links out of the directory, to be copied into results and uploaded by push."""
+
+from pathlib import Path
+
+REFUSED_BY = ("every",)
+SAYS = "link leads out"
+SIGNED = False
+
+
+def plant(directory: Path) -> None:
+    """Link to a file of this system."""
+    path = directory / "preprocessor_config.json"
+    path.unlink(missing_ok=True)
+    path.symlink_to("/etc/hostname")
