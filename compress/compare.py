@@ -24,6 +24,7 @@ from calibrate.options import CalibrationOptions
 from calibrate.statistics import Statistics
 from calibrate.text import Split, token_batches
 from compress import plots
+from compress.claims import claims_output
 from compress.columns import to_csv
 from compress.diep_scores import load_scores
 from compress.evaluate import exported_perplexity, perplexity, tasks
@@ -98,6 +99,7 @@ class Subject:
         return not isinstance(self.model, Checkpoint)
 
 
+@claims_output
 def compare(options: CompareOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """`compress compare`: {"rows": one dict per model, "notes": what to know of them, "output": the directory or None}.
 

@@ -15,6 +15,7 @@ from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.apply import check_fits, check_nothing_is_lost
 from compress.block_error import BlockError, block_errors, shared_gates
 from compress.card import training_lines
+from compress.claims import claims_output
 from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
 from compress.dense_student import learned_scales, saved_tensors
 from compress.dense_training import DenseTrainingOptions, train_dense
@@ -59,6 +60,7 @@ class Trainable(Prepared):
         return super().texts | {"training_text": self.training_SL, "validation_text": self.validation_VL}
 
 
+@claims_output
 def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
 

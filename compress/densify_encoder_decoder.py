@@ -18,6 +18,7 @@ from calibrate.pairs import DEFAULT_LENGTH, Pairs, text_pairs, tokenised
 from calibrate.statistics import effective_experts, usage_shares
 from compress.apply import carried_files
 from compress.card import model_card, training_lines
+from compress.claims import claims_output
 from compress.dense_plan import SELECTIONS, check_ffns, choose
 from compress.densify import DensifyOptions
 from compress.encoder_decoder import (
@@ -74,6 +75,7 @@ def _sides(pairs: Pairs) -> dict[str, Tensor]:
     return {"source": pairs.source_PS, "target": pairs.target_PM}
 
 
+@claims_output
 def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calibrate.instructions import Example
+from compress.claims import claims_output
 from compress.clock import Clock
 from compress.dense_training import recompute_if_large
 from compress.distill_inputs import Distillable, DistillOptions, identities, prepare_distillation
@@ -37,6 +38,7 @@ from engine.sampling import SamplingOptions
 from engine.tokenizer import end_tokens, load_tokenizer
 
 
+@claims_output
 def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress distill --json`.
 

@@ -18,6 +18,7 @@ from calibrate.labelled import DIGITS, Labelled, is_nameless
 from compress import plots
 from compress.accuracy import Inputs, accuracy, examples_for, on, probe
 from compress.apply import carried_files
+from compress.claims import claims_output
 from compress.classifier_distillation import (
     ABLATIONS,
     AUGMENTATIONS,
@@ -145,6 +146,7 @@ def _identities(student: ClassifierCheckpoint, teacher: ClassifierCheckpoint | N
     return student.identity() | teacher_identity(teacher)
 
 
+@claims_output
 def distill_classifier(options: ClassifierOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress distill --json`."""
     started = time.monotonic()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compress.apply import carried_files
+from compress.claims import claims_output
 from compress.export_genai import check_genai, tokenizer_problem, write_genai_config
 from compress.export_parity import Allowed, RoundedCheckpoint, check_parity
 from engine.architectures import check_onnx
@@ -85,6 +86,7 @@ class ExportOptions:
             raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
 
 
+@claims_output
 def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Write the ONNX directory and compare it with the engine; its figures. Nothing is left where they differ."""
     started = time.monotonic()

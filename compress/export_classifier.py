@@ -21,6 +21,7 @@ from torch import Tensor
 
 from compress.accuracy import examples_for, groups
 from compress.apply import carried_files
+from compress.claims import claims_output
 from compress.export_parity import Allowed
 from engine.artifact import check_output, whole_or_nothing, write_provenance
 from engine.checkpoint import ONNX_NAME, resolve
@@ -61,6 +62,7 @@ class ClassifierExportOptions:
             raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
 
 
+@claims_output
 def export_classifier(options: ClassifierExportOptions) -> dict[str, Any]:
     """Write the ONNX directory and compare it with the engine; its figures. Nothing is left where they differ."""
     started = time.monotonic()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from compress.apply import carried_files
+from compress.claims import claims_output
 from compress.export import PRECISIONS, ExportOptions, check_blocks, provenance
 from compress.export_encoder_decoder_parity import check_encoder_decoder_parity, round_weights
 from engine.artifact import check_output, whole_or_nothing, write_provenance
@@ -24,6 +25,7 @@ from engine.progress import Progress, no_progress
 from engine.report import peak_memory_bytes
 
 
+@claims_output
 def export_encoder_decoder(options: ExportOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Write the ONNX directory and compare it with transformers; its figures. Nothing is left where they differ."""
     # Imported here: `--help` and every other command do without onnx.

@@ -17,6 +17,7 @@ from calibrate.options import training_text
 from compress.alignment import held_bytes as aligning_bytes
 from compress.apply import check_fits
 from compress.card import training_lines
+from compress.claims import claims_output
 from compress.diep import DiepOptions, search
 from compress.diep_scores import save_scores, scores_of_state
 from compress.gate_gradients import fisher_scores, taylor_scores
@@ -106,6 +107,7 @@ class Shared:
     work: WorkDirectory
 
 
+@claims_output
 def prune(options: PruneOptions, progress: Progress = no_progress, shared: Shared | None = None) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress prune --json`.
 

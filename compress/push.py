@@ -114,6 +114,7 @@ def upload(directory: Path, target: Target) -> dict[str, Any]:
         if parent is None:
             HfApi().create_repo(target.repository, private=target.private or None)
             parent, held = _held(target.repository)
+            _check_replaced(target, (parent, held))  # another push may have come between
         added = [CommitOperationAdd(name, directory / name) for name in names]
         removed = [CommitOperationDelete(name, is_folder=False) for name in sorted(set(held) - set(names))]
         made = HfApi().create_commit(

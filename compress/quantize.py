@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from compress.activation_scales import Rescaling, activation_scales, load_rescaling
+from compress.claims import claims_output
 from compress.job import JobOptions, Made, Prepared, check_plain, check_weights, prepare
 from compress.plan import same_plan
 from compress.quantiser import Quantiser, QuantiserOptions
@@ -35,6 +36,7 @@ class QuantizeOptions(JobOptions):
         return self.activation_aware or self.calibration.evaluation_samples > 0
 
 
+@claims_output
 def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress quantize --json`."""
     started = time.monotonic()

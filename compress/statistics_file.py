@@ -11,6 +11,7 @@ import torch
 
 from calibrate.collect import collect, held_bytes
 from calibrate.options import CalibrationOptions, calibration_texts
+from compress.claims import claiming
 from compress.job import check_weights
 from compress.work_directory import WorkDirectory
 from engine import processes
@@ -41,32 +42,33 @@ def calibrate_to_file(
     Several processes share the text, and the first writes.
     """
     started = time.monotonic()
-    if processes.is_first():
-        check_file_output(output, overwrite)
-    checkpoint = Checkpoint(resolve(model))
-    if not checkpoint.config.moe_layers:
-        raise OptionError(f"{model}: is not a mixture of experts, so there is nothing to calibrate")
-    filled = calibration.filled(checkpoint)
-    tokens, _ = calibration_texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
-    dtype, work = dtype or checkpoint.model_dtype, WorkDirectory(output)
-    needed = Work(dtype, tokens.shape[1], other_bytes=held_bytes(checkpoint.config))
-    with limited(budget_for(memory_limit, checkpoint, needed)), work.until_whole(work.path):
-        text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-        work.begin(checkpoint.identity() | {"tokens": text, "dtype": str(dtype), "seed": filled.seed}, resume)
-        check_weights(checkpoint, progress)
-        statistics = collect(
-            checkpoint,
-            tokens,
-            dtype=dtype,
-            device=device,
-            seed=filled.seed,
-            directory=work.path / "calibration",
-            progress=lambda layers: progress(layers, "calibrating (layers)"),
-        )
-        statistics.header |= {"data": filled.data}
+    with claiming(file=output):
         if processes.is_first():
-            statistics.save(output)
-        processes.wait()
+            check_file_output(output, overwrite)
+        checkpoint = Checkpoint(resolve(model))
+        if not checkpoint.config.moe_layers:
+            raise OptionError(f"{model}: is not a mixture of experts, so there is nothing to calibrate")
+        filled = calibration.filled(checkpoint)
+        tokens, _ = calibration_texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
+        dtype, work = dtype or checkpoint.model_dtype, WorkDirectory(output)
+        needed = Work(dtype, tokens.shape[1], other_bytes=held_bytes(checkpoint.config))
+        with limited(budget_for(memory_limit, checkpoint, needed)), work.until_whole(work.path):
+            text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+            work.begin(checkpoint.identity() | {"tokens": text, "dtype": str(dtype), "seed": filled.seed}, resume)
+            check_weights(checkpoint, progress)
+            statistics = collect(
+                checkpoint,
+                tokens,
+                dtype=dtype,
+                device=device,
+                seed=filled.seed,
+                directory=work.path / "calibration",
+                progress=lambda layers: progress(layers, "calibrating (layers)"),
+            )
+            statistics.header |= {"data": filled.data}
+            if processes.is_first():
+                statistics.save(output)
+            processes.wait()
     return {
         "statistics": str(output),
         "tokens": tokens.numel(),

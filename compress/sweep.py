@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from compress.claims import claiming
 from compress.compare import COMPARISON, CompareOptions, compare
 from compress.job import check_weights, fingerprints
 from compress.prune import DEFAULT_SCOPE, PruneOptions, Shared, check_shard, checked_budget, prepare_pruning, prune
@@ -53,6 +54,11 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
 
     Every run is checked before the first begins; bad input raises a CompressError then.
     """
+    with claiming(runs[0].output.parent):
+        return _sweep(runs, comparison, progress)
+
+
+def _sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
     first, output = runs[0], runs[0].output.parent
     check_sweep(output, runs)

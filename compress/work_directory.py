@@ -5,10 +5,9 @@ Several processes call everything here together. The first one alone writes and 
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ class WorkDirectory:
         self.search_state = self.shared / "diep.safetensors"
         self.statistics = self.shared / "statistics.safetensors"
         self._resumed = False
-        self._new_parents = [parent for parent in self.path.parents if not os.path.exists(parent)]
 
     def begin(self, wanted: dict[str, Any], resume: bool) -> None:
         """Start afresh, or go on with what is there. wanted: what decides the result, as JSON.
@@ -90,9 +88,6 @@ class WorkDirectory:
         if self._resumed or not processes.is_first():
             return
         self.remove()
-        for parent in self._new_parents:
-            with suppress(OSError):
-                parent.rmdir()
 
     def remove(self) -> None:
         """The result is there: nothing is left to resume."""

@@ -16,6 +16,7 @@ from typing import Any
 from engine.errors import CheckpointError, OptionError, OutputError
 from engine.json_file import load_json, shown, write_json
 from engine.model_files import CODE_SUFFIXES, check_entries, code_in, files_in, named
+from engine.output_lock import claimed
 from engine.remote_code import FILE_NAME as MODELLING_FILE
 from engine.sha256 import file_sha256
 
@@ -165,9 +166,17 @@ def whole_or_nothing(output: Path, overwrite: bool, marker: str = "config.json")
     """A temporary sibling to write into, which becomes `output` in one step at the end of the body.
 
     If the body raises, the sibling is removed; if the process is killed, it is left and removed by the next run. An old
-    directory is exchanged for the new one in a single system call and removed afterwards.
+    directory is exchanged for the new one in a single system call and removed afterwards. Another run that writes `output`
+    is refused meanwhile, as this one is where another one does (OutputError).
     """
-    check_output(output, overwrite, marker)
+    with claimed(output):
+        check_output(output, overwrite, marker)
+        with _made_whole(output) as partial:
+            yield partial
+
+
+@contextmanager
+def _made_whole(output: Path) -> Iterator[Path]:
     partial = partial_path(output)
     try:
         shutil.rmtree(partial, ignore_errors=True)

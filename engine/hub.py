@@ -281,6 +281,8 @@ def _refusal(status: int) -> str:
         return "the hub refuses the token; log in again with `hf auth login`, or correct HF_TOKEN"
     if status == 403:
         return "the hub does not let this token do that; give it the right (https://huggingface.co/settings/tokens)"
+    if status in (409, 412):
+        return "something else was written there meanwhile; look at the repository, and run the command again"
     if status == 429:
         return "the hub wants fewer requests; wait some minutes, or log in with `hf auth login`"
     return f"the hub answers with HTTP status {status}; try again later"

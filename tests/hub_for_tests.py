@@ -9,7 +9,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -71,6 +71,8 @@ class Hub:
         self.broken: set[str] = set()
         """Files, and steps of an upload, that the server fails at."""
         self.ranges = True
+        self.changing = threading.Lock()
+        """One request changes a repository at a time."""
 
     def add(self, name: str, files: dict[str, bytes] | Path, revision: str = "main", **kind: bool) -> Repository:
         if isinstance(files, Path):
@@ -117,11 +119,16 @@ class Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         url = urlsplit(self.path)
         self.query = parse_qs(url.query)
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        self.body = self.rfile.read(length)
+        if len(self.body) < length:  # the client ended in the middle of its request
+            self.close_connection = True
+            return
         try:
             for method, pattern, name in self.routes:
                 if method == self.command and (found := re.fullmatch(pattern, url.path)):
-                    answer = getattr(self, name)(*map(unquote, found.groups()))
+                    with self.hub.changing if name in ("create", "commit") else nullcontext():
+                        answer = getattr(self, name)(*map(unquote, found.groups()))
                     if answer is not None:
                         self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
                     return

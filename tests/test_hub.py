@@ -382,6 +382,25 @@ def test_an_upload_that_fails_leaves_the_artifact_and_goes_on(writer: Hub) -> No
     assert contents("small").items() <= writer.repositories["ada/small"].files.items()
 
 
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "replaced"])
+def test_of_two_pushes_at_once_the_second_changes_nothing(
+    writer: Hub, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """Another push comes between the look at the repository and the first write to it."""
+    run(*WITH_PLAN, "-o", "small", *([] if is_new else ["--push-to-hub", "small"]))
+    own, looks = push._check_replaced, []
+
+    def meanwhile(*given: Any) -> None:
+        own(*given)
+        looks.append(given)
+        if len(looks) == 2:
+            writer.add("ada/small", {"compression.json": b"{}"})
+
+    monkeypatch.setattr(push, "_check_replaced", meanwhile)
+    assert "ada/small: something else was written there meanwhile" in run("push", "small", "small", "--overwrite", code=1)
+    assert writer.repositories["ada/small"].files == {"compression.json": b"{}"}
+
+
 def test_only_whole_artifacts_are_pushed(writer: Hub) -> None:
     run(*PRUNE, "-o", "small")
     with pytest.raises(CompressError, match="carry them"):

@@ -13,13 +13,14 @@ import pytest
 from artifacts_for_tests import CALIBRATION, listing, make_workplace
 
 ROOT = Path(__file__).resolve().parent.parent
-KILLS = 4
+KILLS = 5
+"""One of each command."""
 
 
-def test_killed_runs_leave_nothing_or_a_whole_artifact() -> None:
-    """The script checks each state and each resumed result; benchmarks/kill_prune.py by itself kills 50 times."""
+def test_killed_runs_leave_the_old_state_or_the_new_one() -> None:
+    """The script checks each state and each run that follows; benchmarks/kill_runs.py by itself kills 200 times."""
     result = subprocess.run(
-        [sys.executable, "benchmarks/kill_prune.py", "--kills", str(KILLS), "--seed", "1"],
+        [sys.executable, "benchmarks/kill_runs.py", "--kills", str(KILLS), "--seed", "1", "--no-results"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

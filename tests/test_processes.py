@@ -32,6 +32,7 @@ from compress.training import Trainer, TrainingOptions
 from engine import processes
 from engine.checkpoint import Checkpoint
 from engine.errors import DataError, OptionError
+from engine.output_lock import claimed
 
 TESTS = Path(__file__).resolve().parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
@@ -206,6 +207,19 @@ def test_one_process_fails_and_says_it_for_all_and_the_run_is_resumed(
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["layers"]["0"] == [0, 1, 2]
     assert not list(tmp_path.glob(".*")), "nothing temporary is left"
+
+
+def test_two_processes_are_refused_an_output_that_another_run_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process finds it out and says it; the second ends with it."""
+    make_workplace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with claimed(tmp_path / "out"):
+        failed = two_processes("-m", "cli", *DENSIFY, cwd=tmp_path)
+    assert failed.returncode == 1 and failed.stderr.count("Error:") == 1
+    assert "out: is being written by another run" in failed.stderr and "Traceback" not in failed.stderr
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
 def test_the_command_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
