@@ -1,7 +1,7 @@
 """Every way in which this program reads a model directory, each run in a forked process that is watched from outside.
 
 A place has `artifact` (a pruned model whose layers differ, with skip tables), `export` (the same as an ONNX graph),
-`text.txt`, `plan.json`, `statistics`, `work` (what an interrupted run left) and `run`, an empty directory in which doors run.
+`text.txt`, `plan.json`, `statistics`, `work` (what an interrupted run left) and `run`, an empty directory to run doors in.
 """
 
 from __future__ import annotations
