@@ -3,8 +3,8 @@
 from pathlib import Path
 
 OF = "export"
-REFUSED_BY = "every"
-SAYS = "model.onnx"
+REFUSED_BY = ("inspect", "generate", "evaluate", "bench")
+SAYS = "Loop"
 SIGNED = True
 
 
@@ -22,8 +22,6 @@ def plant(directory: Path) -> None:
     true = helper.make_tensor("always", TensorProto.BOOL, [], [True])
     model.graph.initializer.append(true)
     model.graph.node.append(helper.make_node("Loop", ["", "always"], ["never"], body=body))
-    final = model.graph.output[0].name
     model.graph.node.append(helper.make_node("Shape", ["never"], ["size"]))
-    del final
     model.graph.output.append(helper.make_tensor_value_info("size", TensorProto.INT64, [None]))
     onnx.save(model, directory / "model.onnx")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 REFUSED_BY = "every"
-SAYS = "overlap"
+SAYS = "model.safetensors"
 SIGNED = True
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 REFUSED_BY = ("prune --resume",)
-SAYS = "diep.safetensors"
+SAYS = "digest"
 
 
 def plant(directory: Path) -> None:
