@@ -23,8 +23,7 @@ from engine.checkpoint import Checkpoint
 from engine.experts import MoeBlock
 from engine.model import DecoderLayer
 from engine.routing import NO_EXPERT, Selection, probabilities
-from engine.safetensors_file import SafetensorsFile
-from engine.safetensors_writer import write_tensors
+from engine.state_file import StateFile, write_state
 from engine.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256
@@ -100,7 +99,7 @@ class Grams:
         if index is None:
             return None
         if self._last[0] != index and self._directory is not None:  # from before an interruption
-            with SafetensorsFile(self._path(index)) as file:
+            with StateFile(self._path(index)) as file:
                 self._last = index, file.tensor("gram").clone()
         return self._last[1]
 
@@ -108,7 +107,7 @@ class Grams:
         """Those of the next one."""
         last, self._last = self._last[0], (index, gram_NTT)
         if self._directory is not None and processes.is_first():
-            write_tensors(self._path(index), {"gram": gram_NTT}, {}, "the state of calibration")
+            write_state(self._path(index), {"gram": gram_NTT}, {}, "the state of calibration")
             for path in self._directory.glob("gram-*.safetensors"):
                 if path not in (self._path(index), self._path(last)):
                     path.unlink()

@@ -18,7 +18,7 @@ from engine.architectures import DecoderConfig
 from engine.errors import DataError
 from engine.json_file import shown
 from engine.safetensors_file import SafetensorsFile
-from engine.safetensors_writer import write_tensors
+from engine.state_file import StateFile, write_state
 
 SCHEMA_VERSION = 3
 
@@ -78,7 +78,7 @@ class Statistics:
             for field in fields(LayerStatistics)
         }
         header = json.dumps({"schema_version": SCHEMA_VERSION} | self.header)
-        write_tensors(path, tensors, {"statistics": header}, "statistics")
+        write_state(path, tensors, {"statistics": header}, "statistics")
 
 
 def usage_shares(layer: LayerStatistics) -> Tensor:
@@ -94,7 +94,7 @@ def effective_experts(layer: LayerStatistics) -> float:
 
 def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
     """Read a statistics file made for this model. Raises DataError where it is of another or not one at all."""
-    with SafetensorsFile(path) as file:
+    with StateFile(path, may_lack_digest=True) as file:
         try:
             header = json.loads(file.metadata.get("statistics", ""))
             version = header["schema_version"]
@@ -110,7 +110,7 @@ def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
 
 def load_layer(path: Path, index: int, config: DecoderConfig) -> LayerStatistics:
     """One layer of a file that may lack the others."""
-    with SafetensorsFile(path) as file:
+    with StateFile(path, may_lack_digest=True) as file:
         return _read_layer(file, index, config, path)
 
 

@@ -48,8 +48,7 @@ from engine.pack_quantized import Scheme
 from engine.parameters import attention_parameters
 from engine.quantised_weight import as_tensor, quantise
 from engine.routing import select
-from engine.safetensors_file import SafetensorsFile
-from engine.safetensors_writer import write_tensors
+from engine.state_file import StateFile, write_state
 from engine.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))
@@ -102,12 +101,12 @@ class Rescaling:
         names = [[fold.before, fold.readers] for fold in self.folds]
         about = json.dumps({"names": names, "exponents": list(self.exponents.items()), "errors": self.errors})
         tensors = {f"s.{number}": fold.s_D for number, fold in enumerate(self.folds)}
-        write_tensors(path, tensors, {"activation_scales": about}, "scales of activations")
+        write_state(path, tensors, {"activation_scales": about}, "scales of activations")
 
 
 def load_rescaling(path: Path) -> Rescaling:
     """The inverse of `save`, of a file of our own."""
-    with SafetensorsFile(path) as file:
+    with StateFile(path) as file:
         about = json.loads(file.metadata["activation_scales"])
         folds = [
             Fold(tuple(before), tuple(readers), file.tensor(f"s.{number}").clone())

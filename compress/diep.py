@@ -36,8 +36,7 @@ from engine.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_c
 from engine.memory_budget import batches
 from engine.model import Decoder, Outer
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
-from engine.safetensors_file import SafetensorsFile
-from engine.safetensors_writer import write_tensors
+from engine.state_file import StateFile, write_state
 
 ALPHA_STEPS = 3
 """α-steps to each β-step (DiEP, setting)."""
@@ -332,12 +331,12 @@ def save_state(state: DiepState, path: Path) -> None:
     tensors = with_moments(_named("alpha", state.alphas), state.alpha_optimiser)
     tensors |= with_moments(_named("beta", state.betas), state.beta_optimiser)
     header = json.dumps({"epoch": state.epoch, "losses": state.losses})
-    write_tensors(path, tensors, {"diep": header}, "the state of the search")
+    write_state(path, tensors, {"diep": header}, "the state of the search")
 
 
 def load_state(path: Path, decoder: AnyDecoder, options: DiepOptions) -> DiepState:
     """The inverse of `save_state`. Raises DataError for another file."""
-    with SafetensorsFile(path) as file:
+    with StateFile(path) as file:
         try:
             header = json.loads(file.metadata["diep"])
         except (KeyError, ValueError) as error:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from calibrate.options import CalibrationOptions
 from calibrate.text import Split, token_batches
+from compress.work_directory import read_value, write_value
 from engine import processes
 from engine.attention import Rotary
 from engine.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.errors import CheckpointError, DataError, OptionError
 from engine.experts import MoeBlock
 from engine.generate import resolve_device
-from engine.json_file import load_json, write_json
 from engine.kv_cache import KeyValueCache
 from engine.memory_budget import limited
 from engine.memory_need import Work, budget_for
@@ -96,7 +96,7 @@ def routed_counts(counts: dict[int, list[int]], directory: Path | None = None) -
     Of all processes together, where there are several. With a `directory` it is noted there too; what was is in `counts`.
     """
     noted = [] if directory is None else directory.glob("routed-*.json")
-    counts |= {int(path.stem.removeprefix("routed-")): load_json(path, "routed tokens")["routed"] for path in noted}
+    counts |= {int(path.stem.removeprefix("routed-")): read_value(path, "routed tokens") for path in noted}
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
         block = layer.feed_forward
@@ -113,7 +113,7 @@ def routed_counts(counts: dict[int, list[int]], directory: Path | None = None) -
             processes.add_up([total_N])
             counts[index] = total_N.tolist()
             if directory is not None and processes.is_first():
-                write_json(directory / f"routed-{index}.json", {"routed": counts[index]})
+                write_value(directory / f"routed-{index}.json", counts[index])
 
         block.observer = observe
         return finish

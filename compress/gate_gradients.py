@@ -30,8 +30,7 @@ from engine.linear import linear
 from engine.memory_budget import sequences_per_batch
 from engine.model import Decoder, Outer
 from engine.routing import Gated, Routing
-from engine.safetensors_file import SafetensorsFile
-from engine.safetensors_writer import write_tensors
+from engine.state_file import StateFile, write_state
 from engine.streaming import chunk_tokens
 
 SAVE_EVERY_SECONDS = 20.0
@@ -62,12 +61,12 @@ class Sums:
     def save(self, path: Path) -> None:
         """Write the file, replacing an old one only when whole."""
         tensors = {"first": torch.cat(self.first), "second": torch.cat(self.second), "random": self.generator.get_state()}
-        write_tensors(path, tensors, {"gate_gradients": str(self.sequences)}, "the state of gate gradients")
+        write_state(path, tensors, {"gate_gradients": str(self.sequences)}, "the state of gate gradients")
 
     def load(self, path: Path) -> None:
         """The inverse. Raises DataError for another file."""
         counts = [len(first) for first in self.first]
-        with SafetensorsFile(path) as file:
+        with StateFile(path) as file:
             seen = file.metadata.get("gate_gradients", "")
             if not seen.isdecimal() or sum(counts) != file.tensor("first").numel():
                 raise DataError(f"{path}: is not the state of this pass; leave out --resume")

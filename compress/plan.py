@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import PlanError
+from engine.json_file import shown
 
 SCHEMA_VERSION = 1
+MAX_DIGITS = 9
+"""Of a layer's number: Python reads no integer of thousands."""
 SHARED_EXPERT = "shared"
 """A source that names the layer's shared expert instead of a routed one."""
 
@@ -177,11 +180,13 @@ def plan_from_json(values: Any) -> Plan:
         raise PlanError("not a plan: expected an object with schema_version, kind and layers")
     version = values.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise PlanError(f"plan has schema_version {version!r}; this version reads {SCHEMA_VERSION}; update moe-compress")
+        raise PlanError(
+            f"plan has schema_version {shown(version)}; this version reads {SCHEMA_VERSION}; update moe-compress"
+        )
     layers = {}
     for name, experts in values["layers"].items():
-        if not name.isascii() or not name.isdigit() or not isinstance(experts, list):
-            raise PlanError(f"plan, layer {name!r}: expected a layer number and a list of experts")
+        if not name.isascii() or not name.isdigit() or len(name) > MAX_DIGITS or not isinstance(experts, list):
+            raise PlanError(f"plan, layer {shown(name)}: expected a layer number and a list of experts")
         layers[int(name)] = tuple(_expert_from_json(e, f"plan, layer {name}, expert {i}") for i, e in enumerate(experts))
     return Plan(layers, values.get("kind", "moe"))
 
@@ -195,7 +200,7 @@ def _expert_from_json(values: Any, where: str) -> PlannedExpert:
             for part in values["parts"]
         )
         return PlannedExpert(parts, tuple(_source_from_json(row) for row in values.get("router", ())))
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         raise PlanError(f"{where}: expected an expert's number, or parts of sources and a router: {error}") from error
 
 

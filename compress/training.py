@@ -31,7 +31,7 @@ from engine import processes
 from engine.errors import CheckpointError, DataError, OptionError, TrainingError
 from engine.progress import note
 from engine.safetensors_file import SafetensorsFile
-from engine.safetensors_writer import write_tensors
+from engine.state_file import StateFile, write_state
 
 BEST, FIRST = "best.", "first."
 """Before the names of tensors in a state file: those of the best state, and of the training that is taken first."""
@@ -235,7 +235,7 @@ class Trainer:
     def save(self, path: Path, state: State) -> None:
         """Write a state as one safetensors file, replacing the last when whole."""
         if processes.is_first():
-            write_tensors(path, state[0], {"training": json.dumps(state[1])}, "the state of the training")
+            write_state(path, state[0], {"training": json.dumps(state[1])}, "the state of the training")
         self._was_saved(path)
 
     def _was_saved(self, path: Path) -> None:
@@ -246,7 +246,7 @@ class Trainer:
     @torch.no_grad()
     def load(self, path: Path) -> int:
         """The inverse of `save`; the step to go on with. Raises DataError for another file."""
-        with SafetensorsFile(path) as file:
+        with StateFile(path) as file:
             if "training" not in file.metadata or not set(self.masters) <= set(file.entries):
                 raise DataError(f"{path}: is not the state of this training; leave out --resume")
             header = json.loads(file.metadata["training"])

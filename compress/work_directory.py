@@ -5,6 +5,8 @@ Several processes call everything here together. The first one alone writes and 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from engine import processes
-from engine.errors import CompressError, OptionError, OutputError, TrainingError
+from engine.errors import CompressError, DataError, OptionError, OutputError, TrainingError
 from engine.json_file import load_json, write_json
+
+
+def write_value(path: Path, value: Any) -> None:
+    """Write a JSON value with its digest."""
+    write_json(path, {"value": value, "sha256": _digest(json.loads(json.dumps(value)))})
+
+
+def read_value(path: Path, what: str) -> Any:
+    """The inverse. Raises DataError for a file that is not what was written: a run would go on to another result."""
+    known = load_json(path, what)
+    if known.get("sha256") != _digest(known.get("value")):
+        raise DataError(f"{path}: is not what the interrupted run wrote (its digest differs); leave out --resume")
+    return known["value"]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 class WorkDirectory:
@@ -51,12 +70,12 @@ class WorkDirectory:
     def once(self, name: str, compute: Callable[[], Any], *, shared: bool = False) -> Any:
         """A JSON value computed once and remembered over interruptions; `shared`: by all runs on this model and text."""
         path = (self.shared if shared else self.path) / f"{name}.json"
-        known = processes.told(load_json(path, name) if processes.is_first() and path.is_file() else None)
+        known = processes.told({"value": read_value(path, name)} if processes.is_first() and path.is_file() else None)
         if known is not None:
             return known["value"]
         value = processes.told(compute())
         if processes.is_first():
-            write_json(path, {"value": value})
+            write_value(path, value)
         return value
 
     def forget(self, directory: Path) -> None:

@@ -39,7 +39,7 @@ from engine.sampling import SamplingOptions, penalised_rows, sample
 from engine.skip_tables import load_skip_tables, skipping_routings
 from engine.speculative import Reader, Speculation
 from engine.text_stream import TextStream, plain_text
-from engine.tokenizer import check_same_tokens, end_tokens, load_tokenizer
+from engine.tokenizer import check_same_tokens, end_tokens, load_tokenizer, tokenizing
 from engine.triton_experts import use_triton
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -200,7 +200,8 @@ class Engine:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise OptionError("the prompt is not valid UTF-8; give it in that encoding") from error
-        ids: list[int] = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        with tokenizing(self.checkpoint.directory):
+            ids: list[int] = list(self.tokenizer(prompt, verbose=False)["input_ids"])
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         if not ids:

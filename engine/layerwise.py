@@ -25,8 +25,7 @@ from engine.experts import MoeBlock
 from engine.memory_budget import batches
 from engine.model import Decoder, DecoderLayer, Outer, routed_by
 from engine.routing import Routing
-from engine.safetensors_file import SafetensorsFile
-from engine.safetensors_writer import write_tensors
+from engine.state_file import StateFile, write_state
 from engine.streaming import embed, layer_positions, one_layer, stream_layers
 
 Route = Callable[[int, Routing, slice], Routing]
@@ -257,11 +256,11 @@ class _Pass:
         if self.generator is not None:
             tensors["random"] = self.generator.get_state()
         path = self.shelf.directory / f"sums-{index}.safetensors"
-        write_tensors(path, tensors, {"loss": self.total.hex()}, "the state of a backward pass")
+        write_state(path, tensors, {"loss": self.total.hex()}, "the state of a backward pass")
 
     def _restore(self, index: int) -> None:
         assert self.shelf.directory is not None
-        with SafetensorsFile(self.shelf.directory / f"sums-{index}.safetensors") as file:
+        with StateFile(self.shelf.directory / f"sums-{index}.safetensors") as file:
             self.total = float.fromhex(file.metadata["loss"])
             for name, tensor in self.trained.items():
                 if name in file.entries:

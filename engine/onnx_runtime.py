@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.architectures import DecoderConfig
 from engine.checkpoint import ONNX_NAME, ModelDirectory
 from engine.errors import CheckpointError, OptionError
+from engine.json_file import shown
 from engine.kv_cache import KeyValueCache
 
 DATA_NAME = "model.onnx.data"
@@ -27,6 +28,8 @@ HEAD_MULTIPLE = 16
 """Of a head's dimensions, which onnxruntime's grouped-query attention rotates."""
 SKIPPED = "experts_skipped"
 """The output that says what was skipped, of graphs that skip."""
+ENDLESS = ("Loop", "Scan", "SequenceMap")
+"""Operators whose graphs run for as long as they like."""
 TYPES = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
 
@@ -34,17 +37,50 @@ _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float16: np.f
 def session(path: Path, threads: int) -> Any:
     """An onnxruntime session. Raises OptionError where onnxruntime is missing, CheckpointError for what it refuses."""
     try:
+        import onnx
         import onnxruntime
     except ImportError as error:
         raise OptionError("ONNX models need onnxruntime; install it with `pip install moe-compress[onnx]`") from error
+    try:
+        check_graph(path, onnx.load(path, load_external_data=False))
+    except CheckpointError:
+        raise
+    except Exception as error:  # protobuf's
+        raise _unusable(path, "load", error) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # what is wrong comes as an exception
     try:
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a dozen classes of its own, none public
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{path}: onnxruntime cannot load it ({reason}); export the model again") from error
+        raise _unusable(path, "load", error) from error
+
+
+def _unusable(path: Path, verb: str, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())[:300]
+    return CheckpointError(f"{path}: onnxruntime cannot {verb} it ({reason}); export the model again")
+
+
+def check_graph(path: Path, model: Any) -> None:
+    """Raise CheckpointError for an onnx.ModelProto that may never end, or whose weights are not in files beside it."""
+    waiting = [model.graph, *model.functions]
+    while waiting:
+        graph = waiting.pop()
+        tensors = list(getattr(graph, "initializer", ()))
+        for node in graph.node:
+            if node.op_type in ENDLESS:
+                raise CheckpointError(
+                    f"{path}: has a node {node.op_type}, which may never end and which no export has; export it again"
+                )
+            for attribute in node.attribute:
+                waiting += [attribute.g, *attribute.graphs]
+                tensors += [attribute.t, *attribute.tensors]
+        for tensor in tensors:
+            places = [entry.value for entry in tensor.external_data if entry.key == "location"]
+            if any(Path(place).name != place or place in ("", ".", "..") for place in places):
+                raise CheckpointError(
+                    f"{path}: has weights in {shown(places[0])}, which is no file beside it; export it again"
+                )
 
 
 def is_exported(directory: Path) -> bool:
@@ -83,11 +119,12 @@ class OnnxDecoder:
 
     def __init__(self, directory: Path, config: DecoderConfig, threads: int | None = None) -> None:
         self.config = config
-        self._session = session(directory / ONNX_NAME, threads or torch.get_num_threads())
+        self._path = directory / ONNX_NAME
+        self._session = session(self._path, threads or torch.get_num_threads())
         metadata = self._session.get_modelmeta().custom_metadata_map
         self._shares_cache = metadata.get(SHARES_CACHE) == "1"
         types = {each.name: each.type for each in self._session.get_inputs()}
-        self._check(directory / ONNX_NAME, types)
+        self._check(self._path, types)
         self.skips = any(each.name == SKIPPED for each in self._session.get_outputs())
         """Whether experts are skipped."""
         self.skip_threshold: float | None = None if self.skips else 0.0
@@ -108,11 +145,8 @@ class OnnxDecoder:
         cache = {"key": (heads, key), "value": (heads, value)}
         fits = (
             set(types) == caches | {"input_ids", "attention_mask"}
-            and all(
-                types[name] in TYPES and (shapes[name][1], shapes[name][3]) == cache[name.rpartition(".")[2]]
-                for name in caches
-            )
-            and shapes.get("logits", [0])[-1] == config.vocabulary_size
+            and all(types[name] in TYPES and tuple(shapes[name][1::2]) == cache[name.rpartition(".")[2]] for name in caches)
+            and [0, *shapes.get("logits", ())][-1] == config.vocabulary_size
         )
         if not fits:
             raise CheckpointError(
@@ -165,6 +199,12 @@ class OnnxDecoder:
 
     def _run(self, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         """One run, in the tensors' own memory."""
+        try:
+            self._run_bound(inputs, outputs)
+        except Exception as error:  # as of loading
+            raise _unusable(self._path, "run", error) from error
+
+    def _run_bound(self, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         binding = self._session.io_binding()
         inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}  # held until the run is over
         for bind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):

@@ -83,7 +83,7 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(descriptor, data[done : done + _BLOCK], offset + done)
 
 
-def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The elements' bytes in order: no copy of a CPU tensor that is contiguous."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
@@ -179,7 +179,7 @@ class ShardWriter:
         """The same of a tensor that comes in pieces: one after the other, they are its elements in order."""
         entry, path, offset = self._entry(name), self._shard_of[name].path, 0
         for piece in rows:
-            data = _raw_bytes(piece)
+            data = raw_bytes(piece)
             if piece.dtype != entry.dtype:
                 raise ValueError(f"tensor {name!r} is {piece.dtype}, the layout says {entry.dtype}")
             if offset + len(data) > entry.nbytes:
@@ -250,7 +250,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         _write_at(file.fileno(), memoryview(shard.header), 0)
         for name, tensor in tensors.items():
             if shard.entries[name].nbytes:
-                _write_at(file.fileno(), _raw_bytes(tensor), shard.entries[name].begin)
+                _write_at(file.fileno(), raw_bytes(tensor), shard.entries[name].begin)
         os.fsync(file.fileno())
 
 

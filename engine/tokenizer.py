@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint import Checkpoint, ModelDirectory
-from engine.errors import CheckpointError, OptionError
+from engine.errors import CheckpointError, CompressError, OptionError
 from engine.json_file import load_json, shown
+from engine.tokenizer_checks import check_tokenizer_files
 
 
 def load_tokenizer(checkpoint: ModelDirectory) -> Any:
@@ -22,28 +25,43 @@ def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> A
     names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
     if not any((directory / name).is_file() for name in names):
         raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
+    check_tokenizer_files(directory, vocabulary)
     from transformers import AutoTokenizer
 
-    try:
+    with tokenizing(directory):
         tokenizer = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain Exception for damaged files
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
-    length = tokenizer.model_max_length
-    if isinstance(length, bool) or not isinstance(length, int | float) or not length >= 1:
-        raise CheckpointError(
-            f"{directory}: tokenizer_config.json: model_max_length is {shown(length)}; it must be a number of tokens"
-        )
+        length = tokenizer.model_max_length
+        if isinstance(length, bool) or not isinstance(length, int | float) or not length >= 1:
+            raise CheckpointError(
+                f"{directory}: tokenizer_config.json: model_max_length is {shown(length)}; it must be a number of tokens"
+            )
+        tokenizer.decode(tokenizer("a b", verbose=False)["input_ids"])
+        largest = max(tokenizer.get_vocab().values(), default=-1)
     # Models pad their vocabulary a little; a tokenizer that is larger, or much smaller, belongs to another model.
     if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
         raise CheckpointError(
             f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; it is of another model"
         )
-    if (last := max(tokenizer.get_vocab().values())) >= vocabulary:
+    if largest >= vocabulary:
         raise CheckpointError(
-            f"{directory}: the tokenizer has token {last} and the model {vocabulary} tokens; it is of another model"
+            f"{directory}: the tokenizer has token {largest} and the model {vocabulary} tokens; it is of another model"
         )
     return tokenizer
+
+
+@contextmanager
+def tokenizing(directory: Path) -> Iterator[None]:
+    """Turn whatever a damaged tokenizer raises in the body into a CheckpointError."""
+    try:
+        yield
+    except CompressError:
+        raise
+    except BaseException as error:
+        # tokenizers raises plain Exception, and where it panics what is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
 
 
 def check_same_tokens(first: Checkpoint, second: Checkpoint) -> None:
