@@ -1310,9 +1310,19 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
 )
 @click.option(
     "--api-key",
-    envvar="COMPRESS_API_KEY",
-    show_envvar=True,
-    help="That clients have to send. Others can read a command line; they cannot read the variable.",
+    "api_keys",
+    multiple=True,
+    help="That clients have to send; several for several clients. Others can read a command line; they cannot read the "
+    "variable COMPRESS_API_KEY, which holds one a line.",
+)
+@click.option("--allow-anonymous", is_flag=True, help="Let other machines in without a key.")
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="By which clients may name the server; several for several.  [default: of a local address that and localhost, "
+    "else any]",
 )
 @click.option("--served-model-name", help="By which clients ask for MODEL.  [default: MODEL, of a directory its name]")
 @click.option(
@@ -1349,14 +1359,16 @@ def serve(common: Common, **options: Any) -> dict[str, Any]:
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). With --json, one object with
     `url` and `model` is printed as soon as requests are taken.
     """
-    from engine.serve import ServeOptions
+    from engine.serve import ServeOptions, keys_from
     from engine.serve import serve as run
 
     given = ServeOptions(
         model=options["model"],
         host=options["host"],
         port=options["port"],
-        api_key=options["api_key"],
+        api_keys=keys_from(options["api_keys"]),
+        allow_anonymous=options["allow_anonymous"],
+        allowed_hosts=options["allowed_hosts"],
         served_model_name=options["served_model_name"],
         max_queue=options["max_queue"],
         max_batch_size=options["max_batch_size"],
@@ -1369,8 +1381,6 @@ def serve(common: Common, **options: Any) -> dict[str, Any]:
         dtype=common.dtype,
         threads=common.threads,
     )
-    if given.is_exposed:
-        click.echo(f"warning: {given.host} is open to other machines and needs no key; give --api-key", err=True)
 
     def ready(url: str) -> None:
         say(common, f"{given.name} is served at {url}/v1, and a page at {url}/")

@@ -982,7 +982,7 @@ def check_token_ids(where: str, values: Mapping[str, Any], vocabulary: int) -> N
         for token in value if isinstance(value, list) else [value]:
             if token is not None and not (type(token) is int and -1 <= token < vocabulary):
                 raise CheckpointError(
-                    f"{where}: {key} is {shown(value)}; it must be a token of the vocabulary of {vocabulary}, or a list of such"
+                    f"{where}: {key} is {shown(value)}; it must be a token below {vocabulary}, or a list of tokens"
                 )
 
 

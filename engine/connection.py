@@ -1,24 +1,28 @@
-"""What stands between the socket and the endpoints: keys, sizes, states of the server, and clients that go away."""
+"""What stands between the socket and the endpoints: hosts, keys, sizes, times, states of the server, clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any, Literal, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.access import check_host, check_key
 from engine.openai_errors import ApiError
 
 MOST_BODY_BYTES = 8_000_000
 MOST_DISCARDED_BYTES = 64_000_000
 """Read and thrown away of a body that is too large: a client that is still sending does not read the answer."""
-OPEN_PATHS = ("/", "/health")
-"""Those that need no key."""
-WRONG_KEY = "the API key is missing or wrong; send it as: Authorization: Bearer KEY"
+BODY_SECONDS = 60.0
+"""For the whole of a body to arrive."""
+SMALL_BODY_BYTES = 65_536
+MOST_BODY_BYTES_IN_ALL = 256_000_000
+"""Of all bodies that are larger than small ones, until their requests are answered."""
+NAMESPACE = "namespace"
+"""In the state of a request: whose it is, where several keys are kept apart."""
 T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining"]
 CLOSED = {
@@ -34,32 +38,52 @@ class Gone(Exception):
 class Gate:
     """Lets a request through to the endpoints, or answers for them. A body is whole before any endpoint sees it."""
 
-    def __init__(self, app: ASGIApp, phase: Callable[[], Phase], api_key: str | None) -> None:
-        self._app, self._phase = app, phase
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(
+        self,
+        app: ASGIApp,
+        phase: Callable[[], Phase],
+        api_keys: Sequence[str] = (),
+        hosts: Collection[str] | None = None,
+    ) -> None:
+        """api_keys: any of them opens; none for everybody. hosts: the names that requests may be for; None for any."""
+        self._app, self._phase, self._hosts = app, phase, hosts
+        self._keys = [key.encode() for key in api_keys]
+        self._room = MOST_BODY_BYTES_IN_ALL
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        taken = _Taken(self)
         try:
             self._check(scope)
-            body = await _body(scope, receive)
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await _body(receive, taken)
             self._check_phase(scope)  # it may have taken its time
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
+        except (ApiError, TimeoutError) as error:
+            taken.give_back()
+            await error_response(_late() if isinstance(error, TimeoutError) else error)(scope, receive, send)
             return
         except Gone:
+            taken.give_back()
             return
-        await self._app(scope, _replay(body, receive), send)
+        try:
+            await self._app(scope, _replay(body, receive), send)
+        finally:
+            taken.give_back()
+
+    def take(self, size: int) -> None:
+        """Count bytes of a large body; a negative size gives them back. Raises ApiError where there are too many."""
+        if size > self._room:
+            message = f"the server holds {MOST_BODY_BYTES_IN_ALL} bytes of large bodies, the most that it takes; try again"
+            raise ApiError(503, message, code="too_many_large_bodies")
+        self._room -= size
 
     def _check(self, scope: Scope) -> None:
-        path = scope["path"]
-        if self._key is not None and path not in OPEN_PATHS:
-            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-            if not hmac.compare_digest(given.encode("latin-1"), self._key) or scheme.lower() != "bearer":
-                raise ApiError(401, WRONG_KEY, code="invalid_api_key")
+        headers = Headers(scope=scope)
+        check_host(headers, self._hosts)
+        scope.setdefault("state", {})[NAMESPACE] = check_key(headers, scope["path"], self._keys)
         self._check_phase(scope)
 
     def _check_phase(self, scope: Scope) -> None:
@@ -68,7 +92,31 @@ class Gate:
             raise ApiError(503, CLOSED[phase], code=phase)
 
 
-async def _body(scope: Scope, receive: Receive) -> bytes:
+class _Taken:
+    """What one body takes of the gate's room for large ones."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate, self._bytes = gate, 0
+
+    def grow(self, size: int) -> None:
+        """The body has so many bytes now. Raises ApiError where that is too much beside all others."""
+        if size > SMALL_BODY_BYTES:
+            self._gate.take(size - self._bytes)
+            self._bytes = size
+
+    def give_back(self) -> None:
+        """All of it; once is enough."""
+        self._gate.take(-self._bytes)
+        self._bytes = 0
+
+
+def _late() -> ApiError:
+    return ApiError(
+        408, f"the body was not complete within {BODY_SECONDS:g} seconds; send it faster", code="request_timeout"
+    )
+
+
+async def _body(receive: Receive, taken: _Taken) -> bytes:
     """Raises ApiError for a body that is too large, whether or not its headers admit it, and Gone."""
     parts, size = [], 0
     while True:
@@ -77,8 +125,10 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
             raise Gone
         size += len(message.get("body", b""))
         if size <= MOST_BODY_BYTES:
+            taken.grow(size)
             parts.append(message.get("body", b""))
         else:
+            taken.give_back()
             parts.clear()
         if size > MOST_DISCARDED_BYTES or not message.get("more_body", False):
             break

@@ -25,9 +25,11 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come back, how to show who one is."""
+        """When to come back, how to show who one is, whether the connection goes on."""
         if self.status in (429, 503):
             return {"retry-after": str(RETRY_SECONDS)}
+        if self.status == 408:
+            return {"connection": "close"}
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
     def body(self) -> dict[str, Any]:

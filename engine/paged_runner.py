@@ -51,7 +51,7 @@ class PagedRunner:
 
     def kind(self, state: RequestState) -> bytes:
         scale = self._decoder.rotary.scale_of(len(state.request.prompt))
-        return f"{scale} {self._threshold(state)}".encode()
+        return f"{scale} {self._threshold(state)} {state.request.namespace}".encode()
 
     def piece_end(self, state: RequestState, end: int) -> int:
         return end

@@ -28,6 +28,8 @@ class Request:
     skip_threshold: float | None = None
     """Of adaptive skipping; None for the engine's own."""
     ignore_end_tokens: bool = False
+    namespace: str = ""
+    """Requests share what they have read of equal prompts with others of their namespace, and with nobody else."""
 
 
 @dataclass(frozen=True)

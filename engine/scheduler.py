@@ -51,7 +51,7 @@ class Runner(Protocol):
         """Raises OptionError for a skip threshold that this model cannot honour."""
 
     def kind(self, state: RequestState) -> bytes:
-        """What else than tokens decides on keys and values."""
+        """What else than tokens decides on keys and values, and who may share them."""
 
     def piece_end(self, state: RequestState, end: int) -> int:
         """Where the next piece of a prompt may end in place of `end`, at least one token on."""

@@ -1,18 +1,19 @@
 """`compress serve`: the process. The socket is bound first, the model loaded in a thread, and signals end it in order.
 
-SIGTERM lets running requests end and takes no more; a second one, or SIGINT, ends at once.
+SIGTERM lets running requests end and takes no more; a second one, or SIGINT, ends at once, whatever hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
+import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -23,6 +24,8 @@ from engine.generate import Engine
 try:
     import uvicorn
 
+    from engine.access import allowed_hosts, is_local
+    from engine.connection_limits import Connections, limited_protocol
     from engine.server import Service, State, create_app
 except ModuleNotFoundError as error:
     raise OptionError(
@@ -30,10 +33,16 @@ except ModuleNotFoundError as error:
     ) from error
 
 from engine.kv_cache import position_bytes, state_bytes
+from engine.log_budget import limited_logging
 from engine.loop import EngineLoop
 from engine.paged_cache import BLOCK_SIZE
+from engine.signals import Signals
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+KEY_VARIABLE = "COMPRESS_API_KEY"
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
+ACCEPTED_AT_ONCE = 16
+"""Between two looks at how many there are."""
 LAST_BYTES_SECONDS = 10
 """For clients to read the end of their answers before connections are closed."""
 KEEP_ALIVE_SECONDS = 75
@@ -48,7 +57,12 @@ class ServeOptions:
     model: str = "demo"
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens, and what their holders have sent is kept apart; none for everybody."""
+    allow_anonymous: bool = False
+    """Other machines may reach it without a key."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of the server besides its own; see `engine.access.allowed_hosts`."""
     served_model_name: str | None = None
     max_queue: int = 256
     max_batch_size: int = 16
@@ -62,8 +76,15 @@ class ServeOptions:
     kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
-            raise OptionError("the API key is empty or has characters that no header carries; use printable ASCII")
+        if not all(key.strip() and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise OptionError("an API key is empty or has characters that no header carries; use printable ASCII")
+        if not all(host.strip() for host in self.allowed_hosts):
+            raise OptionError("an allowed host is empty; give a name or an address, without a port")
+        if self.is_exposed and not self.allow_anonymous:
+            raise OptionError(
+                f"other machines can reach {self.host}, and without a key anybody may use the server; give --api-key "
+                f"(or {KEY_VARIABLE}), or --allow-anonymous"
+            )
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise OptionError("the served model name is empty; leave it out, or give a name")
 
@@ -76,7 +97,17 @@ class ServeOptions:
     @property
     def is_exposed(self) -> bool:
         """Whether others than this machine may reach it without a key."""
-        return self.host not in LOCAL_HOSTS and self.api_key is None
+        return not is_local(self.host) and not self.api_keys
+
+
+def keys_from(given: Sequence[str]) -> tuple[str, ...]:
+    """The keys of the command line, or of the environment where it has none. Raises OptionError for an empty variable."""
+    if given or KEY_VARIABLE not in os.environ:
+        return tuple(given)
+    keys = os.environ[KEY_VARIABLE].splitlines()
+    if not all(keys) or not keys:
+        raise OptionError(f"{KEY_VARIABLE} is set and has no key, or an empty line; unset it to serve without a key")
+    return tuple(keys)
 
 
 def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
@@ -88,7 +119,8 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:
-        _Process(options).run(listening, lambda: ready(url))
+        with limited_logging():
+            _Process(options).run(listening, lambda: ready(url))
     finally:
         listening.close()
 
@@ -103,7 +135,7 @@ def bind(host: str, port: int) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(address)
-        made.listen(2048)
+        made.listen(BACKLOG)
     except OSError as error:
         made.close()
         raise OptionError(f"{host}:{port} cannot be listened on: {error.strerror or error}; give another --port") from error
@@ -150,13 +182,37 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
     return states + max(sequence, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free) - states))
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would raise them again at the end, and the exit status would not be 0."""
+class Server(uvicorn.Server):
+    """uvicorn's with limits on connections, and without its handling of signals."""
+
+    def __init__(self, state: State, connections: Connections | None = None) -> None:
+        """connections: None for as many as the process may have."""
+        super().__init__(
+            uvicorn.Config(
+                create_app(state),
+                http=limited_protocol(connections or Connections()),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                backlog=ACCEPTED_AT_ONCE,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=LAST_BYTES_SECONDS,
+            )
+        )
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None."""
+        """None: uvicorn would raise them again at the end, and the exit status would not be 0."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio accepts as many at once as it lets wait; the system may let more of them wait."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
 
 
 class _Process:
@@ -164,41 +220,33 @@ class _Process:
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
-        self._state = State(options.api_key, options.request_timeout)
-        config = uvicorn.Config(
-            create_app(self._state),
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=LAST_BYTES_SECONDS,
-        )
-        self._server = _Server(config)
+        hosts = allowed_hosts(options.host, options.allowed_hosts)
+        self._state = State(options.api_keys, hosts, options.request_timeout)
+        self._server = Server(self._state)
         self._failure: BaseException | None = None
-        self._signals = 0
-        self._interrupted = False
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._signals = Signals(self._pass_on)
 
     def run(self, listening: socket.socket, ready: Callable[[], None]) -> None:
         """Until a signal ends it. Raises as `serve` does."""
-        asyncio.run(self._run(listening, ready))
+        with self._signals.handled():
+            asyncio.run(self._run(listening, ready))
         if self._failure is not None:
             raise self._failure
-        if self._interrupted:
+        if self._signals.at_once:
             raise KeyboardInterrupt
 
     async def _run(self, listening: socket.socket, ready: Callable[[], None]) -> None:
-        event_loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            event_loop.add_signal_handler(number, self._signalled, number)
+        self._event_loop = asyncio.get_running_loop()
+        if self._signals.count:  # it came before there was a loop
+            self._signalled()
 
         def load_and_tell() -> None:
             try:
                 made: Service | BaseException = load(self._options)
             except BaseException as error:
                 made = error
-            with suppress(RuntimeError):  # a signal was faster, and there is no event loop any more
-                event_loop.call_soon_threadsafe(self._loaded, made, ready)
+            self._in_event_loop(self._loaded, made, ready)
 
         # A daemon: a signal does not wait for a large model to be loaded.
         threading.Thread(target=load_and_tell, name="load", daemon=True).start()
@@ -207,6 +255,14 @@ class _Process:
         finally:
             if self._state.loaded is not None:
                 await asyncio.to_thread(self._state.loaded.close)
+
+    def _in_event_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # there is no event loop any more
+            if self._event_loop is not None:
+                self._event_loop.call_soon_threadsafe(function, *arguments)
+
+    def _pass_on(self) -> None:
+        self._in_event_loop(self._signalled)
 
     def _loaded(self, made: Service | BaseException, ready: Callable[[], None]) -> None:
         if isinstance(made, BaseException):
@@ -218,11 +274,9 @@ class _Process:
             self._state.phase = "ready"
             ready()
 
-    def _signalled(self, number: int) -> None:
-        self._signals += 1
-        self._interrupted = self._interrupted or number == signal.SIGINT or self._signals > 1
+    def _signalled(self) -> None:
         service = self._state.loaded
-        if self._interrupted or service is None:
+        if self._signals.at_once or service is None:
             self._server.should_exit = self._server.force_exit = True
             self._server.config.timeout_graceful_shutdown = 1
             if service is not None:

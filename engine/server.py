@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from html import escape
 from importlib import resources
@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from engine.body_reader import unknown_model
-from engine.connection import EventStream, Gate, Gone, Phase, error_response, while_connected
+from engine.connection import NAMESPACE, EventStream, Gate, Gone, Phase, error_response, while_connected
 from engine.errors import BusyError, CompressError
 from engine.exchange import Exchange
 from engine.generate import Engine
@@ -91,7 +91,10 @@ class Service:
 class State:
     """Of the server: from `loading` to `ready`, where there is a service, to `draining`."""
 
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens; none for everybody."""
+    hosts: frozenset[str] | None = None
+    """The names that requests may be for; None for any."""
     request_timeout: float | None = None
     phase: Phase = "loading"
     loaded: Service | None = None
@@ -112,7 +115,7 @@ class State:
 def create_app(state: State) -> FastAPI:
     """The application; `state` is changed from outside while it runs."""
     app = FastAPI(title="compress serve", docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, phase=lambda: state.phase, api_key=state.api_key)
+    app.add_middleware(Gate, phase=lambda: state.phase, api_keys=state.api_keys, hosts=state.hosts)
     _handle_errors(app, state)
     _add_completions(app, state)
     _add_tokens(app, state)
@@ -183,7 +186,8 @@ async def _answer(state: State, request: Request, form: type[Answer]) -> Respons
     try:
         wanted: Asked = asked(*await _read(state, request, deadline))
         answer = form(wanted, service.model_name, service.words, include_usage=wanted.include_usage)
-        exchange = Exchange(service.engine_loop, wanted.requests, service.metrics)
+        own = [replace(each, namespace=getattr(request.state, NAMESPACE)) for each in wanted.requests]
+        exchange = Exchange(service.engine_loop, own, service.metrics)
         if wanted.stream:
             return EventStream(_events(exchange, answer, deadline, state), exchange.cancel)
         try:
@@ -326,7 +330,9 @@ def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:
         "400": "Not valid, or not available",
         "401": "No key",
         "404": "Another model",
+        "408": "Not complete in time",
         "413": "Too large",
+        "421": "Another host",
         "429": "The queue is full",
         "500": "The engine failed",
         "503": "Loading, or about to end",

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.connection_limits import Connections
 from engine.generate import Engine
 from engine.openai_requests import reading_settings
 from engine.reading_pool import ReadingPool
-from engine.serve import bind
-from engine.server import State, create_app
+from engine.serve import Server, bind
+from engine.server import State
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @contextmanager
-def served(state: State) -> Iterator[str]:
-    """The URL of the application on a real socket."""
-    import uvicorn
-
+def served(state: State, connections: Connections | None = None) -> Iterator[str]:
+    """The URL of the application on a real socket, with the limits of `compress serve` or given ones."""
     listening = bind("127.0.0.1", 0)
-    config = uvicorn.Config(create_app(state), lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = Server(state, connections)
+    server.config.timeout_graceful_shutdown = 1
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     thread.start()
     try:
@@ -56,10 +57,17 @@ def reading_for(engine: Engine) -> Iterator[ReadingPool]:
 
 @contextmanager
 def process(
-    model: str | Path, *options: str, wait: bool = True, **environment: str
+    model: str | Path,
+    *options: str,
+    wait: bool = True,
+    program: Sequence[str] = ("-m", "cli"),
+    open_files: int | None = None,
+    **environment: str,
 ) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """`compress serve` on a free port, with its first line of JSON; None where it is not waited for."""
-    command = [sys.executable, "-m", "cli", "serve", str(model), "--port", "0", "--json", "--threads", "1", *options]
+    command = [sys.executable, *program, "serve", str(model), "--port", "0", "--json", "--threads", "1", *options]
+    if open_files is not None:
+        command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
     paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(
         command, env=os.environ | paths | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -117,7 +117,7 @@ def test_a_chat_has_turns_and_can_be_stopped(browser: Browser, state: State, eng
 
 @needs_browser
 def test_a_key_is_asked_for(browser: Browser, state: State) -> None:
-    state.api_key = "sesame"
+    state.api_keys = ("sesame",)
     with served(state) as url:
         browser.open(url)
         browser.wait_for("!document.getElementById('key-form').hidden")

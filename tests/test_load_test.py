@@ -126,7 +126,7 @@ def test_what_cannot_be_measured(options: dict[str, Any], said: str) -> None:
 
 
 def test_a_key_is_sent(state: State) -> None:
-    state.api_key = "sesame"
+    state.api_keys = ("sesame",)
     with served(state) as url:
         with pytest.raises(OptionError, match="answers 401"):
             load_test(LoadOptions(url))

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -97,6 +98,23 @@ def test_a_second_signal_or_sigint_ends_at_once(directory: Path, signals: tuple[
     assert received and '"finish_reason":"length"' not in "".join(received)
 
 
+@pytest.mark.parametrize("hanging", ["engine", "loop"])
+def test_a_second_sigterm_ends_it_whatever_hangs(directory: Path, hanging: str) -> None:
+    program = (str(ROOT / "tests" / "hanging_server.py"), hanging)
+    with process(directory, program=program) as (server, ready):
+        address = urlsplit(ready["url"])
+        with socket.create_connection((str(address.hostname), int(address.port or 0))) as asked:
+            body = b'{"prompt": "ab", "max_tokens": 4}'
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+            asked.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+            assert server.stderr is not None and server.stderr.readline() == "hanging\n"
+            server.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                server.wait(1)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 130
+
+
 def test_while_the_model_loads_all_is_503(directory: Path) -> None:
     """A free port is found first: of this one nothing is known before the model is loaded."""
     with socket.socket() as free:
@@ -151,6 +169,22 @@ def test_the_key_comes_from_the_environment(directory: Path) -> None:
         assert answer.json()["data"][0]["id"] == "mine"
 
 
+def test_several_keys_one_a_line(directory: Path) -> None:
+    with process(directory, COMPRESS_API_KEY="open,\nsesame\n") as (_, ready):
+        for key, status in (("open,", 200), ("sesame", 200), ("open", 401), ("open,\\nsesame", 401), ("", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx2.get(f"{ready['url']}/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("value", ["", "\n", "a\n\nb"])
+def test_an_empty_variable_is_no_key(directory: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("COMPRESS_API_KEY", value)
+    monkeypatch.setattr("engine.serve.bind", lambda *_: pytest.fail("it is refused before any work"))
+    result = CliRunner().invoke(cli.main, ["serve", str(directory)])
+    assert result.exit_code == 1 and result.output.count("\n") == 1
+    assert "COMPRESS_API_KEY is set and has no key" in result.output
+
+
 def test_what_is_refused_before_any_work(directory: Path) -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -160,6 +194,9 @@ def test_what_is_refused_before_any_work(directory: Path) -> None:
         (["--host", "no such host"], "cannot be listened on"),
         (["--api-key", "größer"], "printable ASCII"),
         (["--api-key", ""], "printable ASCII"),
+        (["--api-key", "good", "--api-key", ""], "printable ASCII"),
+        (["--host", "0.0.0.0"], "--allow-anonymous"),
+        (["--allowed-host", ""], "an allowed host is empty"),
         (["--served-model-name", " "], "is empty"),
         (["--kv-cache-memory", "2 of them"], "is not a size"),
         (["--port", "70000"], "70000"),
@@ -175,9 +212,14 @@ def test_sizes(text: str, size: int) -> None:
     assert cli.ByteSize().convert(text, None, None) == size
 
 
-def test_who_else_may_come(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ServeOptions(host="0.0.0.0").is_exposed and not ServeOptions(host="0.0.0.0", api_key="a").is_exposed
-    assert not ServeOptions().is_exposed and not ServeOptions(host="::1").is_exposed
+def test_who_else_may_come() -> None:
+    assert ServeOptions(host="0.0.0.0", allow_anonymous=True).is_exposed
+    assert not ServeOptions(host="0.0.0.0", api_keys=("a",)).is_exposed
+    for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        assert not ServeOptions(host=host).is_exposed
+    for host in ("0.0.0.0", "::", "192.168.0.1", "example.org"):
+        with pytest.raises(OptionError, match="--allow-anonymous"):
+            ServeOptions(host=host)
 
 
 def test_the_cache_holds_a_full_batch_or_what_memory_allows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,5 +249,5 @@ def test_without_the_extra_it_says_so_and_the_rest_works() -> None:
 
 def test_an_api_key_is_never_shown() -> None:
     with pytest.raises(OptionError) as caught:
-        ServeOptions(api_key="geheimnis\n")
+        ServeOptions(api_keys=("geheimnis\n",))
     assert "geheimnis" not in str(caught.value)

@@ -141,7 +141,7 @@ def test_a_request_is_given_up_when_its_time_is_over(url: str, loop: ScriptedLoo
 
 
 def test_a_key_is_asked_for_everywhere_but_at_the_door(state: State) -> None:
-    state.api_key = "sesame"
+    state.api_keys = ("sesame",)
     with served(state) as url:
         assert httpx2.get(f"{url}/health").status_code == 200 and httpx2.get(f"{url}/").status_code == 200
         for path in ("/v1/models", "/metrics", "/v1/load", "/docs", "/openapi.json", "/nowhere"):
