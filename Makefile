@@ -14,11 +14,11 @@ SAMPLING := --temperature 0.6 --top-p 0.9
 BENCHMARKS := benchmarks/methods.py benchmarks/engine_speed.py benchmarks/decode_batches.py benchmarks/engine_memory.py benchmarks/pruning_memory.py \
 	benchmarks/densify.py benchmarks/dense_speed.py benchmarks/onnx_speed.py benchmarks/encoder_decoder.py benchmarks/distill.py benchmarks/moe_kd.py benchmarks/quantize.py benchmarks/results.py
 
-.PHONY: help demo test lint bench methods recipes classifiers clean
+.PHONY: help demo test test-all lint bench methods recipes classifiers clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,8 +32,11 @@ demo: $(STAMP) ## prune the built-in model at 50 %, compare it with the original
 	$(BIN)/compress generate demo -p "$$(printf '$(PROMPT)')" -n 96 $(SAMPLING)
 	$(BIN)/compress generate ./demo-pruned -p "$$(printf '$(PROMPT)')" -n 96 $(SAMPLING)
 
-test: $(STAMP) ## the tests; warnings are errors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+test: $(STAMP) ## the tests but for those marked slow; warnings are errors
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto -m "not slow"
+
+test-all: test ## all tests: after `test`, those that sweep, soak and kill
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto -m slow
 
 lint: $(STAMP) ## style, format and types
 	$(BIN)/ruff check .
