@@ -9,7 +9,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -115,6 +115,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # of a client that was killed
+            super().handle()
 
     def handle_any(self) -> None:
         url = urlsplit(self.path)
