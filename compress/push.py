@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.claims import claiming
 from engine.artifact import FILE_NAME, check_checksums, written_here
 from engine.errors import CompressError, HubError, OptionError
 from engine.hub import explained, split
@@ -102,8 +104,15 @@ def upload(directory: Path, target: Target) -> dict[str, Any]:
     """Upload an artifact; where it went.
 
     The repository has the whole artifact afterwards, or is as it was. Weights that an interrupted push had uploaded are not
-    uploaded again. Raises CheckpointError for a damaged artifact, OptionError for none, HubError.
+    uploaded again. Raises CheckpointError for a damaged artifact, OptionError for none, OutputError where a run is writing it,
+    HubError.
     """
+    writable = os.access(directory.absolute().parent, os.W_OK)  # where nobody can write, nobody replaces the artifact
+    with claiming(directory if writable else None):
+        return _upload(directory, target)
+
+
+def _upload(directory: Path, target: Target) -> dict[str, Any]:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     started = time.monotonic()

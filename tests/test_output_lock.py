@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import cli
+from compress.push import upload
 from compress.statistics_file import calibrate_to_file
 from compress.sweep import sweep
 from engine import output_lock
@@ -265,6 +266,7 @@ def test_every_command_that_writes_is_refused_before_it_looks_at_anything(tmp_pa
     output, other = tmp_path / "out", tmp_path / "other"
     cases: dict[str, Callable[[], object]] = {
         "sweep": lambda: sweep([SimpleNamespace(output=output / "a")], None),  # type: ignore
+        "push": lambda: upload(output, None),  # type: ignore
         "calibrate": lambda: calibrate_to_file("", output, None, dtype=None, device="", overwrite=True),  # type: ignore
     }
     for job in JOBS:
