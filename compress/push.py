@@ -104,8 +104,8 @@ def upload(directory: Path, target: Target) -> dict[str, Any]:
     """Upload an artifact; where it went.
 
     The repository has the whole artifact afterwards, or is as it was. Weights that an interrupted push had uploaded are not
-    uploaded again. Raises CheckpointError for a damaged artifact, OptionError for none, OutputError where a run is writing it,
-    HubError.
+    uploaded again. Raises CheckpointError for a damaged artifact, OptionError for none, OutputError where a run
+    is writing it, HubError.
     """
     writable = os.access(directory.absolute().parent, os.W_OK)  # where nobody can write, nobody replaces the artifact
     with claiming(directory if writable else None):
