@@ -916,7 +916,20 @@ _HARMLESS_KEYS = frozenset(
 )
 _WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantization_config"])
 _COUNTS = frozenset(["num_labels", "n_layer", "num_experts_per_tok"])
-_SIZES = ("_size", "_dim", "_heads", "_rank", "_width", "_channels", "_inner", "_embd", "d_model", "d_ff", "_groups", "_group")
+_SIZES = (
+    "_size",
+    "_dim",
+    "_heads",
+    "_rank",
+    "_width",
+    "_channels",
+    "_inner",
+    "_embd",
+    "d_model",
+    "d_ff",
+    "_groups",
+    "_group",
+)
 MAX_HEAD, MAX_SIZE, MAX_NUMBER = 1 << 16, 1 << 24, (1 << 31) - 1
 """The most dimensions of a head, elements along any dimension, and anything else that config.json says as an integer."""
 MAX_LIST = 10_000
@@ -969,7 +982,7 @@ def check_token_ids(where: str, values: Mapping[str, Any], vocabulary: int) -> N
         for token in value if isinstance(value, list) else [value]:
             if token is not None and not (type(token) is int and -1 <= token < vocabulary):
                 raise CheckpointError(
-                    f"{where}: {key} is {shown(value)}; it must be a token of the vocabulary of {vocabulary}, or a list of such"
+                    f"{where}: {key} is {shown(value)}; it must be one of {vocabulary} tokens, or a list of such"
                 )
 
 

@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
-REFUSED_BY = ("bench --backend transformers", "evaluate --tasks",)
+REFUSED_BY = (
+    "bench --backend transformers",
+    "evaluate --tasks",
+)
 SAYS = "adapter_config"
 SIGNED = True
 

@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
-REFUSED_BY = ("generate", "evaluate", "serve",)
+REFUSED_BY = (
+    "generate",
+    "evaluate",
+    "serve",
+)
 SAYS = "model_max_length"
 SIGNED = True
 
