@@ -57,6 +57,10 @@ _OF_WEIGHTS = ("auto_map", "quantization_config")
 _PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
 
 
+MAX_TABLES = 1 << 30
+"""Bytes of the angles of all positions in a graph, where the weights are fewer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """One export. Raises OptionError for what no model can be exported as."""
@@ -122,8 +126,13 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
 
 
 def _check_sizes(options: ExportOptions, checkpoint: Checkpoint) -> None:
-    """check_blocks of all sizes that there are."""
+    """check_blocks of all sizes that there are; UnsupportedError also for more positions than tables are made for."""
     config = checkpoint.config
+    if config.max_positions * config.rotary_dimension * 4 > max(MAX_TABLES, checkpoint.bytes):
+        raise UnsupportedError(
+            f"{options.model}: config.json: max_position_embeddings is {config.max_positions}, and a graph has a table of "
+            "all positions; lower it to what is used"
+        )
     value = config.head_dimension if config.latent is None else config.latent.value_dimension
     sizes = {"hidden size": config.hidden_size, "attention width": config.attention_heads * value}
     if config.latent is not None and config.latent.query_rank:

@@ -915,6 +915,7 @@ _HARMLESS_KEYS = frozenset(
     ]
 )
 _WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantization_config"])
+_FLAGS = ("output_hidden_states", "output_attentions", "return_dict", "use_cache", "tie_word_embeddings", "is_decoder")
 _COUNTS = frozenset(["num_labels", "n_layer", "num_experts_per_tok"])
 _SIZES = (
     "_size",
@@ -942,6 +943,9 @@ def load_transformers_config(config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     _refuse_absurd(config)
+    for key in _FLAGS:
+        if not isinstance(config.get(key), bool | None):
+            raise CheckpointError(f"config.json: {key} is {shown(config[key])}; it must be true or false")
     row = ARCHITECTURES.get(config["model_type"])
     values = {key: value for key, value in _renamed(row, config).items() if key not in _WITHHELD_KEYS}
     try:
@@ -1062,7 +1066,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         rotary_pairs=_flag(row.rotary_pairs, family),
         latent=latent,
         qk_norm=row.qk_norm if row.qk_norm_key is None or getattr(family, row.qk_norm_key, False) else "none",
-        norm_epsilon=float(family.rms_norm_eps),
+        norm_epsilon=_epsilon(family),
         qkv_bias=_flag(row.qkv_bias, family),
         output_bias=_flag(row.output_bias, family),
         head_bias=_flag(row.head_bias, family),
@@ -1132,6 +1136,12 @@ def _rotary_dimension(key: str, family: Any, size: int) -> int:
     if rotated > size or rotated % 2:
         raise CheckpointError(f"config.json: {key} is {rotated}; of {size} dimensions an even number can be rotated")
     return rotated
+
+
+def _epsilon(family: Any) -> float:
+    if not (value := _number("rms_norm_eps", family.rms_norm_eps)) <= 1:
+        raise CheckpointError(f"config.json: rms_norm_eps is {value}; it must be a small number")
+    return value
 
 
 def _clip(family: Any) -> float | None:
@@ -1415,7 +1425,7 @@ def _window(row: Architecture, family: Any, index: int) -> int | Chunk | None:
         return None
     if row.windows == "layer_types" and family.layer_types[index] != "sliding_attention":
         return None
-    return getattr(family, "sliding_window", None) or None
+    return _natural(family, "sliding_window") or None
 
 
 def expert_tensor(row: Architecture, layer: int, expert: int, projection: int) -> str:

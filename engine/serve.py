@@ -172,14 +172,18 @@ def load(options: ServeOptions) -> Service:
 
 
 def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
-    """Room for a full batch of the longest sequences, within a share of free memory, and for one of them in any case."""
+    """Room for a full batch of the longest sequences, within a share of free memory, and for one of them if it fits there.
+
+    Where not even one does, sequences are shorter than the model would take.
+    """
     config = engine.checkpoint.config
     positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
     sequence = position_bytes(config, engine.kv_cache_dtype) * positions
     on_gpu = engine.device.type == "cuda"
     states = options.max_batch_size * state_bytes(config, engine.kv_cache_dtype)
     free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else psutil.virtual_memory().available
-    return states + max(sequence, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free) - states))
+    shared = max(0, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free) - states))
+    return states + (max(sequence, shared) if sequence <= free - states else shared)
 
 
 class Server(uvicorn.Server):
