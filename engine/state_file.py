@@ -22,7 +22,7 @@ DIGEST = "sha256"
 
 def write_state(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str) -> None:
     """Write a file that StateFile reads, replacing an old one only when whole; OutputError names `what`."""
-    digest = _digest(metadata, tensors.items())
+    digest = _digest(metadata, ((name, tensors[name]) for name in sorted(tensors)))
     write_tensors(path, tensors, {**metadata, DIGEST: digest}, what)
 
 
@@ -35,12 +35,12 @@ class StateFile(SafetensorsFile):
         if may_lack_digest and DIGEST not in self.metadata:
             return
         said = {key: value for key, value in self.metadata.items() if key != DIGEST}
-        if self.metadata.get(DIGEST) != _digest(said, ((name, self.tensor(name)) for name in self.entries)):
+        if self.metadata.get(DIGEST) != _digest(said, ((name, self.tensor(name)) for name in sorted(self.entries))):
             raise DataError(f"{path}: is not what was written (its digest differs); leave out --resume, or make it again")
 
 
 def _digest(metadata: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of texts, and of names, types, shapes and bytes, in the order of the file."""
+    """One digest for texts, and for names, types, shapes and bytes."""
     whole = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for name, tensor in tensors:
         whole.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())

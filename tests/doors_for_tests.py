@@ -92,6 +92,22 @@ def _serve(model: Path) -> None:
         sys.exit(1)
 
 
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick <a>"}]
+
+
+def _chat(model: Path) -> None:
+    """The token ids of a conversation, as /v1/chat/completions makes them."""
+    from engine.chat_template import conversation
+    from engine.errors import CompressError
+    from engine.generate import Engine
+
+    try:
+        print(json.dumps({"tokens": conversation(Engine.open(model, threads=1).tokenizer, MESSAGES)}))
+    except CompressError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
 DOORS: dict[str, Callable[[Path], None]] = {
     "inspect": _command("inspect", "{model}", "--json"),
     "inspect --checksums": _command("inspect", "{model}", "--checksums", "--json"),
@@ -113,14 +129,26 @@ DOORS: dict[str, Callable[[Path], None]] = {
     "export": _command("export", "{model}", *OUT),
     "compare": _command("compare", "{model}", "--no-speed", *TEXT, "--json"),
     "serve": _serve,
+    "chat": _chat,
 }
-OF_EXPORTS = ("inspect", "inspect --checksums", "generate", "generate --checksums", "evaluate", "bench", "compare", "serve")
+OF_EXPORTS = (
+    "inspect",
+    "inspect --checksums",
+    "generate",
+    "generate --checksums",
+    "evaluate",
+    "bench",
+    "compare",
+    "serve",
+    "chat",
+)
 """Those that take an exported model."""
 NEEDS_A_NETWORK = ("evaluate --tasks",)
 """Those that fetch something where they do not refuse: run only for attacks that they must refuse."""
 SAID = {
     "generate": ("text",),
     "evaluate": ("value",),
+    "chat": ("tokens",),
     "inspect": ("experts_per_layer", "parameters", "bytes"),
 }
 """What of a command's JSON is its result; of others it is the tensors in the files that they write."""
