@@ -196,7 +196,7 @@ def test_what_is_refused_before_any_work(directory: Path) -> None:
         (["--api-key", ""], "printable ASCII"),
         (["--api-key", "good", "--api-key", ""], "printable ASCII"),
         (["--host", "0.0.0.0"], "--allow-anonymous"),
-        (["--allowed-host", ""], "an allowed host is empty"),
+        (["--allowed-host", ""], "the allowed host '' is neither"),
         (["--served-model-name", " "], "is empty"),
         (["--kv-cache-memory", "2 of them"], "is not a size"),
         (["--port", "70000"], "70000"),
