@@ -1,11 +1,14 @@
 """Whether a server keeps its promises under load: many kinds of requests at once, then steady load for long.
 
-    python benchmarks/serving_soak.py [--requests 20000] [--concurrency 8] [--threads 1]
+    python benchmarks/serving_soak.py [--requests 20000] [--concurrency 8] [--threads 1] [--bodies 2] [--no-attackers]
 
 First 200 requests at once: streams and whole answers, clients that go away, prompts that are too long, bodies that are no
-request. Every well-formed one has to get the text that it gets alone. The same again with a short queue: there some are told
-to come back. Then steady load in rounds; after each resident memory, failures, and the server's
-counts against the client's. Writes results/serving_soak.json and .md; exit 1 where a promise is broken.
+request. Every well-formed one has to get the text that it gets alone. The same again with a short queue: there some are
+told to come back. Then steady load in rounds; after each resident memory and descriptors, failures, and the server's
+counts against the client's. In every other round benchmarks/serving_attacks.py attacks the server from a process of its
+own: no request may be lost, nobody may get a 5xx but 503, and the time per token of the steady load may be at most twice
+what it is without. The server may have few files open, so that connections compete. Writes results/serving_soak.json and
+.md; exit 1 where a promise is broken.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import asyncio
 import json
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import httpx2
@@ -42,12 +46,19 @@ PROMPTS = (
 NEW_TOKENS = 48
 KINDS = ("whole", "stream", "leaves", "too long", "malformed")
 MOST_GROWTH = 0.02
+MOST_SLOWER = 2.0
+"""Time per token, 99th percentile, with attackers over that without."""
+MOST_MORE_DESCRIPTORS = 8
+SETTLING_SECONDS = 30
+OPEN_FILES = 512
+"""The server's limit: fewer than the attackers would use up."""
 
 
 @contextmanager
 def server(*options: str) -> Iterator[tuple[str, psutil.Process]]:
     """`compress serve demo` in a process of its own; its URL. It has to end well when told to."""
     command = [sys.executable, "-m", "cli", "serve", "demo", "--port", "0", "--json", *options]
+    command = ["sh", "-c", f'ulimit -n {OPEN_FILES}; exec "$@"', "sh", *command]
     started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None
     try:
@@ -122,11 +133,53 @@ def counted(url: str) -> dict[str, float]:
     return dict(totals)
 
 
-def steady(url: str, process: psutil.Process, requests: int, concurrency: int, rounds: int) -> list[dict[str, Any]]:
-    """Rounds of load; of each what went wrong, how much the process has resident, and both sides' counts."""
+@contextmanager
+def attackers(url: str, report: dict[str, Any], options: tuple[str, ...] = ()) -> Iterator[None]:
+    """Attacks from a process of their own while this lasts; `report` gets what came of them."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "serving_attacks.py"), url, *options]
+    started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    try:
+        assert started.stdout.readline() == "attacking\n"
+        yield
+        started.terminate()
+        report.update(json.loads(started.communicate(timeout=120)[0]))
+    finally:
+        started.kill()
+        started.wait()
+
+
+def held(process: psutil.Process) -> tuple[int, int]:
+    """Resident bytes and descriptors of the server and of the processes that it has started."""
+    resident = descriptors = 0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            resident += each.memory_info().rss
+            descriptors += each.num_fds()
+    return resident, descriptors
+
+
+def at_rest(url: str, process: psutil.Process) -> tuple[int, int]:
+    """The same once nothing is running and no more connections are being closed."""
+    before = held(process)
+    for _ in range(SETTLING_SECONDS):
+        time.sleep(1)
+        load = httpx2.get(f"{url}/v1/load", trust_env=False).json()
+        now = held(process)
+        if not load["running"] and not load["waiting"] and now[1] == before[1]:
+            return now
+        before = now
+    return before
+
+
+def steady(
+    url: str, process: psutil.Process, requests: int, concurrency: int, rounds: int, attacks_options: tuple[str, ...] | None
+) -> list[dict[str, Any]]:
+    """Rounds of load, every other one under attack; of each what went wrong, what the server holds, both sides' counts."""
     found = []
     for number in range(rounds):
-        before = counted(url)
+        attacks: dict[str, Any] = {}
+        under_attack = attacks_options is not None and number % 2 == 1
         options = LoadOptions(
             url,
             None,
@@ -137,7 +190,10 @@ def steady(url: str, process: psutil.Process, requests: int, concurrency: int, r
             ignore_eos=True,
             seed=number,
         )
-        figures = load_test(options)
+        before = counted(url)
+        with attackers(url, attacks, attacks_options or ()) if under_attack else nullcontext():
+            figures = load_test(options)
+        resident, descriptors = at_rest(url, process)
         after = counted(url)
         named = {"prompt_tokens_total": "total_input_tokens", "generation_tokens_total": "total_output_tokens"}
         # The first request of each round is sent before the clock starts, and is not among the client's figures.
@@ -149,13 +205,55 @@ def steady(url: str, process: psutil.Process, requests: int, concurrency: int, r
             {
                 "completed": figures["completed"],
                 "failed": figures["failed"],
+                "errors": figures["errors"],
                 "tokens_per_second": figures["output_throughput"],
-                "resident_bytes": process.memory_info().rss,
-                "count_differences": differences,
+                "p99_tpot_ms": figures["p99_tpot_ms"],
+                "median_tpot_ms": figures["median_tpot_ms"],
+                "p99_ttft_ms": figures["p99_ttft_ms"],
+                "resident_bytes": resident,
+                "descriptors": descriptors,
+                "count_differences": None if under_attack else differences,
+                "attacks": attacks or None,
             }
         )
         print(json.dumps(found[-1]), flush=True)
     return found
+
+
+def slower(rounds: list[dict[str, Any]]) -> tuple[float, float] | None:
+    """Milliseconds per token, 99th percentile, without attackers and with them: the median of the rounds of each kind."""
+    kinds = [[each["p99_tpot_ms"] for each in rounds if bool(each["attacks"]) == kind] for kind in (False, True)]
+    if not all(kinds):
+        return None
+    without, under = (statistics.median(kind) for kind in kinds)
+    return without, under
+
+
+def answered_by_attack(rounds: list[dict[str, Any]]) -> Counter[str]:
+    """How often attackers' bodies got which status."""
+    total: Counter[str] = Counter()
+    for each in rounds:
+        for counts in (each["attacks"] or {}).get("statuses", {}).values():
+            total.update(counts)
+    return total
+
+
+def broken_by_attackers(rounds: list[dict[str, Any]]) -> list[str]:
+    """The promises that were not kept under attack."""
+    problems = []
+    failures = answered_by_attack(rounds)
+    if wrong := {
+        status: count for status, count in failures.items() if not status.isdigit() or status in ("500", "502", "504")
+    }:
+        problems.append(f"attackers' bodies: {wrong}")
+    for each in rounds:
+        attacks = each["attacks"] or {}
+        if attacks.get("failures") or any(attacks.get("connections", {}).values()):
+            problems.append(f"an attack ended by itself: {attacks['failures']} {attacks['connections']}")
+    times = slower(rounds)
+    if times is not None and times[1] > MOST_SLOWER * times[0]:
+        problems.append(f"under attack the time per token (p99) is {times[1]:.1f} ms, and {times[0]:.1f} ms without")
+    return problems
 
 
 def broken(found: dict[str, Any]) -> list[str]:
@@ -173,13 +271,16 @@ def broken(found: dict[str, Any]) -> list[str]:
         problems.append("a full queue did not answer 429")
     rounds = found["steady"]
     if any(each["failed"] for each in rounds):
-        problems.append("steady load: requests failed")
-    if any(abs(value) > 0.5 for each in rounds for value in each["count_differences"].values()):
+        problems.append(f"steady load: requests failed: {[each['errors'] for each in rounds if each['failed']]}")
+    if any(abs(value) > 0.5 for each in rounds for value in (each["count_differences"] or {}).values()):
         problems.append("the server's counts are not the client's")
     settled = [each["resident_bytes"] for each in rounds[len(rounds) // 4 :]]
     if max(settled) > (1 + MOST_GROWTH) * settled[0]:
         problems.append(f"memory grew from {settled[0] / 1e6:.0f} to {max(settled) / 1e6:.0f} MB")
-    return problems
+    descriptors = [each["descriptors"] for each in rounds]
+    if max(descriptors) > descriptors[0] + MOST_MORE_DESCRIPTORS:
+        problems.append(f"descriptors grew from {descriptors[0]} to {max(descriptors)}")
+    return problems + broken_by_attackers(rounds)
 
 
 def table(found: dict[str, Any]) -> str:
@@ -196,6 +297,7 @@ def table(found: dict[str, Any]) -> str:
         ["minutes", f"{found['seconds'] / 60:.0f}"],
         ["resident memory after a quarter of them, MB", f"{rounds[len(rounds) // 4]['resident_bytes'] / 1e6:.0f}"],
         ["at the end, MB", f"{rounds[-1]['resident_bytes'] / 1e6:.0f}"],
+        *attack_rows(rounds),
         ["200 of all kinds at once: well-formed, and answered", str(answered)],
         ["too long or malformed, and refused with 400", str(refused)],
         ["texts that were not what the prompt gets alone", str(mixed_load["wrong"])],
@@ -204,20 +306,35 @@ def table(found: dict[str, Any]) -> str:
     return markdown(["", "demo model"], rows)
 
 
+def attack_rows(rounds: list[dict[str, Any]]) -> list[list[str]]:
+    """Of the rounds under attack, where there are any."""
+    times = slower(rounds)
+    if times is None:
+        return []
+    return [
+        ["open descriptors, first and last", f"{rounds[0]['descriptors']}, {rounds[-1]['descriptors']}"],
+        ["time per token, p99, ms: without attackers, and with", f"{times[0]:.1f}, {times[1]:.1f}"],
+        ["bodies of attackers that were answered", f"{sum(answered_by_attack(rounds).values()):,}"],
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=20000)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-attackers", action="store_true")
+    parser.add_argument("--bodies", type=float, default=2.0, help="Of attackers, a second; 0 for none.")
     arguments = parser.parse_args()
     threads, found = ["--threads", str(arguments.threads)], {}
+    attacks = None if arguments.no_attackers else ("--bodies", str(arguments.bodies))
     with server(*threads, "--max-queue", "10") as (url, _):
         found["short_queue"] = asyncio.run(mixed(url, 200))
     started = time.monotonic()
     with server(*threads) as (url, process):
         found["mixed"] = asyncio.run(mixed(url, 200))
-        found["steady"] = steady(url, process, arguments.requests, arguments.concurrency, arguments.rounds)
+        found["steady"] = steady(url, process, arguments.requests, arguments.concurrency, arguments.rounds, attacks)
     found["seconds"] = time.monotonic() - started
     problems = broken(found)
     save("serving_soak", found | {"problems": problems}, table(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
@@ -14,7 +15,10 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/", "/health")
 """Those that need no key."""
 WRONG_KEY = "the API key is missing or wrong; send it as: Authorization: Bearer KEY"
+LET_IN = "let_in"
+"""In the state of a request that needed a key, where there are any, and had a right one."""
 SHOWN_CHARACTERS = 80
+HOST = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]*)?")
 
 
 def is_local(host: str) -> bool:
@@ -33,14 +37,14 @@ def allowed_hosts(bound: str, given: Sequence[str]) -> frozenset[str] | None:
 
 
 def plain_host(field: str) -> str:
-    """The name in a `Host` field, without port and brackets, so that equal ones are equal text."""
-    name, bracket, _ = field.strip().lower().removeprefix("[").partition("]")
-    if not bracket and name.count(":") == 1:
-        name = name.partition(":")[0]
+    """The name in a `Host` field, without port and brackets, so that equal ones are equal text; empty for none."""
+    field = field.strip().lower()
+    match = HOST.fullmatch(field)
+    name = (match["address"] or match["name"]) if match else field  # an IPv6 address without brackets, or nothing
     try:
         return str(ipaddress.ip_address(name))
     except ValueError:
-        return name.removesuffix(".")
+        return name.removesuffix(".") if match else ""
 
 
 def check_host(headers: Headers, hosts: Collection[str] | None) -> None:

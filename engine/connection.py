@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.access import check_host, check_key
+from engine.access import LET_IN, OPEN_PATHS, check_host, check_key
 from engine.openai_errors import ApiError
 
 MOST_BODY_BYTES = 8_000_000
@@ -83,8 +83,11 @@ class Gate:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         check_host(headers, self._hosts)
-        scope.setdefault("state", {})[NAMESPACE] = check_key(headers, scope["path"], self._keys)
+        state = scope.setdefault("state", {})
+        state[NAMESPACE] = check_key(headers, scope["path"], self._keys)
         self._check_phase(scope)
+        if scope["path"] not in OPEN_PATHS:
+            state[LET_IN] = True
 
     def _check_phase(self, scope: Scope) -> None:
         phase = self._phase()

@@ -2,7 +2,7 @@
 
 A connection waits while no complete request of it is being answered: its headers or its body are on their way, it is idle,
 or its client does not read what it is sent. Where there is no room, a new connection takes the place of the one that has
-waited longest. So unfinished requests, however many, keep nobody out.
+waited longest, of strangers as long as there are any. So unfinished requests, however many, keep nobody out.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import json
 import resource
 from collections import Counter, defaultdict
 from http import HTTPStatus
+from itertools import chain
 from typing import Any, ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from engine.access import LET_IN
 from engine.openai_errors import ApiError
 
 HEADER_SECONDS = 10.0
@@ -35,8 +37,33 @@ FULL = "the server has as many connections as it takes, and answers all of them;
 NOT_HTTP = "this is not a valid HTTP request; its first line and its headers, of at most 16 KB, have to be those of HTTP/1.1"
 
 
+class _Waiting:
+    """Connections in the order in which they began to wait, strangers before those that the gate has let in."""
+
+    def __init__(self) -> None:
+        self._strangers: dict[LimitedProtocol, None] = {}
+        self._known: dict[LimitedProtocol, None] = {}
+
+    def add(self, connection: LimitedProtocol) -> None:
+        if connection.known:
+            self._strangers.pop(connection, None)
+            self._known.setdefault(connection)
+        else:
+            self._strangers.setdefault(connection)
+
+    def remove(self, connection: LimitedProtocol) -> None:
+        self._strangers.pop(connection, None)
+        self._known.pop(connection, None)
+
+    def first(self) -> LimitedProtocol | None:
+        return next(chain(self._strangers, self._known), None)
+
+    def __len__(self) -> int:
+        return len(self._strangers) + len(self._known)
+
+
 class Connections:
-    """All connections of a server, in the order in which they began to wait."""
+    """All connections of a server, and which of them wait."""
 
     def __init__(
         self,
@@ -51,15 +78,15 @@ class Connections:
         self.header_seconds, self.send_seconds = header_seconds, send_seconds
         self._all: set[LimitedProtocol] = set()
         self._per_address: Counter[str] = Counter()
-        self._waiting: dict[LimitedProtocol, None] = {}
-        self._waiting_of: defaultdict[str, dict[LimitedProtocol, None]] = defaultdict(dict)
+        self._waiting = _Waiting()
+        self._waiting_of: defaultdict[str, _Waiting] = defaultdict(_Waiting)
         self._sweeping = False
 
     def admit(self, connection: LimitedProtocol) -> bool:
         """Count a new connection, which may cost another one its place; False where every one is being answered."""
         too_many_of_address = self._per_address[connection.address] >= self.most_per_address
         if too_many_of_address or len(self._all) >= self.most:
-            oldest = next(iter(self._waiting_of[connection.address] if too_many_of_address else self._waiting), None)
+            oldest = (self._waiting_of[connection.address] if too_many_of_address else self._waiting).first()
             if oldest is None:
                 return False
             self.leave(oldest)
@@ -86,14 +113,14 @@ class Connections:
     def wait(self, connection: LimitedProtocol) -> None:
         """It waits from now on, or goes on waiting."""
         if connection in self._all:
-            self._waiting.setdefault(connection)
-            self._waiting_of[connection.address].setdefault(connection)
+            self._waiting.add(connection)
+            self._waiting_of[connection.address].add(connection)
 
     def answer(self, connection: LimitedProtocol) -> None:
         """It has a complete request, which is being answered."""
         if connection in self._all:
-            self._waiting.pop(connection, None)
-            self._waiting_of[connection.address].pop(connection, None)
+            self._waiting.remove(connection)
+            self._waiting_of[connection.address].remove(connection)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         for connection in list(self._all):
@@ -111,6 +138,8 @@ class LimitedProtocol(H11Protocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.address = ""
+        self.known = False
+        """The gate has let a request of it in, with a key where there are keys."""
         self._heading_since: float | None = None
         """When the headers began that are not complete."""
         self._stuck_since: float | None = None
@@ -135,6 +164,9 @@ class LimitedProtocol(H11Protocol):
         if self._heading_since is None and not self._has_headers():
             self._heading_since = self.loop.time()
         super().data_received(data)
+        if self._has_headers() and not self.cycle.more_body and self.conn.trailing_data[0]:
+            # Pipelined: with hundreds of requests at once each connection would always have one that is being answered.
+            self.cycle.keep_alive = False
         self._tell()
 
     def on_response_complete(self) -> None:
@@ -188,6 +220,7 @@ class LimitedProtocol(H11Protocol):
 
     def _tell(self) -> None:
         has_headers = self._has_headers()
+        self.known = self.known or (self.scope is not None and LET_IN in self.scope["state"])
         if has_headers:
             self._heading_since = None
         if has_headers and not self.cycle.more_body and not self.flow.write_paused:

@@ -24,7 +24,7 @@ from engine.generate import Engine
 try:
     import uvicorn
 
-    from engine.access import allowed_hosts, is_local
+    from engine.access import allowed_hosts, is_local, plain_host
     from engine.connection_limits import Connections, limited_protocol
     from engine.server import Service, State, create_app
 except ModuleNotFoundError as error:
@@ -78,8 +78,11 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not all(key.strip() and key.isascii() and key.isprintable() for key in self.api_keys):
             raise OptionError("an API key is empty or has characters that no header carries; use printable ASCII")
-        if not all(host.strip() for host in self.allowed_hosts):
-            raise OptionError("an allowed host is empty; give a name or an address, without a port")
+        for host in self.allowed_hosts:
+            if not plain_host(host):
+                raise OptionError(
+                    f"the allowed host {host!r:.80} is neither a name nor an address; give one, without a port"
+                )
         if self.is_exposed and not self.allow_anonymous:
             raise OptionError(
                 f"other machines can reach {self.host}, and without a key anybody may use the server; give --api-key "

@@ -26,11 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @contextmanager
-def served(state: State, connections: Connections | None = None) -> Iterator[str]:
-    """The URL of the application on a real socket, with the limits of `compress serve` or given ones."""
+def served(state: State, connections: Connections | None = None, app: Any = None) -> Iterator[str]:
+    """The URL of the application, or of another, on a real socket, with the limits of `compress serve` or given ones."""
     listening = bind("127.0.0.1", 0)
     server = Server(state, connections)
     server.config.timeout_graceful_shutdown = 1
+    server.config.app = app or server.config.app
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     thread.start()
@@ -62,6 +63,7 @@ def process(
     wait: bool = True,
     program: Sequence[str] = ("-m", "cli"),
     open_files: int | None = None,
+    log: Any = subprocess.PIPE,
     **environment: str,
 ) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """`compress serve` on a free port, with its first line of JSON; None where it is not waited for."""
@@ -69,9 +71,7 @@ def process(
     if open_files is not None:
         command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
     paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    started = subprocess.Popen(
-        command, env=os.environ | paths | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    started = subprocess.Popen(command, env=os.environ | paths | environment, stdout=subprocess.PIPE, stderr=log, text=True)
     assert started.stdout is not None
     try:
         line = started.stdout.readline() if wait else ""

@@ -195,6 +195,17 @@ def test_a_prompt_that_was_read_is_not_read_again(own_engine: Engine) -> None:
 # Ends
 
 
+def test_a_prompt_is_shared_within_a_namespace_only(own_engine: Engine) -> None:
+    scheduler, cached = scheduler_for(own_engine), []
+    for number, namespace in enumerate(("key 0", "key 1", "key 0", "")):
+        served = Served(scheduler, own_engine, Request(prompt(18), 2, namespace=namespace), number)
+        run_to_end(scheduler)
+        timings = served.updates[-1].timings
+        assert timings is not None
+        cached.append(timings.cached_tokens)
+    assert cached == [0, 0, 16, 0]
+
+
 def test_end_tokens_end_a_request_unless_it_ignores_them(engine: Engine) -> None:
     (plain,) = serve(engine, Request(prompt(4), 12, ignore_end_tokens=True))
     ending = plain.tokens[3]

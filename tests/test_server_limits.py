@@ -154,6 +154,24 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(state: State) -> None:
         assert httpx2.get(f"{url}/v1/load", headers={"authorization": "bearer sesame"}).status_code == 200
 
 
+def test_of_several_keys_each_has_what_it_sent_to_itself(state: State, loop: ScriptedLoop) -> None:
+    state.api_keys = ("open", "sesame")
+    with served(state) as url:
+        for key in ("open", "sesame", "open"):
+            assert post(url, headers={"authorization": f"Bearer {key}"}).status_code == 200
+        assert post(url, headers={"authorization": "Bearer opensesame"}).status_code == 401
+    first, second, third = (request.namespace for request in loop.requests)
+    assert first == third != second and "open" not in first and first and second
+
+
+def test_with_one_key_or_none_all_share(state: State, loop: ScriptedLoop) -> None:
+    for keys in ((), ("sesame",)):
+        state.api_keys = keys
+        with served(state) as url:
+            assert post(url, headers={"authorization": "Bearer sesame"}).status_code == 200
+    assert {request.namespace for request in loop.requests} == {""}
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_large(url: str, loop: ScriptedLoop, chunked: bool) -> None:
     def pieces(size: int) -> Iterator[bytes]:

@@ -1,0 +1,152 @@
+"""Attack a running server with all that tests/attacks has for it, at a steady pace, until told to end.
+
+    python benchmarks/serving_attacks.py URL [--bodies 2] [--seconds 2]
+
+So many bodies a second, one kind after the other: those of tests/attacks/requests and some of its own. Beside them the
+files of tests/attacks/connections, each for so many seconds. SIGTERM ends it; then it prints one JSON object: of each
+body how often which status came, and which attacks on connections failed by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import signal
+import time
+from collections import Counter, defaultdict
+from contextlib import suppress
+from itertools import cycle
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+ATTACKS = Path(__file__).resolve().parent.parent / "tests" / "attacks"
+LONG = b"z" * 7_900_000
+MOST_AT_ONCE = 16
+"""Bodies whose answers have not come; an attacker, too, has a limit."""
+BODIES: dict[str, tuple[str, bytes]] = {
+    "long stop strings": ("/v1/completions", json.dumps({"prompt": "a", "stop": ["z" * 1_900_000] * 4}).encode()),
+    "objects as prompts": ("/v1/completions", b'{"prompt": [' + b"{}," * 700_000 + b"{}]}"),
+    "objects as messages": ("/v1/chat/completions", b'{"messages": [' + b"{}," * 700_000 + b"{}]}"),
+    "objects to tokenize": ("/tokenize", b'{"messages": [' + b"{}," * 700_000 + b"{}]}"),
+    "objects as tokens": ("/detokenize", b'{"tokens": [' + b"{}," * 700_000 + b"{}]}"),
+    "prompts times n": ("/v1/completions", json.dumps({"prompt": ["ab"] * 6000, "n": 128}).encode()),
+    "a prompt of 7.9 MB": ("/v1/completions", b'{"prompt": "' + LONG + b'"}'),
+    "a text of 7.9 MB to tokenize": ("/tokenize", b'{"prompt": "' + LONG + b'"}'),
+    "half a surrogate as a key": ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "\\ud800": 1}'),
+    "deep nesting": ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "x": ' + b"[" * 700 + b"]" * 700 + b"}"),
+    "a tiny temperature": ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "temperature": 1e-38}'),
+}
+"""Path and body of each by what it does, whether or not there is a file for it too."""
+
+
+def modules(folder: Path) -> list[ModuleType]:
+    """The attacks of a folder, by their names."""
+    found = []
+    for path in sorted(folder.glob("*.py")):
+        specification = importlib.util.spec_from_file_location(f"{folder.name}_{path.stem}", path)
+        assert specification is not None and specification.loader is not None
+        module = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        found.append(module)
+    return found
+
+
+def bodies() -> dict[str, tuple[str, bytes]]:
+    """Path and body of each attack by its name."""
+    made = dict(BODIES)
+    for module in modules(ATTACKS / "requests"):
+        made[module.__name__] = (module.PATH, module.body())
+    return made
+
+
+async def send_bodies(url: str, pace: float, statuses: defaultdict[str, Counter[str]]) -> None:
+    """One body after the other, so many a second, until cancelled."""
+    if not pace:
+        await asyncio.Event().wait()
+    room, sending = asyncio.Semaphore(MOST_AT_ONCE), set()
+    head = {"content-type": "application/json"}
+    async with httpx2.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+
+        async def send(name: str, path: str, body: bytes) -> None:
+            async with room:
+                try:
+                    status = str((await client.post(path, content=body, headers=head)).status_code)
+                except httpx2.HTTPError as error:
+                    status = type(error).__name__
+            statuses[name][status] += 1
+
+        for name, (path, body) in cycle(bodies().items()):
+            task = asyncio.create_task(send(name, path, body))
+            sending.add(task)
+            task.add_done_callback(sending.discard)
+            await asyncio.sleep(1 / pace)
+
+
+async def use_sockets(url: str, seconds: float, ended: Counter[str]) -> None:
+    """One attack on connections after the other, each for so long, until cancelled."""
+    address = urlsplit(url)
+    for module in cycle(modules(ATTACKS / "connections")):
+        try:
+            await asyncio.wait_for(module.attack(str(address.hostname), int(address.port or 80)), seconds)
+        except TimeoutError:
+            ended[module.__name__] += 0
+        except Exception as error:
+            ended[f"{module.__name__}: {error!r:.200}"] += 1
+            await asyncio.sleep(seconds)
+
+
+async def leave(url: str) -> None:
+    """Clients that ask for a stream and leave in the middle, one a second, until cancelled."""
+    body = {"prompt": "import os\n", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    async with httpx2.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+        while True:
+            with suppress(httpx2.HTTPError):
+                async with client.stream("POST", "/v1/completions", json=body) as answer:
+                    async for line in answer.aiter_lines():
+                        if line:
+                            break
+            await asyncio.sleep(1)
+
+
+async def attack(url: str, pace: float, seconds: float) -> dict[str, Any]:
+    """All of them until SIGTERM; what came of it."""
+    statuses: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    ended: Counter[str] = Counter()
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    print("attacking", flush=True)
+    started = time.monotonic()
+    tasks = [
+        asyncio.create_task(each)
+        for each in (send_bodies(url, pace, statuses), use_sockets(url, seconds, ended), leave(url))
+    ]
+    await told.wait()
+    failures = [repr(task.exception()) for task in tasks if task.done()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return {
+        "seconds": time.monotonic() - started,
+        "statuses": {name: dict(counts) for name, counts in statuses.items()},
+        "connections": dict(ended),
+        "failures": failures,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url")
+    parser.add_argument("--bodies", type=float, default=2.0, help="Of tests/attacks/requests and the list here, a second.")
+    parser.add_argument("--seconds", type=float, default=2.0, help="For each file of tests/attacks/connections.")
+    arguments = parser.parse_args()
+    print(json.dumps(asyncio.run(attack(arguments.url, arguments.bodies, arguments.seconds))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
