@@ -6,12 +6,12 @@ Each attack is a file of tests/attacks/connections.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import io
 import json
 import logging
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx2
 import psutil
 import pytest
-from server_for_tests import process, served, wait_for
+from server_for_tests import ROOT, process, served, wait_for
 
 from engine import connection, connection_limits
 from engine.access import allowed_hosts, plain_host
@@ -60,38 +60,26 @@ def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("path", ATTACKS, ids=lambda path: path.stem)
 def test_under_attack_others_are_answered(attacked: tuple[subprocess.Popen[str], str], path: Path) -> None:
     server, url = attacked
-    process_of_server = psutil.Process(server.pid)
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    assert module.__doc__
+    process_of_server, address = psutil.Process(server.pid), urlsplit(url)
     before = process_of_server.num_fds()
-    statuses = asyncio.run(attacked_meanwhile(module.attack, url))
+    command = [sys.executable, str(ROOT / "tests" / "attacker.py"), str(path), str(address.hostname), str(address.port)]
+    statuses = []
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker,
+        httpx2.Client(base_url=url, headers=KEY, timeout=60) as client,
+    ):
+        try:
+            assert attacker.stdout is not None and attacker.stdout.readline() == "attacking\n"
+            time.sleep(1)
+            for head in ({}, {"connection": "close"}) * REQUESTS:
+                statuses.append(client.post("/v1/completions", json=ASKED, headers=head).status_code)
+                time.sleep(0.05)
+            assert attacker.poll() is None
+        finally:
+            attacker.kill()
     assert statuses == [200] * (2 * REQUESTS)
     wait_for(lambda: process_of_server.num_fds() <= before)
-    assert httpx2.post(f"{url}/v1/completions", json=ASKED, headers=KEY, timeout=30).status_code == 200
-
-
-async def attacked_meanwhile(attack: Any, url: str) -> list[int]:
-    """Statuses of another client's answers, half of them on connections of their own."""
-    address = urlsplit(url)
-    going = asyncio.create_task(attack(str(address.hostname), int(address.port or 0)))
-    statuses = []
-    try:
-        await asyncio.sleep(1)
-        async with httpx2.AsyncClient(base_url=url, headers=KEY, timeout=30, trust_env=False) as kept:
-            for _ in range(REQUESTS):
-                statuses.append((await kept.post("/v1/completions", json=ASKED)).status_code)
-                head = {"connection": "close"}
-                statuses.append((await kept.post("/v1/completions", json=ASKED, headers=head)).status_code)
-                await asyncio.sleep(0.1)
-        assert not going.done(), going
-    finally:
-        going.cancel()
-        with suppress(asyncio.CancelledError):
-            await going
-    return statuses
+    assert httpx2.post(f"{url}/v1/completions", json=ASKED, headers=KEY, timeout=60).status_code == 200
 
 
 # Limits, with short times

