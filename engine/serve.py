@@ -46,6 +46,8 @@ ACCEPTED_AT_ONCE = 16
 LAST_BYTES_SECONDS = 10
 """For clients to read the end of their answers before connections are closed."""
 KEEP_ALIVE_SECONDS = 75
+SMALL_CACHE = 1 << 30
+"""Bytes that are taken for one sequence whatever is free."""
 SPARE_MEMORY_SHARE = 0.25
 """Of what is free, for keys and values, where no size is given."""
 
@@ -186,7 +188,7 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
     states = options.max_batch_size * state_bytes(config, engine.kv_cache_dtype)
     free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else psutil.virtual_memory().available
     shared = max(0, min(options.max_batch_size * sequence, int(SPARE_MEMORY_SHARE * free) - states))
-    return states + (max(sequence, shared) if sequence <= free - states else shared)
+    return states + (max(sequence, shared) if sequence <= max(SMALL_CACHE, free - states) else shared)
 
 
 class Server(uvicorn.Server):

@@ -231,6 +231,7 @@ def test_the_cache_holds_a_full_batch_or_what_memory_allows(directory: Path, mon
     assert default_kv_cache_bytes(engine, ServeOptions()) == 10 * sequence // 4
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0}))
     assert default_kv_cache_bytes(engine, ServeOptions()) == sequence
+    assert default_kv_cache_bytes(engine, ServeOptions(max_model_length=1 << 40)) == 0  # nobody takes memory for that
 
 
 def test_without_the_extra_it_says_so_and_the_rest_works() -> None:
