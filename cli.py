@@ -1053,7 +1053,8 @@ def inspect(common: Common, path: str, checksums: bool) -> dict[str, Any]:
     shown = {key: value for key, value in result.items() if key != "provenance" and value is not None}
     say(common, table([[key.replace("_", " "), _shown(key, value)] for key, value in shown.items()]))
     if result["provenance"]:
-        say(common, f"made by method {result['provenance']['method']} from {result['provenance']['source']['model']}")
+        method, source = result["provenance"].get("method"), result["provenance"].get("source", {}).get("model")
+        say(common, "".join(each for each in f"made by method {method} from {source}" if each.isprintable()))
     return result
 
 

@@ -22,6 +22,7 @@ from engine.sha256 import file_sha256
 
 FILE_NAME = "compression.json"
 SCHEMA_VERSION = 1
+_KINDS: dict[str, type] = {"method": str, "source": dict, "options": dict, "figures": dict}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -39,6 +40,9 @@ def read_provenance(directory: Path) -> dict[str, Any] | None:
     files = values.get("files")
     if not isinstance(files, dict) or not all(_is_file_entry(name, entry) for name, entry in files.items()):
         raise CheckpointError(f"{path}: files must map plain file names to bytes and sha256; the file is damaged")
+    for name, kind in _KINDS.items():
+        if not isinstance(values.get(name, kind()), kind):
+            raise CheckpointError(f"{path}: {name} is {shown(values[name])}, which it cannot be; the file is damaged")
     return values
 
 

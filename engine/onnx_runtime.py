@@ -51,7 +51,10 @@ def session(path: Path, threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # what is wrong comes as an exception
     try:
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        made = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        _ = made.get_modelmeta().custom_metadata_map  # here, since any text of the graph may be no UTF-8
+        _ = [(each.name, each.type, each.shape) for each in (*made.get_inputs(), *made.get_outputs())]
+        return made
     except Exception as error:  # onnxruntime has a dozen classes of its own, none public
         raise _unusable(path, "load", error) from error
 
