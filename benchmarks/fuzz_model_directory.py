@@ -285,58 +285,47 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 PIECES = (
-    *(
-        "{{ 1 / 0 }}",
-        "{{ 1 // 0 }}",
-        "{{ 1 % 0 }}",
-        "{{ 'a' * 10**9 }}",
-        "{{ 10 ** 10 ** 9 }}",
-        "{{ 10 ** 5000 }}",
-        "{{ '%c' % -1 }}",
-    ),
-    *(
-        "{% for a in range(10**9) %}{% endfor %}",
-        "{% for a in range(10**9) %}x{% endfor %}",
-        "{{ range(10**12) | list | length }}",
-    ),
-    *(
-        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ cycler.__init__.__globals__.os }}",
-    ),
-    *("{{ raise_exception('no') }}", "{{ messages[9].content }}", "{{ messages.append(1) }}", "{% include '/etc/passwd' %}"),
-    *(
-        "{% extends 'x' %}",
-        "{{ undefined.x.y }}",
-        "{{ none + 1 }}",
-        "{% endfor %}",
-        "{{",
-        "{% set x = ",
-        "{# ",
-        "\ufffe",
-        "{{ 1e999 }}",
-    ),
-    *(
-        "{{ strftime_now('%' * 1000) }}",
-        "{{ 'x' | center(10**9) }}",
-        "{{ '{0:>1000000000}'.format(1) }}",
-        "{{ messages | tojson }}",
-    ),
-    *(
-        "{{ ('a' * 1000).replace('a', 'a' * 100000) }}",
-        "{{ lipsum(10**6) }}",
-        "{{ dict(a=1).b.c }}",
-        "{{ -1 | float | int * 'x' }}",
-    ),
-    *(
-        "{% generation %}a{% endgeneration %}",
-        "{% break %}",
-        "{{ loop }}",
-        "{{ self }}",
-        "{{ 2 ** 100000 }}",
-        "(" * 500,
-        "{{ " + "(" * 500,
-    ),
+    *r"""
+{{ 1 / 0 }}
+{{ 1 // 0 }}
+{{ 1 % 0 }}
+{{ 'a' * 10**9 }}
+{{ 10 ** 10 ** 9 }}
+{{ 10 ** 5000 }}
+{{ '%c' % -1 }}
+{% for a in range(10**9) %}{% endfor %}
+{% for a in range(10**9) %}x{% endfor %}
+{{ range(10**12) | list | length }}
+{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}
+{{ ''.__class__.__mro__ }}
+{{ cycler.__init__.__globals__.os }}
+{{ raise_exception('no') }}
+{{ messages[9].content }}
+{{ messages.append(1) }}
+{% include '/etc/passwd' %}
+{% extends 'x' %}
+{{ undefined.x.y }}
+{{ none + 1 }}
+{% endfor %}
+{{
+{% set x =
+{#
+{{ 1e999 }}
+{{ strftime_now('%' * 1000) }}
+{{ 'x' | center(10**9) }}
+{{ '{0:>1000000000}'.format(1) }}
+{{ messages | tojson }}
+{{ ('a' * 1000).replace('a', 'a' * 100000) }}
+{{ lipsum(10**6) }}
+{{ dict(a=1).b.c }}
+{{ -1 | float | int * 'x' }}
+{% generation %}a{% endgeneration %}
+{% break %}
+{{ loop }}
+{{ self }}
+{{ 2 ** 100000 }}
+""".strip().splitlines(),
+    *("(" * 500, "{{ " + "(" * 500, "\ufffe", "{{ [" * 300),
 )
 
 
@@ -543,6 +532,7 @@ def main() -> int:
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="Of the mutations only those of these kinds.")
     parser.add_argument("--only", type=int, metavar="NUMBER")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -556,7 +546,8 @@ def main() -> int:
             for door in (*kind.always, *kind.doors):
                 fuzz.result(door, kind.of)  # before the processes are forked, which then know it
         done = {line["number"] for line in remembered(STATE) if line["seed"] == options.seed}
-        numbers = [number for number in range(options.mutations) if number not in done]
+        wanted = [list(KINDS).index(kind) for kind in options.kinds.split(",")]
+        numbers = [n for n in range(options.mutations) if n not in done and n % len(KINDS) in wanted]
         started, before = time.monotonic(), os.times()
         run_many(good, folder, options.seed, numbers, options.jobs)
         after = os.times()

@@ -23,7 +23,8 @@ from engine.checkpoint import Checkpoint
 from engine.experts import MoeBlock
 from engine.model import DecoderLayer
 from engine.routing import NO_EXPERT, Selection, probabilities
-from engine.state_file import StateFile, write_state
+from engine.safetensors_file import SafetensorsFile
+from engine.state_file import check_digest, write_state
 from engine.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256
@@ -99,7 +100,8 @@ class Grams:
         if index is None:
             return None
         if self._last[0] != index and self._directory is not None:  # from before an interruption
-            with StateFile(self._path(index)) as file:
+            with SafetensorsFile(self._path(index)) as file:
+                check_digest(file)
                 self._last = index, file.tensor("gram").clone()
         return self._last[1]
 

@@ -18,7 +18,7 @@ from engine.architectures import DecoderConfig
 from engine.errors import DataError
 from engine.json_file import shown
 from engine.safetensors_file import SafetensorsFile
-from engine.state_file import StateFile, write_state
+from engine.state_file import check_digest, write_state
 
 SCHEMA_VERSION = 3
 
@@ -94,7 +94,7 @@ def effective_experts(layer: LayerStatistics) -> float:
 
 def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
     """Read a statistics file made for this model. Raises DataError where it is of another or not one at all."""
-    with StateFile(path, may_lack_digest=True) as file:
+    with SafetensorsFile(path) as file:
         try:
             header = json.loads(file.metadata.get("statistics", ""))
             version = header["schema_version"]
@@ -104,13 +104,15 @@ def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
             raise DataError(
                 f"{path}: statistics of schema {shown(version)}, this version reads {SCHEMA_VERSION}; calibrate again"
             )
+        check_digest(file, may_lack=True)
         layers = {index: _read_layer(file, index, config, path) for index in config.moe_layers}
     return Statistics(layers, header)
 
 
 def load_layer(path: Path, index: int, config: DecoderConfig) -> LayerStatistics:
     """One layer of a file that may lack the others."""
-    with StateFile(path, may_lack_digest=True) as file:
+    with SafetensorsFile(path) as file:
+        check_digest(file)
         return _read_layer(file, index, config, path)
 
 

@@ -48,7 +48,8 @@ from engine.pack_quantized import Scheme
 from engine.parameters import attention_parameters
 from engine.quantised_weight import as_tensor, quantise
 from engine.routing import select
-from engine.state_file import StateFile, write_state
+from engine.safetensors_file import SafetensorsFile
+from engine.state_file import check_digest, write_state
 from engine.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))
@@ -106,7 +107,8 @@ class Rescaling:
 
 def load_rescaling(path: Path) -> Rescaling:
     """The inverse of `save`, of a file of our own."""
-    with StateFile(path) as file:
+    with SafetensorsFile(path) as file:
+        check_digest(file)
         about = json.loads(file.metadata["activation_scales"])
         folds = [
             Fold(tuple(before), tuple(readers), file.tensor(f"s.{number}").clone())

@@ -36,7 +36,8 @@ from engine.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_c
 from engine.memory_budget import batches
 from engine.model import Decoder, Outer
 from engine.routing import Gated, MixedExperts, Routing, ShiftedLogits
-from engine.state_file import StateFile, write_state
+from engine.safetensors_file import SafetensorsFile
+from engine.state_file import check_digest, write_state
 
 ALPHA_STEPS = 3
 """α-steps to each β-step (DiEP, setting)."""
@@ -336,11 +337,12 @@ def save_state(state: DiepState, path: Path) -> None:
 
 def load_state(path: Path, decoder: AnyDecoder, options: DiepOptions) -> DiepState:
     """The inverse of `save_state`. Raises DataError for another file."""
-    with StateFile(path) as file:
+    with SafetensorsFile(path) as file:
         try:
             header = json.loads(file.metadata["diep"])
         except (KeyError, ValueError) as error:
             raise DataError(f"{path}: is not the state of a search; leave out --resume") from error
+        check_digest(file)
         count = len(decoder.config.moe_layers)
         device = decoder.device
         alphas = [file.tensor(f"alpha.{index}").clone().to(device) for index in range(count)]

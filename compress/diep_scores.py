@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.json_file import load_json, write_json
-from engine.state_file import StateFile
+from engine.safetensors_file import SafetensorsFile
+from engine.state_file import check_digest
 
 FILE_NAME = "diep_scores.json"
 SCHEMA_VERSION = 1
@@ -25,7 +26,8 @@ class DiepScores:
 
 def scores_of_state(state: Path, layers: tuple[int, ...]) -> DiepScores:
     """The scores in the state file of a search (`diep.save_state`) over these MoE layers."""
-    with StateFile(state) as file:
+    with SafetensorsFile(state) as file:
+        check_digest(file)
         alpha = {layer: file.tensor(f"alpha.{index}").tolist() for index, layer in enumerate(layers)}
         beta = {layer: float(file.tensor(f"beta.{index}")) for index, layer in enumerate(layers)}
     return DiepScores(alpha, beta)

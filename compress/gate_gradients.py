@@ -30,7 +30,8 @@ from engine.linear import linear
 from engine.memory_budget import sequences_per_batch
 from engine.model import Decoder, Outer
 from engine.routing import Gated, Routing
-from engine.state_file import StateFile, write_state
+from engine.safetensors_file import SafetensorsFile
+from engine.state_file import check_digest, write_state
 from engine.streaming import chunk_tokens
 
 SAVE_EVERY_SECONDS = 20.0
@@ -66,10 +67,11 @@ class Sums:
     def load(self, path: Path) -> None:
         """The inverse. Raises DataError for another file."""
         counts = [len(first) for first in self.first]
-        with StateFile(path) as file:
+        with SafetensorsFile(path) as file:
             seen = file.metadata.get("gate_gradients", "")
             if not seen.isdecimal() or sum(counts) != file.tensor("first").numel():
                 raise DataError(f"{path}: is not the state of this pass; leave out --resume")
+            check_digest(file)
             self.first, self.second = (list(file.tensor(name).clone().split(counts)) for name in ("first", "second"))
             self.generator.set_state(file.tensor("random").clone())
             self.sequences = int(seen)

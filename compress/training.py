@@ -31,7 +31,7 @@ from engine import processes
 from engine.errors import CheckpointError, DataError, OptionError, TrainingError
 from engine.progress import note
 from engine.safetensors_file import SafetensorsFile
-from engine.state_file import StateFile, write_state
+from engine.state_file import check_digest, write_state
 
 BEST, FIRST = "best.", "first."
 """Before the names of tensors in a state file: those of the best state, and of the training that is taken first."""
@@ -246,9 +246,10 @@ class Trainer:
     @torch.no_grad()
     def load(self, path: Path) -> int:
         """The inverse of `save`; the step to go on with. Raises DataError for another file."""
-        with StateFile(path) as file:
+        with SafetensorsFile(path) as file:
             if "training" not in file.metadata or not set(self.masters) <= set(file.entries):
                 raise DataError(f"{path}: is not the state of this training; leave out --resume")
+            check_digest(file)
             header = json.loads(file.metadata["training"])
             self._restore(file, header, "")
         self._was_saved(path)

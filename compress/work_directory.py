@@ -26,7 +26,7 @@ def write_value(path: Path, value: Any) -> None:
 def read_value(path: Path, what: str) -> Any:
     """The inverse. Raises DataError for a file that is not what was written: a run would go on to another result."""
     known = load_json(path, what)
-    if known.get("sha256") != _digest(known.get("value")):
+    if "value" not in known or known.get("sha256") != _digest(known["value"]):
         raise DataError(f"{path}: is not what the interrupted run wrote (its digest differs); leave out --resume")
     return known["value"]
 

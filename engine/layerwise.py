@@ -25,7 +25,8 @@ from engine.experts import MoeBlock
 from engine.memory_budget import batches
 from engine.model import Decoder, DecoderLayer, Outer, routed_by
 from engine.routing import Routing
-from engine.state_file import StateFile, write_state
+from engine.safetensors_file import SafetensorsFile
+from engine.state_file import check_digest, write_state
 from engine.streaming import embed, layer_positions, one_layer, stream_layers
 
 Route = Callable[[int, Routing, slice], Routing]
@@ -260,7 +261,8 @@ class _Pass:
 
     def _restore(self, index: int) -> None:
         assert self.shelf.directory is not None
-        with StateFile(self.shelf.directory / f"sums-{index}.safetensors") as file:
+        with SafetensorsFile(self.shelf.directory / f"sums-{index}.safetensors") as file:
+            check_digest(file)
             self.total = float.fromhex(file.metadata["loss"])
             for name, tensor in self.trained.items():
                 if name in file.entries:

@@ -50,6 +50,7 @@ def session(path: Path, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # what is wrong comes as an exception
+    onnxruntime.set_default_logger_severity(4)  # of what is logged outside a session, as by its allocators
     try:
         made = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         _ = made.get_modelmeta().custom_metadata_map  # here, since any text of the graph may be no UTF-8

@@ -21,22 +21,21 @@ DIGEST = "sha256"
 
 
 def write_state(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str) -> None:
-    """Write a file that StateFile reads, replacing an old one only when whole; OutputError names `what`."""
+    """Write a file with its digest, replacing an old one only when whole; OutputError names `what`."""
     digest = _digest(metadata, ((name, tensors[name]) for name in sorted(tensors)))
     write_tensors(path, tensors, {**metadata, DIGEST: digest}, what)
 
 
-class StateFile(SafetensorsFile):
-    """One file of `write_state`. DataError for a file that is not, byte for byte, what was written."""
+def check_digest(file: SafetensorsFile, *, may_lack: bool = False) -> None:
+    """Raise DataError for a file that is not, byte for byte, what `write_state` wrote.
 
-    def __init__(self, path: Path, *, may_lack_digest: bool = False) -> None:
-        """may_lack_digest: for files that earlier versions wrote, which are then taken as they are."""
-        super().__init__(path)
-        if may_lack_digest and DIGEST not in self.metadata:
-            return
-        said = {key: value for key, value in self.metadata.items() if key != DIGEST}
-        if self.metadata.get(DIGEST) != _digest(said, ((name, self.tensor(name)) for name in sorted(self.entries))):
-            raise DataError(f"{path}: is not what was written (its digest differs); leave out --resume, or make it again")
+    may_lack: take files of earlier versions, which have no digest, as they are.
+    """
+    if may_lack and DIGEST not in file.metadata:
+        return
+    said = {key: value for key, value in file.metadata.items() if key != DIGEST}
+    if file.metadata.get(DIGEST) != _digest(said, ((name, file.tensor(name)) for name in sorted(file.entries))):
+        raise DataError(f"{file.path}: is not what was written (its digest differs); leave out --resume, or make it again")
 
 
 def _digest(metadata: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
