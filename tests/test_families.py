@@ -322,7 +322,7 @@ def test_a_config_in_its_authors_words(name: str, made_of: Any, tmp_path: Path, 
     assert not {"auto_map", "attn_type_list"} & written.keys() and written["layer_types"] == config["layer_types"]
     assert "all of a head's 16 dimensions, and this model 8" in str(loading_note(written)) and loading_note(config) is None
     with pytest.raises(OptionError, match="use our own engine"):
-        remote_code.is_needed(tmp_path / "pruned", written)
+        remote_code.check_loadable(tmp_path / "pruned", written)
     refusals = {
         "postnorm=False": {"postnorm": False},
         "postnorm=None": {"postnorm": None},

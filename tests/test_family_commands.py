@@ -102,7 +102,9 @@ def test_groups_are_written_and_read_again(tmp_path: Path) -> None:
     assert moes[:2] == [None, {"num_local_experts": 4, GROUPS_KEY: [0, 1, 1, 3]}] and raw["num_experts_per_tok"] == 3
     apply(pruning_plan({1: [1, 2, 3], 2: [0]}), Checkpoint(tmp_path / "one"), tmp_path / "two")
     assert groups_of(tmp_path / "two") == [(1, 1, 3), (1,)]
-    assert remote_code.is_needed(tmp_path / "two", Checkpoint(tmp_path / "two").raw_config)
+    again = Checkpoint(tmp_path / "two").raw_config
+    remote_code.check_loadable(tmp_path / "two", again)
+    assert again["auto_map"] == remote_code.auto_map()
     for wrong, message in (([0, 1, 1], "a list of 4 groups"), ([0, 1, 1, 4], "from 0 to 3"), ("0 1 1 3", "a list of 4")):
         moes[1][GROUPS_KEY] = wrong
         with pytest.raises(CheckpointError, match=message):
@@ -122,12 +124,13 @@ def test_results_of_a_family_under_another_name_have_the_known_one(tmp_path: Pat
     save_reference("kimi_k2", tmp_path / "full")
     full = Checkpoint(tmp_path / "full")
     with pytest.raises(OptionError, match="transformers has no kimi_k2"):
-        remote_code.is_needed(tmp_path / "full", full.raw_config)
+        remote_code.check_loadable(tmp_path / "full", full.raw_config)
     (tmp_path / "out").mkdir()
     apply(pruning_plan({1: [0, 4, 5, 9], 2: [3]}), full, tmp_path / "out")
     raw = Checkpoint(tmp_path / "out").raw_config
     assert (raw["model_type"], raw["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
-    assert remote_code.is_needed(tmp_path / "out", raw)
+    remote_code.check_loadable(tmp_path / "out", raw)
+    assert raw["auto_map"] == remote_code.auto_map()
 
 
 # What a router's scores mean elsewhere

@@ -375,7 +375,7 @@ def test_people_are_told_who_loads_it(place: Path) -> None:
     assert said.exit_code == 0 and "note: only moe-compress loads it: transformers has no llama_moe" in said.stdout
     for name in ("model", "out"):
         with pytest.raises(OptionError, match="transformers has no llama_moe; use our own engine"):
-            remote_code.is_needed(place / name, Checkpoint(place / name).raw_config)
+            remote_code.check_loadable(place / name, Checkpoint(place / name).raw_config)
 
 
 # Refusals

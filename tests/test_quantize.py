@@ -232,7 +232,7 @@ def test_bad_models_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         OptionError, match="transformers reads weights of few bits only where compressed-tensors is installed"
     ):
-        remote_code.is_needed(small.directory, small.raw_config)
+        remote_code.check_loadable(small.directory, small.raw_config)
     with pytest.raises(OptionError, match="bits is 3; it must be 8 or 4"):
         QuantiserOptions(3).check(small.config)
 
