@@ -2,8 +2,8 @@
 
     python benchmarks/serving_attacks.py URL [--bodies 2] [--seconds 2]
 
-So many bodies a second, one kind after the other: those of tests/attacks/requests and some of its own. Beside them the
-files of tests/attacks/connections, each for so many seconds. SIGTERM ends it; then it prints one JSON object: of each
+So many bodies of tests/attacks/requests a second, one after the other, and beside them the files of
+tests/attacks/connections, each for so many seconds. SIGTERM ends it; then it prints one JSON object: of each
 body how often which status came, and which attacks on connections failed by themselves.
 """
 
@@ -26,23 +26,8 @@ from urllib.parse import urlsplit
 import httpx2
 
 ATTACKS = Path(__file__).resolve().parent.parent / "tests" / "attacks"
-LONG = b"z" * 7_900_000
 MOST_AT_ONCE = 16
 """Bodies whose answers have not come; an attacker, too, has a limit."""
-BODIES: dict[str, tuple[str, bytes]] = {
-    "long stop strings": ("/v1/completions", json.dumps({"prompt": "a", "stop": ["z" * 1_900_000] * 4}).encode()),
-    "objects as prompts": ("/v1/completions", b'{"prompt": [' + b"{}," * 700_000 + b"{}]}"),
-    "objects as messages": ("/v1/chat/completions", b'{"messages": [' + b"{}," * 700_000 + b"{}]}"),
-    "objects to tokenize": ("/tokenize", b'{"messages": [' + b"{}," * 700_000 + b"{}]}"),
-    "objects as tokens": ("/detokenize", b'{"tokens": [' + b"{}," * 700_000 + b"{}]}"),
-    "prompts times n": ("/v1/completions", json.dumps({"prompt": ["ab"] * 6000, "n": 128}).encode()),
-    "a prompt of 7.9 MB": ("/v1/completions", b'{"prompt": "' + LONG + b'"}'),
-    "a text of 7.9 MB to tokenize": ("/tokenize", b'{"prompt": "' + LONG + b'"}'),
-    "half a surrogate as a key": ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "\\ud800": 1}'),
-    "deep nesting": ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "x": ' + b"[" * 700 + b"]" * 700 + b"}"),
-    "a tiny temperature": ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "temperature": 1e-38}'),
-}
-"""Path and body of each by what it does, whether or not there is a file for it too."""
 
 
 def modules(folder: Path) -> list[ModuleType]:
@@ -59,10 +44,7 @@ def modules(folder: Path) -> list[ModuleType]:
 
 def bodies() -> dict[str, tuple[str, bytes]]:
     """Path and body of each attack by its name."""
-    made = dict(BODIES)
-    for module in modules(ATTACKS / "requests"):
-        made[module.__name__] = (module.PATH, module.body())
-    return made
+    return {module.__name__: (module.PATH, module.body()) for module in modules(ATTACKS / "requests")}
 
 
 async def send_bodies(url: str, pace: float, statuses: defaultdict[str, Counter[str]]) -> None:
@@ -142,7 +124,7 @@ async def attack(url: str, pace: float, seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("url")
-    parser.add_argument("--bodies", type=float, default=2.0, help="Of tests/attacks/requests and the list here, a second.")
+    parser.add_argument("--bodies", type=float, default=2.0, help="Of tests/attacks/requests, a second.")
     parser.add_argument("--seconds", type=float, default=2.0, help="For each file of tests/attacks/connections.")
     arguments = parser.parse_args()
     print(json.dumps(asyncio.run(attack(arguments.url, arguments.bodies, arguments.seconds))), flush=True)
