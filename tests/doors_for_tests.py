@@ -86,7 +86,7 @@ def _serve(model: Path) -> None:
 
     try:
         service = load(ServeOptions(model=str(model), threads=1))
-        service.engine_loop.stop()
+        service.close()
     except CompressError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -97,12 +97,14 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 
 def _chat(model: Path) -> None:
     """The token ids of a conversation, as /v1/chat/completions makes them."""
-    from engine.chat_template import conversation
     from engine.errors import CompressError
     from engine.generate import Engine
+    from engine.text_reader import TextReader, tokenizer_settings
 
     try:
-        print(json.dumps({"tokens": conversation(Engine.open(model, threads=1).tokenizer, MESSAGES)}))
+        engine = Engine.open(model, threads=1)
+        texts = TextReader(tokenizer_settings(engine.tokenizer, model, engine.checkpoint.config.vocabulary_size))
+        print(json.dumps({"tokens": texts.conversation_ids(texts.conversation(MESSAGES))}))
     except CompressError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -18,9 +18,12 @@ from random_model import shape, write_random_weights, write_tokenizer
 
 import cli
 from engine.checkpoint import Checkpoint
+from engine.linear import has_half_arithmetic
 from engine.safetensors_file import SafetensorsFile
 
 LIMIT = 800_000_000
+SEARCH_LIMIT = LIMIT if has_half_arithmetic() else 1_200_000_000
+"""Where the processor only emulates half precision, gradients pass through a layer that is widened to float32."""
 INTERPRETER = 350_000_000
 """With torch, transformers and the rest, at least."""
 TEXT = ["--data", "stdlib", "--samples", "4", "--sequence-length", "32", "--threads", "1", "--json"]
@@ -45,10 +48,10 @@ def run(*command: str) -> tuple[dict[str, Any], int]:
 
 def test_a_search_within_a_limit_stays_below_it_and_finds_the_same(model: Path, tmp_path: Path) -> None:
     said = {}
-    for name, limit in (("free", []), ("limited", ["--memory-limit", str(LIMIT)])):
+    for name, limit in (("free", []), ("limited", ["--memory-limit", str(SEARCH_LIMIT)])):
         options = [*SEARCH, *TEXT, "--evaluation-samples", "2", "-o", str(tmp_path / name), *limit]
         said[name], peak = run("prune", str(model), *options)
-        assert (peak <= LIMIT) == bool(limit), f"{name}: {peak / 1e6:.0f} MB"
+        assert (peak <= SEARCH_LIMIT) == bool(limit), f"{name}: {peak / 1e6:.0f} MB"
     for key in ("experts_per_layer", "perplexity_before", "perplexity_after"):
         assert said["limited"][key] == said["free"][key], key
     scores = [json.loads((tmp_path / name / "diep_scores.json").read_text()) for name in said]
