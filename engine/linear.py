@@ -326,6 +326,7 @@ def _buffer(elements: int) -> Tensor:
     """This thread's float32 scratch of at least so many elements; fresh memory would cost more than the widening."""
     buffer: Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < elements:
-        buffer = torch.empty(max(elements, BLOCK_ELEMENTS), dtype=torch.float32)
+        with torch.inference_mode(False):  # one that is made there can be written to nowhere else
+            buffer = torch.empty(max(elements, BLOCK_ELEMENTS), dtype=torch.float32)
         _local.buffer = buffer
     return buffer

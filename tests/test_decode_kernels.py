@@ -16,7 +16,7 @@ from engine.attention import rms_norm, rotate
 from engine.block_pool import BlockTable
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import KeyValueCache, position_bytes
-from engine.linear import as_bfloat16, decoding, reading
+from engine.linear import as_bfloat16, decoding, has_half_arithmetic, reading
 from engine.model import Decoder
 from engine.paged_cache import PagedBatch, PagedCache
 
@@ -68,7 +68,8 @@ def test_every_family_decodes_as_well_as_through_torch(
     compiled = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
     monkeypatch.setattr(engine.linear, "_load_kernels", lambda: None)
     torch_path = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
-    assert compiled.dtype == torch.bfloat16 and not torch.equal(compiled, torch_path)
+    is_compiled = logits is decoded or has_half_arithmetic()  # prompts go through torch where bfloat16 is emulated
+    assert compiled.dtype == torch.bfloat16 and torch.equal(compiled, torch_path) != is_compiled
     errors, torch_errors = ((made - exact).norm(dim=-1) for made in (compiled, torch_path))
     if logits is read:  # among so many tokens one or two have experts that are chosen or not by how a sum is rounded
         assert errors.median() < 1.25 * torch_errors.median()

@@ -413,8 +413,8 @@ def test_grouped_and_sparse_paths_equal_the_naive_sum(tokens: int, skip: bool) -
 
 
 def test_grouped_gradients_equal_the_naive_ones() -> None:
-    block = random_block(TopK(2, True)).requires_grad_(True)
-    x = torch.randn(9, 6, requires_grad=True)
+    block = random_block(TopK(2, True)).double().requires_grad_(True)
+    x = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
     block(x).sin().sum().backward()
     fast = [p.grad.clone() for p in block.parameters()] + [x.grad.clone()]
     block.zero_grad()
@@ -422,7 +422,7 @@ def test_grouped_gradients_equal_the_naive_ones() -> None:
     logits = torch.nn.functional.linear(x, block.router_ND)
     experts, weights = TopK(2, True)(logits)
     every = torch.stack([expert(x) for expert in block.experts], dim=1)
-    one_hot = torch.zeros(9, 4).scatter(1, experts, weights)
+    one_hot = torch.zeros(9, 4, dtype=torch.float64).scatter(1, experts, weights.double())
     (one_hot[..., None] * every).sum(1).sin().sum().backward()
     for got, parameter in zip(fast, [*block.parameters(), x], strict=True):
         assert torch.allclose(got, parameter.grad, atol=1e-5)
