@@ -20,6 +20,7 @@ from compress.work_directory import WorkDirectory
 from engine.checkpoint import Checkpoint, resolve
 from engine.progress import Progress, no_progress
 from engine.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.skip_tables import load_skip_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ def _make(options: QuantizeOptions, prepared: Prepared, work: WorkDirectory, pro
 
     def keep_tables(directory: Path) -> None:
         if not options.reads_text and (source.directory / SKIP_TABLES).is_file():
+            load_skip_tables(source.directory, source.config)  # raises where they are of another model
             shutil.copyfile(source.directory / SKIP_TABLES, directory / SKIP_TABLES)
 
     return Made(

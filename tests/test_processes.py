@@ -29,6 +29,7 @@ from compress.dense_plan import choose, dense_plan
 from compress.diep import RELAXATIONS
 from compress.plan import plan_to_json
 from compress.training import Trainer, TrainingOptions
+from compress.work_directory import write_value
 from engine import processes
 from engine.checkpoint import Checkpoint
 from engine.errors import DataError, OptionError
@@ -202,7 +203,7 @@ def test_one_process_fails_and_says_it_for_all_and_the_run_is_resumed(
     assert failed.returncode == 1 and failed.stderr.count("Error: the second process fails alone") == 1
     assert "closed" not in failed.stderr and "RuntimeError" not in failed.stderr, "the first ends without a word of its own"
     assert not (tmp_path / "out").exists() and (tmp_path / ".out.work" / "naee_0.json").exists()
-    (tmp_path / ".out.work" / "naee_0.json").write_text('{"value": [0, 1, 2]}')  # what was found is not looked for again
+    write_value(tmp_path / ".out.work" / "naee_0.json", [0, 1, 2])  # what was found is not looked for again
     done = torchrun("-m", "cli", *command, "-o", "out", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["layers"]["0"] == [0, 1, 2]

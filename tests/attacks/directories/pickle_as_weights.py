@@ -1,6 +1,5 @@
 """The weights are pickled, under the name of a safetensors file."""
 
-import pickle
 from pathlib import Path
 
 REFUSED_BY = "every"
@@ -8,10 +7,9 @@ SAYS = "header"
 SIGNED = True
 
 
-class _Payload:
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return open, ("pwned", "w")
+PAYLOAD = b"cbuiltins\nopen\n(S'pwned'\nS'w'\ntR."
+"""Unpickled, it opens a file to write."""
 
 
 def plant(directory: Path) -> None:
-    (directory / "model.safetensors").write_bytes(pickle.dumps(_Payload()))
+    (directory / "model.safetensors").write_bytes(PAYLOAD)

@@ -1,6 +1,5 @@
 """Pickled weights and state lie beside the safetensors file: whoever unpickles them runs what they say."""
 
-import pickle
 from pathlib import Path
 
 REFUSED_BY = ()
@@ -8,11 +7,10 @@ SAYS = ""
 SIGNED = True
 
 
-class _Payload:
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return open, ("pwned", "w")
+PAYLOAD = b"cbuiltins\nopen\n(S'pwned'\nS'w'\ntR."
+"""Unpickled, it opens a file to write."""
 
 
 def plant(directory: Path) -> None:
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "tokenizer.pkl", "skip_tables.pt"):
-        (directory / name).write_bytes(pickle.dumps(_Payload()))
+        (directory / name).write_bytes(PAYLOAD)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-REFUSED_BY = ("inspect", "generate --skip-threshold")
+REFUSED_BY = ("inspect", "generate --skip-threshold", "quantize")
 SAYS = "skip_tables.safetensors"
 SIGNED = True
 
