@@ -102,3 +102,4 @@ def kill_while_it_trains(place: Path, command: list[str]) -> None:
         process.kill()
         process.wait()
     assert not (place / "out").exists(), "it was killed while it trained"
+    (place / ".out.lock").unlink()  # which the next run takes over, and removes
