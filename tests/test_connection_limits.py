@@ -44,7 +44,7 @@ REQUESTS = 6
 # Attacks on a server in a process of its own, which may have few files open
 
 
-@pytest.fixture(scope="module", params=["with a key", "without"])
+@pytest.fixture(scope="module", params=["with a key", pytest.param("without", marks=pytest.mark.slow)])
 def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str]]:
     with ExitStack() as stack:
         environment = {"COMPRESS_API_KEY": "sesame"} if request.param == "with a key" else {}

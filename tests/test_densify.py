@@ -173,6 +173,7 @@ def result(place: Path) -> dict[str, str]:
     return {name: content for name, (_, content) in listing(place / "out").items() if name not in told}
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_in_the_same_weights(place: Path) -> None:
     command = [*TRAIN, "--dtype", "bfloat16", "--threads", "1", "--distill-steps", "40"]
     run(*command)

@@ -132,6 +132,7 @@ def test_interrupted_and_resumed_it_ends_in_the_same_weights(
     assert (place / "out" / "model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_in_the_same_weights(place: Path) -> None:
     command = ["--teacher", "model", "--student", "student", "--recipe", "sar", *PAIRS, *SMALL]
     command += ["--steps", "40", "--threads", "1"]
@@ -153,6 +154,7 @@ def test_another_divergence_than_the_recipes(place: Path) -> None:
     assert 0 < other["divergence_first"] < 0.6931 and other["divergence"] == "jensen-shannon"
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_batch(place: Path) -> None:
     """A mixture as student, in pieces: each process leaves other experts idle. On the data's responses, for those of a
     student are drawn by each process on its own."""

@@ -45,6 +45,7 @@ def groups_of(path: Path) -> list[tuple[int, ...]]:
     return [moe.groups for layer in Checkpoint(path).config.layers if (moe := layer.moe) is not None]
 
 
+@pytest.mark.slow
 def test_every_command(place: Path) -> None:
     assert run("inspect", "model")["experts_per_layer"] == [12, 12]
     assert run("calibrate", "model", *CALIBRATION, "-o", "statistics")["tokens"] == 64

@@ -17,6 +17,7 @@ KILLS = 5
 """One of each command."""
 
 
+@pytest.mark.slow
 def test_killed_runs_leave_the_old_state_or_the_new_one() -> None:
     """The script checks each state and each run that follows; benchmarks/kill_runs.py by itself kills 200 times."""
     result = subprocess.run(

@@ -28,6 +28,7 @@ print(json.dumps(made))
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_and_a_half_times_the_memory_generates(tmp_path: Path) -> None:
     config = shape(hidden=512, layers=4, experts=8, width=7424) | {"vocab_size": 4096}
     assert write_random_weights(tmp_path / "model", config, alike=True) >= 1.5 * LIMIT

@@ -339,6 +339,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_command(place: Path) -> None:
     inspected = run("inspect", "model")
     assert (inspected["architecture"], inspected["experts_per_layer"]) == (FAMILY, [6, 6, 6])

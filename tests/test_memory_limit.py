@@ -46,6 +46,7 @@ def run(*command: str) -> tuple[dict[str, Any], int]:
     return json.loads(done.stdout), peak
 
 
+@pytest.mark.slow
 def test_a_search_within_a_limit_stays_below_it_and_finds_the_same(model: Path, tmp_path: Path) -> None:
     said = {}
     for name, limit in (("free", []), ("limited", ["--memory-limit", str(SEARCH_LIMIT)])):

@@ -46,7 +46,7 @@ def usage(name: str, layers: int, experts: int, kept: int) -> plots.Usage:
 LONG = "an-organisation/a-model-with-a-very-long-name-8x7B-instruct-v0.1"
 
 
-@pytest.mark.parametrize(("layers", "experts"), [(1, 2), (6, 8), (48, 128)])
+@pytest.mark.parametrize(("layers", "experts"), [(1, 2), (6, 8), pytest.param(48, 128, marks=pytest.mark.slow)])
 def test_every_picture_fits_its_page(layers: int, experts: int) -> None:
     counts = {LONG: dict.fromkeys(range(layers), experts), "b": {layer: 1 + layer % 2 for layer in range(1, layers)}}
     check_nothing_is_cut_off(plots.experts_per_layer(counts))

@@ -87,6 +87,7 @@ def history(path: Path) -> dict[str, list[float]]:
     return terms | {"validation": [value for _, value in header["validations"]]}
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
     """The same losses and weights to 1e-5, in both parts of the training; also sharded, and sharded and resumed."""
     save_reference("qwen2_moe", tmp_path / "model")
@@ -134,6 +135,7 @@ def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: 
         assert json.loads((tmp_path / f"process-{rank}" / "values.json").read_text()) == values
 
 
+@pytest.mark.slow
 def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep: what each artifact is made of, its tensors and its figures."""
     make_workplace(tmp_path)
@@ -156,6 +158,7 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("held", [["--memory-limit", "1.5GB"], ["--shard"]], ids=["a layer", "pieces"])
+@pytest.mark.slow
 def test_each_process_holds_but_a_part(held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of the model, or pieces of all: what the artifact is made of, its tensors, its figures are as of one alone."""
     make_workplace(tmp_path)
@@ -192,6 +195,7 @@ cli.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_one_process_fails_and_says_it_for_all_and_the_run_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,6 +304,7 @@ def test_a_failure_of_ours_is_500_without_details(url: str, state: State, monkey
     assert answer.status_code == 500 and "secret" not in answer.text and error(answer)["type"] == "server_error"
 
 
+@pytest.mark.slow
 def test_what_the_schema_promises_holds(url: str) -> None:
     """A short run of what benchmarks/fuzz_server.py does for long."""
     import sys

@@ -72,6 +72,7 @@ def test_artifacts_are_those_of_single_runs_from_one_calibration(place: Path, mo
         assert (swept / "diep_scores.json").exists() == (method == "diep")
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = compress.sweep.prune
 

@@ -289,6 +289,7 @@ cli.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_several_processes_share_out_the_files(place: Path) -> None:
     (place / "script.py").write_text(PROCESSES)
     command = [*BOTH, *PAIRS, *SMALL, "--steps", "4", "--dtype", "float32", "--micro-batch-size", "2"]

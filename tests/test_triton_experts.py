@@ -28,6 +28,7 @@ SHARED_MEMORY = 99 * 1024
 """Bytes that a program may have on the smallest cards since 2020."""
 
 
+@pytest.mark.slow
 def test_equals_torch_where_it_is_interpreted() -> None:
     pytest.importorskip("triton", reason="needs Triton")
     made = subprocess.run(
