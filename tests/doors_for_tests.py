@@ -96,16 +96,20 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 
 
 def _chat(model: Path) -> None:
-    """The token ids of a conversation, as /v1/chat/completions makes them."""
+    """The token ids of a conversation, as the process that reads /v1/chat/completions makes them."""
+    from engine.body_reader import BodyReader
     from engine.errors import CompressError
     from engine.generate import Engine
-    from engine.text_reader import TextReader, tokenizer_settings
+    from engine.openai_errors import ApiError
+    from engine.openai_requests import reading_settings
 
     try:
         engine = Engine.open(model, threads=1)
-        texts = TextReader(tokenizer_settings(engine.tokenizer, model, engine.checkpoint.config.vocabulary_size))
-        print(json.dumps({"tokens": texts.conversation_ids(texts.conversation(MESSAGES))}))
-    except CompressError as error:
+        most = {"max_model_length": engine.checkpoint.config.max_positions, "max_queue": 16, "skip_threshold": 0.0}
+        reader = BodyReader(reading_settings(engine, model_name="tiny", **most))
+        read = reader.read("/v1/chat/completions", json.dumps({"messages": MESSAGES}).encode())
+        print(json.dumps({"tokens": list(read.prompts[0])}))
+    except (CompressError, ApiError) as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(1)
 
