@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.openai_errors import ApiError
+from engine.worker import package_path, python_module
 
 MEMORY_BYTES = 2_000_000_000
 """Of addresses, that reading may take beside what the process has when it is ready."""
@@ -58,14 +59,12 @@ class ReadingProcess:
             return
         ours, theirs = socket.socketpair()
         with theirs:
-            package_parent = str(Path(__file__).resolve().parents[1])
-            path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.reading_process", str(theirs.fileno())],
+                [*python_module("engine.reading_process"), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=_environment() | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+                env=_environment() | package_path() | {"TOKENIZERS_PARALLELISM": "false"},
             )
         self._socket = ours
         try:

@@ -36,6 +36,17 @@ class Spec:
 Own = TypeVar("Own", bound=Spec)
 
 
+def python_module(module: str) -> list[str]:
+    """The command of a child process that runs a module of this package, and (-P) none of the working directory."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def package_path() -> dict[str, str]:
+    """The variable by which such a child finds this package wherever it was started."""
+    own = str(Path(__file__).resolve().parents[1])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))}
+
+
 class Worker(Generic[Own]):
     """The process of one spec, from this side."""
 
@@ -44,17 +55,14 @@ class Worker(Generic[Own]):
         self.spec, self.module = spec, module
 
     def __enter__(self) -> Self:
-        # The worker finds this package wherever it was started, and (-P) no folder of the same name in the way.
-        package_parent = str(Path(__file__).resolve().parents[1])
-        path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self.module, json.dumps(asdict(self.spec))],
+            [*python_module(self.module), json.dumps(asdict(self.spec))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | package_path(),
         )
         try:
             self.about = self._reply()
