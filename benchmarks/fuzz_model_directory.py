@@ -43,7 +43,7 @@ STATE = RESULTS / f"{NAME}.jsonl"
 CPU_SECONDS, SECONDS = 20, 90
 OUTCOMES = ("refused", "loaded", "loaded differently", "traceback", "signal", "hang", "written outside", "mixed up")
 FAILURES = OUTCOMES[3:]
-"""What must not be; the last is another text under --checksums, where nothing was signed again."""
+"""Outcomes that must not be; the last is another text under --checksums, where nothing was signed again."""
 
 Change = Callable[[bytes, random.Random], bytes]
 
@@ -479,7 +479,7 @@ class Fuzz:
         return "mixed up" if outcome.door.endswith("--checksums") and not signed else "loaded differently"
 
     def result(self, door: str, of: str) -> Any:
-        """What a door gives without a mutation."""
+        """The result of a door without a mutation."""
         if (door, of) not in _RESULTS:
             outcome = run_door(door, DOORS[door], self.good, self.good / of)
             assert outcome.kind == "done", outcome

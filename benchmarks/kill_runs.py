@@ -148,13 +148,13 @@ class Bench:
         self.originals = set(listing(place))
 
     def arguments(self, run: str, *more: str) -> list[str]:
-        """Of one of the runs."""
+        """The artifact of one of the runs."""
         return [*self.command.arguments, *self.command.own[run], *more]
 
     # The result: a directory, a file, or what the hub has.
 
     def result(self) -> Any:
-        """What there is, checked to be whole, without what tells the time; None for nothing."""
+        """The state that there is, checked to be whole, without what tells the time; None for nothing."""
         if self.name == "push":
             repository = self.hub.repositories.get(REPOSITORY)
             files = {} if repository is None else {k: v for k, v in repository.files.items() if k != ".gitattributes"}
@@ -183,7 +183,7 @@ class Bench:
             (shutil.copytree if (self.place / "out").is_dir() else shutil.copy)(self.place / "out", kept)
 
     def put_old(self) -> None:
-        """What is to be replaced is there."""
+        """An old result is there, to be replaced."""
         if self.name == "push":
             self.hub.add(REPOSITORY, self.expected["old"])
             return
@@ -292,7 +292,7 @@ def prepared(folder: Path, names: list[str], hub: Hub) -> list[Bench]:
 
 
 def kill_many(kills: int, seed: int, names: list[str], folder: Path, hub: Hub) -> list[dict[str, Any]]:
-    """What each kill left."""
+    """The state that each kill left."""
     benches, found = prepared(folder, names, hub), []
     for number in range(kills):
         turn, bench = number // len(benches), benches[number % len(benches)]

@@ -29,7 +29,7 @@ from engine.openai_schema import (
 from engine.text_reader import TextReader, TokenizerSettings
 
 COMPLETION_TOKENS = 16
-"""Of a completion that does not say how many; a chat may use all the room there is."""
+"""The limit of a completion that names none; a chat may use all the room there is."""
 TEMPERATURE = 1.0
 """Where a body names none, as clients of this interface expect."""
 MOST_ITEMS = 10_000
@@ -39,7 +39,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 @dataclass(frozen=True)
 class ReadingSettings:
-    """What a reader of bodies knows of the model and the server."""
+    """The facts of the model and the server that a reader of bodies knows."""
 
     tokenizer: TokenizerSettings
     model_name: str
@@ -93,7 +93,7 @@ class BodyReader:
             import transformers.utils.chat_template_utils  # noqa: F401
 
     def read(self, path: str, data: bytes) -> Read | dict[str, Any]:
-        """What a body asks for, or the whole answer. Raises ApiError for a body that is refused."""
+        """The requests of a body, or the whole answer. Raises ApiError for a body that is refused."""
         try:
             return READERS[path](self, data)
         except CompressError as error:

@@ -32,7 +32,7 @@ OWN_DESCRIPTORS = 96
 LEAST_CONNECTIONS = 16
 SWEEP_SECONDS = 0.5
 NETWORK_BITS = 64
-"""Of an IPv6 address, whose owner has all the rest."""
+"""The part of an IPv6 address that tells owners apart: one owner has all the rest."""
 FULL = "the server has as many connections as it takes, and answers all of them; try again"
 NOT_HTTP = "this is not a valid HTTP request; its first line and its headers, of at most 16 KB, have to be those of HTTP/1.1"
 

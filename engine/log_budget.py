@@ -11,7 +11,7 @@ from typing import TextIO
 
 LINES_A_MINUTE = 120
 MOST_CHARACTERS = 8_000
-"""Of one message with its traceback; the middle of a longer one is left out."""
+"""The limit of one message with its traceback; the middle of a longer one is left out."""
 
 
 class LogBudget(logging.Handler):

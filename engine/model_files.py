@@ -15,7 +15,7 @@ from engine.json_file import shown
 MAX_ENTRIES = 100_000
 """Files and folders that are looked at; a model has a few hundred."""
 CODE_SUFFIXES = frozenset((".py", ".pyc", ".pyd", ".pyi", ".pyo", ".pyw", ".pyx", ".pyz", ".so", ".dylib", ".dll"))
-"""Of files that Python imports."""
+"""The suffixes of files that Python imports."""
 
 
 def check_entries(directory: Path) -> None:

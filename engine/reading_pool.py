@@ -20,7 +20,7 @@ READING_SECONDS = 10.0
 SMALL_BYTES = 65_536
 """Bodies up to this size do not wait for larger ones."""
 MOST_WAITING_BYTES = 64_000_000
-"""Of bodies that are read or wait for it."""
+"""The size of all bodies together that are read or wait for it."""
 _LOG = logging.getLogger(__name__)
 
 

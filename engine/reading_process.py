@@ -32,7 +32,7 @@ from engine.openai_errors import ApiError
 from engine.worker import package_path, python_module
 
 MEMORY_BYTES = 2_000_000_000
-"""Of addresses, that reading may take beside what the process has when it is ready."""
+"""The address space that reading may take, beside what the process has when it is ready."""
 START_SECONDS = 60
 """For the process to be ready; a tokenizer of a quarter of a million tokens takes one."""
 _LENGTHS = struct.Struct("<QQ")

@@ -23,7 +23,7 @@ _REFERENCE = re.compile(r"\\(?:[1-9]|k[<']|g[<'])")
 
 
 class _Refused(Exception):
-    """What the expression does."""
+    """A feature of the expression that is refused."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Piece:
 
 
 def problem_of_regex(pattern: str) -> str | None:
-    """What is wrong with an expression, to follow "which"; None for one that can be searched for."""
+    """The problem of an expression, worded to follow "which"; None for one that can be searched for."""
     if len(pattern) > MAX_PATTERN:
         return f"is longer than {MAX_PATTERN} characters"
     try:

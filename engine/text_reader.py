@@ -45,7 +45,7 @@ def tokenizer_settings(tokenizer: Any, directory: Path, vocabulary: int) -> Toke
 
 
 class _Tokens(Protocol):
-    """What a tokenizer does here."""
+    """The operations of a tokenizer that reading needs."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 

@@ -1,4 +1,4 @@
-"""What tokenizer.json may ask for, checked before the tokenizers library sees it.
+"""Checks of what tokenizer.json may ask for, before the tokenizers library sees it.
 
 That library ends the process, or panics, where such a file lies: normalizers that double a text forty times, padding to
 10¹² tokens, a damaged map of characters. The limits are well above what published tokenizers have.
@@ -25,7 +25,7 @@ MAX_GROWTH = 64
 """Times that the steps of one part may lengthen a text. Published tokenizers: 12 (a prefix and a wider space)."""
 MAX_TOKEN_LENGTH = 4_096
 MAX_LENGTH = 1 << 24
-"""Of padding and truncation, in tokens."""
+"""The most that padding and truncation may ask for, in tokens."""
 MAX_WORD = 10_000
 """Characters of a word that WordPiece looks at, in a time that is quadratic."""
 MAX_MAPPED_BYTES = 128
@@ -41,7 +41,7 @@ Node = Mapping[str, Any]
 
 
 class _Bad(Exception):
-    """What is wrong, without the file's name."""
+    """A problem, without the name of the file."""
 
 
 def check_tokenizer_files(directory: Path, vocabulary: int) -> None:

@@ -1,4 +1,4 @@
-"""What clients do with sockets: slow, half, endless and very many, while another client is answered.
+"""Clients and their sockets: slow, half, endless and very many, while another client is answered.
 
 Each attack is a file of tests/attacks/connections.
 """

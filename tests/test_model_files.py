@@ -1,4 +1,4 @@
-"""What a model directory may hold beside weights: no code that is run, no way out of it, nothing that was not written."""
+"""Files of a model directory beside its weights: no code that is run, no way out of it, nothing that was not written."""
 
 from __future__ import annotations
 

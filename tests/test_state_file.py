@@ -1,4 +1,4 @@
-"""What a run leaves for `--resume` is read back only as it was written."""
+"""The state that a run leaves for `--resume` is read back only as it was written."""
 
 from __future__ import annotations
 

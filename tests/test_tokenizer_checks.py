@@ -1,4 +1,4 @@
-"""What is refused in tokenizer.json before the library sees it, and that what published tokenizers have is not."""
+"""Tokenizers that would harm the library are refused before it sees them, and those of published forms are not."""
 
 from __future__ import annotations
 
