@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import signal
+import sys
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -23,28 +23,23 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-ATTACKS = Path(__file__).resolve().parent.parent / "tests" / "attacks"
+import httpx2
+from attacks_for_tests import attack_files, load_attack
+
 MOST_AT_ONCE = 16
 """Bodies whose answers have not come; an attacker, too, has a limit."""
 
 
-def modules(folder: Path) -> list[ModuleType]:
-    """The attacks of a folder, by their names."""
-    found = []
-    for path in sorted(folder.glob("*.py")):
-        specification = importlib.util.spec_from_file_location(f"{folder.name}_{path.stem}", path)
-        assert specification is not None and specification.loader is not None
-        module = importlib.util.module_from_spec(specification)
-        specification.loader.exec_module(module)
-        found.append(module)
-    return found
+def modules(folder: str) -> list[ModuleType]:
+    """The attacks of a folder of tests/attacks."""
+    return [load_attack(path) for path in attack_files(folder)]
 
 
 def bodies() -> dict[str, tuple[str, bytes]]:
     """Path and body of each attack by its name."""
-    return {module.__name__: (module.PATH, module.body()) for module in modules(ATTACKS / "requests")}
+    return {module.__name__: (module.PATH, module.body()) for module in modules("requests")}
 
 
 async def send_bodies(url: str, pace: float, statuses: defaultdict[str, Counter[str]]) -> None:
@@ -73,7 +68,7 @@ async def send_bodies(url: str, pace: float, statuses: defaultdict[str, Counter[
 async def use_sockets(url: str, seconds: float, ended: Counter[str]) -> None:
     """One attack on connections after the other, each for so long, until cancelled."""
     address = urlsplit(url)
-    for module in cycle(modules(ATTACKS / "connections")):
+    for module in cycle(modules("connections")):
         try:
             await asyncio.wait_for(module.attack(str(address.hostname), int(address.port or 80)), seconds)
         except TimeoutError:

@@ -15,7 +15,6 @@ these name none. Those that are named, or all; with --all on every door, which t
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -27,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from attacks_for_tests import ATTACKS, attack_files, load_attack
 from doors_for_tests import DOORS, NEEDS_A_NETWORK, OF_EXPORTS, make_place, run_door
 
 from engine.artifact import FILE_NAME
@@ -34,19 +34,15 @@ from engine.json_file import load_json, write_json
 from engine.sha256 import file_sha256
 
 ROOT = Path(__file__).resolve().parent.parent
-ATTACKS = ROOT / "tests" / "attacks" / "directories"
-NAMES = sorted(path.stem for path in ATTACKS.glob("*.py"))
+NAMES = [path.stem for path in attack_files("directories")]
 FEW = ("inspect --checksums", "generate", "bench --backend transformers", "prune", "export")
 """Doors that differ in how they read a directory: checksums, the engine, transformers, what copies files, another writer."""
 FEW_OF_EXPORTS = ("inspect --checksums", "generate")
 
 
-def load_attack(name: str) -> Any:
+def whole_attack(name: str) -> Any:
     """The module of an attack, with what it leaves out."""
-    spec = importlib.util.spec_from_file_location(f"attack_{name}", ATTACKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    attack = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(attack)
+    attack = load_attack(ATTACKS / "directories" / f"{name}.py")
     for constant, value in (("OF", "artifact"), ("DOORS", ()), ("RESULT_MAY_DIFFER", False), ("SIGNED", False)):
         if not hasattr(attack, constant):
             setattr(attack, constant, value)
@@ -106,7 +102,7 @@ class Range:
 
     def problems(self, name: str, doors: Sequence[str] = ()) -> Iterator[str]:
         """What went wrong at doors (by default those of the tests) with an attack."""
-        attack = load_attack(name)
+        attack = whole_attack(name)
         doors, refusing, possible = doors or chosen_doors(attack), refusing_doors(attack), possible_doors(attack)
         place = self._folder / "attacked"
         shutil.copytree(self._good, place, symlinks=True)

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx2
 import psutil
 import pytest
+from attacks_for_tests import attack_files
 from server_for_tests import ROOT, process, served, wait_for
 
 from engine import connection, connection_limits
@@ -30,7 +31,7 @@ from engine.connection_limits import Connections, most_connections, network
 from engine.log_budget import MOST_CHARACTERS, LogBudget
 from engine.server import State
 
-ATTACKS = sorted((Path(__file__).parent / "attacks" / "connections").glob("*.py"))
+ATTACKS = attack_files("connections")
 OPEN_FILES = 256
 KEY = {"authorization": "Bearer sesame"}
 ASKED = {"prompt": "import os\n", "max_tokens": 2}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx2
 import pytest
+from attacks_for_tests import attack_files, load_attack
 from conftest import save_reference
 from scripted_loop import ScriptedLoop
 from server_for_tests import reading_for, served
@@ -21,17 +20,9 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from engine.generate import Engine
 from engine.server import Service, State
 
-ATTACKS = sorted((Path(__file__).parent / "attacks" / "requests").glob("*.py"))
+ATTACKS = attack_files("requests")
 HUNG_SECONDS = 30
 """For any answer, and between two tokens of the other client: on a busy machine far more than either takes."""
-
-
-def attack(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Watching:
@@ -79,7 +70,7 @@ def test_there_are_attacks() -> None:
 
 @pytest.mark.parametrize("path", ATTACKS, ids=lambda path: path.stem)
 def test_the_attack_is_answered_and_nobody_waits(path: Path, url: str) -> None:
-    own = attack(path)
+    own: Any = load_attack(path)
     watching = Watching(url)
     try:
         headers = {"content-type": "application/json"}
