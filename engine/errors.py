@@ -47,3 +47,8 @@ class BusyError(CompressError):
 
 class ExportError(CompressError):
     """An exported model does not give what the engine gives."""
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust has panicked: its error is no Exception, and no module names the class."""
+    return type(error).__name__ == "PanicException"

@@ -28,6 +28,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from engine.errors import is_panic
 from engine.openai_errors import ApiError
 from engine.worker import package_path, python_module
 
@@ -189,7 +190,7 @@ def _reply(reader: Any, path: str, body: bytes) -> Frame:
     except Exception:  # a fault of ours, which the server's log describes
         return {"failed": traceback.format_exc()[-4000:]}, b""
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # which extensions in Rust raise, and which no module names
+        if not is_panic(error):
             raise
         return _refused(ApiError(400, "the tokenizer fails at this text; change it", code="reading_failed"))
     if isinstance(read, dict):

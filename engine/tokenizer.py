@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint import Checkpoint, ModelDirectory
-from engine.errors import CheckpointError, CompressError, OptionError
+from engine.errors import CheckpointError, CompressError, OptionError, is_panic
 from engine.json_file import load_json, shown
 from engine.tokenizer_checks import check_tokenizer_files
 
@@ -58,7 +58,7 @@ def tokenizing(directory: Path) -> Iterator[None]:
         raise
     except BaseException as error:
         # tokenizers raises plain Exception, and where it panics what is none.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
