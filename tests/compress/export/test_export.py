@@ -278,7 +278,7 @@ def test_a_graph_that_differs_is_removed_and_the_step_is_named(place: Path, tmp_
         wrong.config = replace(checkpoint.config, norm_epsilon=0.1)
         return write(wrong, *arguments, **keywords)
 
-    monkeypatch.setattr(engine.onnx_decoder, "write_decoder", write_wrong)
+    monkeypatch.setattr(engine.onnx.decoder, "write_decoder", write_wrong)
     with pytest.raises(ExportError, match=r"output logits at prefill of a random prompt of 1 tokens is off by .* removed"):
         export(options(place, output=tmp_path / "out"))
     assert not list(tmp_path.iterdir())
