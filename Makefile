@@ -14,7 +14,7 @@ SAMPLING := --temperature 0.6 --top-p 0.9
 BENCHMARKS := benchmarks/methods.py benchmarks/engine_speed.py benchmarks/decode_batches.py benchmarks/engine_memory.py benchmarks/pruning_memory.py \
 	benchmarks/densify.py benchmarks/dense_speed.py benchmarks/onnx_speed.py benchmarks/encoder_decoder.py benchmarks/distill.py benchmarks/moe_kd.py benchmarks/quantize.py benchmarks/results.py
 
-.PHONY: help demo test test-all lint bench methods recipes classifiers clean
+.PHONY: help demo test test-all lint shape bench methods recipes classifiers clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -42,6 +42,9 @@ lint: $(STAMP) ## style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+shape: $(STAMP) ## the shape of the source: modules by room, the longest files and functions, names
+	$(BIN)/python tests/support/shape.py
 
 bench: $(STAMP) ## what backs the figures of the README; takes long
 	set -e; for script in $(BENCHMARKS); do $(BIN)/python $$script; done
