@@ -9,7 +9,7 @@ Decoding is bound by the memory that its weights come from. These kernels read e
 rows after the other, one or two streams per thread, and add up in float32. One call does what torch
 needs a dozen for: several matrices on the same vectors, or all chosen experts of a layer, each on the tokens that chose it.
 They take addresses: a weight's bits are read where they lie, and nothing is wrapped or checked on the way.
-`engine/linear.py` checks and calls them.
+`engine/kernels/linear.py` checks and calls them.
 
 Prompts are bound by multiplying. Vectors are packed into panels, where the same two inputs of 16 vectors fill a register: it
 is multiplied with a pair of weights that is repeated 16 times, and nothing is added up across lanes. Four matrix rows and

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from engine.errors import CheckpointError
 from engine.families.layer_config import Chunk, LatentConfig
 from engine.families.values import keys, natural, of_layer, positive
-from engine.json_file import shown
+from engine.files.json_file import shown
 
 LINEAR, FULL, SLIDING, CHUNKED = "linear_attention", "full_attention", "sliding_attention", "chunked_attention"
 """Kinds of layers, as entries of `layer_types`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.json_file import shown
+from engine.files.json_file import shown
 
 GROUPS_KEY = "expert_groups"
 """In block_configs[i].ffn.moe, a key of this project: the group of each expert, where groups have lost unequal numbers."""

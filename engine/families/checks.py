@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
-from engine.json_file import shown
+from engine.files.json_file import shown
 
 # Keys that a config.json may carry and that change nothing in what the decoder computes.
 HARMLESS_KEYS = frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.layer_config import ClampedSwiglu
 from engine.families.values import above_zero, keys, natural, number, positive
-from engine.json_file import shown
+from engine.files.json_file import shown
 
 GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(6)
 """The tensors of an expert, as they are numbered everywhere; some families have no biases."""

@@ -13,7 +13,7 @@ from engine.families.resolve import architecture_of, decoder_config, load_transf
 from engine.families.router import GATE_WIDTH_KEY
 from engine.families.table import ARCHITECTURES
 from engine.families.values import positive
-from engine.json_file import shown
+from engine.files.json_file import shown
 
 _OF_ANOTHER = frozenset(["block_configs", "auto_map", "quantization_config", GATE_WIDTH_KEY])
 """Config keys that say something of the weights that a result is made from."""

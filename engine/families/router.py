@@ -1,6 +1,6 @@
 """The router as a part of a family: names of its tensors, and the rule by which a token's experts are chosen and weighed.
 
-The rules themselves are in engine/routing.py; a part says in a `MoeConfig` which of them a layer has.
+The rules themselves are in engine/decoder/routing.py; a part says in a `MoeConfig` which of them a layer has.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class LeastSum(TopK):
 
 @dataclass(frozen=True)
 class SparseMixer(TopK):
-    """Two experts are chosen one after the other by sparsemixer (engine/routing.py)."""
+    """Two experts are chosen one after the other by sparsemixer (engine/decoder/routing.py)."""
 
     least: ClassVar[int] = 2
     jitter: str = "router_jitter_noise"
@@ -226,7 +226,7 @@ class GateNetwork(TopK):
     hidden: str = "gate.gate_network.0.weight"
     """Name within the block of W1 [hidden units, D]."""
     noise: str = "gate.weight_noise.weight"
-    """Name within the block of W_noise [experts, D] of noisy top-k (engine/routing.py)."""
+    """Name within the block of W_noise [experts, D] of noisy top-k (engine/decoder/routing.py)."""
     units: str = "num_experts"
     """Config key of the number of hidden units where GATE_WIDTH_KEY is missing."""
     is_noisy: str = "gate_add_noise"

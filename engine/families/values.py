@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.json_file import shown
+from engine.files.json_file import shown
 
 
 def positive(family: Any, key: str) -> int:
