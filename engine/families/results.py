@@ -8,6 +8,7 @@ from typing import Any
 from engine.errors import UnsupportedError
 from engine.families.architecture import Architecture
 from engine.families.block_configs import block_config
+from engine.families.config import DecoderConfig
 from engine.families.encoder_decoders import ENCODER_DECODERS, EncoderDecoder
 from engine.families.resolve import architecture_of, decoder_config, load_transformers_config
 from engine.families.router import GATE_WIDTH_KEY
@@ -87,8 +88,9 @@ def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | Non
     return f"transformers has no {row.model_type}: moe-compress loads it, and the class that its authors publish"
 
 
-def check_onnx(row: Architecture) -> None:
-    """Raise UnsupportedError for a family that cannot be written as an ONNX graph."""
+def check_onnx(config: DecoderConfig) -> None:
+    """Raise UnsupportedError for a model that cannot be written as an ONNX graph."""
+    row = config.architecture
     if row.not_onnx is not None:
         raise UnsupportedError(f"a {row.model_type} cannot be exported: {row.not_onnx}")
 
