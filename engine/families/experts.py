@@ -32,14 +32,10 @@ class Stack:
 
 def transposed_stacks(interleaved: bool = False, biases: bool = False) -> tuple[Stack, ...]:
     """`experts.gate_up_proj` and `experts.down_proj`, [experts, inputs, outputs], and their biases."""
-    weights = (
-        Stack("experts.gate_up_proj", (GATE, UP), transposed=True, interleaved=interleaved),
-        Stack("experts.down_proj", (DOWN,), transposed=True),
-    )
-    if not biases:
-        return weights
-    added = Stack("experts.gate_up_proj_bias", (GATE_BIAS, UP_BIAS), interleaved=interleaved)
-    return (*weights, added, Stack("experts.down_proj_bias", (DOWN_BIAS,)))
+    gate_up = Stack("experts.gate_up_proj", (GATE, UP), transposed=True, interleaved=interleaved)
+    gate_up_bias = Stack("experts.gate_up_proj_bias", (GATE_BIAS, UP_BIAS), interleaved=interleaved)
+    down = Stack("experts.down_proj", (DOWN,), transposed=True)
+    return (gate_up, gate_up_bias, down, Stack("experts.down_proj_bias", (DOWN_BIAS,))) if biases else (gate_up, down)
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,7 @@ class BiasedLogits(TopK):
 class LeastSum(TopK):
     """Chosen probabilities are divided by their sum or by a least divisor; the choice bias is [1, experts]."""
 
+    normalized: bool = True
     least_sum: str = "moe_norm_min"
     """Config key of the least divisor."""
 

@@ -243,9 +243,7 @@ _ROWS = (
         "ernie4_5_moe",
         "Ernie4_5_MoeForCausalLM",
         rotation=Rotation(pairs=True),
-        router=LeastSum(
-            per_token=("moe_k",), normalized=True, in_float32=True, choice_bias="moe_statics.e_score_correction_bias"
-        ),
+        router=LeastSum(per_token=("moe_k",), in_float32=True, choice_bias="moe_statics.e_score_correction_bias"),
         experts=Experts(("moe_num_experts",), width="moe_intermediate_size"),
         shared=SharedExperts(width="moe_num_shared_experts"),
         layers=LayerRange("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
