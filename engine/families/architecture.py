@@ -16,7 +16,10 @@ from engine.families.router import TopK
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model family: two names, and a part for each concern. What a row leaves out is as in a Llama."""
+    """One model family: two names, and a part for each concern.
+
+    A part that a row leaves out is that of a Llama without biases.
+    """
 
     model_type: str
     causal_lm_class: str
