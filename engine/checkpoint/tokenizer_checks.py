@@ -1,7 +1,7 @@
-"""Checks of what tokenizer.json may ask for, before the tokenizers library sees it.
+"""Checks of the content of tokenizer.json before the tokenizers library reads it.
 
-That library ends the process, or panics, where such a file lies: normalizers that double a text forty times, padding to
-10¹² tokens, a damaged map of characters. The limits are well above what published tokenizers have.
+That library ends the process, or panics, on some contents: normalizers that double a text forty times, padding to 10¹²
+tokens, a damaged character map. The limits here are well above the values in published tokenizers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from engine.errors import CheckpointError
 from engine.files.json_file import MAX_JSON_BYTES, load_json, shown
 
 MAX_DEPTH, MAX_STEPS = 8, 64
-"""Sequences in sequences, and steps in all, of one part such as the normalizer. Published tokenizers have 2 and 10."""
+"""Limits on nested sequences and on all steps of one part, such as the normalizer. Published tokenizers have 2 and
+10.
+"""
 MAX_GROWTH = 64
-"""Times that the steps of one part may lengthen a text. Published tokenizers: 12 (a prefix and a wider space)."""
+"""Limit on how many times longer one part may make a text. Published tokenizers: 12 (a prefix and a wider space)."""
 MAX_TOKEN_LENGTH = 4_096
 MAX_LENGTH = 1 << 24
-"""The most that padding and truncation may ask for, in tokens."""
+"""Largest length in tokens for padding and truncation."""
 MAX_WORD = 10_000
-"""Characters of a word that WordPiece looks at, in a time that is quadratic."""
+"""Longest word in characters for WordPiece, whose time is quadratic in this length."""
 MAX_MAPPED_BYTES = 128
-"""That one character may become by a precompiled map; Unicode's longest is 33."""
+"""Longest text in bytes that a precompiled map may give one character; the longest in Unicode is 33."""
 MAX_ADDED_TEXT = 4 << 20
-"""Characters of all added tokens, which normalizers go through too."""
+"""Limit on the characters of all added tokens, which normalizers process too."""
 MAX_PIECES = 64
-"""Pieces of a template, and ids of one special token."""
+"""Limit on the pieces of a template, and on the ids of one special token."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 OTHER_FILES = ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 
@@ -41,11 +43,11 @@ Node = Mapping[str, Any]
 
 
 class _Bad(Exception):
-    """A problem, without the name of the file."""
+    """A problem in the file; the caller adds the file's name."""
 
 
 def check_tokenizer_files(directory: Path, vocabulary: int) -> None:
-    """Raise CheckpointError for files that no tokenizer of a model with so many tokens has."""
+    """Raise CheckpointError for files that cannot belong to a tokenizer with `vocabulary` tokens."""
     for name in (*FILES, *OTHER_FILES):
         path = directory / name
         if path.is_file() and path.stat().st_size > MAX_JSON_BYTES:
@@ -61,7 +63,7 @@ def check_tokenizer_files(directory: Path, vocabulary: int) -> None:
 
 
 def check_tokenizer(values: Node, vocabulary: int) -> None:
-    """The same for the content of tokenizer.json, naming what is wrong."""
+    """Raise _Bad, naming the problem, for content of tokenizer.json that cannot belong to such a tokenizer."""
     _check_model(values.get("model"), vocabulary)
     _check_added_tokens(values.get("added_tokens"), vocabulary)
     _check_normalizers(values.get("normalizer"))
@@ -94,7 +96,7 @@ GROWING_PRE_TOKENIZERS, MAX_GROWING = ("ByteLevel", "Metaspace"), 2
 
 
 def _steps(node: Any, part: str, key: str, known: tuple[str, ...]) -> list[Node]:
-    """All steps of a part, sequences taken apart."""
+    """Return all steps of a part, with sequences flattened."""
     found = list(_flattened(node, part, key, known, 0))
     if len(found) > MAX_STEPS:
         raise _Bad(f"{part} has {len(found)} steps, and at most {MAX_STEPS} are read")
@@ -148,15 +150,15 @@ def _check_decoders(node: Any) -> None:
         growth *= _growth(step, "decoder")
         if step["type"] == "Strip":
             _check_integer(step.get("start"), "decoder Strip, start", 0, MAX_TOKEN_LENGTH)
-            _check_integer(step.get("stop"), "decoder Strip, stop", 0, 0)  # the library panics where a token is shorter
+            _check_integer(step.get("stop"), "decoder Strip, stop", 0, 0)  # otherwise the library panics on a shorter token
     if growth > MAX_GROWTH:
         raise _Bad(f"decoder lengthens a text up to {growth:.0f} times")
 
 
 def _growth(step: Node, part: str) -> float:
-    """How many times longer a step may make a text, at most."""
+    """Return an upper bound on how many times longer a step may make a text."""
     if step["type"] == "Prepend":
-        return 1.0 + len(_text(step.get("prepend"), f"{part} Prepend").encode())  # each piece between special tokens
+        return 1.0 + len(_text(step.get("prepend"), f"{part} Prepend").encode())  # for each piece between special tokens
     if step["type"] == "Replace":
         content, shortest = (
             _text(step.get("content"), f"{part} Replace").encode(),
@@ -167,7 +169,7 @@ def _growth(step: Node, part: str) -> float:
 
 
 def _pattern_length(pattern: Any, part: str) -> int:
-    """Bytes of the shortest text that a pattern takes; 0 where that is not known."""
+    """Return the length in bytes of the shortest text that a pattern matches; 0 if unknown."""
     if not isinstance(pattern, dict) or len(pattern) != 1:
         raise _Bad(f"{part} has a pattern that is neither a String nor a Regex")
     ((kind, text),) = pattern.items()
@@ -183,7 +185,7 @@ def _pattern_length(pattern: Any, part: str) -> int:
 
 
 def _check_charsmap(text: Any) -> None:
-    """A double array of characters, as sentencepiece writes it, and the texts that they become."""
+    """Check a precompiled character map of sentencepiece: a double-array trie, and the replacement texts."""
     try:
         data = base64.b64decode(_text(text, "normalizer Precompiled", MAX_JSON_BYTES), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -203,9 +205,10 @@ def _check_charsmap(text: Any) -> None:
 
 
 def _values(units: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where the texts begin that a walk through the double array can reach. _Bad where one leads out of it.
+    """Return the offsets of the replacement texts that a walk through the double array can reach.
 
-    A unit is label (8 bits, and bit 31 of those that are values), whether a value follows (bit 8), and an offset.
+    Raises _Bad if the walk can leave the array. A unit holds a label (8 bits, and bit 31 in units that are values), a
+    flag for a following value (bit 8), and an offset.
     """
     offsets = (units >> 10) << ((units & (1 << 9)) >> 6)
     seen, found = np.zeros(len(units), dtype=bool), [np.zeros(0, dtype=np.int64)]
@@ -295,7 +298,7 @@ def _check_padding(values: Any, vocabulary: int) -> None:
 def _check_model(model: Any, vocabulary: int) -> None:
     if not isinstance(model, dict):
         raise _Bad("model is not an object")
-    kind = model.get("type", "BPE")  # files of old have none
+    kind = model.get("type", "BPE")  # old files have no type
     check = MODELS.get(kind) if isinstance(kind, str) else None
     if check is None:
         raise _Bad(f"model is of type {shown(kind)}; there are {', '.join(MODELS)}")
@@ -328,7 +331,7 @@ def _check_bpe(model: Node, vocabulary: int) -> None:
         for merge in merges:
             pair = merge.split(" ") if isinstance(merge, str) else merge
             right = pair[-1] if isinstance(pair, list) and pair else None
-            if not isinstance(right, str) or not right.startswith(prefix):  # the library cuts so many bytes off
+            if not isinstance(right, str) or not right.startswith(prefix):  # the library cuts it off unchecked
                 raise _Bad(f"model has the merge {shown(merge)}, whose second part lacks the prefix {shown(prefix)}")
 
 
@@ -358,7 +361,7 @@ def _check_word_level(model: Node, vocabulary: int) -> None:
 
 
 def _check_unknown(model: Node, tokens: Mapping[str, int], *, needed: bool) -> None:
-    """The library raises at the first unknown character where it is missing."""
+    """Check the token for unknown characters; if it is missing, the library raises at the first such character."""
     unknown = model.get("unk_token")
     if (needed or unknown is not None) and (not isinstance(unknown, str) or unknown not in tokens):
         raise _Bad(f"model has unk_token {shown(unknown)}, which is not in its vocab")
