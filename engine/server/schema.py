@@ -1,7 +1,7 @@
-"""Bodies of requests in OpenAI's form, checked as they come in; what changes the answer and we lack is refused.
+"""Request bodies in OpenAI's format, validated by pydantic; unsupported options that change the answer are refused.
 
-Fields that are null count as left out. Fields that nobody knows are let through: they come from clients made for other
-servers, and change nothing here.
+Fields with the value null count as absent. Unknown fields are accepted: clients made for other servers send them, and
+they have no effect here.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
-"""Parameters that we do not have, with the values at which they ask for nothing."""
+"""Parameters that this server does not support, with the values at which they have no effect."""
 
 
 def _whole(text: str) -> str:
-    """JSON can write halves of surrogate pairs, and no tokenizer takes them."""
+    """Raise ValueError for half of a surrogate pair, which JSON can encode and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -60,23 +60,23 @@ def _whole(text: str) -> str:
 Text = Annotated[str, AfterValidator(_whole)]
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose validation ends at the first entry that is wrong: a body may have a million of them."""
+"""A list whose validation ends at the first invalid entry: a body may have a million entries."""
 
 
 class Body(BaseModel):
-    """No value is converted: "1" is no number."""
+    """Base of all bodies. Values are not converted: the string "1" is not a number."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Body):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class ResponseFormat(Body):
-    """What the text has to look like."""
+    """Format of the generated text."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -85,7 +85,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 class GenerationBody(Body):
-    """What both kinds of completion take."""
+    """Fields that both kinds of completion share."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -106,7 +106,7 @@ class GenerationBody(Body):
 
 
 class ContentPart(Body):
-    """A part of a message; only those of type "text" can be read."""
+    """A part of a message; only parts of type "text" are supported."""
 
     type: str
     text: Text | None = None
@@ -158,7 +158,7 @@ class DetokenizeRequest(Body):
 
 
 def refuse(body: GenerationBody) -> None:
-    """Raises ApiError for what would change the answer and cannot be honoured."""
+    """Raise ApiError for options that would change the answer and are not supported."""
     for name, value in (body.model_extra or {}).items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise ApiError(400, f"{name} is not available; leave it out", param=name, code="unsupported_parameter")
@@ -175,7 +175,7 @@ def refuse(body: GenerationBody) -> None:
 
 
 def content_text(message: Message) -> str:
-    """The text of a message. Raises ApiError for parts that are no text."""
+    """Return the text of a message. Raises ApiError for parts that are not text."""
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     for part in message.content:
