@@ -78,9 +78,9 @@ class EngineLoop:
         self._scheduler.check(request)
         with self._changed:
             if self._draining or self._stopping:
-                raise BusyError("the engine is shutting down and takes no more requests; send it to another")
+                raise BusyError("the engine is shutting down and accepts no more requests; try another one")
             if len(self._arrived) + len(self._scheduler.waiting) >= self._max_queue:
-                raise BusyError(f"{self._max_queue} requests are waiting, which is as many as may; try again later")
+                raise BusyError(f"{self._max_queue} requests are waiting, which is the maximum; try again later")
             number = self._next_number
             self._next_number += 1
             state = RequestState(number, request, listener, self._surroundings)

@@ -274,7 +274,7 @@ class Scheduler:
 def described_error(error: BaseException) -> str:
     """Return a message of one line for an unexpected exception."""
     words = " ".join(str(error).split())[:200]
-    return f"the engine failed on this request ({type(error).__name__}: {words}); others go on, so it may be tried again"
+    return f"the engine failed on this request ({type(error).__name__}: {words}); other requests continue; try it again"
 
 
 def _runner(engine: Engine, kv_cache_bytes: int, block_size: int, sequences: int) -> Runner:

@@ -66,7 +66,7 @@ class BenchSpec(Spec):
         if self.batch < 1:
             raise OptionError(f"batch is {self.batch}; it must be at least 1")
         if self.backend != "torch" and self.kv_cache_dtype != "auto":
-            raise OptionError(f"backend {self.backend!r} has a KV cache of its own; leave --kv-cache-dtype at auto for it")
+            raise OptionError(f"backend {self.backend!r} has its own KV cache; leave --kv-cache-dtype at auto for it")
         if self.backend != "torch" and self.skip_threshold != 0:
             raise OptionError(f"backend {self.backend!r} cannot skip experts; leave the skip threshold at 0 for it")
 

@@ -48,7 +48,7 @@ class LoadOptions:
         if not self.server.startswith(("http://", "https://")):
             raise OptionError(f"the server is {self.server!r}; give its URL, like http://127.0.0.1:8000")
         if min(self.num_prompts, self.random_input_len, self.random_output_len) < 1:
-            raise OptionError("prompts, their length and that of answers must be at least 1")
+            raise OptionError("the number of prompts and the lengths of prompts and answers must be at least 1")
 
 
 @dataclass
@@ -146,7 +146,7 @@ async def _send(client: httpx2.AsyncClient, model: str, prompt: list[int], optio
     except httpx2.HTTPError as error:
         outcome.error = f"{type(error).__name__}: {error}"
     if not outcome.error and not outcome.output_tokens:
-        outcome.error = "the stream ended before its figures"
+        outcome.error = "the stream ended before its usage chunk"
     return outcome
 
 

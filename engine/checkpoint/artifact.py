@@ -42,7 +42,7 @@ def read_provenance(directory: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path}: files must map plain file names to bytes and sha256; the file is damaged")
     for name, kind in _KINDS.items():
         if not isinstance(values.get(name, kind()), kind):
-            raise CheckpointError(f"{path}: {name} is {shown(values[name])}, which it cannot be; the file is damaged")
+            raise CheckpointError(f"{path}: {name} is {shown(values[name])}, which is not valid; the file is damaged")
     return values
 
 
@@ -140,7 +140,7 @@ def check_output(output: Path, overwrite: bool, marker: str = "config.json") -> 
     An existing directory is replaced only if it is empty or holds `marker`, the file that identifies such a result.
     """
     if output.name in ("", ".."):
-        raise OutputError(f"{output}: names no new directory; give --output a name of its own")
+        raise OutputError(f"{output}: names no new directory; give another --output")
     if os.path.lexists(output):
         if not overwrite:
             raise OutputError(f"{output}: exists already; give another --output, or --overwrite to replace it")

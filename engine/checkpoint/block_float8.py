@@ -36,7 +36,7 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if quantisation is None:
         return None
     if not isinstance(quantisation, dict):
-        raise UnsupportedError(f"quantization_config is {shown(quantisation)}; weights that are quantised so are not read")
+        raise UnsupportedError(f"quantization_config is {shown(quantisation)}; weights quantized in this way are not read")
     odd = [f"{key}={quantisation[key]!r}" for key, known in _KNOWN.items() if quantisation.get(key, known[0]) not in known]
     if "quant_method" not in quantisation:
         odd.append("no quant_method")
@@ -46,8 +46,8 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
         odd.append(f"weight_block_size={shown(block)}")
     if odd:
         raise UnsupportedError(
-            f"quantization_config has {', '.join(odd)[:300]}; of quantised weights those are read that are fp8 (e4m3) with "
-            "a scale for each block, or packed by compressed-tensors; take the model's weights in bfloat16"
+            f"quantization_config has {', '.join(odd)[:300]}; quantized weights are read if they are fp8 (e4m3) with a "
+            "scale for each block, or packed by compressed-tensors; take the model's weights in bfloat16"
         )
     return sizes[0], sizes[1]
 

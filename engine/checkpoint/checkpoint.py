@@ -56,7 +56,7 @@ DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo_model"
 GENERATION_NAME = "generation_config.json"
 ONNX_NAME = "model.onnx"
 """File name of an exported model's graph; its directory has no safetensors."""
-_ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; all else takes the model it was made from"
+_ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; other commands need the checkpoint behind it"
 _RELEASE_EVERY_BYTES = 64 << 20
 
 
@@ -146,7 +146,7 @@ class Checkpoint(ModelDirectory):
         """
         super().__init__(directory)
         if (directory / ONNX_NAME).is_file():
-            raise UnsupportedError(f"{directory}: is an ONNX export, which this needs as a checkpoint; {_ONNX_USE}")
+            raise UnsupportedError(f"{directory}: is an ONNX export, and this needs a checkpoint; {_ONNX_USE}")
         by_name, self.files = open_shards(directory)
         for file in self.files:
             file.header_only = file.path.name in header_only
@@ -197,7 +197,7 @@ class Checkpoint(ModelDirectory):
         packed = {name: own for name, own in on_disk.items() if own + PACKED in by_name and own not in by_name}
         if packed and not self.schemes:
             first = next(iter(packed.values()))
-            raise CheckpointError(f"tensor {first}{PACKED} is packed and config.json has no quantization_config of that")
+            raise CheckpointError(f"tensor {first}{PACKED} is packed, and config.json has no quantization_config for it")
         return {name: QuantizedView(own, self.shapes[name], by_name, self.schemes) for name, own in packed.items()}
 
     def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
@@ -209,7 +209,7 @@ class Checkpoint(ModelDirectory):
             if view is not None and view.shape != shape:
                 problems.append(f"tensor {name} has shape {list(view.shape)} and config.json says {list(shape)}")
             if view is not None and (not view.dtype.is_floating_point or view.dtype.itemsize == 1):
-                problems.append(f"tensor {name} is {view.dtype}; weights that are quantised so are not read")
+                problems.append(f"tensor {name} is {view.dtype}; weights quantized in this way are not read")
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
         used |= set(self.derived)
         extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]

@@ -2,7 +2,7 @@
 
 Downloaded files are the safetensors, JSON and tokenizer files at the top of a repository. For an artifact of this
 project, the files listed in its compression.json are downloaded too if their formats hold no code. Pickle files are
-never downloaded. The only code that is downloaded is a modelling file identical, byte for byte, to the one that this
+never downloaded. The only code that is downloaded is a modeling file identical, byte for byte, to the one that this
 version writes; its hash is compared before the download.
 """
 
@@ -184,7 +184,7 @@ def _wanted(model: str, directory: Path, listed: dict[str, RepoFile], layers: Co
     if provenance is None:
         if listed and not any(name in listed for name in shards) and any(name.endswith(PICKLES) for name in listed):
             raise CheckpointError(
-                f"{model}: the hub has its weights pickled only, and these are never fetched since they can run code; take "
+                f"{model}: the hub has only pickled weights, which are never downloaded because they can run code; take "
                 "a revision with safetensors (--revision refs/pr/N), or another copy of the model"
             )
         return [*weights, *_BESIDE_WEIGHTS]
@@ -193,7 +193,7 @@ def _wanted(model: str, directory: Path, listed: dict[str, RepoFile], layers: Co
 
 
 def _is_ours(directory: Path, file: RepoFile | None) -> bool:
-    """Return whether a modelling file on the hub is, byte for byte, the one that this version writes."""
+    """Return whether a modeling file on the hub is, byte for byte, the one that this version writes."""
     from huggingface_hub.utils.sha import git_hash
 
     row = ARCHITECTURES.get(str(load_json(directory / "config.json", "model config").get("model_type")))
@@ -269,7 +269,7 @@ def _explanation(model: str, error: BaseException) -> str:
             "(and HF_HUB_OFFLINE), or give a directory"
         )
     if isinstance(error, HTTPError | RuntimeError):  # RuntimeError: raised in threads that shared the connection
-        return "the connection to the hub broke; run the command again, which goes on with the files that are missing"
+        return "the connection to the hub broke; run the command again to download the missing files"
     reason = (isinstance(error, OSError) and error.strerror) or next(iter(str(error).splitlines()), "")
     return (
         f"cannot be exchanged with the hub ({reason or type(error).__name__}); make space if a disk is full, and try again"
@@ -281,9 +281,9 @@ def _refusal(status: int) -> str:
     if status == 401:
         return "the hub refuses the token; log in again with `hf auth login`, or correct HF_TOKEN"
     if status == 403:
-        return "the hub does not let this token do that; give it the right (https://huggingface.co/settings/tokens)"
+        return "the hub denies this token the permission; grant it (https://huggingface.co/settings/tokens)"
     if status in (409, 412):
-        return "something else was written there meanwhile; look at the repository, and run the command again"
+        return "something else was written there meanwhile; check the repository, and run the command again"
     if status == 429:
-        return "the hub wants fewer requests; wait some minutes, or log in with `hf auth login`"
+        return "the hub limits the rate of requests; wait a few minutes, or log in with `hf auth login`"
     return f"the hub answers with HTTP status {status}; try again later"

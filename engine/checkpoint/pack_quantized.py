@@ -98,7 +98,7 @@ def _honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> 
         if not any(type(value) is type(choice) and value == choice for choice in choices):
             readable = " or ".join("null" if choice is None else shown(choice) for choice in choices)
             raise UnsupportedError(
-                f"config.json: {CONFIG_KEY}.{where}{key} is {shown(value)}, and the engine reads {readable}; quantise the "
+                f"config.json: {CONFIG_KEY}.{where}{key} is {shown(value)}, and the engine reads {readable}; quantize the "
                 "original model with `compress quantize`"
             )
 
@@ -178,7 +178,7 @@ class QuantizedView:
         if not fitting or stored_shape.shape != (2,):
             raise CheckpointError(
                 f"tensors {', '.join(self.stored_names)} have shapes {list(packed.shape)}, {list(scales.shape)} and "
-                f"{list(stored_shape.shape)}, which no group of {CONFIG_KEY} makes of a weight {list(shape)}"
+                f"{list(stored_shape.shape)}, which match no group of {CONFIG_KEY} for a weight {list(shape)}"
             )
         self.scheme = fitting[0]
 

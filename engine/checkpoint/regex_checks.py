@@ -177,7 +177,7 @@ class _Reader:
 
 
 def _counts(match: re.Match[str]) -> tuple[int | None, int | None]:
-    """Return the least and the largest number of repetitions (None: no limit); (None, None) if it is no quantifier."""
+    """Return the least and the largest number of repetitions (None: no limit); (None, None) for no quantifier."""
     fixed = {"*": (0, None), "+": (1, None), "?": (0, 1)}
     if match[0] in fixed:
         return fixed[match[0]]

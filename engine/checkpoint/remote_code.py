@@ -1,4 +1,4 @@
-"""The modelling file written with a checkpoint whose layers keep different numbers of experts.
+"""The modeling file written with a checkpoint whose layers keep different numbers of experts.
 
 transformers builds every layer with the one count in `config.json`. The file written here subclasses the family's own
 class and shrinks each layer to its entry in `block_configs`, so the directory loads with `trust_remote_code=True` where
@@ -116,7 +116,7 @@ def auto_map() -> dict[str, str]:
 
 
 def is_ours(directory: Path) -> bool:
-    """Return whether the directory's modelling file is, byte for byte, one that this module writes."""
+    """Return whether the directory's modeling file is, byte for byte, one that this module writes."""
     config, source = directory / "config.json", directory / FILE_NAME
     if not config.is_file() or not source.is_file():
         return False
@@ -136,8 +136,7 @@ def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
         raise OptionError(f"{directory}: {reason}; use our own engine")
     if config.get(CONFIG_KEY) and find_spec("compressed_tensors") is None:
         raise OptionError(
-            f"{directory}: transformers reads weights of few bits only where compressed-tensors is installed; use our own "
-            "engine"
+            f"{directory}: transformers reads low-bit weights only if compressed-tensors is installed; use our own engine"
         )
     if config.get("auto_map"):
         tokenizer = directory / "tokenizer_config.json"
@@ -165,7 +164,7 @@ def check_no_code(directory: Path) -> None:
         raise OptionError(f"{directory / _ADAPTER}: names another model for transformers to load; remove it, or merge it")
     for key, value in _nested(load_json(directory / "config.json", "model config")):
         if key.strip("_") in _IMPLEMENTATIONS and value not in _HARMLESS:
-            raise OptionError(f"{directory}: config.json: {key} is {shown(value)}, which may be code of the hub; remove it")
+            raise OptionError(f"{directory}: config.json: {key} is {shown(value)}, which may be code on the hub; remove it")
         if key == "transformers_weights":
             raise OptionError(f"{directory}: config.json: {key} names other weights than those that were checked; remove it")
 
@@ -183,7 +182,7 @@ def _nested(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def own_class(row: Architecture) -> Any:
-    """Return the class of the modelling file, compiled from the template here and never from a file."""
+    """Return the class of the modeling file, compiled from the template here and never from a file."""
     name = f"{_MODULES}.{row.model_type}"
     if name not in sys.modules:
         module = ModuleType(name)

@@ -50,7 +50,7 @@ class Scales:
         is_matrix = len(shape) == 2 and not isinstance(view, _StackedView)
         if view.dtype != FLOAT8 or entry.dtype != torch.float32 or not is_matrix:
             raise UnsupportedError(
-                f"{where}: is {view.dtype} with scales of {entry.dtype}; quantised weights are read where they are {FLOAT8} "
+                f"{where}: is {view.dtype} with scales of {entry.dtype}; quantized weights are read if they are {FLOAT8} "
                 "matrices with scales of torch.float32; take the model's weights in bfloat16"
             )
         asked = tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))

@@ -76,12 +76,12 @@ def check_same_tokens(first: Checkpoint, second: Checkpoint) -> None:
     if vocabularies[0] != vocabularies[1]:
         raise OptionError(
             f"{first.directory} and {second.directory} have different tokenizers ({sizes[0]} and {sizes[1]} tokens), so "
-            "their predictions cannot be compared; take two models with one tokenizer"
+            "their predictions cannot be compared; take two models with the same tokenizer"
         )
     if sizes[0] != sizes[1]:
         raise OptionError(
-            f"{first.directory} and {second.directory} have one tokenizer, and {sizes[0]} and {sizes[1]} rows of "
-            "embeddings; cut or pad those of one to the other's"
+            f"{first.directory} and {second.directory} have one tokenizer, but {sizes[0]} and {sizes[1]} rows of "
+            "embeddings; cut or pad one to the size of the other"
         )
 
 

@@ -129,7 +129,7 @@ def _check_normalizers(node: Any) -> None:
             maps += 1
             _check_charsmap(step.get("precompiled_charsmap"))
     if growth > MAX_GROWTH or maps > 1:
-        raise _Bad(f"normalizer lengthens a text up to {growth:.0f} times, or has several maps of characters")
+        raise _Bad(f"normalizer lengthens a text up to {growth:.0f} times, or has several character maps")
 
 
 def _check_pre_tokenizers(node: Any) -> None:
@@ -189,19 +189,19 @@ def _check_charsmap(text: Any) -> None:
     try:
         data = base64.b64decode(_text(text, "normalizer Precompiled", MAX_JSON_BYTES), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _Bad("normalizer has a precompiled map of characters that is not base64") from error
+        raise _Bad("normalizer has a precompiled character map that is not base64") from error
     size = int.from_bytes(data[:4], "little")
     if len(data) < 4 or size % 4 or not 0 < size <= len(data) - 4:
-        raise _Bad("normalizer has a precompiled map of characters whose length is not that of its table")
+        raise _Bad("normalizer has a precompiled character map whose length is not that of its table")
     units, texts = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64), data[4 + size :]
     for start in _values(units).tolist():
         end = texts.find(b"\0", start)
         if start >= len(texts) or not 0 <= end - start <= MAX_MAPPED_BYTES or (texts[start] & 0xC0) == 0x80:
-            raise _Bad("normalizer has a precompiled map of characters that leads out of its texts")
+            raise _Bad("normalizer has a precompiled character map that leads out of its texts")
     try:
         texts.decode()
     except UnicodeDecodeError as error:
-        raise _Bad("normalizer has a precompiled map of characters that are not UTF-8") from error
+        raise _Bad("normalizer has a precompiled character map that is not UTF-8") from error
 
 
 def _values(units: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -215,7 +215,7 @@ def _values(units: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dt
     front, labels = offsets[:1], np.arange(1, 256)
     while len(front):
         if int(front.max() | 0xFF) >= len(units):  # any byte may follow
-            raise _Bad("normalizer has a precompiled map of characters that leads out of its table")
+            raise _Bad("normalizer has a precompiled character map that leads out of its table")
         seen[front] = True
         following = []
         for states in np.array_split(front, -(-len(front) // 1024)):
@@ -225,7 +225,7 @@ def _values(units: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dt
         places = np.concatenate(following)
         reached = places ^ offsets[places]
         if len(reached) and int(reached.max()) >= len(units):
-            raise _Bad("normalizer has a precompiled map of characters that leads out of its table")
+            raise _Bad("normalizer has a precompiled character map that leads out of its table")
         found.append(units[reached[(units[places] & (1 << 8)) != 0]] & 0x7FFFFFFF)
         front = np.unique(reached)
         front = front[~seen[front]]
@@ -249,7 +249,7 @@ def _check_template(step: Node, vocabulary: int) -> None:
             raise _Bad(f"{where}, {form}: is not a list of at most {MAX_PIECES} sequences and special tokens")
         sequences = [piece["Sequence"]["id"] for piece in pieces if "Sequence" in piece]
         if len(set(sequences)) < len(sequences) or not set(sequences) <= set(allowed):
-            raise _Bad(f"{where}, {form}: has a sequence twice, or one that it is not given")
+            raise _Bad(f"{where}, {form}: has a sequence twice, or one that is not an input")
         for piece in pieces:
             if "SpecialToken" in piece and piece["SpecialToken"]["id"] not in special:
                 raise _Bad(f"{where}, {form}: names {shown(piece['SpecialToken']['id'])}, which is not in special_tokens")
@@ -308,7 +308,7 @@ def _check_model(model: Any, vocabulary: int) -> None:
 def _check_vocabulary(model: Node, vocabulary: int) -> Mapping[str, int]:
     tokens = model.get("vocab")
     if not isinstance(tokens, dict) or not tokens:
-        raise _Bad("model has a vocab that is no object of tokens")
+        raise _Bad("model has a vocab that is not an object of tokens")
     for token, number in tokens.items():
         if type(number) is not int or not 0 <= number < vocabulary or len(token) > MAX_TOKEN_LENGTH:
             _check_id(number, f"model, vocab, {shown(token)}", vocabulary)

@@ -70,13 +70,13 @@ def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) ->
     check_groups(config.to_dict())
     if vllm_config.parallel_config.enable_eplb:
         raise OptionError(
-            "layers of this model keep different numbers of experts, which --enable-eplb cannot balance; serve it without"
+            "layers of this model keep different numbers of experts, which --enable-eplb cannot balance; leave it out"
         )
     make_layers = getattr(module, "make_layers", None)
     if make_layers is None:
         raise UnsupportedError(
-            f"{module.__name__} of this vLLM has no make_layers, so layers cannot get counts of their own; use the version "
-            "in docs/scaling.md, or prune with --uniform"
+            f"{module.__name__} of this vLLM has no make_layers, so layers cannot have their own expert counts; use the "
+            "version in docs/scaling.md, or prune with --uniform"
         )
 
     def with_own_counts(number: int, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def check_groups(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError if groups of experts have different sizes."""
     if any(GROUPS_KEY in ((block.get("ffn") or {}).get("moe") or {}) for block in config["block_configs"]):
         raise UnsupportedError(
-            "groups of this model's experts have lost unequal numbers of them, and vLLM has groups of one size; serve it "
+            "groups of this model's experts have different sizes, and vLLM supports one group size only; serve it "
             "with our own engine, or prune with --uniform"
         )
 

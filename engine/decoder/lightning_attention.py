@@ -46,7 +46,7 @@ class LightningAttention(nn.Module):
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]; with a cache, continue from its state and store the new one."""
-        assert not positions.one_by_one, "what may be taken back cannot be read: the state holds it"
+        assert not positions.one_by_one, "tokens that may be undone cannot be read: the state cannot forget them"
         batch, length, _ = x_BLD.shape
         qkv_BLX, gate_BLX = linears(x_BLD, (self.qkv, self.gate), (None, None))
         qkv_BLX = F.silu(qkv_BLX)

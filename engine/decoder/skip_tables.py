@@ -121,5 +121,5 @@ def _read(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Tensor:
         )
     tensor = file.tensor(name).clone()  # the mapping is closed after reading
     if not bool(tensor.isfinite().all()):
-        raise CheckpointError(f"{file.path}: tensor {name} holds NaN or infinity; the file is damaged, calibrate again")
+        raise CheckpointError(f"{file.path}: tensor {name} holds NaN or infinity; the file is damaged; calibrate again")
     return tensor

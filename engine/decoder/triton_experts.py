@@ -170,7 +170,7 @@ def use_triton(blocks: Sequence[MoeBlock]) -> None:
                 few, many = (_pays(block, tokens, wanted == "auto") for tokens in TRIALS)
                 decided[kind] = few, many
         except ImportError:
-            _log.warning("experts run through torch: `pip install triton` brings the kernels that are made for the GPU")
+            _log.warning("experts run through torch: `pip install triton` installs kernels for the GPU")
             return
         except Exception as error:  # raised by Triton, its C compiler, ptxas or the driver, none of which torch needs
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -204,7 +204,7 @@ def _pays(block: MoeBlock, tokens: int, is_timed: bool) -> bool:
     expected_TD = by_torch().float()
     error = (by_kernels().float() - expected_TD).norm() / expected_TD.norm()
     if not error <= max(1e-3, 4 * torch.finfo(like.dtype).eps):  # also refuses NaN
-        _log.warning("experts run through torch: of %d tokens Triton's kernels are %.1e off", tokens, error)
+        _log.warning("experts run through torch: with %d tokens, Triton's kernels have an error of %.1e", tokens, error)
         return False
     best = {by_kernels: math.inf, by_torch: math.inf}
     for way in TRIAL_ROUNDS * list(best) if is_timed else ():

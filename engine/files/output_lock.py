@@ -154,7 +154,7 @@ def _locked(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _Busy(f"{_named(_owner(descriptor))}; wait until that ends") from None
+        raise _Busy(f"{_named(_owner(descriptor))}; wait until it ends") from None
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
@@ -175,7 +175,7 @@ def _check_owner(path: Path, descriptor: int, has_flock: bool) -> None:
         return
     if (owner is not None or not has_flock) and _is_fresh(path, descriptor):
         raise _Busy(
-            f"{_named(owner)}; wait until that ends (where it has crashed, its lock ends {STALE_SECONDS:.0f} seconds after)"
+            f"{_named(owner)}; wait until it ends (after a crash, its lock expires within {STALE_SECONDS:.0f} seconds)"
         )
 
 

@@ -212,7 +212,7 @@ class SafetensorsFile:
         self.close()
 
     def _check_unchanged(self, file: BinaryIO) -> None:
-        """Refuse to go on with a file that is not the one whose header was checked."""
+        """Raise CheckpointError for a file that is not the one whose header was checked."""
         if _identity(file) != self._identity:
             raise CheckpointError(f"{self.path}: file changed while in use; start again once it is written")
 

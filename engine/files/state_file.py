@@ -37,7 +37,7 @@ def check_digest(file: SafetensorsFile, *, may_lack: bool = False) -> None:
         return
     said = {key: value for key, value in file.metadata.items() if key != DIGEST}
     if file.metadata.get(DIGEST) != _digest(said, ((name, file.tensor(name)) for name in sorted(file.entries))):
-        raise DataError(f"{file.path}: is not what was written (its digest differs); leave out --resume, or make it again")
+        raise DataError(f"{file.path}: is damaged or was changed (its digest differs); leave out --resume, or make it again")
 
 
 def _digest(metadata: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

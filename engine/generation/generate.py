@@ -127,9 +127,9 @@ class Engine:
             _check_pair(directory, drafting)
         if backend_of(directory, backend) == "onnx":
             if skip_threshold > 0:
-                raise OptionError("an exported model skips what it was exported to; give the skip threshold to the export")
+                raise OptionError("an exported model has a fixed skip threshold; give the skip threshold to the export")
             if kv_cache_dtype != "auto":
-                raise OptionError("an exported model has a KV cache of its own; leave the KV cache dtype at auto")
+                raise OptionError("an exported model has its own KV cache; leave the KV cache dtype at auto")
             exported = ModelDirectory(directory)
             engine = cls(exported, open_exported(exported, device, dtype))
             engine.load_seconds = time.perf_counter() - started
@@ -212,7 +212,7 @@ class Engine:
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         if not ids:
-            raise OptionError("the prompt is empty and this model has no token to begin with; give a prompt")
+            raise OptionError("the prompt is empty and this model has no begin token; give a prompt")
         return ids
 
     def generate(
@@ -300,7 +300,7 @@ class Engine:
         ids = [self.encode(prompt) for prompt in prompts]
         if self.draft is not None and len(ids) > 1:
             raise OptionError(
-                f"a draft writes ahead for one prompt at a time, and {len(ids)} were given; give one, or no draft"
+                f"a draft model works on one prompt at a time, and {len(ids)} were given; give one, or no draft"
             )
         for engine in self._engines:
             name = "the model" if engine is self else "the draft"
@@ -512,7 +512,7 @@ def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpo
         return computed
     if checkpoint.config.latent is not None:
         raise OptionError(
-            f"{checkpoint.directory}: latent attention keeps its vectors as they are; leave the KV cache dtype at auto"
+            f"{checkpoint.directory}: latent attention keeps the compute dtype; leave the KV cache dtype at auto"
         )
     if name not in KV_CACHE_DTYPES:
         raise OptionError(f"KV cache dtype {name!r} is not known; choose auto, {', '.join(KV_CACHE_DTYPES)}")
@@ -523,10 +523,10 @@ def _check_pair(target: Path, draft: Path) -> None:
     """Raise OptionError unless `draft` can be the draft model of `target`."""
     for directory in (target, draft):
         if backend_of(directory, "auto") == "onnx":
-            raise OptionError(f"{directory}: is an exported model, and drafting takes checkpoints; give both as such")
+            raise OptionError(f"{directory}: is an exported model, and drafting needs checkpoints; give both as such")
         if Checkpoint(directory).config.lightning_layers:
             raise OptionError(
-                f"{directory}: lightning attention cannot take back what it has read, as drafts ask for; leave out the draft"
+                f"{directory}: lightning attention cannot undo tokens, which drafting requires; leave out the draft"
             )
     check_same_tokens(Checkpoint(target), Checkpoint(draft))
 

@@ -119,6 +119,6 @@ def open_classifier(
         checkpoint, where = ClassifierCheckpoint(directory), resolve_device(device)
         return Opened(checkpoint, checkpoint.load(dtype, where), where)
     if device not in ("auto", "cpu"):
-        raise OptionError(f"device {device!r} cannot be had with backend 'onnx'; it runs on the cpu")
+        raise OptionError(f"device {device!r} is not available with backend 'onnx'; it runs on the cpu")
     described = ClassifierDirectory(directory)
     return Opened(described, OnnxClassifier(described, threads), torch.device("cpu"))

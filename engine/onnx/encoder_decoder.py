@@ -49,7 +49,7 @@ def check_graphs(checkpoint: EncoderDecoderCheckpoint) -> None:
     lacking += [f"no layers in the {stack}" for stack, layers in checkpoint.layers.items() if layers < 1]
     if lacking:
         raise UnsupportedError(
-            f"{checkpoint.directory}: config.json asks for what the exported graphs lack: {', '.join(lacking)}; "
+            f"{checkpoint.directory}: config.json needs features that exported graphs lack: {', '.join(lacking)}; "
             "this model cannot be exported"
         )
 

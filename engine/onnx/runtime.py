@@ -79,7 +79,7 @@ def check_graph(path: Path, model: Any) -> None:
         for node in graph.node:
             if node.op_type in ENDLESS:
                 raise CheckpointError(
-                    f"{path}: has a node {node.op_type}, which may never end and which no export has; export it again"
+                    f"{path}: has a node {node.op_type}, which may never end and which no export contains; export it again"
                 )
             for attribute in node.attribute:
                 waiting += [attribute.g, *attribute.graphs]
@@ -88,7 +88,7 @@ def check_graph(path: Path, model: Any) -> None:
             places = [entry.value for entry in tensor.external_data if entry.key == "location"]
             if any(Path(place).name != place or place in ("", ".", "..") for place in places):
                 raise CheckpointError(
-                    f"{path}: has weights in {shown(places[0])}, which is no file beside it; export it again"
+                    f"{path}: has weights in {shown(places[0])}, which is not a file beside it; export it again"
                 )
 
 
@@ -115,7 +115,7 @@ def open_exported(model: ModelDirectory, device: str = "auto", dtype: str = "aut
     export's.
     """
     if device not in ("auto", "cpu"):
-        raise OptionError(f"device {device!r} cannot be had with backend 'onnx'; it runs on the cpu")
+        raise OptionError(f"device {device!r} is not available with backend 'onnx'; it runs on the cpu")
     decoder = OnnxDecoder(model.directory, model.config)
     if dtype not in ("auto", str(decoder.dtype).removeprefix("torch.")):
         raise OptionError(f"{model.directory}: was exported in {decoder.dtype}; leave --dtype, or export it again")

@@ -74,7 +74,7 @@ def join(device: str) -> str:
         place = int(os.environ["LOCAL_RANK"])
         if place >= torch.cuda.device_count():
             raise OptionError(
-                f"{place + 1} processes or more on a machine with {torch.cuda.device_count()} GPUs; lower --nproc-per-node"
+                f"at least {place + 1} processes on a machine with {torch.cuda.device_count()} GPUs; lower --nproc-per-node"
             )
         device, backend = f"cuda:{place}", "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(place)
@@ -158,13 +158,13 @@ def own_batch_size(batch_size: int, sequences: int, what: str) -> int:
     """
     if count() > 1 and sequences < batch_size:
         raise OptionError(
-            f"{what} takes steps of {batch_size} sequences, and there are {sequences} to share; give more text, or leave "
-            "torchrun"
+            f"{what} takes steps of {batch_size} sequences, and there are {sequences} to share; give more text, or run "
+            "without torchrun"
         )
     if batch_size % count():
         raise OptionError(
-            f"{what} takes steps of {batch_size} sequences, which {count()} processes cannot share evenly; start as many as "
-            f"divide {batch_size}"
+            f"{what} takes steps of {batch_size} sequences, which {count()} processes cannot share evenly; start a number "
+            f"that divides {batch_size}"
         )
     return batch_size // count()
 

@@ -48,8 +48,8 @@ def plain_host(field: str) -> str:
 
 
 def check_host(headers: Headers, hosts: Collection[str] | None) -> None:
-    """Raise ApiError for a request to another host name: a web page with a domain of its own that resolves to this
-    server (DNS rebinding) must not act for its visitor.
+    """Raise ApiError for a request to another host name: a web page whose domain resolves to this server (DNS
+    rebinding) must not act for its visitor.
     """
     if hosts is None:
         return

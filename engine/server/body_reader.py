@@ -136,7 +136,7 @@ class BodyReader:
         """POST /tokenize"""
         body = self._parsed(data, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give prompt or messages, one of them", param="prompt")
+            raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.messages is not None:
             ids = self._conversation(body.messages)
         else:
@@ -187,8 +187,8 @@ class BodyReader:
         if size > self._most_bytes:
             raise ApiError(
                 400,
-                f"{param} has {size} bytes, and the most that can fit into {self._settings.max_model_length} tokens of this "
-                f"model is {self._most_bytes}; shorten it",
+                f"{param} has {size} bytes, and {self._settings.max_model_length} tokens of this model hold at most "
+                f"{self._most_bytes} bytes; shorten it",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -211,7 +211,7 @@ class BodyReader:
     def _known(self, tokens: list[int], param: str) -> list[int]:
         vocabulary = self._settings.tokenizer.vocabulary
         if tokens and max(tokens) >= vocabulary:
-            message = f"{param} has token {max(tokens)}, and the model knows those below {vocabulary}"
+            message = f"{param} has token {max(tokens)}, and the model's tokens are below {vocabulary}"
             raise ApiError(400, message, param=param)
         return tokens
 
@@ -223,8 +223,8 @@ class BodyReader:
         left, least = most - len(prompt), 1 if limit is None else limit
         if left < least:
             message = (
-                f"the prompt has {len(prompt)} tokens and {least} new ones are asked for, which make "
-                f"{len(prompt) + least}, and the most is {most}; shorten the prompt or ask for fewer"
+                f"the prompt has {len(prompt)} tokens and {least} new ones are requested, which make "
+                f"{len(prompt) + least}; the maximum is {most}; shorten the prompt or request fewer"
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return min(default, left) if limit is None else limit
@@ -295,5 +295,5 @@ def _lists(values: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
 
 def unknown_model(name: str, own: str) -> ApiError:
     """Return the error for a model that is not served."""
-    message = f"the model {name!r:.80} is not here; this server has {own!r}"
+    message = f"the model {name!r:.80} is not served here; this server has {own!r}"
     return ApiError(404, message, param="model", code="model_not_found")

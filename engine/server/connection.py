@@ -29,7 +29,7 @@ T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining"]
 CLOSED = {
     "loading": "the model is being loaded; try again",
-    "draining": "the server is about to end and takes no more requests; ask another one",
+    "draining": "the server is shutting down and accepts no more requests; try another one",
 }
 
 
@@ -82,7 +82,7 @@ class Gate:
         large.
         """
         if size > self._room:
-            message = f"the server holds {MOST_BODY_BYTES_IN_ALL} bytes of large bodies, the most that it takes; try again"
+            message = f"the server holds {MOST_BODY_BYTES_IN_ALL} bytes of large bodies, its maximum; try again"
             raise ApiError(503, message, code="too_many_large_bodies")
         self._room -= size
 

@@ -34,8 +34,8 @@ LEAST_CONNECTIONS = 16
 SWEEP_SECONDS = 0.5
 NETWORK_BITS = 64
 """Length of the prefix that identifies the owner of an IPv6 address: one owner has the whole network."""
-FULL = "the server has as many connections as it takes, and answers all of them; try again"
-NOT_HTTP = "this is not a valid HTTP request; its first line and its headers, of at most 16 KB, have to be those of HTTP/1.1"
+FULL = "the server has its maximum number of connections, and is answering all of them; try again"
+NOT_HTTP = "this is not a valid HTTP request; its first line and its headers, of at most 16 KB, must be those of HTTP/1.1"
 
 
 class _Waiting:

@@ -18,7 +18,7 @@ GAUGES: Figures = {
     "compress_num_requests_running": ("Requests that are being answered.", lambda load: load.running),
     "compress_num_requests_waiting": ("Requests in the queue.", lambda load: load.waiting),
     "compress_kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1.", lambda load: load.kv_cache_used_share),
-    "compress_kv_cache_bytes": ("Bytes that there are for keys and values.", lambda load: load.kv_cache_bytes),
+    "compress_kv_cache_bytes": ("Bytes of the KV cache.", lambda load: load.kv_cache_bytes),
     "compress_weights_bytes": ("Bytes of the weights.", lambda load: load.weights_bytes),
     "compress_load_seconds": ("Seconds that loading the model took.", lambda load: load.load_seconds),
     "compress_process_resident_memory_bytes": ("Bytes of the process in memory.", lambda load: load.resident_bytes),
@@ -27,7 +27,7 @@ COUNTERS: Figures = {
     "compress_prompt_tokens": ("Tokens of prompts.", lambda load: load.prompt_tokens),
     "compress_generation_tokens": ("Generated tokens.", lambda load: load.generated_tokens),
     "compress_cached_tokens": ("Tokens of prompts that were in the cache.", lambda load: load.cached_tokens),
-    "compress_preemptions": ("Requests that had to make room for others.", lambda load: load.preemptions),
+    "compress_preemptions": ("Preemptions of requests.", lambda load: load.preemptions),
 }
 
 

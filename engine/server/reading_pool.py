@@ -60,7 +60,7 @@ class ReadingPool:
             raise ApiError(**header["refused"])
         if "failed" in header:
             _LOG.error("reading a body failed:\n%s", header["failed"])
-            raise ApiError(500, "the server failed at this request; its log says how")
+            raise ApiError(500, "the server failed on this request; its log has the reason")
         return header, data
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class ReadingPool:
             message = f"the body takes longer than {self._seconds:g} seconds to read; send less text"
             raise ApiError(400, message, code="reading_timeout") from error
         except EndedError as error:
-            message = "the body takes more memory to read than it may, or ends the tokenizer; send less text at once"
+            message = "reading the body exceeds the memory limit, or crashes the tokenizer; send less text at once"
             raise ApiError(400, message, code="reading_failed") from error
 
     def _done(self, size: int) -> None:

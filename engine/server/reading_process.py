@@ -195,7 +195,7 @@ def _reply(reader: Any, path: str, body: bytes) -> Frame:
     except BaseException as error:
         if not is_panic(error):
             raise
-        return _refused(ApiError(400, "the tokenizer fails at this text; change it", code="reading_failed"))
+        return _refused(ApiError(400, "the tokenizer fails on this text; change it", code="reading_failed"))
     if isinstance(read, dict):
         return {"answer": True}, json.dumps(read, separators=(",", ":")).encode()
     counts = [len(prompt) for prompt in read.prompts]

@@ -17,7 +17,7 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 4
 MOST_STOP_CHARACTERS = 1_000
 INT64 = 2**63
-NO_FORMAT = "response_format {!r} is not available: the model writes text, and nothing holds it to a grammar; use text"
+NO_FORMAT = "response_format {!r} is not available: the output cannot be constrained to a grammar; use text"
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -53,7 +53,7 @@ def _whole(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it has half of a surrogate pair, which is no character") from error
+        raise ValueError("it has half of a surrogate pair, which is not a character") from error
     return text
 
 
@@ -102,7 +102,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     response_format: ResponseFormat | None = None
     ignore_eos: bool | None = None
-    skip_threshold: float | None = Field(None, ge=0, description="Of adaptive skipping; at most the server's own.")
+    skip_threshold: float | None = Field(None, ge=0, description="Threshold of adaptive skipping; at most the server's own.")
 
 
 class ContentPart(Body):
@@ -142,7 +142,7 @@ class CompletionRequest(GenerationBody):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize: of a prompt, or of messages through the chat template."""
+    """POST /tokenize: a prompt, or messages for the chat template."""
 
     model: str | None = None
     prompt: Text | None = None
@@ -166,7 +166,7 @@ def refuse(body: GenerationBody) -> None:
         message = NO_FORMAT.format(body.response_format.type)
         raise ApiError(400, message, param="response_format", code="unsupported_parameter")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        message = f"best_of is {body.best_of} and n is {body.n or 1}; choosing among more than are returned is not available"
+        message = f"best_of is {body.best_of} and n is {body.n or 1}; choosing among additional answers is not available"
         raise ApiError(400, message, param="best_of", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is for streams; set stream, or leave it out", param="stream_options")

@@ -80,7 +80,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         if not all(key.strip() and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise OptionError("an API key is empty or has characters that no header carries; use printable ASCII")
+            raise OptionError("an API key is empty or has characters that a header cannot hold; use printable ASCII")
         for host in self.allowed_hosts:
             if not plain_host(host):
                 raise OptionError(

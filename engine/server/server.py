@@ -147,7 +147,7 @@ def _handle_errors(app: FastAPI, state: State) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "the server failed at this request; its log says how"))
+        return error_response(ApiError(500, "the server failed on this request; its log has the reason"))
 
 
 def _described(body: type[Body]) -> dict[str, Any]:
@@ -232,9 +232,9 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 def _check_end(reason: str, error: str) -> None:
     if reason == "error":
-        raise ApiError(500, error or "the engine failed at this request", code="engine_error")
+        raise ApiError(500, error or "the engine failed on this request", code="engine_error")
     if reason == "cancelled":
-        raise ApiError(503, "the server is about to end and gave this request up; ask another one", code="cancelled")
+        raise ApiError(503, "the server is shutting down and cancelled this request; try another one", code="cancelled")
 
 
 def _timeout(state: State) -> ApiError:
@@ -264,27 +264,27 @@ def _add_tokens(app: FastAPI, state: State) -> None:
 def _add_figures(app: FastAPI, state: State) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """200 when requests are taken, 503 before and after."""
+        """Status 200 while requests are accepted, 503 before and after."""
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics in the format of Prometheus."""
         return PlainTextResponse(await run_in_threadpool(state.service.metrics.text))
 
     @app.get("/v1/load")
     async def load() -> dict[str, Any]:
-        """How busy the server is, and what it has done."""
+        """Current load and statistics of the server."""
         return state.service.card() | asdict(state.service.engine_loop.load())
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model, in a list."""
+        """List of models, with one entry."""
         return {"object": "list", "data": [state.service.card()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The model."""
+        """Description of the model."""
         return state.check_model(name).card()
 
 
@@ -335,7 +335,7 @@ def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:
         "421": "Another host",
         "429": "The queue is full",
         "500": "The engine failed",
-        "503": "Loading, or about to end",
+        "503": "Loading, or shutting down",
         "504": "The time is over",
     }
     for methods in schema["paths"].values():

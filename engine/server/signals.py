@@ -29,7 +29,7 @@ class Signals:
         self._tell, self._grace = tell, grace
         self.count = 0
         self.at_once = False
-        """Whether a second signal, or SIGINT, was received: nothing is waited for."""
+        """Whether the process ends at once, after a second signal or SIGINT."""
 
     @contextmanager
     def handled(self) -> Iterator[None]:

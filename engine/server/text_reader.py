@@ -119,7 +119,7 @@ class TextReader:
         if not ids and self._settings.begin_token is not None:
             ids = [self._settings.begin_token]
         if not ids:
-            raise OptionError("the prompt is empty and this model has no token to begin with; give a prompt")
+            raise OptionError("the prompt is empty and this model has no begin token; give a prompt")
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
@@ -137,5 +137,5 @@ class TextReader:
         # A template writes the special tokens itself. The default template has none, so the tokenizer adds them.
         ids = self.encode(text, add_special_tokens=self._settings.chat_template is None)
         if not ids:
-            raise OptionError("the messages make no token; say something in them")
+            raise OptionError("the messages contain no tokens; add some text")
         return ids

@@ -59,8 +59,8 @@ class ClassifierDirectory:
         named = shown(self.raw_config.get("architectures"))
         if not isinstance(family, str) or what is None:
             raise UnsupportedError(
-                f"{directory}: `architectures` in config.json is {named}, no classifier; give a model of image or sequence "
-                "classification"
+                f"{directory}: `architectures` in config.json is {named}, which is no classifier; give a model of image or "
+                "sequence classification"
             )
         if self.raw_config.get("auto_map"):
             raise UnsupportedError(f"{directory}: config.json has auto_map, code of its own, which is never run; remove it")
@@ -70,7 +70,7 @@ class ClassifierDirectory:
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
         if not 1 <= self.config.num_labels <= MAX_CLASSES:
-            raise CheckpointError(f"{directory}: config.json has {self.config.num_labels} classes; it must name some")
+            raise CheckpointError(f"{directory}: config.json has {self.config.num_labels} classes; it must have 1 or more")
         if what == "texts":
             try:
                 check_token_ids("config.json", self.raw_config, positive(self.config, "vocab_size"))
@@ -136,7 +136,7 @@ class ClassifierCheckpoint(ClassifierDirectory):
         dtypes = [file.entries[name].dtype for name, file in self._files()]
         floating = [dtype for dtype in dtypes if dtype.is_floating_point]
         if not floating:
-            raise CheckpointError(f"{self.directory}: holds no floating-point weights; quantised weights are not read")
+            raise CheckpointError(f"{self.directory}: holds no floating-point weights; quantized weights are not read")
         return max(set(floating), key=floating.count)
 
     def _files(self) -> list[tuple[str, SafetensorsFile]]:
@@ -287,7 +287,7 @@ class Classifier(nn.Module):
         split = self.split(**sample)
         if split.features_BD.dim() != 2 or not torch.equal(self.head(split.features_BD), split.logits_BC):
             raise UnsupportedError(
-                f"{self.name}: its logits are not what its last linear layer says ({self.head_name}); take another model"
+                f"{self.name}: its logits are not the output of its last linear layer ({self.head_name}); take another model"
             )
 
     def split(self, **inputs: Tensor) -> Split:

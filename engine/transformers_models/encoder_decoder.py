@@ -62,7 +62,7 @@ class EncoderDecoderDirectory:
         self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
         model_type = self.raw_config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ENCODER_DECODERS:
-            raise UnsupportedError(f"{directory}: model family {shown(model_type)} is no encoder-decoder that is known here")
+            raise UnsupportedError(f"{directory}: model family {shown(model_type)} is not a supported encoder-decoder")
         if self.raw_config.get("auto_map"):
             raise UnsupportedError(f"{directory}: config.json has auto_map, code of its own, which is never run; remove it")
         self.row: EncoderDecoder = ENCODER_DECODERS[model_type]
@@ -92,8 +92,8 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
         super().__init__(directory)
         if is_exported_encoder_decoder(directory):
             raise UnsupportedError(
-                f"{directory}: is an ONNX export, which this needs as a checkpoint; inspect describes it, all else takes "
-                "the model it was made from"
+                f"{directory}: is an ONNX export, and this needs a checkpoint; inspect describes it, other commands need "
+                "the checkpoint that was exported"
             )
         self.by_name, self.files = open_shards(directory)
         if self.row.embedding not in self.by_name:
@@ -183,7 +183,7 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
             file: SafetensorsFile = self.by_name[name]
             if not file.entries[name].dtype.is_floating_point:
                 raise CheckpointError(
-                    f"{self.directory}: tensor {name} is {file.entries[name].dtype}; quantised weights are not read"
+                    f"{self.directory}: tensor {name} is {file.entries[name].dtype}; quantized weights are not read"
                 )
             low, high = torch.aminmax(file.tensor(name))
             if not bool(low.isfinite() & high.isfinite()):

@@ -52,7 +52,7 @@ def load_model(auto_class: Any, directory: Path, config: Mapping[str, Any], dtyp
     family = config["model_type"]
     check_no_code(directory)
     if config.get("quantization_config"):
-        raise CheckpointError(f"{directory}: config.json has a quantization_config; quantised weights are not read")
+        raise CheckpointError(f"{directory}: config.json has a quantization_config; quantized weights are not read")
     _check_size(auto_class, directory, stored)
     with quiet_transformers():
         try:
