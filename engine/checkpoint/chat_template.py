@@ -48,7 +48,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens:
 
 
 class _TooLong(BaseException):
-    """The time limit is exceeded. Not a subclass of Exception, so that no handler in the template's code catches it."""
+    """The time limit is exceeded. Not a subclass of Exception, so that no handler in between catches it."""
 
 
 @contextmanager

@@ -39,7 +39,7 @@ _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 _DESCRIBING = ("config.json", "generation_config.json", "compression.json", INDEX_NAME, "skip_tables.safetensors")
 _BESIDE_WEIGHTS = ("skip_tables.safetensors", "mixture.safetensors")
 _OF_ARTIFACTS = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md", ".png", ".onnx", ".data")
-_FIRST_BYTES = 100_000  # of a shard: nearly every header is shorter, so one request is enough
+_FIRST_BYTES = 100_000  # start of a shard: nearly every header is shorter, so one request is enough
 _LENGTH = struct.Struct("<Q")
 _CONNECTIONS = 8
 

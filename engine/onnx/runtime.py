@@ -50,7 +50,7 @@ def session(path: Path, threads: int) -> Any:
         check_graph(path, onnx.load(path, load_external_data=False))
     except CheckpointError:
         raise
-    except Exception as error:  # of protobuf
+    except Exception as error:  # an exception of protobuf
         raise _unusable(path, "load", error) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
