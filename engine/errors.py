@@ -50,7 +50,5 @@ class ExportError(CompressError):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a library written in Rust has panicked: that error is no Exception, and its class cannot be
-    imported.
-    """
+    """Return whether a library written in Rust has panicked; its exception cannot be imported and is no Exception."""
     return type(error).__name__ == "PanicException"

@@ -173,8 +173,9 @@ def _encoder_decoder(
 
 
 def _exported_encoder_decoder(directory: Path, checksums: bool) -> dict[str, Any]:
-    """Describe an exported encoder-decoder. The export's figures give the experts and parameters, which the graphs do
-    not.
+    """Describe an exported encoder-decoder.
+
+    The export's figures give the experts and parameters, which the graphs do not.
     """
     model = EncoderDecoderDirectory(directory)
     exported = OnnxEncoderDecoder(directory, model.config)

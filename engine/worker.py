@@ -38,9 +38,7 @@ Own = TypeVar("Own", bound=Spec)
 
 
 def python_module(module: str) -> list[str]:
-    """Return the command that runs a module of this package in a child process, without the working directory on its
-    path (-P).
-    """
+    """Return the command that runs a module of this package in a child process, without the working directory (-P)."""
     return [sys.executable, "-P", "-m", module]
 
 

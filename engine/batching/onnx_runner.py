@@ -24,9 +24,7 @@ from engine.onnx.runtime import OnnxDecoder
 
 
 class SequenceCaches(BlockPool):
-    """A pool whose blocks are only counted: a sequence's positions are in its own cache, which no other sequence
-    shares.
-    """
+    """A pool whose blocks are only counted: a sequence's positions are in its own cache, which no other sequence shares."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, count: int, block_size: int) -> None:
         super().__init__(count, block_size)
@@ -34,8 +32,9 @@ class SequenceCaches(BlockPool):
         self._caches: dict[BlockTable, KeyValueCache] = {}
 
     def of(self, table: BlockTable) -> KeyValueCache:
-        """Return the cache of a sequence, sized for its blocks. While the cache grows, its keys or its values exist
-        twice.
+        """Return the cache of a sequence, sized for its blocks.
+
+        While the cache grows, its keys or its values exist twice.
         """
         capacity = len(table.blocks) * self.block_size
         if table not in self._caches:
@@ -96,9 +95,7 @@ class OnnxRunner:
         return b""
 
     def piece_end(self, state: RequestState, end: int) -> int:
-        """Keep a piece on one side of the rotary switch: a graph uses one set of angles per call, that of its last
-        position.
-        """
+        """Keep a piece on one side of the rotary switch: one call uses the angles of its last position."""
         if self._switch is None or state.table.length > self._switch:
             return end
         if len(state.request.prompt) > self._switch:
@@ -116,9 +113,7 @@ class OnnxRunner:
         return None if state.unread else logits_LV[-1:]
 
     def _forward(self, state: RequestState, end: int, every: bool) -> Tensor:
-        """Read the tokens up to `end` into the cache; return the logits [L, V] of each, or [1, V] of the last one
-        only.
-        """
+        """Read the tokens up to `end` into the cache; return the logits [L, V] of each, or [1, V] of the last one only."""
         cache = self.pool.of(state.table)
         tokens_1L = torch.tensor([state.tokens[cache.length : end]])
         before, self._decoder.observer = self._decoder.observer, self._count

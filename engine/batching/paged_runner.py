@@ -1,5 +1,4 @@
-"""The scheduler's runner for our decoder: one forward pass for all decoding sequences, with a paged cache that prompts
-share.
+"""The scheduler's runner for our decoder: one forward pass for all decoding sequences, with a shared paged cache.
 
 Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
 """
@@ -24,9 +23,7 @@ class PagedRunner:
     """Runner for our decoder."""
 
     def __init__(self, engine: Engine, decoder: Decoder, kv_cache_bytes: int, block_size: int, sequences: int) -> None:
-        """kv_cache_bytes: size of the KV cache. sequences: how many run at once. CheckpointError for damaged skip
-        tables.
-        """
+        """kv_cache_bytes: size of the KV cache. sequences: how many run at once. CheckpointError for damaged skip tables."""
         self._decoder, self._dtype, self._device = decoder, engine.dtype, engine.device
         self._skipping = TokenSkipping(engine, decoder)
         self.cache = PagedCache(

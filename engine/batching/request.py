@@ -89,9 +89,7 @@ class Load:
     running: int
     waiting: int
     kv_cache_bytes: int
-    """Budget of the KV cache. It is allocated at the start, except for an export, whose requests allocate what they
-    need.
-    """
+    """Budget of the KV cache. It is allocated at the start, except for an export, whose requests allocate what they need."""
     kv_cache_used_share: float
     """Share of the budget that running requests use, 0..1."""
     weights_bytes: int

@@ -51,8 +51,9 @@ class RequestState:
         self._counts: Counter[int] = Counter()
 
     def start(self, cached: int) -> bool:
-        """Record that the request left the queue with `cached` tokens in the cache. Returns whether this is the first
-        time.
+        """Record that the request left the queue with `cached` tokens in the cache.
+
+        Returns whether this is the first time.
         """
         if self.timings.started is not None:
             return False

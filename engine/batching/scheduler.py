@@ -102,9 +102,7 @@ class Scheduler:
         """Running requests, oldest first."""
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self._unused_when_full = -1
-        """Unused blocks when the first request of the queue found no room; the queue is not tried again until this
-        changes.
-        """
+        """Unused blocks when the first of the queue found no room; the queue is not tried again until this changes."""
 
     def check(self, request: Request) -> None:
         """Raise OptionError for a request that can never run here."""
@@ -132,8 +130,9 @@ class Scheduler:
         self.waiting.append(state)
 
     def step(self) -> None:
-        """Generate one token for every running sequence, and read a piece of a prompt. Any exception is a bug or out of
-        memory.
+        """Generate one token for every running sequence, and read a piece of a prompt.
+
+        Any exception is a bug or out of memory.
         """
         with torch.inference_mode():
             self._postprocess(self._run(self._schedule()))

@@ -161,9 +161,7 @@ class TorchBackend:
 
 
 class TransformersBackend:
-    """Backend of unmodified transformers, used as by its own `generate`: with a cache and the last position's logits
-    only.
-    """
+    """Backend of unmodified transformers, used as by its own `generate`: cached, with the last logits only."""
 
     experts_skipped_share = 0.0
     bytes_read_per_token = None

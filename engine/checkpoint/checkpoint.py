@@ -97,9 +97,7 @@ class ModelDirectory:
         _refuse_foreign_code(directory, raw)
         try:
             self.raw_config, self.wrapper = language_model(raw)
-            """Config of the language model alone, and its wrapper in a multimodal model, whose other parts are not
-            read.
-            """
+            """Config of the language model alone, and its wrapper in a multimodal model, whose other parts are not read."""
             self.schemes = schemes_of(self.raw_config)
             """Storage schemes of low-bit weights; empty if there are none."""
             self.float8_block = None if self.schemes or is_packed(self.raw_config) else block_of(self.raw_config)
@@ -141,9 +139,7 @@ class Checkpoint(ModelDirectory):
     """A model on disk. Opening checks config, headers, names, shapes and dtypes, and reads no weights."""
 
     def __init__(self, directory: Path, header_only: frozenset[str] = frozenset()) -> None:
-        """Raises the errors of ModelDirectory, also for weights. `header_only`: shards whose headers alone are
-        present.
-        """
+        """Raises the errors of ModelDirectory, also for weights. `header_only`: shards whose headers alone are present."""
         super().__init__(directory)
         if (directory / ONNX_NAME).is_file():
             raise UnsupportedError(f"{directory}: is an ONNX export, and this needs a checkpoint; {_ONNX_USE}")
@@ -164,9 +160,7 @@ class Checkpoint(ModelDirectory):
         self._check_names_and_shapes(by_name)
 
     def _check_routers(self, by_name: Mapping[str, SafetensorsFile]) -> None:
-        """Compare the expert counts first, so that an absurd count in config.json never leads to lists of that
-        length.
-        """
+        """Compare the expert counts first, so that an absurd count in config.json never leads to lists of that length."""
         for layer, experts in self.config.experts_by_layer.items():
             own = router_tensor(self.config.architecture, layer)
             inputs = router_tensors(self.config, layer)[own][1]
@@ -227,9 +221,7 @@ class Checkpoint(ModelDirectory):
         return view.weight() if isinstance(view, QuantizedView) else view.read()
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor as a plain one; a low-bit tensor is dequantized to `dtype`, by default the dtype of its
-        scales.
-        """
+        """Return a tensor as a plain one; a low-bit tensor is dequantized to `dtype`, by default the dtype of its scales."""
         stored = self.stored(name)
         return stored.dequantised(dtype or stored.scales_OC.dtype) if isinstance(stored, QuantizedWeight) else stored
 
@@ -261,8 +253,9 @@ class Checkpoint(ModelDirectory):
 
     @cached_property
     def derived(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtypes and shapes of the `derived_tensors` on disk. The engine recomputes them; results keep them for
-        transformers.
+        """Dtypes and shapes of the `derived_tensors` on disk.
+
+        The engine recomputes them; results keep them for transformers.
         """
         there = {name: self._by_name[name].entries[name] for name in derived_tensors(self.config) if name in self._by_name}
         return {name: (entry.dtype, entry.shape) for name, entry in there.items()}
@@ -301,9 +294,7 @@ class Checkpoint(ModelDirectory):
             file.release()
 
     def read_ahead(self, layer: int) -> None:
-        """Ask the operating system to load a layer's weights into its page cache; ignored for a layer that does not
-        exist.
-        """
+        """Ask the operating system to load a layer's weights into its page cache; ignored for other layer numbers."""
         if not 0 <= layer < len(self.config.layers):
             return
         stored = {own for name in layer_tensors(self.config, layer) for own in self._views[name].stored_names}
@@ -330,9 +321,7 @@ class Checkpoint(ModelDirectory):
         self.release()
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over config, headers and samples of every tensor; it identifies a model without reading all
-        weights.
-        """
+        """Return a SHA-256 over config, headers and samples of every tensor; few of the weights are read."""
         digest = hashlib.sha256()
         for file in self.files:
             for name, entry in sorted(file.entries.items()):
@@ -348,16 +337,12 @@ class Checkpoint(ModelDirectory):
         return {"fingerprint": self.fingerprint(), "state": state_of(self.files)}
 
     def source(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Tensor]:
-        """Return a function from name to plain tensor: mapped if dtype and device already match, converted
-        otherwise.
-        """
+        """Return a function from name to plain tensor: mapped if dtype and device already match, converted otherwise."""
         row = self.config.architecture
         return lambda name: self.tensor(name, dtype).to(device=device, dtype=computed_dtype(row, name, dtype))
 
     def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Weight]:
-        """Return a function from name to weight for a decoder: as `source`, but low-bit matrices stay low-bit and
-        mapped.
-        """
+        """Return a function from name to weight for a decoder: as `source`, but low-bit matrices stay low-bit and mapped."""
         source = self.source(dtype, device)
 
         def weight(name: str) -> Weight:
@@ -379,9 +364,7 @@ def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dt
 
 
 def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
-    """Return the file of each tensor of the language model, and rename the files' entries to its names without the
-    wrapper.
-    """
+    """Return the file of each tensor of the language model; rename its entries to names without the wrapper."""
     for file in files:
         own = {name: entry for name, entry in file.entries.items() if not name.startswith(wrapper.others)}
         file.entries = {name.removeprefix(wrapper.prefix): entry for name, entry in own.items()}

@@ -104,9 +104,7 @@ def _honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> 
 
 
 def config_of(scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Scheme] | None = None) -> dict[str, Any]:
-    """Return the `quantization_config` of a model whose linear layers all use `scheme`, except `ignored` and
-    `others`.
-    """
+    """Return the `quantization_config` of a model whose linear layers all use `scheme`, except `ignored` and `others`."""
     groups = {"group_0": _group(scheme, ["Linear"])}
     for place, (name, own) in enumerate((others or {}).items(), start=1):
         groups[f"group_{place}"] = _group(own, [f"re:.*{re.escape(name.removesuffix('.weight'))}$"])

@@ -71,9 +71,7 @@ def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) 
 
 
 def shared_names(config: DecoderConfig, layer: int, stack: Stack) -> tuple[str, ...]:
-    """Return the common names of the shared expert's projections in a stack; empty if the layer has no shared
-    expert.
-    """
+    """Return the common names of the shared expert's projections in a stack; empty if the layer has no shared expert."""
     moe = config.layers[layer].moe
     assert moe is not None
     projections = stack.projections if moe.shared_width else ()

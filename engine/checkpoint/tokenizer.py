@@ -14,9 +14,7 @@ from engine.files.json_file import load_json, shown
 
 
 def load_tokenizer(checkpoint: ModelDirectory) -> Any:
-    """Return the checkpoint's transformers tokenizer. Raises CheckpointError if it is missing or has another
-    vocabulary.
-    """
+    """Return the checkpoint's transformers tokenizer. Raises CheckpointError if it is missing or has another vocabulary."""
     # transformers would read config.json, which fails for families without a class in transformers.
     config = None if checkpoint.config.architecture.in_transformers else checkpoint.config.transformers_config
     return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size, config)

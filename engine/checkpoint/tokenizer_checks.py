@@ -20,9 +20,7 @@ from engine.errors import CheckpointError
 from engine.files.json_file import MAX_JSON_BYTES, load_json, shown
 
 MAX_DEPTH, MAX_STEPS = 8, 64
-"""Limits on nested sequences and on all steps of one part, such as the normalizer. Published tokenizers have 2 and
-10.
-"""
+"""Limits on nested sequences and on all steps of one part, such as the normalizer. Published tokenizers have 2 and 10."""
 MAX_GROWTH = 64
 """Limit on how many times longer one part may make a text. Published tokenizers: 12 (a prefix and a wider space)."""
 MAX_TOKEN_LENGTH = 4_096

@@ -104,8 +104,9 @@ def check_groups(config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _count(config: Any, row: Architecture, experts: int) -> Iterator[None]:
-    """Give the config this expert count, and a top-k that is not above it, during the body. 0, a dense layer, changes
-    nothing.
+    """Give the config this expert count, and a top-k that is not above it, during the body.
+
+    0, a dense layer, changes nothing.
     """
     keys = [key for key in row.experts_keys if hasattr(config, key)] if experts else []
     top_k = row.experts_per_token_key

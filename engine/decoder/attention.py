@@ -46,9 +46,7 @@ class Positions(NamedTuple):
     is_padded: bool
     """Whether some positions are padding."""
     masks: dict[int | Chunk | None, Tensor | None]
-    """Masks by sliding window or chunk: bool [B or 1, 1, L, P], True where a query may attend; None for a causal
-    mask.
-    """
+    """Masks by sliding window or chunk: bool [B or 1, 1, L, P], True where a query may attend; None for a causal mask."""
     one_by_one: bool = False
     """Whether several positions are read together, each with the result of reading it alone."""
     temperature: Tensor | None = None
@@ -201,9 +199,7 @@ class Attention(nn.Module):
         return torch.cat(mixed)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
-        """Return the compiled kernels if they can attend for the next few positions of a few sequences, otherwise
-        None.
-        """
+        """Return the compiled kernels if they can attend for the next few positions of a few sequences, otherwise None."""
         if cache is None or positions.is_padded or not query.dtype == cache.dtype == torch.bfloat16:
             return None
         return compiled_kernels(query.shape[0] * query.shape[2], positions.cosine)
@@ -258,8 +254,7 @@ def attend(
     scale: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax attention of H query heads over G key-value heads, [B, H, L, V]. `scale`: of scores; None for
-    1/√E.
+    """Return softmax attention of H query heads over G key-value heads, [B, H, L, V]. `scale`: of scores; None for 1/√E.
 
     sinks_H: one additional score per head, whose share of the softmax is dropped.
     """
@@ -293,8 +288,7 @@ def attend(
 def attend_in_blocks(
     query_BHLE: Tensor, key_BGPE: Kept, value_BGPV: Kept, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Return `attend` for a processor with bfloat16 products, three times as fast as torch's own kernel at 512
-    positions.
+    """Return `attend` for a processor with bfloat16 products, three times as fast as torch's own kernel at 512 positions.
 
     A block of queries is multiplied only with the keys that it may attend to, and all query heads of a group are in one
     product. Scores are rounded to bfloat16 between the two products, as in transformers' eager attention, and the
@@ -341,8 +335,7 @@ def attend_with_sinks(
 
 
 def scores_of(query_BGLE: Tensor, key_BGPE: Kept, seen: int) -> Tensor:
-    """Return products with the first keys, [B, G, L, seen]; keys in another dtype are converted KEY_BLOCK positions at
-    a time.
+    """Return products with the first keys, [B, G, L, seen]; keys in another dtype are converted in blocks.
 
     For keys in 8 bits, q·(s·k) = s·(q·k): the integers are exact in any float, and the scores are scaled.
     """
@@ -374,9 +367,7 @@ def _plain(kept: Kept) -> Tensor:
 
 
 def key_blocks(kept: Kept, seen: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield blocks of positions: their slice, their content in `dtype`, and for 8 bits their scales [B, G,
-    positions].
-    """
+    """Yield blocks of positions: their slice, their content in `dtype`, and for 8 bits their scales [B, G, positions]."""
     whole, scales = kept if isinstance(kept, Scaled) else (kept, None)
     for start in range(0, seen, KEY_BLOCK):
         place = slice(start, min(start + KEY_BLOCK, seen))
@@ -384,8 +375,7 @@ def key_blocks(kept: Kept, seen: int, dtype: torch.dtype) -> Iterator[tuple[slic
 
 
 def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, last + 1, number of visible keys) for blocks of queries; with more keys, blocks are smaller, down
-    to 16.
+    """Yield (first, last + 1, number of visible keys) for blocks of queries; more keys give smaller blocks, down to 16.
 
     rows: sequences times heads. The new positions are the last `length` of `total`.
     """
@@ -401,9 +391,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tens
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x / rms(x) · weight over the last dimension, with the mean square in float32 or better (Zhang & Sennrich
-    2019).
-    """
+    """Return x / rms(x) · weight over the last dimension, the mean square in float32 or better (Zhang & Sennrich 2019)."""
     if (kernels := any_kernels(x, weight)) is not None:
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)

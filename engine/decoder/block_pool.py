@@ -51,9 +51,7 @@ class BlockPool:
         return -(-positions // self.block_size)
 
     def find(self, tokens: Sequence[int], kind: bytes = b"") -> BlockTable:
-        """Return the longest prefix of `tokens`, without the last token, in full blocks of this pool. Takes no
-        blocks.
-        """
+        """Return the longest prefix of `tokens`, without the last token, in full blocks of this pool. Takes no blocks."""
         found = BlockTable(kind)
         for end in range(self.block_size, len(tokens), self.block_size):
             digest = self._digest(found, tokens[end - self.block_size : end])
@@ -75,9 +73,7 @@ class BlockPool:
             self._users[block] += 1
 
     def extend(self, table: BlockTable, positions: int) -> None:
-        """Make room for this many positions in total. Raises OutOfBlocksError; blocks taken before stay in the
-        table.
-        """
+        """Make room for this many positions in total. Raises OutOfBlocksError; blocks taken before stay in the table."""
         while len(table.blocks) < self.blocks_for(positions):
             table.blocks.append(self._new(table.blocks[-1] + 1 if table.blocks else None))
 
@@ -108,9 +104,7 @@ class BlockPool:
             self._unname(block)
 
     def _new(self, wished: int | None) -> int:
-        """Return an unused block: the wished one if its content cannot be found, otherwise the one unused for
-        longest.
-        """
+        """Return an unused block: the wished one if its content cannot be found, otherwise the one unused for longest."""
         if not self._unused:
             raise OutOfBlocksError
         block = next(iter(self._unused))

@@ -38,15 +38,14 @@ from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
 
 SPARSE_MAX_TOKENS = 4
-"""Maximum number of tokens for the sparse path, if no gradient is needed; with more tokens, experts are often
-shared.
-"""
+"""Maximum number of tokens for the sparse path, if no gradient is needed; with more tokens, experts are often shared."""
 
 MULTIPLE_OF_TOKENS = 16
 """Divisor to which the tokens of an expert are padded with zeros in a prefill."""
 TRANSPOSED_FROM_TOKENS = 16
-"""Number of tokens from which on bfloat16 products have the weight on the left: oneDNN rearranges its right operand in
-each call, and rearranging the tokens is cheaper than rearranging the weight.
+"""Minimum number of tokens for which bfloat16 products have the weight on the left.
+
+oneDNN rearranges its right operand in each call, and rearranging the tokens is cheaper than rearranging the weight.
 """
 
 
@@ -250,9 +249,7 @@ class MoeBlock(nn.Module):
 def router_logits(
     x_TD: Tensor, router_ND: Tensor, gate_hidden_HD: Tensor | None = None, logit_bias_N: Tensor | None = None
 ) -> Tensor:
-    """Return W·x + b, [T, N]; for a gate network W2·tanh(W1·x), where W2 [N, H] is the router and W1 its hidden
-    layer.
-    """
+    """Return W·x + b, [T, N]; for a gate network W2·tanh(W1·x), where W2 [N, H] is the router and W1 its hidden layer."""
     if gate_hidden_HD is None:
         return linear(x_TD, router_ND, logit_bias_N)
     return linear(torch.tanh(linear(x_TD, gate_hidden_HD)), router_ND)

@@ -22,9 +22,7 @@ _LARGEST = 127
 
 
 class Scaled(NamedTuple):
-    """Keys or values in 8 bits: `integers` int8 [..., P, E] times `scales` float32 [..., P], one per head and
-    position.
-    """
+    """Keys or values in 8 bits: `integers` int8 [..., P, E] times `scales` float32 [..., P], one per head and position."""
 
     integers: Tensor
     scales: Tensor
@@ -121,9 +119,7 @@ class KeyValueCache:
         return self.keys.stride(2)
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> tuple[Kept, Kept]:
-        """Write one layer's new positions; return all its keys and values so far. Call `advance` after the last
-        layer.
-        """
+        """Write one layer's new positions; return all its keys and values so far. Call `advance` after the last layer."""
         end = self.length + keys_BGLE.shape[2]
         assert end <= self.capacity, f"cache of {self.capacity} positions asked to hold {end}"
         new, layer = slice(self.length, end), self._rows[layer]
@@ -149,9 +145,7 @@ class KeyValueCache:
         self.length += positions
 
     def extend(self, capacity: int) -> None:
-        """Move to larger memory for `capacity` positions; keys and values move separately, so only one of them exists
-        twice.
-        """
+        """Move to larger memory for `capacity` positions; keys and values move separately, to save memory."""
         self.keys = self._longer(self.keys, capacity)
         self.values = self._longer(self.values, capacity)
         if self.scales is not None:

@@ -1,5 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1): one vector per position gives all heads' keys and
-values.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1): one vector per position serves all heads.
 
     c^KV = norm(W^DKV·h)    k^R = RoPE(W^KR·h)    k_i = [W^UK_i·c^KV; k^R]    v_i = W^UV_i·c^KV        (eq. 9-16)
 

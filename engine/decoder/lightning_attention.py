@@ -74,9 +74,7 @@ def decay_rates(heads: int, layer: int, layers: int) -> Tensor:
 def attend(
     query_BHLE: Tensor, key_BHLE: Tensor, value_BHLE: Tensor, rates_H: Tensor, state_BHEE: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return o [B, H, L, E], and the state after the last position [B, H, E, E]. The initial state is zero by
-    default.
-    """
+    """Return o [B, H, L, E], and the state after the last position [B, H, E, E]. The initial state is zero by default."""
     if state_BHEE is None:
         state_BHEE = torch.zeros_like(query_BHLE[:, :, :1].mT * value_BHLE[:, :, :1])
     rates_H11, mixed, decays = rates_H.to(query_BHLE)[:, None, None], [], {}

@@ -134,8 +134,7 @@ class Decoder(nn.Module):
         return _weights_bytes(self)
 
     def bytes_read_per_token(self, skipped_shares: Sequence[float]) -> float:
-        """Return the bytes of weights read for one token alone: from a layer's experts only those chosen and not
-        skipped.
+        """Return the bytes of weights read for one token alone: from a layer's experts only those chosen and not skipped.
 
         skipped_shares: one for each MoE layer. Embeddings count as one row, tied embeddings completely, as the head.
         """
@@ -186,15 +185,11 @@ class Decoder(nn.Module):
         return self.logits(self.hidden_states(tokens_BL, real_BP, cache))
 
     def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Return the logits of the last position only, [B, V]: generation needs no others, and L·V logits take much
-        memory.
-        """
+        """Return the logits of the last position only, [B, V]; L·V logits would take much memory."""
         return self.logits(self.hidden_states(tokens_BL, real_BP, cache)[:, -1])
 
     def step_logits(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
-        """Return the logits [B, L, V] of new tokens that are read together, each with the result of reading it
-        alone.
-        """
+        """Return the logits [B, L, V] of new tokens that are read together, each with the result of reading it alone."""
         return self.logits(self.hidden_states(tokens_BL, None, cache, one_by_one=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -212,9 +207,7 @@ def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> 
 
 
 def final_norm(config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
-    """Return the head's input from the last layer's output. The divisor of the logits is applied here, to fewer
-    numbers.
-    """
+    """Return the head's input from the last layer's output. The divisor of the logits is applied here, to fewer numbers."""
     return times(norm(x_BLD, weight_D, bias_D, config.norm_epsilon), 1.0 / config.multipliers.logits)
 
 

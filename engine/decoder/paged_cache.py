@@ -44,8 +44,9 @@ class PagedCache:
         block_size: int = BLOCK_SIZE,
         sequences: int = 1,
     ) -> None:
-        """`size`: bytes of keys and values together, rounded down to whole blocks. `sequences`: maximum number with
-        states.
+        """`size`: bytes of keys and values together, rounded down to whole blocks.
+
+        `sequences`: maximum number with states.
         """
         self.block_bytes = position_bytes(config, dtype) * block_size
         self._state_shape, self._device = state_shape(config), device
@@ -80,9 +81,7 @@ class PagedCache:
         self._states.clear()
 
     def slots(self, table: BlockTable, end: int) -> slice | Tensor:
-        """Return the slots of the first `end` positions: a slice if the blocks are adjacent in memory, otherwise int64
-        [P].
-        """
+        """Return the slots of the first `end` positions: a slice if the blocks are adjacent, otherwise int64 [P]."""
         size = self.pool.block_size
         blocks = table.blocks[: self.pool.blocks_for(end)]
         if blocks[-1] - blocks[0] == len(blocks) - 1 and blocks == sorted(blocks):
@@ -98,9 +97,7 @@ class PagedBatch:
     """
 
     def __init__(self, cache: PagedCache, tables: Sequence[BlockTable], new: int, read_as: Sequence[int]) -> None:
-        """`read_as`: minimum lengths of the texts that the positions belong to, for rotary scalings that depend on
-        them.
-        """
+        """`read_as`: minimum lengths of the texts that the positions belong to, for rotary scalings that depend on them."""
         self.cache, self.new = cache, new
         self.past = [table.length for table in tables]
         self._tables, self._read_as = tables, read_as
@@ -135,9 +132,7 @@ class PagedBatch:
 
     @cached_property
     def places(self) -> tuple[Any, Any, int]:
-        """Location of the sequences for all layers: blocks int64 [B, M], filled positions int64 [B], and the block
-        size.
-        """
+        """Location of the sequences for all layers: blocks int64 [B, M], filled positions int64 [B], and the block size."""
         blocks_BM = np.zeros((len(self._tables), max(len(table.blocks) for table in self._tables)), np.int64)
         for row, table in enumerate(self._tables):
             blocks_BM[row, : len(table.blocks)] = table.blocks

@@ -75,8 +75,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class GroupedTopK:
-    """Device-limited routing (DeepSeek-V2, arXiv 2405.04434, §2.2.2): the k most probable experts in the token's best
-    groups.
+    """Device-limited routing (DeepSeek-V2, arXiv 2405.04434, §2.2.2): the k best experts in the token's best groups.
 
     The score of a group is the score of its best expert. The weights are the probabilities times `scale`, not
     normalized. As in SigmoidTopK, an expert whose logit is −∞ does not exist, groups may have any size, and slots that
@@ -100,8 +99,7 @@ class GroupedTopK:
 
 @dataclass(frozen=True)
 class Noisy:
-    """Noisy top-k gating in training (arXiv 1701.06538 §2.1, eq. 4): H(x) = logits + N(0, 1) · (softplus(W_noise·x) +
-    ε).
+    """Noisy top-k gating in training (arXiv 1701.06538 §2.1, eq. 4): H(x) = logits + N(0, 1) · (softplus(W_noise·x) + ε).
 
     ε is a constant of the model. The noise depends on the tokens, so the MoE block calls `selected`; a call with logits
     alone uses no noise. It is the outermost Routing of a layer. One seed always gives the same noise, also when a layer
@@ -220,8 +218,7 @@ class UnweightedTopK:
 
 @dataclass(frozen=True)
 class SparseMixer:
-    """sparsemixer's choice without its training noise (GRIN MoE, arXiv 2409.12136; thresholds as in transformers'
-    code).
+    """sparsemixer's choice without its training noise (GRIN MoE, arXiv 2409.12136; thresholds as in transformers' code).
 
     Experts are chosen one after the other: the largest logit z_b among those not chosen yet. Its weight is its share of
     the softmax over those experts that are near; expert i is not near if (z_b − z_i) / max(|z_i|, z_b) > 2ε. Therefore
@@ -380,9 +377,7 @@ class Skipping:
     threshold: float | Tensor
     """A number, or [T] if each token of the next call has its own threshold."""
     normalise: bool
-    """Whether the remaining weights are rescaled to the token's former sum; set iff the model normalizes its top-k
-    weights.
-    """
+    """Whether to rescale the remaining weights to the token's former sum; set iff the model normalizes its top-k."""
     keep: int = 1
 
     def __call__(self, logits_TN: Tensor) -> Selection:

@@ -26,9 +26,7 @@ from engine.kernels.linear import wanted_kernels
 _log = logging.getLogger(__name__)
 
 FEW = {"ROWS": 8, "COLUMNS": 512}
-"""Block sizes for a few tokens: rows of a matrix, and columns read at a time. Like the sizes below, they are not
-tuned.
-"""
+"""Block sizes for a few tokens: rows of a matrix, and columns read at a time. Like the sizes below, they are not tuned."""
 MANY = {"ROWS": 64, "OUTPUTS": 64}
 """Block sizes for many tokens: slots of one expert, and outputs."""
 BYTES = 128
@@ -47,8 +45,9 @@ class TritonExperts:
         self._table_NA = torch.empty(0, 0, dtype=torch.int64)
 
     def __call__(self, x_TD: Tensor, selection: Selection, experts: Any, scales_TS: Tensor | None = None) -> Tensor | None:
-        """Return Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None if torch must compute it. `experts`: must satisfy
-        `can_serve`.
+        """Return Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None if torch must compute it.
+
+        `experts`: must satisfy `can_serve`.
         """
         is_few = x_TD.shape[0] <= SPARSE_MAX_TOKENS
         if not (self.serves_few if is_few else self.serves_many):
@@ -111,8 +110,7 @@ def _clamp(like: Expert) -> dict[str, float | None]:
 
 
 def tiles(experts_R: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the slots sorted by expert, [R], and tiles of up to `rows` slots: expert, first slot, last slot + 1, [M,
-    3].
+    """Return the slots sorted by expert, [R], and tiles of up to `rows` slots: expert, first slot, last slot + 1, [M, 3].
 
     M is the number for the worst distribution. Unused tiles come last and have no expert.
     """
@@ -182,9 +180,7 @@ def use_triton(blocks: Sequence[MoeBlock]) -> None:
 
 @torch.inference_mode()
 def _pays(block: MoeBlock, tokens: int, is_timed: bool) -> bool:
-    """Return whether the kernels give torch's results for this many random tokens, and are faster. Compiles the
-    kernels.
-    """
+    """Return whether the kernels give torch's results for this many random tokens, and are faster. Compiles the kernels."""
     like = block.router_ND
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(tokens, block.hidden_size, generator=generator).to(like.device, like.dtype)

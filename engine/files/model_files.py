@@ -42,9 +42,7 @@ def check_inside(directory: Path, path: Path) -> None:
 
 
 def files_in(directory: Path) -> Iterator[Path]:
-    """Yield the paths, relative to `directory`, of all entries at any depth that are not directories; links are not
-    followed.
-    """
+    """Yield the relative paths of all entries at any depth that are not directories; links are not followed."""
     for entry in _entries(directory):
         if not entry.is_dir(follow_symlinks=False):
             yield Path(entry.path).relative_to(directory)

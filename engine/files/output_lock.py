@@ -65,9 +65,7 @@ os.register_at_fork(after_in_child=_forget_claims)
 
 
 def lock_path(output: Path) -> Path:
-    """Return the path of an output's lock file, with links in its directory resolved: every path to one place has one
-    lock.
-    """
+    """Return the path of an output's lock file, with links resolved: every path to one place has one lock."""
     return Path(os.path.realpath(output.absolute().parent)) / f".{output.name}.lock"
 
 
@@ -148,8 +146,9 @@ def _try(path: Path) -> int | None:
 
 
 def _locked(descriptor: int) -> bool:
-    """Lock the file. Returns False if its file system does not support locks; raises _Busy if another process has the
-    lock.
+    """Lock the file.
+
+    Returns False if its file system does not support locks; raises _Busy if another process has the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

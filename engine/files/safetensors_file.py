@@ -90,9 +90,7 @@ def tensor_bytes(dtype: torch.dtype, shape: Iterable[int]) -> int | None:
 
 
 def _is_natural(value: object) -> bool:
-    """Return whether `value` is a non-negative integer. JSON's true and false, which are ints in Python, do not
-    count.
-    """
+    """Return whether `value` is a non-negative integer. JSON's true and false, which are ints in Python, do not count."""
     return type(value) is int and value >= 0
 
 
@@ -217,9 +215,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: file changed while in use; start again once it is written")
 
     def _mapping(self) -> mmap.mmap:
-        """Return the whole file, mapped copy-on-write: torch accepts only writable buffers, and no write reaches the
-        file.
-        """
+        """Return the whole file, mapped copy-on-write: torch needs writable buffers, and no write reaches the file."""
         if self.header_only:
             raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")
         if self._map is None:
@@ -276,9 +272,7 @@ class SafetensorsFile:
         return f"{self.path.name} {self._identity[2]} {self._identity[3]}"
 
     def read_ahead(self, names: Iterable[str]) -> None:
-        """Ask the operating system to read these tensors into its page cache in the background; no process memory is
-        used.
-        """
+        """Ask the operating system to read these tensors into its page cache; no process memory is used."""
         if not hasattr(os, "posix_fadvise"):
             return
         with reading(self.path, _WHAT) as file:
@@ -286,8 +280,7 @@ class SafetensorsFile:
                 os.posix_fadvise(file.fileno(), entry.begin, entry.nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """Drop the reference to the mapping, which ends with the last tensor on it; a later `tensor` maps the file
-        anew.
+        """Drop the reference to the mapping, which ends with the last tensor on it; a later `tensor` maps the file anew.
 
         The mapping is not closed explicitly: torch does not lock the buffer, so live tensors would point to unmapped
         memory.

@@ -21,9 +21,7 @@ DIGEST = "sha256"
 
 
 def write_state(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str) -> None:
-    """Write a file with its digest, replacing an old file only once the new one is complete; OutputError names
-    `what`.
-    """
+    """Write a file with its digest, replacing an old file only once the new one is complete; OutputError names `what`."""
     digest = _digest(metadata, ((name, tensors[name]) for name in sorted(tensors)))
     write_tensors(path, tensors, {**metadata, DIGEST: digest}, what)
 

@@ -189,8 +189,7 @@ class Engine:
 
     @property
     def bytes_read_per_token(self) -> float | None:
-        """Average bytes of weights read per token when decoding one sequence, given the share of skipped experts so
-        far.
+        """Average bytes of weights read per token when decoding one sequence, given the share of skipped experts so far.
 
         None for an exported model.
         """
@@ -200,8 +199,9 @@ class Engine:
         return self.decoder.bytes_read_per_token([0.0] * len(blocks) if counter is None else counter.share_per_layer)
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt. Raises OptionError for an empty prompt if the model has no token to begin
-        with.
+        """Return the token ids of a prompt.
+
+        Raises OptionError for an empty prompt if the model has no token to begin with.
         """
         try:
             prompt.encode()
@@ -240,9 +240,7 @@ class Engine:
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> Iterator[str]:
-        """Yield the text of `generate` in pieces of whole characters as it is generated. Errors are raised
-        immediately.
-        """
+        """Yield the text of `generate` in pieces of whole characters as it is generated. Errors are raised immediately."""
         batch = self._start([prompt], max_new_tokens, sampling, stop)
         return (piece for _ in self._run(batch) if (piece := batch.sequences[0].take()))
 
@@ -268,9 +266,7 @@ class Engine:
             return decoder.last_logits(tokens_BL[:, start - first :], self._seen(real_BP, start, last), cache)
 
     def _seen(self, real_BP: Tensor | None, start: int, end: int) -> Tensor | None:
-        """Return which positions before `end` are real, and make the skip counter count only the real ones from `start`
-        on.
-        """
+        """Return which positions before `end` are real; the skip counter counts only the real ones from `start` on."""
         seen_BP = None if real_BP is None else real_BP[:, :end]
         if self.skip_counter is not None:
             self.skip_counter.counted_T = None if seen_BP is None else seen_BP[:, start:].flatten()
@@ -313,9 +309,7 @@ class Engine:
         return self._last
 
     def _run(self, batch: _Batch) -> Iterator[None]:
-        """Run the generation loop. Yields after each forward pass, with torch's global modes restored for the
-        consumer.
-        """
+        """Run the generation loop. Yields after each forward pass, with torch's global modes restored for the consumer."""
         cache = batch.new_cache(self)
         logits_BV = self.prefill(batch.tokens_BL, batch.real(cache), cache)
         speculation = None if self.draft is None else batch.speculate(self.draft, cache)
@@ -397,9 +391,7 @@ class _Batch:
         return self._real_BP[:, : cache.length + new]
 
     def postprocess(self, logits_BV: Tensor) -> Tensor:
-        """Choose the next token of each sequence, append it to the unfinished ones, and return the tokens, int64
-        [B].
-        """
+        """Choose the next token of each sequence, append it to the unfinished ones, and return the tokens, int64 [B]."""
         with torch.inference_mode():
             logits_BV = penalised_rows(logits_BV, [sequence.tokens for sequence in self.sequences], self._sampling)
             tokens_B = sample(logits_BV, self._sampling, self._generator)
@@ -474,8 +466,7 @@ def _generation(sequence: TextStream) -> Generation:
 
 @contextmanager
 def decode_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Use the faster matrix products for few rows in half precision on a CPU: compiled ones, or torch's instead of
-    oneDNN's.
+    """Use faster matrix products for few rows in half precision on a CPU: compiled ones, or torch's own.
 
     With one row, oneDNN's products take up to twice as long as torch's own; with the many rows of a prefill they are
     faster.

@@ -51,6 +51,7 @@ class Report:
     """Number of expert evaluations: one for each expert of each token and layer, without the draft model's."""
     weights_read_bytes_per_token: float | None
     """Average bytes of weights read per token when decoding one sequence: experts not chosen or skipped are not read.
+
     None for an exported model.
     """
     draft_acceptance_rate: float | None = None
@@ -74,8 +75,7 @@ def peak_memory_bytes() -> int:
 
 
 def resident_weights_bytes(weights: Iterable[Tensor], paths: Iterable[Path]) -> int:
-    """Return the bytes of the weights in memory: resident pages of these mapped files, and weights outside of the
-    mappings.
+    """Return the bytes of the weights in memory: resident pages of these mapped files, and weights elsewhere.
 
     If the operating system does not report mappings, all weights count.
     """

@@ -81,9 +81,7 @@ def probabilities(logits_BV: Tensor, options: SamplingOptions) -> Tensor:
 
 
 def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
-    """Return logits / temperature; on float32 overflow, each row's maximum is subtracted first, which softmax
-    ignores.
-    """
+    """Return logits / temperature; on float32 overflow, each row's maximum is subtracted first, which softmax ignores."""
     scores_BV = logits_BV / temperature
     if bool(scores_BV.isfinite().all()):
         return scores_BV

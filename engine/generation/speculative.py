@@ -1,5 +1,4 @@
-"""Speculative decoding: a draft model proposes a few tokens, and the target reads them in one forward (Leviathan et al.
-2023).
+"""Speculative decoding: a draft model proposes tokens, the target verifies them (Leviathan et al. 2023).
 
 The generated text has the target's own distribution for any draft model; a good draft only makes it faster. p is the
 target's distribution of the next token and q is the draft's, both after temperature, top-k, top-p and penalties.
@@ -41,9 +40,7 @@ def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
 
 
 def draw(weights_V: Tensor, uniform: float) -> int:
-    """Return a token drawn in proportion to its weight: the first whose cumulative sum exceeds `uniform` times the
-    total.
-    """
+    """Return a token drawn in proportion to its weight: the first whose cumulative sum exceeds `uniform` times the total."""
     sums_V = weights_V.double().cumsum(0)
     return int(torch.searchsorted(sums_V, uniform * sums_V[-1], right=True))
 
@@ -82,9 +79,7 @@ class Speculation:
 
     @torch.inference_mode()
     def round(self, prompt: Sequence[int], written: Sequence[int], room: int) -> list[int]:
-        """Return the next tokens, at least one and at most `room`. The target has read the text except its last
-        token.
-        """
+        """Return the next tokens, at least one and at most `room`. The target has read the text except its last token."""
         text, begin = [*prompt, *written], len(prompt)
         known, count = len(text), min(self._draft_tokens, room - 1)
         device = self._generator.device

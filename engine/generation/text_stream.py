@@ -65,9 +65,7 @@ class TextStream:
 
 
 class Characters:
-    """Decodes tokens in whole characters: a character may take several tokens, and a token may end within a
-    character.
-    """
+    """Decodes tokens in whole characters: a character may take several tokens, and a token may end within a character."""
 
     def __init__(self, context: list[int], decode: Callable[[list[int]], str]) -> None:
         """`context`: tokens before the first; they are decoded too, because the text of a token may depend on them."""

@@ -54,9 +54,7 @@ class TokenText:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte of each letter in byte-level tokenizers: printable bytes are themselves, others come after
-    255.
-    """
+    """Return the byte of each letter in byte-level tokenizers: printable bytes are themselves, others come after 255."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -84,9 +84,7 @@ def _projection(parts: Parts, layer: int, x_BLD: str, which: str) -> str:
 
 
 def attention_form(parts: Parts, tokens_BL: str, mask_BP: str) -> AttentionForm:
-    """Return GroupedQuery, or Standard for standard operators only and for head dimensions that the node cannot
-    rotate.
-    """
+    """Return GroupedQuery, or Standard for standard operators only and for head dimensions that the node cannot rotate."""
     if parts.config.latent is not None:
         return Latent(parts, tokens_BL, mask_BP)
     rotates = parts.config.head_dimension % HEAD_MULTIPLE == 0 == parts.config.rotary_dimension % HEAD_MULTIPLE
@@ -119,8 +117,9 @@ class _Tables:
 
 
 def _cache(parts: Parts, layer: int, part: str, length: str) -> tuple[str, str]:
-    """Declare a layer's cached keys or values as input and output, and return both names. `length`: the past
-    dimension's name.
+    """Declare a layer's cached keys or values as input and output, and return both names.
+
+    `length`: the past dimension's name.
     """
     graph = parts.graph
     past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
@@ -229,8 +228,9 @@ class Standard:
         return x_BLD
 
     def _mask(self, window: int | None) -> str:
-        """Return the mask [B, 1, 1, L, P] to add to scores: causal, within the window, and hiding padding but a query's
-        own position.
+        """Return the mask [B, 1, 1, L, P] to add to scores: causal, within the window, and without padding.
+
+        A query at padding attends to its own position.
         """
         if window not in self._masks:
             graph = self._parts.graph
@@ -366,9 +366,7 @@ class Latent(Standard):
         return graph.nodes("Split", y, graph.integers(*sizes), outputs=[""] * len(sizes), axis=-1) if sizes else [y]
 
     def _up(self, prefix: str) -> tuple[str, str]:
-        """Return the up-projections from latent vectors to keys [H, N, C] and values [H, C, V]; they are never
-        quantized.
-        """
+        """Return the up-projections from latent vectors to keys [H, N, C] and values [H, C, V]; they are never quantized."""
         parts, name = self._parts, f"{prefix}.{LATENT_UP}"
         sizes = parts.config.latent
         assert sizes is not None

@@ -1,5 +1,4 @@
-"""Switch Transformer's MoE block as ONNX nodes: ungated experts, top-1 routing and a capacity per expert (Fedus et al.
-§2).
+"""The MoE block of Switch Transformer as ONNX nodes: top-1 routing, a capacity per expert (Fedus et al. §2).
 
 The router is computed in float32, and the expert's output is multiplied by the probability p of that expert. In one
 call, an expert takes the first `capacity` tokens of each sequence that chose it, including padding; the block outputs
@@ -62,9 +61,7 @@ def capacity_experts(layers: Layers, checkpoint: EncoderDecoderCheckpoint, block
 
 
 def _routed(graph: Graph, checkpoint: EncoderDecoderCheckpoint, block: Block, x_BLD: str) -> tuple[str, str]:
-    """Return the router logits, and the weight of each expert for each token (zero if unused); both [T, N] in
-    float32.
-    """
+    """Return the router logits, and the weight of each expert for each token (zero if unused); both [T, N] in float32."""
     name = f"{block.prefix}.{ROUTER_OF_BLOCK}.classifier"
     logits_BLN = graph.node(
         "MatMul", x_BLD, graph.weight(f"{name}.weight", lambda: checkpoint.tensor(f"{name}.weight").float().T)

@@ -63,8 +63,9 @@ def write_encoder_decoder(
     bits: int | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> Written:
-    """Write both graphs and their weights, layer by layer. The options are those of write_decoder
-    (engine/onnx/decoder.py).
+    """Write both graphs and their weights, layer by layer.
+
+    The options are those of write_decoder (engine/onnx/decoder.py).
     """
     names = [f"{stack}.{layer}" for stack in STACKS for layer in range(checkpoint.layers[stack])]
     data_path = directory / DATA_NAME

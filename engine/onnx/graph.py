@@ -100,9 +100,7 @@ class Graph:
         return names
 
     def either(self, condition: str, then: Callable[[], list[str]], otherwise: Callable[[], list[str]]) -> list[str]:
-        """Return the outputs of `then` if the boolean scalar `condition` holds, else of `otherwise`; only one is
-        computed.
-        """
+        """Return the outputs of `then` if the boolean scalar `condition` holds, else of `otherwise`; one is computed."""
         branches = {"then_branch": self._branch("then", then), "else_branch": self._branch("else", otherwise)}
         return self.nodes("If", condition, outputs=[""] * len(branches["then_branch"].output), **branches)
 

@@ -29,9 +29,7 @@ Source = Callable[[str], Tensor]
 OUTER_BITS = 8
 """Bits of embeddings and head in a low-bit model: their rounding errors affect every token."""
 ROUNDED_ACTIVATIONS = 4
-"""accuracy_level of block-wise products: activations are rounded to 8 bits, so that the processor multiplies
-integers.
-"""
+"""accuracy_level of block-wise products: activations are rounded to 8 bits, so that the processor multiplies integers."""
 
 
 class Packed(NamedTuple):
@@ -66,9 +64,7 @@ class Layers:
         return self.graph.weight(name, lambda: self.source(name))
 
     def rms_norm(self, x: str, weight: str, epsilon: float | None = None) -> str:
-        """Return x / rms(x) · weight over the last dimension, with the mean square in float32. epsilon: None for the
-        config's.
-        """
+        """Return x / rms(x) · weight over the last dimension, the mean square in float32. epsilon: None for the config's."""
         graph = self.graph
         wide = cast(graph, x, graph.element_type, FLOAT)
         mean = graph.node("ReduceMean", graph.node("Pow", wide, float32(graph, 2.0)), axes=[-1], keepdims=1)
@@ -98,8 +94,9 @@ class Layers:
         return Packed(values, scales, bits, rounded.group_size, *rounded.shape)
 
     def rounded(self, weight: str, bits: int, block: int | None = None) -> QuantizedWeight:
-        """Return a quantized weight; one that the checkpoint stores in this form stays as it is. `block`: None for any
-        size.
+        """Return a quantized weight; one that the checkpoint stores in this form stays as it is.
+
+        `block`: None for any size.
         """
         stored = None if self.checkpoint is None else self.checkpoint(weight)
         inputs = (self.source(weight) if stored is None else stored).shape[1]
@@ -128,9 +125,7 @@ class Layers:
         )
 
     def rows(self, x_RD: str, weight: str, bias: str | None = None) -> str:
-        """Return x·Wᵀ + b for a matrix of rows. Gemm reads the weight as stored, and one row at the memory's
-        bandwidth.
-        """
+        """Return x·Wᵀ + b for a matrix of rows. Gemm reads the weight as stored, and one row at the memory's bandwidth."""
         if self.bits is not None:
             y_RO = self.product(x_RD, self.quantised(weight, self.bits))
             return y_RO if bias is None else self.graph.node("Add", y_RO, self.stored(bias))

@@ -36,9 +36,7 @@ def buckets(distances: Tensor, count: int, farthest: int, both_ways: bool) -> Te
 
 
 def position_bias(layers: Layers, weight: str, query_L: str, key_P: str, farthest: int, both_ways: bool) -> str:
-    """Return the bias [1, H, L, P] to add to scores, from the weight [buckets, H]; positions are vectors of
-    integers.
-    """
+    """Return the bias [1, H, L, P] to add to scores, from the weight [buckets, H]; positions are vectors of integers."""
     graph = layers.graph
 
     def table_RH() -> Tensor:

@@ -23,9 +23,7 @@ from engine.files.json_file import shown
 DATA_NAME = "model.onnx.data"
 """File name of the weights, beside the graph."""
 SHARES_CACHE = "shares_cache"
-"""Metadata key: 1 if a call may write the new cache into the memory of the old one, 0 if the new cache is a longer
-copy.
-"""
+"""Metadata key: 1 if a call may write the new cache into the memory of the old one, 0 if the new cache is a longer copy."""
 HEAD_MULTIPLE = 16
 """Divisor of the head dimensions that onnxruntime's grouped-query attention can rotate."""
 SKIPPED = "experts_skipped"
@@ -111,9 +109,7 @@ def backend_of(directory: Path, asked: str) -> str:
 
 
 def open_exported(model: ModelDirectory, device: str = "auto", dtype: str = "auto") -> OnnxDecoder:
-    """Return the decoder of an exported model. Raises OptionError for a device or dtype that differs from the
-    export's.
-    """
+    """Return the decoder of an exported model. Raises OptionError for a device or dtype that differs from the export's."""
     if device not in ("auto", "cpu"):
         raise OptionError(f"device {device!r} is not available with backend 'onnx'; it runs on the cpu")
     decoder = OnnxDecoder(model.directory, model.config)
@@ -144,9 +140,7 @@ class OnnxDecoder:
         self.skip_threshold: float | None = None if self.skips else 0.0
         """Skip threshold of the graph; None if it is unknown."""
         self.observer: Callable[[Tensor], None] | None = None
-        """Called after each run of a graph that skips, with the number of empty slots of each token and MoE layer, [T,
-        M].
-        """
+        """Called after each run of a graph that skips, with the empty slots of each token and MoE layer, [T, M]."""
         self.dtype = TYPES[types["past_key_values.0.key"]]
         """Dtype of the cache and the logits."""
         self.weights_bytes = (directory / DATA_NAME).stat().st_size

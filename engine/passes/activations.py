@@ -98,9 +98,7 @@ def closed_on_error(*several: Activations) -> Iterator[None]:
 
 
 class Shelf:
-    """Activations of one shape by name. With a directory they are files, which an interrupted pass finds when it
-    resumes.
-    """
+    """Activations of one shape by name. With a directory they are files, which an interrupted pass finds when it resumes."""
 
     def __init__(self, directory: Path | None, shape: tuple[int, int, int], dtype: torch.dtype, together: int = 1) -> None:
         """together: how many are held at a time."""

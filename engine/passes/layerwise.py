@@ -32,8 +32,9 @@ from engine.passes.streaming import embed, layer_positions, one_layer, stream_la
 Route = Callable[[int, Routing, slice], Routing]
 """Function from (number of the MoE layer, its own routing, slice of sequences) to the routing to use instead."""
 Loss = Callable[[Tensor, Decoder | Outer, slice], Tensor]
-"""Function from (hidden states after the last norm [B, L, D], the model for its head, slice of sequences) to a part of
-the loss.
+"""Function that returns a part of the loss.
+
+Its arguments are the hidden states after the last norm [B, L, D], the model for its head, and the slice of sequences.
 """
 
 

@@ -20,9 +20,7 @@ TOKENS_PER_BATCH = 4096
 KEPT_BYTES = 256 << 20
 """Activations above this size go to a file."""
 KEPT_WITHIN_LIMIT_BYTES = 16 << 20
-"""Limit on activations in memory under a memory limit: several are held at a time, and the page cache holds the
-files.
-"""
+"""Limit on activations in memory under a memory limit: several are held at a time, and the page cache holds the files."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,7 @@ def batches(sequences: int, length: int) -> Iterator[slice]:
 
 
 def relieve(release: Callable[[], None], next_bytes: int | None = None) -> None:
-    """Call `release`, which releases mapped pages, if the limit leaves less than the next step needs (None: one
-    expert).
-    """
+    """Call `release`, which releases mapped pages, if the limit leaves less than the next step needs (None: one expert)."""
     if _current is not None and resident_memory_bytes() > _current.limit - (next_bytes or _current.piece):
         release()
         heap.give_back()

@@ -1,5 +1,6 @@
-"""Several processes that work on one model together, started by `torchrun`. In a single process, nothing here has an
-effect.
+"""Several processes that work on one model together, started by `torchrun`.
+
+In a single process, nothing here has an effect.
 
 All processes run the same code on the same files. Each has its own sequences, and the results are summed here. Only the
 first process writes files and prints messages. Only numbers and JSON are exchanged.
@@ -53,9 +54,7 @@ def meet() -> None:
 
 
 def is_first_to_fail() -> bool:
-    """Return whether this process is the one to report the error: the others fail for the same reason, or because it
-    ended.
-    """
+    """Return whether this process is the one to report the error; the others fail as a consequence."""
     own = os.environ.get("RANK", "0")
     if _store is None:
         return own == "0"
@@ -130,9 +129,7 @@ def wait() -> None:
 
 
 def share(items: Sequence[T]) -> Sequence[T]:
-    """Return this process's part of the items: consecutive ones, in numbers that differ by at most one, possibly
-    none.
-    """
+    """Return this process's part of the items: consecutive ones, in numbers that differ by at most one, possibly none."""
     begin, end = (len(items) * place // count() for place in (rank(), rank() + 1))
     return items[begin:end]
 
@@ -170,9 +167,7 @@ def own_batch_size(batch_size: int, sequences: int, what: str) -> int:
 
 
 def own_directory(directory: Path, rows: slice) -> Path:
-    """Return the directory for this process's results for these sequences: a subdirectory if there are several
-    processes.
-    """
+    """Return the directory for this process's results for these sequences: a subdirectory if there are several processes."""
     if count() > 1:
         directory /= f"process-{rank()}-sequences-{rows.start}-{rows.stop}"
         directory.mkdir(parents=True, exist_ok=True)
@@ -297,9 +292,7 @@ def sharded(
 
 
 def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, shard: bool) -> Decoder:
-    """Return the checkpoint's decoder, whole or `sharded`. A sharded decoder has plain weights in place of low-bit
-    ones.
-    """
+    """Return the checkpoint's decoder, whole or `sharded`. A sharded decoder has plain weights in place of low-bit ones."""
     config = checkpoint.config
     if not shard:
         return Decoder(config, checkpoint.weights(dtype, device))
@@ -329,9 +322,7 @@ def piece(tensor: Tensor) -> Tensor:
 
 
 def whole(own: Tensor, like: Tensor) -> Tensor:
-    """Return the full tensor from every process's shard. `like`: a tensor that is sharded in the same way, or not at
-    all.
-    """
+    """Return the full tensor from every process's shard. `like`: a tensor that is sharded in the same way, or not at all."""
     if not is_sharded(like):
         return own
     from torch.distributed.tensor import DTensor

@@ -1,5 +1,4 @@
-"""Forward passes over a checkpoint layer by layer: load one layer's weights, run all sequences through it, load the
-next.
+"""Forward passes over a checkpoint layer by layer: load one layer's weights, run all sequences through it, load the next.
 
 Hidden states between layers are kept in memory up to a limit and in a file beyond it (activations.py), so that neither
 the size of the model nor the size of the text decides whether a pass fits.

@@ -48,8 +48,9 @@ def plain_host(field: str) -> str:
 
 
 def check_host(headers: Headers, hosts: Collection[str] | None) -> None:
-    """Raise ApiError for a request to another host name: a web page whose domain resolves to this server (DNS
-    rebinding) must not act for its visitor.
+    """Raise ApiError for a request to another host name.
+
+    A web page whose domain resolves to this server (DNS rebinding) must not act for its visitor.
     """
     if hosts is None:
         return

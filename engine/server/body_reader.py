@@ -93,8 +93,9 @@ class BodyReader:
             import transformers.utils.chat_template_utils  # noqa: F401
 
     def read(self, path: str, data: bytes) -> Read | dict[str, Any]:
-        """Return the content of a completion body, or the complete answer to another body. Raises ApiError for a
-        refused body.
+        """Return the content of a completion body, or the complete answer to another body.
+
+        Raises ApiError for a refused body.
         """
         try:
             return READERS[path](self, data)
@@ -216,8 +217,9 @@ class BodyReader:
         return tokens
 
     def _room(self, prompt: list[int], limit: int | None, default: int, param: str) -> int:
-        """Return the maximum number of new tokens. Raises ApiError if prompt and limit together exceed the model's
-        length.
+        """Return the maximum number of new tokens.
+
+        Raises ApiError if prompt and limit together exceed the model's length.
         """
         most = self._settings.max_model_length
         left, least = most - len(prompt), 1 if limit is None else limit

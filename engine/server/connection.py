@@ -1,6 +1,4 @@
-"""Middleware between the socket and the endpoints: hosts, keys, size and time limits, server phases, client
-disconnects.
-"""
+"""Middleware between the socket and the endpoints: hosts, keys, size and time limits, server phases, client disconnects."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ class Gone(Exception):
 
 
 class Gate:
-    """ASGI middleware that passes a request on or refuses it. An endpoint runs only after the whole body has
-    arrived.
-    """
+    """ASGI middleware that passes a request on or refuses it. An endpoint runs only after the whole body has arrived."""
 
     def __init__(
         self,
@@ -78,9 +74,7 @@ class Gate:
             taken.give_back()
 
     def take(self, size: int) -> None:
-        """Reserve bytes for a large body; a negative size frees them. Raises ApiError if the total would be too
-        large.
-        """
+        """Reserve bytes for a large body; a negative size frees them. Raises ApiError if the total would be too large."""
         if size > self._room:
             message = f"the server holds {MOST_BODY_BYTES_IN_ALL} bytes of large bodies, its maximum; try again"
             raise ApiError(503, message, code="too_many_large_bodies")

@@ -39,9 +39,7 @@ NOT_HTTP = "this is not a valid HTTP request; its first line and its headers, of
 
 
 class _Waiting:
-    """Connections in the order in which they began to wait, unauthenticated ones before those that the gate has let
-    in.
-    """
+    """Connections in the order in which they began to wait, unauthenticated ones before those that the gate has let in."""
 
     def __init__(self) -> None:
         self._strangers: dict[LimitedProtocol, None] = {}

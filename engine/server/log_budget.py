@@ -67,9 +67,7 @@ class LogBudget(logging.Handler):
 
 @contextmanager
 def limited_logging() -> Iterator[None]:
-    """Make all loggers that propagate to the root write warnings and errors to stderr, within the limit, during the
-    body.
-    """
+    """Make all loggers that propagate to the root write warnings and errors to stderr, within the limit, during the body."""
     root, handler = logging.getLogger(), LogBudget(sys.stderr)
     handler.setLevel(logging.WARNING)
     before = root.handlers[:]

@@ -91,9 +91,7 @@ Job = Callable[[ReadingProcess], Any]
 
 
 class _Lane:
-    """One process and its thread. The thread must outlive the process, because Linux ends a child with its parent
-    thread.
-    """
+    """One process and its thread. The thread must outlive the process, because Linux ends a child with its parent thread."""
 
     def __init__(self, settings: Callable[[], bytes]) -> None:
         self._process = ReadingProcess(settings)

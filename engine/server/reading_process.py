@@ -75,8 +75,9 @@ class ReadingProcess:
             raise RuntimeError("the process that reads the bodies of requests does not start") from error
 
     def ask(self, path: str, body: bytes, seconds: float) -> Frame:
-        """Return the reply to a body. Raises TimeoutError after `seconds`, and EndedError; the process has ended in
-        both cases.
+        """Return the reply to a body.
+
+        Raises TimeoutError after `seconds`, and EndedError; the process has ended in both cases.
         """
         self.start()
         return self._exchange({"path": path}, body, time.monotonic() + seconds)

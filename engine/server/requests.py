@@ -28,9 +28,7 @@ class Asked:
 
 
 def asked(header: dict[str, Any], tokens: bytes) -> Asked:
-    """Return the requests of a body, from the reply of the process that read it. Raises OptionError for invalid
-    options.
-    """
+    """Return the requests of a body, from the reply of the process that read it. Raises OptionError for invalid options."""
     read = header["read"]
     seed = secrets.randbits(62) if read["seed"] is None else read["seed"]
     fields = read["request"] | {"stop": tuple(read["request"]["stop"])}

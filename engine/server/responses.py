@@ -190,9 +190,7 @@ class CompletionAnswer(Answer):
         return start
 
     def _top(self, scored: TokenLogprob) -> dict[str, float]:
-        """Return log-probabilities by token name, best first, with the token itself last; a repeated name keeps the
-        better.
-        """
+        """Return log-probabilities by token name, best first, the token itself last; of equal names the better counts."""
         top: dict[str, float] = {}
         for token, logprob in (*scored.top, (scored.token, scored.logprob)):
             top.setdefault(self._words.name(token), logprob)

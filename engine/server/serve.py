@@ -149,9 +149,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load(options: ServeOptions) -> Service:
-    """Load the model and start its engine loop. Raises any error of opening, and OptionError if the cache does not
-    fit.
-    """
+    """Load the model and start its engine loop. Raises any error of opening, and OptionError if the cache does not fit."""
     engine = Engine.open(
         options.model,
         device=options.device,

@@ -33,9 +33,7 @@ class Signals:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals during the body, and restore the previous handlers; a deadline that has begun stays in
-        force.
-        """
+        """Handle signals during the body, and restore the previous handlers; a deadline that has begun stays in force."""
         before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield

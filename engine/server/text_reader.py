@@ -127,8 +127,9 @@ class TextReader:
         return self._tokens.decode(ids)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of the messages, ready for the answer. Raises OptionError for messages that the template
-        refuses.
+        """Return the text of the messages, ready for the answer.
+
+        Raises OptionError for messages that the template refuses.
         """
         return render(self._settings.chat_template or DEFAULT_TEMPLATE, messages, self._settings.special_tokens)
 

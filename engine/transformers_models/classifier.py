@@ -46,9 +46,7 @@ class ClassifierDirectory:
     """A classifier with weights in any format: the content of config.json and its companions."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError for damaged or inconsistent files, UnsupportedError for a model that is no
-        classifier.
-        """
+        """Raises CheckpointError for damaged or inconsistent files, UnsupportedError for a model that is no classifier."""
         check_entries(directory)
         self.directory = directory
         self.provenance = read_provenance(directory)
@@ -111,9 +109,7 @@ class ClassifierDirectory:
         return tuple(str(names[number]) for number in range(len(names)))
 
     def inputs(self, length: int | None = None) -> ImageInputs | TextInputs:
-        """Return the preprocessing of examples. length: maximum number of tokens of a text; None for the model's
-        maximum.
-        """
+        """Return the preprocessing of examples. length: maximum number of tokens of a text; None for the model's maximum."""
         if self.what == "images":
             return image_inputs(self.directory, self.config)
         tokenizer = load_tokenizer_of(self.directory, self.config.vocab_size)
@@ -227,8 +223,9 @@ class ClassifierCheckpoint(ClassifierDirectory):
 
 
 def gate_of(tensors: Mapping[str, Tensor], experts: int) -> Gate:
-    """Return the gate with these tensors; without tensors it is uniform. Raises KeyError or RuntimeError for other
-    tensors.
+    """Return the gate with these tensors; without tensors it is uniform.
+
+    Raises KeyError or RuntimeError for other tensors.
     """
     if not tensors:
         return Gate(None, None, experts)

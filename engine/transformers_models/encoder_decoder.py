@@ -83,9 +83,7 @@ class EncoderDecoderDirectory:
 
 
 class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
-    """An encoder-decoder checkpoint. Opening checks config, headers and experts; `load` compares all names and
-    shapes.
-    """
+    """An encoder-decoder checkpoint. Opening checks config, headers and experts; `load` compares all names and shapes."""
 
     def __init__(self, directory: Path) -> None:
         """Raises the errors of EncoderDecoderDirectory, also for weights."""
@@ -191,9 +189,7 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
             file.release()
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over config, headers and samples of every tensor; it identifies a model without reading all
-        weights.
-        """
+        """Return a SHA-256 over config, headers and samples of every tensor; few of the weights are read."""
         digest = hashlib.sha256(repr(sorted(self.raw_config.items())).encode())
         for name in sorted(self.by_name):
             entry = self._entry(name)
@@ -208,8 +204,9 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
         return {"fingerprint": self.fingerprint(), "state": state_of(self.files)}
 
     def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
-        """Return the model, frozen and in eval mode. Raises CheckpointError for a tensor that is missing, extra or
-        misshapen.
+        """Return the model, frozen and in eval mode.
+
+        Raises CheckpointError for a tensor that is missing, extra or misshapen.
         """
         from transformers import AutoModelForSeq2SeqLM
 

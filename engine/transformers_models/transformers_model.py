@@ -22,8 +22,7 @@ SAME_MODEL = "config.json and the weights must be of the same model"
 
 
 def load_decoder(directory: Path, config: Mapping[str, Any], dtype: torch.dtype | str = "auto") -> Any:
-    """Return a decoder built by transformers, in eval mode, without running code of the directory. `config`:
-    config.json.
+    """Return a decoder built by transformers, in eval mode, without running code of the directory. `config`: config.json.
 
     Raises OptionError if transformers cannot load it in this way, CheckpointError for a model that transformers
     refuses.
@@ -80,9 +79,7 @@ def load_model(auto_class: Any, directory: Path, config: Mapping[str, Any], dtyp
 
 
 def _check_size(auto_class: Any, directory: Path, stored: int) -> None:
-    """Raise CheckpointError for a config.json that describes far more numbers than the files hold, before allocating
-    them.
-    """
+    """Raise CheckpointError for a config.json that describes far more numbers than the files hold."""
     from transformers import AutoConfig
 
     with quiet_transformers():
