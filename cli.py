@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from compress.commands import calibrate, quantize
 from compress.report.columns import number, size, text_table
 from engine.errors import CompressError
 
@@ -661,47 +662,6 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
 
 @main.command()
 @model_argument
-@click.option("--bits", type=click.Choice(WEIGHT_BITS), required=True, help="Of each weight.")
-@group_size_option
-@click.option("--experts-only", is_flag=True, help="Leave attention and dense feed-forward networks as they are.")
-@click.option("--quantize-head", is_flag=True, help="Round the output head too, to 8 bits: every token reads all of it.")
-@click.option(
-    "--activation-aware", is_flag=True, help="First scale input channels by the size of their activations on --data."
-)
-@output_option("MODEL-BITS-bit")
-@text_options(32)
-@evaluation_option("0 for none, and without --activation-aware no text is read")
-@overwrite_option
-@resume_option
-@push_options
-@common_options
-def quantize(common: Common, **options: Any) -> dict[str, Any]:
-    """Round the weights of MODEL to 8 or 4 bits, and store them in the form that vLLM reads.
-
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). Router, norms, embeddings and
-    biases keep their dtype, and so does the output head unless --quantize-head is given.
-    """
-    from compress.quantize import QuantizeOptions
-    from compress.quantize import quantize as run
-    from compress.rounding.quantizer import QuantiserOptions
-
-    given, rounding = _job_options(common, options, "quantize"), [field.name for field in fields(QuantiserOptions)]
-    if options["output"] is None:
-        given["output"] = Path(f"{result_name(options['model'])}-{options['bits']}-bit")
-    figures = run(
-        QuantizeOptions(
-            quantiser=QuantiserOptions(**{name: options[name] for name in rounding}),
-            activation_aware=options["activation_aware"],
-            method="quantize",
-            **given,
-        ),
-        progress_bar,
-    )
-    return _shown_figures(common, figures)
-
-
-@main.command()
-@model_argument
 @click.option("--ffns", type=int, help="Experts of each layer in its one FFN.  [default: experts per token]")
 @click.option(
     "--select",
@@ -723,9 +683,9 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress densify …
     """
-    from compress.dense.dense_training import DenseTrainingOptions
     from compress.densify import DensifyOptions, densify
     from compress.densify_encoder_decoder import densify_encoder_decoder
+    from compress.options.training import DenseTrainingOptions
     from engine.checkpoint.checkpoint import resolve
     from engine.transformers_models.encoder_decoder import is_encoder_decoder
 
@@ -927,9 +887,9 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
 
 def _prune_options(common: Common, **given: Any) -> Any:
     from compress.methods.diep import DiepOptions
+    from compress.options.quantize import QuantiserOptions
     from compress.plans.selection import Budget
     from compress.prune import DEFAULT_SCOPE, PruneOptions
-    from compress.rounding.quantizer import QuantiserOptions
     from engine.errors import OptionError
 
     if given["plan"] is None and (given["sparsity"] is None) == (given["experts"] is None):
@@ -969,9 +929,7 @@ def _prune_options(common: Common, **given: Any) -> Any:
 
 def _artifact_options(common: Common, **given: Any) -> dict[str, Any]:
     """What `artifact_options` and MODEL say, as fields of PruneOptions."""
-    from compress.dense.dense_training import TEXT_STEPS
-    from compress.distillation.recover import RecoverOptions
-    from compress.distillation.whole_recovery import WholeRecoveryOptions
+    from compress.options.training import TEXT_STEPS, RecoverOptions, WholeRecoveryOptions
 
     recover = RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed)
     steps = given["distill_steps"] or (TEXT_STEPS if given["distill"] else 0)
@@ -1001,43 +959,6 @@ def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, 
         "resume": given["resume"],
         "memory_limit": given.get("memory_limit"),
     }
-
-
-@main.command()
-@model_argument
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
-@text_options(128)
-@memory_limit_option
-@overwrite_option
-@resume_option
-@common_options
-def calibrate(common: Common, **options: Any) -> dict[str, Any]:
-    """Run text through MODEL once and save what every method reads.
-
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
-
-    Several processes share the work: torchrun --nproc-per-node N --no-python compress calibrate …
-    """
-    from calibrate.options import CalibrationOptions
-    from compress.statistics_file import calibrate_to_file
-
-    result = calibrate_to_file(
-        options["model"],
-        options["output"],
-        CalibrationOptions(options["data"], options["samples"], options["sequence_length"], 0, common.seed),
-        dtype=common.torch_dtype(),
-        device=chosen_device(common),
-        overwrite=options["overwrite"],
-        resume=options["resume"],
-        memory_limit=options["memory_limit"],
-        progress=progress_bar,
-    )
-    say(
-        common,
-        f"{result['statistics']}: {result['tokens']:,} tokens in {result['seconds']:.1f} s, "
-        f"peak memory {size(result['peak_memory_bytes'])}",
-    )
-    return result
 
 
 @main.command()
@@ -1675,6 +1596,10 @@ def _export_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any
         f"{figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
     return figures
+
+
+for each in (calibrate, quantize):
+    main.add_command(each.COMMAND)
 
 
 if __name__ == "__main__":

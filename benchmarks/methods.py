@@ -130,9 +130,9 @@ def _quiet(iterable: Any, label: str) -> Any:
 def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> Any:
     """What `compress prune` or `compress merge` would be asked for."""
     from calibrate.options import CalibrationOptions
-    from compress.distillation.recover import RecoverOptions
     from compress.methods.diep import DiepOptions
     from compress.methods.merging import MERGE_METHODS
+    from compress.options.training import RecoverOptions
     from compress.plans.selection import Budget
     from compress.prune import PruneOptions
     from engine.checkpoint.checkpoint import Checkpoint, resolve

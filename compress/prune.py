@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calibrate.batches import training_text
 from calibrate.collect import held_bytes as collecting_bytes
-from calibrate.options import training_text
-from compress.distillation.recover import RecoverOptions, recover
-from compress.distillation.whole_recovery import WholeRecoveryOptions, recover_all
+from compress.distillation.recover import recover
+from compress.distillation.whole_recovery import recover_all
 from compress.methods.alignment import held_bytes as aligning_bytes
 from compress.methods.diep import DiepOptions, search
 from compress.methods.diep_scores import save_scores, scores_of_state
@@ -24,14 +24,17 @@ from compress.methods.merging import MERGE_METHODS, Group, merge_groups, merge_p
 from compress.methods.naee import SUBSET_LIMIT, naee, search_used
 from compress.methods.naee import held_bytes as naee_bytes
 from compress.methods.saliency import SCORES, scores
+from compress.options.job import JobOptions
+from compress.options.quantize import QuantiserOptions
+from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits
 from compress.plans.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.plans.selection import Budget, check_groups
 from compress.report.card import training_lines
 from compress.report.pictures import draw_training
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, Made, Prepared, check_plain, check_weights, open_mixture, prepare, statistics_of
+from compress.run.job import Made, Prepared, check_plain, check_weights, open_mixture, prepare, statistics_of
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained

@@ -15,10 +15,11 @@ from calibrate.collect import collect
 from compress.dense.block_error import shared_gates
 from compress.dense.dense_plan import choose, dense_plan
 from compress.dense.dense_student import dense_student, folded, learned_scales, saved_tensors, student_parameters, sums
-from compress.dense.dense_training import DenseTrainingOptions, train_dense
+from compress.dense.dense_training import train_dense
+from compress.options.training import DenseTrainingOptions, LossWeights
 from compress.plans.apply import apply
 from compress.plans.plan import Plan
-from compress.training.layer_distillation import DistillationLoss, LossWeights, Teacher, decoder_perplexity
+from compress.training.layer_distillation import DistillationLoss, Teacher, decoder_perplexity
 from compress.training.losses import layer_distance
 from compress.training.training import Batch
 from engine.architectures import expected_tensors
