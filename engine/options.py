@@ -59,11 +59,15 @@ class Option:
     """Given by its position, without a flag."""
 
 
+REQUIRED: Any = object()
+"""In the place of a changed default: the option has none."""
+
+
 class Changed(NamedTuple):
     """How a part's field differs from its own declaration."""
 
     default: Any
-    """MISSING for the same default."""
+    """MISSING for the same default, REQUIRED for none."""
     row: dict[str, Any] | None
     """Fields of Option that differ; None keeps the field off the command line."""
 
@@ -91,6 +95,14 @@ def like(of: type, name: str, default: Any = MISSING, **row: Any) -> Any:
     other = next(each for each in fields(of) if each.name == name)
     default = other.default if default is MISSING else default
     return field(default=default, metadata={_KEY: replace(other.metadata[_KEY], **row)})
+
+
+def unlisted(of: type, name: str) -> Any:
+    """A field with the default that it has in another dataclass, but off the command line."""
+    other = next(each for each in fields(of) if each.name == name)
+    if other.default_factory is not MISSING:
+        return field(default_factory=other.default_factory)
+    return field(default=other.default)
 
 
 def changed(default: Any = MISSING, **row: Any) -> Changed:
@@ -158,7 +170,8 @@ def _of_part(name: str, leaf: Leaf, changes: Mapping[str, Changed], is_optional:
     if change.row is None:
         return
     default = leaf.default if change.default is MISSING else change.default
-    if default is MISSING and is_optional:
+    default = MISSING if default is REQUIRED else default
+    if default is MISSING and is_optional and change.default is not REQUIRED:
         default = None
     row = replace(leaf.option, **change.row)
     yield replace(leaf, path=(name, *leaf.path), default=default, option=row)

@@ -195,7 +195,8 @@ def command(
     The verb's docstring is the help text. `first`: the group that stands first
     in it, unless that of GROUPS. `is_shared`: several processes of torchrun can share the work.
     """
-    found = all_leaves((*options, Common))
+    found = all_leaves(options)
+    found |= {name: leaf for name, leaf in all_leaves((Common,)).items() if name not in found}
 
     def run(**values: Any) -> None:
         source = click.get_current_context().get_parameter_source

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from calibrate.options import CalibrationOptions
 from compress.options.job import OUTPUT, JobOptions
-from engine.options import declared, left_out, part
+from engine.options import declared, left_out, part, unlisted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,5 +17,5 @@ class CalibrateOptions(JobOptions):
     output: Path = field(metadata=declared(group=OUTPUT, short="-o", help="Statistics file to write."))
     method: str = "calibrate"
     calibration: CalibrationOptions = part(CalibrationOptions, evaluation_samples=left_out(0))
-    statistics: Path | None = None
-    plan_output: Path | None = None
+    statistics: Path | None = unlisted(JobOptions, "statistics")
+    plan_output: Path | None = unlisted(JobOptions, "plan_output")

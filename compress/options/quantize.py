@@ -11,7 +11,7 @@ from compress.options.job import OUTPUT, JobOptions
 from engine.architectures import DecoderConfig, attention_weights, expected_tensors, feed_forward_weights
 from engine.errors import OptionError
 from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
-from engine.options import changed, check, declared, declared_part, option, part
+from engine.options import changed, check, declared, declared_part, option, part, unlisted
 
 ROUND = "Rounding"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -108,9 +108,9 @@ class QuantizeOptions(JobOptions):
             "read without --activation-aware."
         ),
     )
-    statistics: Path | None = None
-    plan_output: Path | None = None
-    memory_limit: int | None = None
+    statistics: Path | None = unlisted(JobOptions, "statistics")
+    plan_output: Path | None = unlisted(JobOptions, "plan_output")
+    memory_limit: int | None = unlisted(JobOptions, "memory_limit")
 
     @property
     def reads_text(self) -> bool:
