@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import click
 
@@ -106,13 +106,13 @@ def default_of(leaf: Leaf) -> Any:
 def click_type(leaf: Leaf) -> click.ParamType[Any]:
     """The type of click that parses a field's values and holds its limits."""
     row, kind = leaf.option, leaf.type
-    one = _one_type(row, kind if kind in (int, float, str, bool, Path) else _item(kind))
+    one = _one_type(row, _item(kind) if get_origin(kind) is tuple else kind)
     return Several(one, row.metavar) if row.several == "commas" else one
 
 
 def _item(kind: Any) -> Any:
     """The type of the values of a tuple of any length."""
-    item, ellipsis = kind.__args__
+    item, ellipsis = get_args(kind)
     assert ellipsis is ..., f"{kind} is no type of an option"
     return item
 

@@ -35,6 +35,7 @@ GROUPS = (
     "What to write",
     "What to measure",
     "What to generate",
+    "What to check",
     "Address",
     "Who may ask",
     "Output",
