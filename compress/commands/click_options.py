@@ -160,14 +160,14 @@ def _made(
         if each.name in fixed:
             given[each.name] = fixed[each.name]
         elif part is not None:
-            changed = {name: row.default for name, row in part.changes.items() if row.default is not MISSING}
-            inner = {name: value for name, value in changed.items() if (*here, name) not in found}
+            read = {path[-1] for path, leaf in found.items() if path[:-1] == here and leaf.name in values}
+            inner = {name: value for name, value in part.defaults.items() if name not in read}
             given[each.name] = _made(part.of, here, found, values, shared, inner)
         elif here not in found:
             if each.name in shared:
                 given[each.name] = shared[each.name]
-        elif found[here].name in values:
-            given[each.name] = _value(found[here], values[found[here].name])
+        elif (name := found[here].name) in values and (values[name] is not None or found[here].is_optional):
+            given[each.name] = _value(found[here], values[name])
     if path and any(given.get(each.name, 0) is None for each in fields(of) if each.default is MISSING):
         return None
     return of(**given)
