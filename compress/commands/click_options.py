@@ -168,7 +168,8 @@ def _made(
                 given[each.name] = shared[each.name]
         elif (name := found[here].name) in values and (values[name] is not None or found[here].is_optional):
             given[each.name] = _value(found[here], values[name])
-    if path and any(given.get(each.name, 0) is None for each in fields(of) if each.default is MISSING):
+    required = [each.name for each in fields(of) if each.default is each.default_factory is MISSING]
+    if path and any(given.get(name) is None for name in required):
         return None
     return of(**given)
 

@@ -83,14 +83,12 @@ def test_defaults_of_the_command_line_are_those_of_the_dataclass(name: str) -> N
         shown = None if repr(shown) == "Sentinel.UNSET" else shown  # click's word for none
         assert shown == default_of(leaf) or (not shown and not default_of(leaf)), key
         of = next(each for each in (*OPTIONS[name], Common) if key in {own.name for own in leaves(each)})
-        if leaf.default is not MISSING and (name, key) not in ELSEWHERE:
+        if leaf.default is not MISSING and leaf.path[0] not in PARTS:
             assert value_in(python_default(of), leaf.path) == leaf.default, key
 
 
-ELSEWHERE = {("prune", key) for key in ("sparsity", "experts", "scope", "min_experts", "bits", "group_size")} | {
-    ("bench", leaf.name) for leaf in leaves(BenchOptions) if leaf.path[0] == "load"
-}
-"""Options of a part that is None, or has to be given, in Python."""
+PARTS = ("budget", "quantiser", "load")
+"""Parts that are None unless an option of theirs is given, or that Python callers have to give."""
 REQUIRED: dict[str, Any] = {
     "output": None,
     "method": "",
@@ -126,8 +124,8 @@ def test_help_has_groups_and_the_own_group_of_a_command_comes_first(name: str) -
 
 def test_names_are_those_of_the_tables() -> None:
     from engine.bench.backends import BACKENDS
-    from engine.gemv import COMPILED_MAX_ROWS
     from engine.generation.options import MOST_DRAFT_TOKENS
+    from engine.kernels.linear import COMPILED_MAX_ROWS
 
     assert set(BACKEND_NAMES) == set(BACKENDS) and MOST_DRAFT_TOKENS == COMPILED_MAX_ROWS - 1
 
