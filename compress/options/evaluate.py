@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from calibrate.options import CalibrationOptions, Limits
-from compress.options.distill import METRICS, DistillOptions
+from compress.options.distill import METRICS, PERPLEXITY, DistillOptions
 from compress.options.job import JobOptions
 from engine.generation.options import OpenOptions, SamplingOptions
 from engine.options import changed, check, left_out, like, option, part
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 MEASURE, TASKS = "What to measure", "Tasks"
-PERPLEXITY, ACCURACY = "perplexity", "accuracy"
+ACCURACY = "accuracy"
 Part = Literal["held-out", "calibration", "all"]
 
 
@@ -64,7 +64,7 @@ class EvaluateOptions:
     )
     memory_limit: int | None = like(JobOptions, "memory_limit")
     dtype: torch.dtype | None = None
-    device: str = "auto"
+    device: str = like(OpenOptions, "device")
 
     def __post_init__(self) -> None:
         check(self)

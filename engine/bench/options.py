@@ -75,9 +75,9 @@ class BenchOptions:
     )
     kv_cache_dtype: str = like(OpenOptions, "kv_cache_dtype")
     load: LoadOptions | None = field(default=None, metadata=declared_part(LoadOptions))
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
+    device: str = like(OpenOptions, "device")
+    dtype: str = like(OpenOptions, "dtype")
+    threads: int | None = like(OpenOptions, "threads")
     seed: int = 0
 
     def __post_init__(self) -> None:

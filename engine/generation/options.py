@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 GENERATE, SKIP, DRAFT = "What to generate", "Skipping experts", "Drafting"
-MODEL = "Machine"
+MACHINE = "Machine"
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 MOST_DRAFT_TOKENS = 63
 
 
@@ -22,20 +24,20 @@ class OpenOptions:
     """How a model is opened."""
 
     model: str = option("demo", group="", is_argument=True, help="Directory, hub id or 'demo'.")
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
+    device: str = option("auto", group=MACHINE, choices=DEVICES, help="Where to compute.")
+    dtype: str = option("auto", group=MACHINE, choices=DTYPES, help="Dtype to compute in; auto: as stored.")
+    threads: int | None = option(None, group=MACHINE, minimum=1, unset="all cores", help="CPU threads.")
     skip_threshold: float = option(
         0.0, group=SKIP, help="Skip unneeded experts: 0 for none, 1 for the calibrated rule; higher values skip more."
     )
     skip_min_experts: int = option(1, group=SKIP, help="Experts that a token never skips.")
     backend: str = option(
         "auto",
-        group=MODEL,
+        group=MACHINE,
         choices=("auto", "torch", "onnx"),
         help="auto: onnx for an exported model, torch for all others.",
     )
-    checksums: bool = option(False, group=MODEL, help="First compare every file with the artifact's checksums.")
+    checksums: bool = option(False, group=MACHINE, help="First compare every file with the artifact's checksums.")
     draft: str | None = option(
         None, group=DRAFT, help="A smaller model with the same tokenizer that drafts tokens; the text remains MODEL's."
     )
@@ -44,7 +46,7 @@ class OpenOptions:
     )
     kv_cache_dtype: str = option(
         "auto",
-        group=MODEL,
+        group=MACHINE,
         choices=("auto", "float16", "bfloat16", "int8"),
         help="Dtype of keys and values. auto: that of the computation; int8: half the size of bfloat16, with a scale per "
         "position and head.",

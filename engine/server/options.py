@@ -72,9 +72,9 @@ class ServeOptions:
         minimum=0,
         help="Skip unneeded experts: 0 for none, 1 for the calibrated rule. A request may ask for less.",
     )
-    device: str = OpenOptions.device
-    dtype: str = OpenOptions.dtype
-    threads: int | None = OpenOptions.threads
+    device: str = like(OpenOptions, "device")
+    dtype: str = like(OpenOptions, "dtype")
+    threads: int | None = like(OpenOptions, "threads")
     kv_cache_dtype: str = like(OpenOptions, "kv_cache_dtype")
 
     def __post_init__(self) -> None:
