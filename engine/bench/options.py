@@ -17,9 +17,9 @@ BACKEND_NAMES = ("torch", "transformers", "onnx")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is asked of which server, with the names of other serving benchmarks.
+    """Options of the load test, with the names that other serving benchmarks use.
 
-    Raises OptionError for values that cannot be.
+    Raises OptionError for invalid values.
     """
 
     server: str = field(metadata=declared(group=LOAD, help="URL of a running server to measure instead of a model."))

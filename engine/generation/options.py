@@ -58,7 +58,7 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen. Raises OptionError for values outside the ranges named here."""
+    """Options that determine the next token. Raises OptionError for values outside the ranges given here."""
 
     temperature: float = option(0.0, group=GENERATE, help="Divisor of the logits; 0 always takes the most probable token.")
     """Values below LEAST_TEMPERATURE (sampling.py) count as 0."""
@@ -68,9 +68,9 @@ class SamplingOptions:
     top_k: int = option(0, group=GENERATE, help="Sample from so many of the most probable tokens; 0 for all.")
     seed: int = 0
     presence_penalty: float = 0.0
-    """-2..2, taken off the logit of each token that was generated before."""
+    """-2..2, subtracted from the logit of each token that was generated before."""
     frequency_penalty: float = 0.0
-    """-2..2, taken off once for each time that the token was generated before."""
+    """-2..2, subtracted once for each time that the token was generated before."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -87,7 +87,7 @@ class SamplingOptions:
                 raise OptionError(f"{name} penalty is {penalty}; it must be from -2 to 2")
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """A random generator at the start of this seed."""
+        """Return a random generator in the initial state of this seed."""
         import torch
 
         return torch.Generator(device).manual_seed(self.seed)
