@@ -36,8 +36,8 @@ from torch import nn
 
 from calibrate.labelled import labelled
 from calibrate.options import CalibrationOptions
-from compress.classifiers.distill import ClassifierOptions, distill_classifier
-from compress.classifiers.distillation import ABLATIONS
+from compress.classifiers.distill import distill_classifier
+from compress.options.distill_classifier import ABLATIONS, ClassifierOptions
 from engine.bench.classifiers import bench_classifiers
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY
 from engine.files.safetensors_writer import write_tensors
