@@ -17,14 +17,15 @@ MERGE = f"merge demo --experts 4 {CALIBRATION}"
 DENSIFY = f"densify demo {CALIBRATION}"
 DENSE_TRAINING = "--distill-steps 3 --finetune-steps 3 --batch-size 2 --validation-samples 0"
 # The best state is kept. A student that was pruned at random is so far from the teacher that the last one is the best.
-STUDENT = "--student {here}/prune/random-0.5 --steps 3 --batch-size 2 --validation-samples 2"
+STUDENT = "--student {here}/prune-random --steps 3 --batch-size 2 --validation-samples 2"
 TEACH = f"distill --teacher demo {STUDENT} --samples 4 --evaluation-samples 2"
 DISTILL = f"{TEACH} --sequence-length 64 --recipe"
-METHODS = "diep,naee,frequency,probability,reap,man,mc-moe,fisher,taylor,random"
+METHODS = ("naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
 
 COMMANDS = {
     "calibrate": "calibrate demo --samples 4 --sequence-length 96",
-    "prune": f"{PRUNE} --method {METHODS} --epochs 2",
+    "prune-diep": f"{PRUNE} --method diep --epochs 2",
+    **{f"prune-{method}": f"{PRUNE} --method {method}" for method in METHODS},
     "prune-uniform": f"{PRUNE} --method reap --uniform",
     "prune-merge": f"{PRUNE} --method frequency --merge cka",
     "prune-4-bits": f"{PRUNE} --bits 4",
@@ -53,12 +54,12 @@ COMMANDS = {
     "distill-ka": f"{DISTILL} ka --ka-probability 0.5",
     "distill-sar": f"{DISTILL} sar --router-learning-rate 0.001",
     "distill-layer-mse": f"{DISTILL} layer-mse",
-    "distill-prompts": f"{TEACH} --data {{here}}/prompts.jsonl --max-length 64 --teacher-cache 8",
+    "distill-prompts": f"{TEACH} --data {{here}}/prompts.jsonl --max-length 128 --max-prompt-length 96 --teacher-cache 8",
     "export-float32": "export demo",
     "export-float16": "export demo --precision float16",
     "export-int8": "export demo --precision int8",
-    "export-int4": "export {here}/prune/fisher-0.5 --precision int4",
-    "export-skipping": "export {here}/prune/fisher-0.5 --skip-threshold 1",
+    "export-int4": "export {here}/prune-fisher --precision int4",
+    "export-skipping": "export {here}/prune-fisher --skip-threshold 1",
     "export-portable-float32": "export demo --experts portable",
     "export-portable-float16": "export demo --experts portable --precision float16",
     "export-genai-float32": "export demo --format onnx-genai",
@@ -70,14 +71,14 @@ COMMANDS = {
 
 READING_COMMANDS = {
     "evaluate": "evaluate demo --samples 4 --sequence-length 96",
-    "evaluate-memory-limit": "evaluate {here}/prune/fisher-0.5 --samples 4 --sequence-length 96 --memory-limit 2GB",
-    "evaluate-rouge-l": "evaluate demo --data {here}/prompts.jsonl --split all --samples 4 --max-length 48 "
-    "--metric rouge-l --seeds 2",
+    "evaluate-memory-limit": "evaluate {here}/prune-fisher --samples 4 --sequence-length 96 --memory-limit 2GB",
+    "evaluate-rouge-l": "evaluate demo --data {here}/prompts.jsonl --split all --samples 4 --max-length 96 "
+    "--max-prompt-length 64 --metric rouge-l --seeds 2",
     "evaluate-export": "evaluate {here}/export-int8 --samples 2 --sequence-length 64",
     "plan-run": "plan-run demo --method diep --device h100",
     "plan-run-naee": "plan-run demo --method naee --device a100",
     "inspect": "inspect demo",
-    "inspect-pruned": "inspect {here}/prune/fisher-0.5 --checksums",
+    "inspect-pruned": "inspect {here}/prune-fisher --checksums",
     "inspect-quantized": "inspect {here}/quantize-4",
     "inspect-export": "inspect {here}/export-int4",
 }
@@ -94,14 +95,14 @@ GENERATIONS = {
         for threshold in (0, 1)
         for kernels in ("compiled", "torch")
     },
-    "generate-pruned": (GENERATE.format(model="{here}/prune/fisher-0.5"), "compiled"),
+    "generate-pruned": (GENERATE.format(model="{here}/prune-fisher"), "compiled"),
     "generate-dense": (GENERATE.format(model="{here}/densify"), "compiled"),
     "generate-8-bits": (GENERATE.format(model="{here}/quantize-8"), "compiled"),
     "generate-4-bits": (GENERATE.format(model="{here}/quantize-4"), "compiled"),
     "generate-4-bits-torch": (GENERATE.format(model="{here}/quantize-4"), "torch"),
     "generate-export": (GENERATE.format(model="{here}/export-skipping") + " --skip-threshold 1", "compiled"),
     "generate-sampled": (f"{GENERATE.format(model='demo')} --temperature 0.8 --top-p 0.9 --top-k 40 --seed 3", "compiled"),
-    "generate-drafted": (f"generate demo -p {PROMPTS[1]!r} -n 24 --draft {{here}}/prune/fisher-0.5", "compiled"),
+    "generate-drafted": (f"generate demo -p {PROMPTS[1]!r} -n 24 --draft {{here}}/prune-fisher", "compiled"),
 }
 
 SERVERS = {

@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import platform
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -60,16 +62,19 @@ IGNORED = {
     "files": "checksums in compression.json: files are recorded themselves, and the model card in the list states the time",
 }
 
-PACKAGES = "torch transformers numpy scipy numba tokenizers safetensors onnx onnxruntime onnxruntime-genai matplotlib"
+PACKAGES = "torch transformers numpy scipy numba tokenizers safetensors onnx onnxruntime onnxruntime-genai"
 
 RECORDED_FILES = (".safetensors", ".onnx", ".onnx.data", ".json")
 """Model cards and the modeling file are left out: the first state times, and the second is source code."""
 
-WITHOUT_PICTURES = 'import sys\n\nsys.modules["matplotlib"] = None  # as if it were not installed\n'
-"""Every process starts with this: pictures are for people, and would take a fifth of the time of a recording."""
+FIGURE_FILE = "compression.json"
+"""It states times, so its values are recorded instead of a checksum."""
 
-FIGURE_FILES = ("compression.json", "comparison.json")
-"""These files state times, so their values are recorded instead of a checksum."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch", "torch._dynamo", "transformers", "scipy", "numba", "onnx", "onnxruntime"]
+"""Commands are forked from a process that has imported these packages: their imports would take half of all the time."""
 
 
 # Recording
@@ -91,38 +96,29 @@ class Recorder:
         text = json.dumps(value).replace(str(self.here), "HERE").replace(str(self.tree), "TREE")
         return json.loads(re.sub(r"cmpl-[0-9a-f]{32}", "cmpl-ID", text))
 
-    def environment(self, kernels: str, pictures: bool = False) -> dict[str, str]:
+    def environment(self, kernels: str) -> dict[str, str]:
         """Nothing of the caller's settings reaches the commands."""
         dropped = ("COMPRESS_", "PYTHON", "OMP_", "MKL_", "NUMBA_", "HF_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        paths = (str(self.tree), *([] if pictures else [str(self.here / "start")]))
-        own = {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "COMPRESS_KERNELS": kernels,
-        }
-        return kept | own | {"COMPRESS_KERNELS": kernels}
+        return kept | ONE_THREAD | {"PYTHONPATH": str(self.tree), "HF_HUB_OFFLINE": "1", "COMPRESS_KERNELS": kernels}
 
     def arguments(self, command: str) -> list[str]:
         filled = [argument.replace("{here}", str(self.here)) for argument in shlex.split(command)]
-        return [sys.executable, "-m", "cli", *filled, "--json", *([] if "plan-run" in filled else ["--threads", "1"])]
+        return [*filled, "--json", *([] if "plan-run" in filled else ["--threads", "1"])]
 
     def run(self, name: str, command: str, kernels: str = "compiled") -> dict[str, Any]:
         """Figures of a command; none where it fails, which its recorded exit status and a line on stderr say."""
         started = time.monotonic()
-        ended = subprocess.run(
-            self.arguments(command),
-            cwd=self.tree,
-            env=self.environment(kernels, pictures=name == "prune"),  # its comparison needs them
-            capture_output=True,
-            text=True,
-        )
+        output, errors = self.here / "stdout", self.here / "stderr"
+        given = (self.tree, self.arguments(command), self.environment(kernels), output, errors)
+        process = CONTEXT.Process(target=run_command, args=given)
+        process.start()
+        process.join()
         print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-        self.add("exit statuses", name, ended.returncode)
-        if ended.returncode:
-            print(f"{name}: exit status {ended.returncode}\n{ended.stderr}", file=sys.stderr, flush=True)
-        return {} if ended.returncode else json.loads(ended.stdout)
+        self.add("exit statuses", name, process.exitcode)
+        if process.exitcode:
+            print(f"{name}: exit status {process.exitcode}\n{errors.read_text()}", file=sys.stderr, flush=True)
+        return {} if process.exitcode else json.loads(output.read_text())
 
     def write(self, name: str, command: str) -> None:
         """Record a command that writes a result: its figures, and what it wrote."""
@@ -130,7 +126,7 @@ class Recorder:
         self.add("figures", name, self.run(name, f"{command} --output {output}"))
         for path in sorted(output.rglob("*")) if output.is_dir() else [output]:
             label = f"{name}/{path.relative_to(output)}" if path != output else name
-            if path.name in FIGURE_FILES:
+            if path.name == FIGURE_FILE:
                 self.add("figures", label, json.loads(path.read_text()))
             elif path.is_file() and path.name.endswith(RECORDED_FILES):
                 with path.open("rb") as file:
@@ -147,7 +143,7 @@ class Recorder:
         started = time.monotonic()
         with (self.here / "server.log").open("w") as log:
             server = subprocess.Popen(
-                [*self.arguments(command), "--port", "0"],
+                [sys.executable, "-m", "cli", *self.arguments(command), "--port", "0"],
                 cwd=self.tree,
                 env=self.environment(kernels),
                 stdout=subprocess.PIPE,
@@ -178,8 +174,21 @@ class Recorder:
                 self.add(kind, f"{name}/{label}", given)
 
 
+def run_command(tree: Path, arguments: list[str], environment: dict[str, str], output: Path, errors: Path) -> None:
+    """`python -m cli` of the tree, in a process that has imported other packages already, without matplotlib."""
+    for stream, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(tree)
+    sys.path[:] = [str(tree), *(path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix)))]
+    sys.argv = ["cli.py", *arguments]
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # as if it were not installed: drawing takes a third of the time
+    runpy.run_module("cli", run_name="__main__", alter_sys=True)
+
+
 def answer(address: str, path: str, body: Any) -> dict[str, Any]:
-    """Status and body of an answer; a stream's events are put together. A body of None is a GET request."""
+    """Status and body of an answer; a stream's events are put together. None as the body makes a GET request."""
     connection = HTTPConnection(address, timeout=120)
     try:
         content = None if body is None else body if isinstance(body, str) else json.dumps(body)
@@ -237,12 +246,12 @@ def installed(package: str) -> str | None:
 
 def record(tree: Path) -> dict[str, Any]:
     """Everything in recorded_runs.py, one after the other. Raises SystemExit where a server does not start."""
+    os.environ.update(ONE_THREAD)  # before the packages are imported
+    CONTEXT.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as directory:
         recorder = Recorder(tree, Path(directory).resolve())
         lines = [json.dumps(row) + "\n" for row in recorded_runs.INSTRUCTIONS]
         (recorder.here / "prompts.jsonl").write_text("".join(lines))
-        (recorder.here / "start").mkdir()
-        (recorder.here / "start" / "sitecustomize.py").write_text(WITHOUT_PICTURES)
         for name, command in recorded_runs.COMMANDS.items():
             recorder.write(name, command)
         for name, command in recorded_runs.READING_COMMANDS.items():
