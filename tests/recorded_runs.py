@@ -100,7 +100,7 @@ GENERATIONS = {
     "generate-8-bits": (GENERATE.format(model="{here}/quantize-8"), "compiled"),
     "generate-4-bits": (GENERATE.format(model="{here}/quantize-4"), "compiled"),
     "generate-4-bits-torch": (GENERATE.format(model="{here}/quantize-4"), "torch"),
-    "generate-export": (GENERATE.format(model="{here}/export-skipping") + " --skip-threshold 1", "compiled"),
+    "generate-export": (GENERATE.format(model="{here}/export-skipping"), "compiled"),
     "generate-sampled": (f"{GENERATE.format(model='demo')} --temperature 0.8 --top-p 0.9 --top-k 40 --seed 3", "compiled"),
     "generate-drafted": (f"generate demo -p {PROMPTS[1]!r} -n 24 --draft {{here}}/prune-fisher", "compiled"),
 }
@@ -111,7 +111,7 @@ SERVERS = {
     "serve-float32": ("serve demo --dtype float32", "compiled"),
     "serve-float32-torch": ("serve demo --dtype float32", "torch"),
     "serve-4-bits": ("serve {here}/quantize-4 --kv-cache-dtype int8 --skip-threshold 1", "compiled"),
-    "serve-export": ("serve {here}/export-skipping --skip-threshold 1", "compiled"),
+    "serve-export": ("serve {here}/export-skipping", "compiled"),
 }
 """The first one answers everything below; the others are asked for log-probabilities only."""
 

@@ -5,7 +5,7 @@
 
 A change of structure must not change results. Record the tree before and after the change, on one machine, and compare.
 Only the command line and the server are used, so the two trees may differ in all their modules. A recording takes about
-eight minutes of one core; recorded_runs.py lists what is run.
+five minutes of one core; recorded_runs.py lists what is run.
 
 A recording is {"machine": …, "entries": {kind: {name: value}}}. Values are kept as they were observed; the comparison
 leaves out the keys in IGNORED.
@@ -114,10 +114,8 @@ class Recorder:
         process = CONTEXT.Process(target=run_command, args=given)
         process.start()
         process.join()
-        print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        self.report(name, started, process.exitcode, errors)
         self.add("exit statuses", name, process.exitcode)
-        if process.exitcode:
-            print(f"{name}: exit status {process.exitcode}\n{errors.read_text()}", file=sys.stderr, flush=True)
         return {} if process.exitcode else json.loads(output.read_text())
 
     def write(self, name: str, command: str) -> None:
@@ -138,8 +136,8 @@ class Recorder:
         self.add("figures", name, figures)
 
     @contextmanager
-    def served(self, name: str, command: str, kernels: str) -> Iterator[str]:
-        """The address of a server, which is ended by a signal afterwards."""
+    def served(self, name: str, command: str, kernels: str) -> Iterator[str | None]:
+        """The address of a server, which is ended by a signal afterwards; None where it does not start."""
         started = time.monotonic()
         with (self.here / "server.log").open("w") as log:
             server = subprocess.Popen(
@@ -152,18 +150,21 @@ class Recorder:
             )
             try:
                 assert server.stdout is not None
-                line = server.stdout.readline()
-                if not line:
-                    raise SystemExit(f"{name} did not start\n{(self.here / 'server.log').read_text()}")
-                ready = json.loads(line)
-                self.add("answers", f"{name}/model", ready["model"])
-                yield urlsplit(ready["url"]).netloc
-                server.terminate()
+                ready = json.loads(server.stdout.readline() or "null")
+                self.add("answers", f"{name}/model", ready and ready["model"])
+                yield ready and urlsplit(ready["url"]).netloc
+                if ready:
+                    server.terminate()
                 self.add("exit statuses", name, server.wait(60))
             finally:
                 server.kill()
                 server.communicate()
-        print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        self.report(name, started, server.returncode, self.here / "server.log")
+
+    def report(self, name: str, started: float, status: int | None, errors: Path) -> None:
+        """A line on stderr, and why a command failed."""
+        said = f"\nexit status {status}\n{errors.read_text()}" if status else ""
+        print(f"{name}: {time.monotonic() - started:.1f} s{said}", file=sys.stderr, flush=True)
 
     def ask(self, kind: str, name: str, address: str, requests: Mapping[str, tuple[str, Any]], at_once: int = 1) -> None:
         with ThreadPoolExecutor(at_once) as pool:
@@ -245,7 +246,7 @@ def installed(package: str) -> str | None:
 
 
 def record(tree: Path) -> dict[str, Any]:
-    """Everything in recorded_runs.py, one after the other. Raises SystemExit where a server does not start."""
+    """Everything in recorded_runs.py, one after the other. A command that fails is recorded as such."""
     os.environ.update(ONE_THREAD)  # before the packages are imported
     CONTEXT.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as directory:
@@ -260,6 +261,8 @@ def record(tree: Path) -> dict[str, Any]:
             recorder.generate(name, command, kernels)
         for number, (name, (command, kernels)) in enumerate(recorded_runs.SERVERS.items()):
             with recorder.served(name, command, kernels) as address:
+                if address is None:
+                    continue
                 recorder.ask("log-probabilities", name, address, recorded_runs.SCORED)
                 if number == 0:
                     recorder.ask("answers", f"{name}/alone", address, recorded_runs.ALONE)
