@@ -159,7 +159,7 @@ def test_a_text_that_becomes_long_is_rotated_as_by_the_engine(
         assert got.tokens == expected.tokens
         pairs = [(a.logprobs[0].logprob, b.logprobs[0].logprob) for a, b in zip(expected.updates, got.updates, strict=True)]
         assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in pairs)
-    monkeypatch.setattr("compress.evaluate.PIECE", 5)
+    monkeypatch.setattr("compress.run.perplexity.PIECE", 5)
     for length in (10, 13, 30):
         text = torch.tensor([tokens[:length]])
         exported = exported_perplexity(engines[1].checkpoint, engines[1].decoder, text)
@@ -269,7 +269,7 @@ def test_what_an_export_cannot_honour_is_400(client: openai.OpenAI) -> None:
     client.completions.create(model="onnx", prompt="x", max_tokens=1, extra_body={"skip_threshold": 0})
     with pytest.raises(openai.BadRequestError, match="baked into the graph of an exported model"):
         client.completions.create(model="onnx", prompt="x", max_tokens=1, extra_body={"skip_threshold": 0.5})
-    with pytest.raises(openai.BadRequestError, match="the most is 256"):
+    with pytest.raises(openai.BadRequestError, match="the maximum is 256"):
         client.completions.create(model="onnx", prompt="x", max_tokens=300)
 
 
