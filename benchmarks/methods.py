@@ -233,7 +233,7 @@ def short_table(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
     """One-shot and recovered results of each method where `compress` ranks by default."""
     header = ["method"]
     for model in full:
-        header += [f"{model}: 25 %", "50 %", "50 %, recovered", "seconds", "peak MB"]
+        header += [f"{model}: 25 %", "50 %", "50 %, recovered"]
     rows = []
     tables = {model: dict(by_method(runs, model)) for model in full}
     for method in [method for method in methods() if any(method in table for table in tables.values())]:
@@ -242,7 +242,6 @@ def short_table(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
             own = table.get(method, [])
             one_shot = [Cell(sparsity, scope).key for sparsity in (0.25, 0.5)]
             row += [mean_and_spread(values(own, key)) for key in (*one_shot, Cell(0.5, scope, "none", True).key)]
-            row += cost(own, one_shot[1])
         rows.append(row)
     return preface(runs, full) + markdown(header, rows)
 
