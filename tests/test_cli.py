@@ -39,7 +39,7 @@ TEXT = ["--data", "{text}", "--samples", "4", "--sequence-length", "32"]
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of artifacts: other tests look at them, and they take longer than all else here."""
-    monkeypatch.setattr(compress.result, "draw", lambda *given: [])
+    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])
 
 
 @pytest.fixture(scope="module")

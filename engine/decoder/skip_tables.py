@@ -80,7 +80,7 @@ def skipping_routings(
 ) -> list[Routing]:
     """For each MoE layer its own rule with skipping around it; threshold 0 gives the own rules themselves.
 
-    own: those rules (engine.model.own_routings). `minimum_experts` of each token are never skipped. Raises OptionError for
+    own: those rules (`model.own_routings`). `minimum_experts` of each token are never skipped. Raises OptionError for
     a threshold that is negative or that the model cannot honour.
     """
     if not 0 <= threshold < float("inf"):

@@ -181,7 +181,7 @@ def test_does_not_depend_on_the_batch_size(
     olmoe: Checkpoint, tokens_per_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = collect(olmoe, TOKENS, dtype=torch.float32)
-    monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", tokens_per_batch)
+    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", tokens_per_batch)
     assert_same(collect(olmoe, TOKENS, dtype=torch.float32), together, 1e-5)
 
 
@@ -189,7 +189,7 @@ def test_does_not_depend_on_the_batch_size(
 def test_does_not_depend_on_where_hidden_states_are_kept(
     olmoe: Checkpoint, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", 26)
+    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", 26)
     in_memory = collect(olmoe, TOKENS, dtype=dtype)
     files = []
     temporary_file = engine.passes.activations.tempfile.TemporaryFile
@@ -198,7 +198,7 @@ def test_does_not_depend_on_where_hidden_states_are_kept(
         files.append(temporary_file(**options))
         return files[-1]
 
-    monkeypatch.setattr(engine.memory_budget, "KEPT_BYTES", 0)
+    monkeypatch.setattr(engine.passes.memory_budget, "KEPT_BYTES", 0)
     monkeypatch.setattr(engine.passes.activations.tempfile, "TemporaryFile", counted)
     assert_same(collect(olmoe, TOKENS, dtype=dtype), in_memory, 0.0)
     assert len(files) == 1 and files[0].closed
@@ -215,7 +215,7 @@ def test_does_not_depend_on_where_hidden_states_are_kept(
 def test_streamed_likelihood_equals_cross_entropy_of_full_logits(
     family: str, changes: dict[str, Any], limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.memory_budget, "KEPT_BYTES", limit)
+    monkeypatch.setattr(engine.passes.memory_budget, "KEPT_BYTES", limit)
     reference = save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
     total, count = stream_negative_log_likelihood(checkpoint, TOKENS, dtype=torch.float32)

@@ -116,7 +116,7 @@ def test_the_command_knows_every_selection() -> None:
 @pytest.mark.parametrize("select", cli.SELECTIONS)
 def test_every_selection_from_one_statistics_file(place: Path, select: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if select != "usage":
-        monkeypatch.setattr(compress.result, "draw", lambda *given: [])  # drawn once: it takes seconds
+        monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # drawn once: it takes seconds
     run("calibrate", "model", *CALIBRATION, "-o", "statistics")
     figures = run(*DENSIFY, "--ffns", "2", "--select", select, "--statistics", "statistics")
     assert set(KEYS.split()) <= set(figures)
@@ -194,7 +194,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(place: Pat
             terms = super().__call__(batch)
             return {name: term * float("nan") if batch.step == 5 else term for name, term in terms.items()}
 
-    monkeypatch.setattr(compress.dense_training, "DistillationLoss", Breaks)
+    monkeypatch.setattr(compress.dense.dense_training, "DistillationLoss", Breaks)
     outcome = CliRunner().invoke(cli.main, TRAIN)
     assert outcome.exit_code == 1 and outcome.stdout == "" and outcome.stderr.count("\n") == 1
     assert "step 5: the loss is nan; the last good state is in" in outcome.stderr

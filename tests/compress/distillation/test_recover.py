@@ -67,7 +67,7 @@ def test_one_step_is_the_mean_divergence(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_interrupted_recovery_ends_in_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(compress.recover, "SAVE_EVERY_STEPS", 3)
+    monkeypatch.setattr(compress.distillation.recover, "SAVE_EVERY_STEPS", 3)
     save_reference("olmoe", tmp_path / "model")
     checkpoint = Checkpoint(tmp_path / "model")
     whole = recover(PLAN, checkpoint, TOKENS, OPTIONS, dtype=dtype)

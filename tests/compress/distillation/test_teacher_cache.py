@@ -67,7 +67,7 @@ def naive(name: str, p: Tensor, q: Tensor) -> Tensor:
 @pytest.mark.parametrize("count", [1, 4, 12])
 def test_outcomes_are_compared_as_by_a_naive_implementation(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradients in the student, weighted, at a temperature, over several chunks; the teacher gets no gradient."""
-    monkeypatch.setattr(engine.streaming, "MOST_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(engine.passes.streaming, "MOST_CHUNK_TOKENS", 4)
     teacher, student = random_predictions(0), random_predictions(1)
     weights = torch.rand(11, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     kept = largest_predictions(teacher, count, 1.5)
@@ -126,7 +126,9 @@ def test_sequences_come_back_in_any_order(
     """To the bit as the teacher makes them alone, from files of one or two sequences each."""
     teacher, _ = models(tmp_path, dtype=dtype)
     token_bytes = 32 * dtype.itemsize if count is None else 8 * 7 + 4
-    monkeypatch.setattr(compress.teacher_cache, "SHARD_BYTES", 5 * token_bytes)  # responses have 3, 1, 5 and 2 tokens
+    monkeypatch.setattr(
+        compress.distillation.teacher_cache, "SHARD_BYTES", 5 * token_bytes
+    )  # responses have 3, 1, 5 and 2 tokens
     common = {"group_size": 1, "count": count, "temperature": 2.0}
     cached = cached_teacher(teacher, EXAMPLES, tmp_path, Clock(), **common)
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -148,7 +150,7 @@ def test_sequences_come_back_in_any_order(
 
 def test_files_are_of_whole_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 10 bytes a token and 50 a file: groups of 2 sequences have 3, 2, 9, 1 and 1 tokens."""
-    monkeypatch.setattr(compress.teacher_cache, "SHARD_BYTES", 50)
+    monkeypatch.setattr(compress.distillation.teacher_cache, "SHARD_BYTES", 50)
     files = TokenFiles(tmp_path, [1, 2, 1, 1, 8, 1, 0, 1, 1], 2, 10)
     assert files.parts == [range(0, 4), range(4, 6), range(6, 9)]
 
@@ -206,7 +208,7 @@ def test_interrupted_passes_go_on_with_the_first_file_that_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And, interrupted while it trains, the teacher is not asked again; the weights at the end are the same."""
-    monkeypatch.setattr(compress.teacher_cache, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(compress.distillation.teacher_cache, "SHARD_BYTES", 20_000)
     command = [*BOTH, *PAIRS, *SMALL, "--steps", "6", "--micro-batch-size", "4"]
     command += ["--teacher-cache", str(count or "exact")]
     made, passes, stop_at = compress.distillation.teacher_cache.predictions, [], math.inf
@@ -217,7 +219,7 @@ def test_interrupted_passes_go_on_with_the_first_file_that_is_missing(
         passes.append(arguments)
         return made(*arguments)
 
-    monkeypatch.setattr(compress.teacher_cache, "predictions", counted)
+    monkeypatch.setattr(compress.distillation.teacher_cache, "predictions", counted)
     run(*command)
     expected, whole = (place / "out" / "model.safetensors").read_bytes(), len(passes)
     (place / "out").rename(place / "whole")

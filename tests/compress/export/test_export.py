@@ -102,7 +102,7 @@ def test_generate_bench_evaluate_and_inspect_take_an_export(place: Path) -> None
 def test_perplexity_in_pieces_is_that_of_the_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = ["--data", "{here}/text.txt", "--samples", "2", "--sequence-length", "32"]
     whole = run(place, "evaluate", "{here}/onnx", *text)["value"]
-    monkeypatch.setattr("compress.evaluate.PIECE", 7)
+    monkeypatch.setattr("compress.run.perplexity.PIECE", 7)
     assert run(place, "evaluate", "{here}/onnx", *text)["value"] == pytest.approx(whole, rel=1e-5)
 
 
@@ -278,7 +278,7 @@ def test_a_graph_that_differs_is_removed_and_the_step_is_named(place: Path, tmp_
         wrong.config = replace(checkpoint.config, norm_epsilon=0.1)
         return write(wrong, *arguments, **keywords)
 
-    monkeypatch.setattr(engine.onnx_decoder, "write_decoder", write_wrong)
+    monkeypatch.setattr(engine.onnx.decoder, "write_decoder", write_wrong)
     with pytest.raises(ExportError, match=r"output logits at prefill of a random prompt of 1 tokens is off by .* removed"):
         export(options(place, output=tmp_path / "out"))
     assert not list(tmp_path.iterdir())

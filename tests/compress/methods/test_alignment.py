@@ -48,7 +48,7 @@ def test_no_order_is_closer(seed: int, biased: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [1, 7, 512])
 def test_a_shuffle_is_undone(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compress.alignment, "BLOCK", block)
+    monkeypatch.setattr(compress.methods.alignment, "BLOCK", block)
     centre = expert(1, 40, 20, dtype)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(2)).tolist()
     found = alignment(centre, reordered(centre, order))

@@ -49,7 +49,7 @@ def sigmoid_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
 def router_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """No family of the table has a sigmoid router yet, so the model's own rule is replaced where it is made."""
     if request.param == "sigmoid":
-        monkeypatch.setattr(engine.model, "own_routing", sigmoid_routing)
+        monkeypatch.setattr(engine.decoder.model, "own_routing", sigmoid_routing)
     return request.param
 
 
@@ -270,7 +270,7 @@ def test_unused_experts_go_first_and_nothing_is_divided_by_zero(
     checkpoint: Checkpoint, router: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = Without([2], router)
-    monkeypatch.setattr(engine.model, "own_routing", without)
+    monkeypatch.setattr(engine.decoder.model, "own_routing", without)
     if method == "naee":
         got = naee(checkpoint, TOKENS, {0: 3, 1: 2}, dtype=torch.float32)
         assert got == {0: [0, 1, 3], 1: [0, 1]}, "masking what is never chosen changes nothing at all"

@@ -164,7 +164,7 @@ def test_recomputing_activations_and_small_groups_change_no_gradient(
     with full_hidden_states(decoder, TOKENS) as full:
         for recompute, tokens_per_group in ((False, 4096), (True, 4096), (True, 8), (True, 16)):
             decoder.checkpoint_activations = recompute
-            monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", tokens_per_group)
+            monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", tokens_per_group)
             gradients(decoder, TOKENS, full, [2, 0, 1], state, options, is_alpha=True)
             grads.append(torch.cat([alpha.grad for alpha in state.alphas]))
     assert torch.equal(grads[1], grads[0])

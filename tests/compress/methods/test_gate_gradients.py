@@ -59,7 +59,7 @@ def finite_differences(decoder: Decoder, targets_SL: Tensor) -> Tensor:
 def test_taylor_and_its_squares_equal_finite_differences(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
 ) -> None:
-    monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", tokens_at_once)
+    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", tokens_at_once)
     sums, squares = gate_gradients(decoder, TOKENS, own_samples=False)
     expected = finite_differences(decoder, TOKENS)
     assert tuple(sums) == tuple(squares) == decoder.config.moe_layers
@@ -105,8 +105,8 @@ def test_only_gates_get_gradients_and_the_model_routes_as_before(decoder: Decode
 def test_an_interrupted_pass_ends_in_the_same_sums(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_samples: bool
 ) -> None:
-    monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", 9)  # a batch for each sequence
-    monkeypatch.setattr(compress.gate_gradients, "SAVE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", 9)  # a batch for each sequence
+    monkeypatch.setattr(compress.methods.gate_gradients, "SAVE_EVERY_SECONDS", 0.0)
     whole = gate_gradients(decoder, TOKENS, own_samples=own_samples, seed=3)
 
     def stop(batches: list[slice]) -> Iterator[slice]:

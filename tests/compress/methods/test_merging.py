@@ -107,7 +107,7 @@ def test_ream_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     total = 2.5 + 1.2 + 1.2
     same(ream(layer, 2), {2: {2: 2.5 / total, 0: 1.2 / total, 3: 1.2 / total}, 1: {1: 1.0}})
-    monkeypatch.setattr(compress.merging, "REAM_GROUP_SIZE", 2)
+    monkeypatch.setattr(compress.methods.merging, "REAM_GROUP_SIZE", 2)
     same(ream(layer, 2), {2: {2: 2.5 / 3.7, 3: 1.2 / 3.7}, 1: {1: 2.0 / 3.2, 0: 1.2 / 3.2}})
     same(ream(layer, 1), {2: {i: score / 6.9 for i, score in enumerate([1.2, 2.0, 2.5, 1.2])}})
     unused = replace(layer, weighted_norm_sum=torch.zeros(4))
@@ -162,7 +162,7 @@ def test_hierarchical_clusters_are_the_naive_ones(seed: int, experts: int) -> No
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("experts", "size"), [(5, 16), (5, 3), (1, 2), (10, 2)])
 def test_ream_is_the_naive_one(seed: int, experts: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compress.merging, "REAM_GROUP_SIZE", size)
+    monkeypatch.setattr(compress.methods.merging, "REAM_GROUP_SIZE", size)
     layer = random_layer(11, seed)
     gram, u = layer.router_gram, layer.weighted_output_mean.double()
     score = [float(s) / max(1, int(n)) for s, n in zip(layer.weighted_norm_sum, layer.tokens_routed, strict=True)]
@@ -318,7 +318,7 @@ def test_weights_are_released_layer_by_layer(
     monkeypatch.setattr(full, "release", lambda: seen.append("released"))
     original = compress.methods.merging.expert_weights
     monkeypatch.setattr(
-        compress.merging, "expert_weights", lambda *where: (seen.append(f"layer {where[1]}"), original(*where))[1]
+        compress.methods.merging, "expert_weights", lambda *where: (seen.append(f"layer {where[1]}"), original(*where))[1]
     )
     merging_plan(merge_groups("ream", statistics, 2), full)
     assert [name for name, _ in itertools.groupby(seen)] == [

@@ -54,8 +54,8 @@ def true_loss(block: MoeBlock, x: Tensor, logits: Tensor, subset: tuple[int, ...
 def test_losses_are_those_of_the_layer_s_outputs(
     routing: Routing, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compress.naee, "OUTPUT_BYTES", piece_bytes)
-    monkeypatch.setattr(compress.naee, "SUBSETS_AT_ONCE", 4)
+    monkeypatch.setattr(compress.methods.naee, "OUTPUT_BYTES", piece_bytes)
+    monkeypatch.setattr(compress.methods.naee, "SUBSETS_AT_ONCE", 4)
     block, x, logits = random_block(routing)
     for size in (1, 2, 4, 6):  # of one, fewer than k
         subsets = list(combinations(range(6), size))
@@ -131,12 +131,12 @@ def test_only_sampled_tokens_count_and_batches_do_not_matter(
         seen.append((x, logits))
         return best_subset(block, x, logits, **options)
 
-    monkeypatch.setattr(compress.naee, "best_subset", watched)
+    monkeypatch.setattr(compress.methods.naee, "best_subset", watched)
     kept = {0: 3, 2: 2}
     whole = naee(checkpoint, TOKENS, kept, dtype=torch.float32)
     assert list(whole) == [0, 2] and [len(whole[0]), len(whole[2])] == [3, 2]
     assert [x.shape for x, _ in seen] == [(65, 32), (65, 32)], "there are fewer than SAMPLE_TOKENS"
-    monkeypatch.setattr(compress.naee, "SAMPLE_TOKENS", 20)
+    monkeypatch.setattr(compress.methods.naee, "SAMPLE_TOKENS", 20)
     monkeypatch.setattr("engine.passes.memory_budget.TOKENS_PER_BATCH", 26)
     naee(checkpoint, TOKENS, kept, dtype=torch.float32, seed=1)
     rows = torch.randperm(65, generator=torch.Generator().manual_seed(1))[:20].sort().values
@@ -212,11 +212,11 @@ def test_an_interrupted_run_keeps_the_layers_that_are_done(place: Path, monkeypa
         searched.append(1)
         return best_subset(*arguments, **options)
 
-    monkeypatch.setattr(compress.naee, "best_subset", interrupted)
+    monkeypatch.setattr(compress.methods.naee, "best_subset", interrupted)
     again = [*PRUNE[:-1], "again", "--sparsity", "0.5"]
     assert CliRunner().invoke(cli.main, again).exit_code == 130
     assert sorted(path.name for path in (place / ".again.work").glob("naee_*")) == ["naee_0.json", "naee_1.json"]
-    monkeypatch.setattr(compress.naee, "best_subset", lambda *a, **o: searched.append(1) or best_subset(*a, **o))
+    monkeypatch.setattr(compress.methods.naee, "best_subset", lambda *a, **o: searched.append(1) or best_subset(*a, **o))
     resumed = run(*again, "--resume")
     assert len(searched) == 3
     assert resumed["experts_per_layer"] == straight["experts_per_layer"]

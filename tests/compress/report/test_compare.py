@@ -331,7 +331,7 @@ def test_usage_before_and_after_is_of_the_held_out_text(
     method: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Pictured] = []
-    monkeypatch.setattr(compress.result, "draw", lambda directory, models: drawn.extend(models) or [])
+    monkeypatch.setattr(compress.run.result, "draw", lambda directory, models: drawn.extend(models) or [])
     arguments = ["prune", str(place / "model"), "-o", str(tmp_path / "out"), "--sparsity", "0.5", "--method", method, *SIZES]
     result = CliRunner().invoke(cli.main, [*arguments, "--data", str(place / "text.txt"), "--evaluation-samples", "3"])
     assert result.exit_code == 0, result.output

@@ -24,7 +24,7 @@ SWEEP = [*MODEL, "--sparsity", "0.25,0.5", "--method", "reap,diep,fisher,naee", 
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress.result, "draw", lambda *given: [])  # of artifacts: they take longer than all else here
+    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # of artifacts: they take longer than all else here
     return tmp_path
 
 
@@ -36,13 +36,13 @@ def run(*arguments: str, code: int = 0) -> Any:
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """The first argument of each call of a function of compress.run.job."""
-    own, calls = getattr(compress.job, name), []
+    own, calls = getattr(compress.run.job, name), []
 
     def count(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments[0])
         return own(*arguments, **options)
 
-    monkeypatch.setattr(compress.job, name, count)
+    monkeypatch.setattr(compress.run.job, name, count)
     return calls
 
 

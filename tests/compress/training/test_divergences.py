@@ -73,7 +73,7 @@ def test_gradients_equal_finite_differences(name: str, teacher_learns: bool) -> 
 @pytest.mark.parametrize("teacher_learns", [False, True], ids=["student", "teacher"])
 def test_in_chunks_from_hidden_states(name: str, teacher_learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weighted, at a temperature, with heads of their own; the other side gets no gradient."""
-    monkeypatch.setattr(engine.streaming, "MOST_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(engine.passes.streaming, "MOST_CHUNK_TOKENS", 4)
     generator = torch.Generator().manual_seed(0)
     teacher, student = (
         Predictions(*(torch.randn(n, 8, generator=generator, dtype=torch.float64, requires_grad=True) for n in (11, 13)))

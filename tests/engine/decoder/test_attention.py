@@ -26,7 +26,7 @@ def naive(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
 def test_blocks_equal_the_textbook(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int, new: int, total: int, window: int | None, padding: int
 ) -> None:
-    monkeypatch.setattr(engine.attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(engine.decoder.attention, "QUERY_BLOCK", block)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((6, new), (3, total), (3, total)))
     real = None

@@ -43,7 +43,7 @@ def test_attention_equals_the_textbook_on_what_is_kept(
     window: int | None,
     padding: int,
 ) -> None:
-    monkeypatch.setattr(engine.attention, "KEY_BLOCK", 4)
+    monkeypatch.setattr(engine.decoder.attention, "KEY_BLOCK", 4)
     generator = torch.Generator().manual_seed(0)
     query, *parts = (torch.randn(2, heads, n, 8, generator=generator) for heads, n in ((6, new), (3, total), (3, total)))
     key, value = (to_int8(part) if kept == torch.int8 else part.to(kept) for part in parts)

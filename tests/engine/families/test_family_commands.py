@@ -31,7 +31,9 @@ TEXT = [*CALIBRATION, "--evaluation-samples", "2"]
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_workplace(tmp_path, "deepseek_v3")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress.plots, "available", lambda: False)  # pictures know nothing of families and take seconds
+    monkeypatch.setattr(
+        compress.report.plots, "available", lambda: False
+    )  # pictures know nothing of families and take seconds
     return tmp_path
 
 

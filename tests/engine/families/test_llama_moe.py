@@ -335,7 +335,9 @@ def test_statistics_equal_a_naive_count(tmp_path: Path) -> None:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_workplace(tmp_path, FAMILY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress.plots, "available", lambda: False)  # pictures know nothing of families and take seconds
+    monkeypatch.setattr(
+        compress.report.plots, "available", lambda: False
+    )  # pictures know nothing of families and take seconds
     return tmp_path
 
 

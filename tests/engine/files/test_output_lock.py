@@ -43,7 +43,7 @@ with claimed(Path(sys.argv[1])):
 PAUSED = """
 import sys, time
 from pathlib import Path
-import cli, compress.result
+import cli, compress.run.result
 from calibrate.statistics import Statistics
 
 def paused(own):
@@ -57,7 +57,7 @@ def paused(own):
 if sys.argv[1] == "calibrate":
     Statistics.save = paused(Statistics.save)
 else:
-    compress.result.write_provenance = paused(compress.result.write_provenance)
+    compress.run.result.write_provenance = paused(compress.run.result.write_provenance)
 cli.main(sys.argv[1:])
 """
 REFUSED = "is being written by another run (process {process} on "

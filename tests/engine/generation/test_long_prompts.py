@@ -50,7 +50,7 @@ def test_pieces_equal_the_whole(
 
     def run(chunk: int) -> torch.Tensor:
         """Logits [4, B, V] after the prompt and after each of three more tokens."""
-        monkeypatch.setattr(engine.generate, "PREFILL_CHUNK", chunk)
+        monkeypatch.setattr(engine.generation.generate, "PREFILL_CHUNK", chunk)
         cache = KeyValueCache(opened.checkpoint.config, 2, 36, opened.dtype)
         logits = [opened.prefill(tokens, real if padding else None, cache)]
         for step in range(3):
@@ -70,7 +70,7 @@ def test_padding_in_pieces_is_not_counted_as_skipped(tmp_path: Path, monkeypatch
     counter.attach()
     real = torch.ones(2, 20, dtype=torch.bool)
     real[1, :9] = False
-    monkeypatch.setattr(engine.generate, "PREFILL_CHUNK", 6)
+    monkeypatch.setattr(engine.generation.generate, "PREFILL_CHUNK", 6)
     opened.prefill(torch.full((2, 20), 7), real, KeyValueCache(opened.checkpoint.config, 2, 20, torch.float32))
     assert counter.filled_per_layer == [2 * (20 + 11)] * 3  # two experts of each real token
 

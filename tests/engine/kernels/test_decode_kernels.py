@@ -66,7 +66,7 @@ def test_every_family_decodes_as_well_as_through_torch(
 
     exact = logits(Decoder(checkpoint.config, source(torch.float64)), checkpoint.config, torch.float64)
     compiled = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
-    monkeypatch.setattr(engine.linear, "_load_kernels", lambda: None)
+    monkeypatch.setattr(engine.kernels.linear, "_load_kernels", lambda: None)
     torch_path = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
     is_compiled = logits is decoded or has_half_arithmetic()  # prompts go through torch where bfloat16 is emulated
     assert compiled.dtype == torch.bfloat16 and torch.equal(compiled, torch_path) != is_compiled

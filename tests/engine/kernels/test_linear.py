@@ -23,8 +23,8 @@ from engine.kernels.quantized_weight import quantise
 
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(engine.linear, "has_half_arithmetic", lambda: request.param)
-    monkeypatch.setattr(engine.linear, "BLOCK_ELEMENTS", 64)  # several blocks even here
+    monkeypatch.setattr(engine.kernels.linear, "has_half_arithmetic", lambda: request.param)
+    monkeypatch.setattr(engine.kernels.linear, "BLOCK_ELEMENTS", 64)  # several blocks even here
     return bool(request.param)
 
 
@@ -311,7 +311,7 @@ def test_without_the_kernels_torch_serves(arithmetic: bool, rows: int, monkeypat
     block = MoeBlock(torch.randn(3, 16).bfloat16(), experts, TopK(2, True), shared=experts[0])
     with torch.no_grad(), decoding():
         fast = linear(x, weight), block(x), experts[1](x)
-        monkeypatch.setattr(engine.linear, "_load_kernels", lambda: None)
+        monkeypatch.setattr(engine.kernels.linear, "_load_kernels", lambda: None)
         slow = linear(x, weight), block(x), experts[1](x)
     for a, b in zip(fast, slow, strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=5e-2)
@@ -349,7 +349,7 @@ def test_gradients(arithmetic: bool) -> None:
 
 
 def test_transposed_products_equal_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.experts, "multiplies_bfloat16", lambda _: True)
+    monkeypatch.setattr(engine.decoder.experts, "multiplies_bfloat16", lambda _: True)
     torch.manual_seed(0)
     gate, up, down = (torch.randn(shape).bfloat16() / 4 for shape in ((24, 16), (24, 16), (16, 24)))
     x = torch.randn(20, 16).bfloat16()
@@ -361,7 +361,7 @@ def test_transposed_products_equal_float64(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_outside_decoding_the_kernels_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.linear, "_load_kernels", lambda: pytest.fail("loaded"))
+    monkeypatch.setattr(engine.kernels.linear, "_load_kernels", lambda: pytest.fail("loaded"))
     with torch.no_grad():
         linear(torch.randn(1, 16).bfloat16(), torch.randn(21, 16).bfloat16())
 

@@ -56,7 +56,7 @@ def whole(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
 def test_gradients_of_alpha_and_beta_equal_those_with_all_weights_in_memory(
     checkpoint: Checkpoint, relaxation: str, tokens_per_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", tokens_per_batch)
+    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", tokens_per_batch)
     options, rows = DiepOptions(relaxation, reconstruction_weight=0.1).filled(), [3, 0, 4, 1]
     found = []
     for decoder in (whole(checkpoint, torch.float32), LayerwiseDecoder(checkpoint, torch.float32)):
@@ -128,14 +128,14 @@ def test_a_search_goes_on_from_the_layer_where_it_was(
     one_layer = engine.passes.streaming.one_layer
     with monkeypatch.context() as patched:
         interrupted = interrupting(one_layer, layers_run)
-        patched.setattr(engine.streaming, "one_layer", interrupted)
-        patched.setattr(engine.layerwise, "one_layer", interrupted)
+        patched.setattr(engine.passes.streaming, "one_layer", interrupted)
+        patched.setattr(engine.passes.layerwise, "one_layer", interrupted)
         try:
             search(decoder, TOKENS, options, state_path=path)
         except Interruption:
             assert layers_run < 3 + 2 * LAYERS_OF_A_STEP
     seen: list[int] = []
-    for module in (engine.streaming, engine.layerwise):
+    for module in (engine.passes.streaming, engine.passes.layerwise):
         monkeypatch.setattr(module, "one_layer", counted(one_layer, seen))
     resumed = search(decoder, TOKENS, options, state_path=path, resume=True)
     assert all(torch.equal(resumed[layer], straight[layer]) for layer in straight), "to the bit"
@@ -163,7 +163,7 @@ def interrupt_in_layer(monkeypatch: pytest.MonkeyPatch, index: int, run: Callabl
             yield layer
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.streaming, "one_layer", numbered)
+        patched.setattr(engine.passes.streaming, "one_layer", numbered)
         patched.setattr(DecoderLayer, "forward", interrupted)
         with pytest.raises(Interruption):
             run()
@@ -173,7 +173,7 @@ def interrupt_in_layer(monkeypatch: pytest.MonkeyPatch, index: int, run: Callabl
 def test_passes_go_on_from_the_layer_where_they_were(
     checkpoint: Checkpoint, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", 16)
+    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", 16)
     kept = dict.fromkeys(checkpoint.config.moe_layers, 3)
     remembered: dict[str, Any] = {}
 
@@ -203,7 +203,7 @@ def test_passes_go_on_from_the_layer_where_they_were(
         interrupt_in_layer(monkeypatch, index, lambda run=run, directory=directory: run(directory))
         seen: list[int] = []
         with monkeypatch.context() as patched:
-            patched.setattr(engine.streaming, "one_layer", counted(engine.passes.streaming.one_layer, seen))
+            patched.setattr(engine.passes.streaming, "one_layer", counted(engine.passes.streaming.one_layer, seen))
             resumed = run(directory)
         assert seen == list(range(index, 3)), name
         if name != "collect":
@@ -223,7 +223,7 @@ def test_interrupted_gate_gradients_draw_the_same_samples(
     straight = fisher_scores(decoder, TOKENS)
     for at in (4, 4):  # behind the head, where samples are drawn: on the way back of the first sweep, and in the second
         with monkeypatch.context() as patched:
-            patched.setattr(engine.layerwise, "one_layer", interrupting(engine.passes.layerwise.one_layer, at))
+            patched.setattr(engine.passes.layerwise, "one_layer", interrupting(engine.passes.layerwise.one_layer, at))
             with pytest.raises(Interruption):
                 fisher_scores(decoder, TOKENS, state_path=path)
     resumed = fisher_scores(decoder, TOKENS, state_path=path)

@@ -120,7 +120,7 @@ def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: 
     save_reference("qwen2_moe", tmp_path / "model", mlp_only_layers=[1])
     done = two_processes(str(ROOT / "tests" / "support" / "calibration_in_processes.py"), str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(engine.memory_budget, "TOKENS_PER_BATCH", TWO_SEQUENCES)
+    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", TWO_SEQUENCES)
     tensors, values = calibrated(tmp_path / "model", tmp_path)
     exact = {"tokens", "tokens_routed", "weight_ratio_median", "output_mean", "linear_cka", "rbf_cka", "rbf_cka_before"}
     searched = {*RELAXATIONS, *(f"sharded {name}" for name in RELAXATIONS), "sharded gated of one sequence"}
@@ -145,7 +145,7 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
     command += ["--recover-steps", "1"]
     done = two_processes("-m", "cli", *command, "-o", "together", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(compress.result, "draw", lambda *given: [])
+    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])
     result = CliRunner().invoke(cli.main, [*command, "-o", "alone"])
     figures = json.loads(done.stdout)["runs"], json.loads(result.stdout)["runs"]
     for together, alone in zip(*figures, strict=True):
@@ -179,10 +179,10 @@ def test_each_process_holds_but_a_part(held: list[str], tmp_path: Path, monkeypa
 
 FAILING = """
 import os, sys
-import cli, compress.naee
+import cli, compress.methods.naee
 from engine.errors import DataError
 
-own, layers = compress.naee.inner_products, []
+own, layers = compress.methods.naee.inner_products, []
 
 def products(*arguments):
     layers.append(1)
@@ -190,7 +190,7 @@ def products(*arguments):
         raise DataError("the second process fails alone")
     return own(*arguments)
 
-compress.naee.inner_products = products
+compress.methods.naee.inner_products = products
 cli.main(sys.argv[1:])
 """
 
