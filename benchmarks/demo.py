@@ -40,9 +40,7 @@ def compress(arguments: str, place: Path) -> str:
     """Standard output of `compress ARGUMENTS` in a directory. Raises CalledProcessError where the command fails."""
     command = f"{shlex.quote(sys.executable)} -m cli {arguments}"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        ["bash", "-c", command], cwd=place, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    ran = subprocess.run(["bash", "-c", command], cwd=place, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return ran.stdout
 
 

@@ -109,7 +109,7 @@ SETTINGS = (
     ),
     Setting(
         "text",
-        f"the package that a function of the standard library is of, one of {TEXT_CLASSES}",
+        f"the package that contains a function of the standard library, one of {TEXT_CLASSES}",
         *("text teacher", "functions.jsonl", "functions.jsonl", ("BERT",), MAIN, 24, 8),
         optimiser="adamw",
         learning_rate=0.002,
