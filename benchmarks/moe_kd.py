@@ -349,7 +349,7 @@ def speed(work: Path, threads: int) -> None:
         found = bench_classifiers([str(student), str(mixture)], batch=batch, threads=threads, repetitions=25)
         alone = found[0]["examples_per_second_median"]
         rows += [[Path(row["model"]).name, *_speed_cells(row, alone)] for row in found]
-    header = ["1,000 classes, 224×224, float32", "batch", "parameters", "images/s", "of the student", "peak GB"]
+    header = ["1,000 classes, 224×224, float32", "batch", "parameters", "images/s", "relative to the student", "peak GB"]
     save("moe_kd_speed", rows, markdown(header, rows))
 
 
