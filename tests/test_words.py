@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES: tuple[str, ...] = ()
 """To be extended by "engine", "compress", "calibrate", "cli.py", "tests", "benchmarks", "examples"."""
 PHRASES = re.compile(
-    r"\bfew(er)? bits\b|\b(is|are) not our engine\b|\btransformers has no class\b|\bwhich transformers (has|lacks)\b",
+    r"\bfew(er)? bits\b|\b(is|are) not our engine\b|\btransformers has no class\b",
     re.IGNORECASE,
 )
 BRITISH = re.compile(
