@@ -1,4 +1,4 @@
-"""A decoder's parameters under the names that their tensors have on disk: what training changes and what is then written."""
+"""A decoder's parameters by their tensors' names on disk, for training and for writing the trained model."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from engine.kernels.quantized_weight import QuantizedWeight
 
 
 def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """Every parameter by its name on disk; of tied embeddings only the one. Blocks of other kinds are left out.
+    """Return every parameter by its name on disk; tied embeddings appear once.
 
-    So are biases that only choose experts: no gradient reaches them; and weights of few bits, which no training changes.
+    Parameters that training cannot change are left out: blocks of other kinds, biases that only select experts (they
+    get no gradient), and low-bit weights.
     """
     found = {"model.embed_tokens.weight": decoder.embedding_VD}
     for index, layer in enumerate(decoder.layers):
@@ -60,7 +61,7 @@ def _projections(names: Iterable[str], expert: Expert) -> Iterator[tuple[str, nn
 def attention_parameters(
     attention: Attention | LatentAttention | LightningAttention,
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those of a layer's attention, by their names within it."""
+    """Yield the parameters of a layer's attention, by their names within it."""
     if isinstance(attention, LightningAttention):
         own = (attention.qkv, attention.gate, attention.norm, attention.output)
         named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))

@@ -358,7 +358,7 @@ def test_a_state_goes_with_its_sequence_and_takes_nothing_back(made_of: Any) -> 
         both = decoder(TOKENS[:, 9:10], None, cache)
     assert worst(one, both[1:]) < 1e-5
     assert len(cache.states) == 2 and cache.keys.shape[0] == 1, "positions of the one layer that keeps them"
-    with pytest.raises(OptionError, match="cannot take back what it has read"):
+    with pytest.raises(OptionError, match="cannot undo tokens"):
         Engine.open(checkpoint.directory, draft=checkpoint.directory)
 
 

@@ -120,7 +120,7 @@ def test_groups_are_written_and_read_again(tmp_path: Path) -> None:
 
 def test_vllm_is_not_given_groups_of_different_sizes() -> None:
     config = {"block_configs": [{"ffn": {"moe": {"num_local_experts": 1, GROUPS_KEY: [2]}}}]}
-    with pytest.raises(UnsupportedError, match="vLLM has groups of one size"):
+    with pytest.raises(UnsupportedError, match="vLLM supports one group size only"):
         vllm_plugin.check_groups(config)
 
 

@@ -386,5 +386,5 @@ def test_packed_tensors_need_settings(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "quantised" / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"weight_packed is packed and config.json has no quantization_config of that"):
+    with pytest.raises(CheckpointError, match=r"weight_packed is packed, and config.json has no quantization_config for it"):
         Checkpoint(tmp_path / "quantised")
