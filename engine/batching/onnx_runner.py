@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.batching.request_state import RequestState
 from engine.decoder.block_pool import BlockPool, BlockTable
 from engine.decoder.kv_cache import KeyValueCache, position_bytes
 from engine.errors import OptionError
+from engine.families.config import DecoderConfig
 from engine.families.rotary_embedding import Rotary
 from engine.onnx.runtime import OnnxDecoder
 

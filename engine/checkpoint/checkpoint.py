@@ -18,25 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.architectures import (
-    ARCHITECTURES,
-    Architecture,
-    DecoderConfig,
-    Wrapper,
-    attention_weights,
-    check_token_ids,
-    decoder_config,
-    derived_tensors,
-    expected_tensors,
-    expert_shapes,
-    feed_forward_weights,
-    is_router_bias,
-    language_model,
-    layer_tensors,
-    router_in_memory,
-    router_tensor,
-    router_tensors,
-)
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.block_float8 import SCALES, block_of
 from engine.checkpoint.hub import fetch, is_hub_id
@@ -45,7 +26,23 @@ from engine.checkpoint.pack_quantized import PACKED, QuantizedView, Scheme, sche
 from engine.checkpoint.stacks import dense_names
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.architecture import Architecture
+from engine.families.checks import check_token_ids
+from engine.families.config import DecoderConfig
+from engine.families.resolve import decoder_config
 from engine.families.rotary_embedding import Rotary
+from engine.families.table import ARCHITECTURES
+from engine.families.tensor_names import is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
+from engine.families.tensor_shapes import (
+    attention_weights,
+    derived_tensors,
+    expected_tensors,
+    expert_shapes,
+    feed_forward_weights,
+    layer_tensors,
+    router_tensors,
+)
+from engine.families.wrappers import Wrapper, language_model
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of
@@ -282,8 +279,8 @@ class Checkpoint(ModelDirectory):
     @property
     def prediction_layers(self) -> int:
         """Number of layers for multi-token prediction in the files; they are not read."""
-        prefix, names = self.config.architecture.prediction_prefix, [name for file in self.files for name in file.entries]
-        if prefix is not None and any(name.startswith(prefix) for name in names):
+        names = [name for file in self.files for name in file.entries]
+        if any(is_prediction_tensor(self.config.architecture, name) for name in names):
             return self.config.prediction_layers
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
@@ -376,7 +373,7 @@ def _is_ignorable(name: str, config: DecoderConfig) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None and 0 <= int(layer[1]) - len(config.layers) < config.prediction_layers:
         return True
-    if (prefix := config.architecture.prediction_prefix) is not None and name.startswith(prefix):
+    if is_prediction_tensor(config.architecture, name):
         return True
     tied_copy = config.tied_embeddings and name == "lm_head.weight"
     return tied_copy or name.endswith((".rotary_emb.inv_freq", ".masked_bias"))

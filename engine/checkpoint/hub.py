@@ -21,11 +21,11 @@ from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from engine.architectures import ARCHITECTURES
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.remote_code import FILE_NAME as MODELLING_FILE
 from engine.checkpoint.remote_code import render
 from engine.errors import CheckpointError, HubError, OptionError
+from engine.families.table import ARCHITECTURES
 from engine.files.json_file import load_json
 from engine.files.safetensors_file import INDEX_NAME, MAX_HEADER_BYTES, PICKLES, SINGLE_NAME, indexed_shards
 

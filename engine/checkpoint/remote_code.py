@@ -15,9 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, Architecture, otherwise_in_transformers
 from engine.checkpoint.pack_quantized import CONFIG_KEY
 from engine.errors import OptionError
+from engine.families.architecture import Architecture
+from engine.families.results import otherwise_in_transformers
+from engine.families.table import ARCHITECTURES
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import code_in, named
 

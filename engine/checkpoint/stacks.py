@@ -11,20 +11,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.architectures import (
-    DOWN,
-    Architecture,
-    DecoderConfig,
-    Stack,
+from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, BYTES, POWERS
+from engine.families.config import DecoderConfig
+from engine.families.experts import DOWN, Stack
+from engine.families.tensor_names import (
     dense_tensor,
-    expected_tensors,
-    expert_shapes,
+    dense_tensor_on_disk,
     expert_tensor,
     shared_stacks,
     shared_tensor,
     stacks_on_disk,
 )
-from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, BYTES, POWERS
+from engine.families.tensor_shapes import expected_tensors, expert_shapes
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,10 @@ def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
 
 def dense_names(config: DecoderConfig) -> dict[str, str]:
     """Return the names of the dense FFNs' tensors on disk, by their common names; empty if the names are equal."""
-    if config.architecture.dense_block == Architecture.dense_block:
-        return {}
     dense = [index for index, layer in enumerate(config.layers) if layer.moe is None]
-    names = [(index, dense_tensor(index, projection)) for index in dense for projection in range(3)]
-    common, own = Architecture.dense_block, config.architecture.dense_block
-    return {name: own.format(layer=index) + name.removeprefix(common.format(layer=index)) for index, name in names}
+    places = [(index, projection) for index in dense for projection in range(3)]
+    names = {dense_tensor(*place): dense_tensor_on_disk(config.architecture, *place) for place in places}
+    return {name: on_disk for name, on_disk in names.items() if on_disk != name}
 
 
 def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) -> tuple[str, ...]:

@@ -9,16 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.architectures import (
-    DecoderConfig,
-    Stack,
-    expert_shapes,
-    router_in_memory,
-    router_tensor,
-    shared_stacks,
-    stacks_in_memory,
-    stacks_on_disk,
-)
 from engine.checkpoint.block_float8 import FLOAT8, dequantised
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
 from engine.checkpoint.stacks import (
@@ -31,6 +21,10 @@ from engine.checkpoint.stacks import (
     taken,
 )
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.config import DecoderConfig
+from engine.families.experts import Stack
+from engine.families.tensor_names import router_in_memory, router_tensor, shared_stacks, stacks_in_memory, stacks_on_disk
+from engine.families.tensor_shapes import expert_shapes
 from engine.files.safetensors_file import SafetensorsFile
 
 SAME_MODEL = "config.json and the weights must be of the same model"

@@ -18,8 +18,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, GROUPS_KEY, Architecture, experts_per_layer
 from engine.errors import OptionError, UnsupportedError
+from engine.families.architecture import Architecture
+from engine.families.block_configs import GROUPS_KEY
+from engine.families.resolve import experts_per_layer
+from engine.families.table import ARCHITECTURES
 
 _theirs: dict[str, Any] = {}
 """vLLM's own registry entries, by class name."""
@@ -31,7 +34,7 @@ def register() -> None:
 
     for row in ARCHITECTURES.values():
         name = row.causal_lm_class
-        if row.experts_keys and name in ModelRegistry.models and name not in _theirs:
+        if row.has_experts and name in ModelRegistry.models and name not in _theirs:
             _theirs[name] = ModelRegistry.models[name]
             ModelRegistry.register_model(name, f"{__name__}:{name}")
 
@@ -108,7 +111,7 @@ def _count(config: Any, row: Architecture, experts: int) -> Iterator[None]:
 
     0, a dense layer, changes nothing.
     """
-    keys = [key for key in row.experts_keys if hasattr(config, key)] if experts else []
+    keys = [key for key in row.count_keys if hasattr(config, key)] if experts else []
     top_k = row.experts_per_token_key
     before = {key: getattr(config, key) for key in (*keys, top_k)}
     for key in keys:

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import Chunk, DecoderConfig
 from engine.decoder.kv_cache import Kept, KeyValueCache, Scaled
 from engine.decoder.paged_cache import PagedBatch
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import Chunk
 from engine.kernels.linear import (
     any_kernels,
     as_bfloat16,
@@ -141,7 +142,7 @@ class Attention(nn.Module):
         self.output_bias = optional("o_proj.bias", config.output_bias)
         self.query_norm = optional("q_norm.weight", self.qk_norm != "none")
         self.key_norm = optional("k_norm.weight", self.qk_norm != "none")
-        self.sinks = optional("sinks", config.architecture.sinks)
+        self.sinks = optional("sinks", config.has_sinks)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]; with a cache, attend to its content and append the new positions."""

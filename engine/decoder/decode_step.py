@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import Chunk, DecoderConfig
 from engine.decoder.attention import Attention, Positions
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import Routing, Selection, Skipping, TopK
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import Chunk
 from engine.kernels.linear import addresses, as_bfloat16, compiled_kernels, kernel_form
 from engine.kernels.quantized_weight import Weight
 

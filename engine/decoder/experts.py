@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import ClampedSwiglu
 from engine.decoder.routing import NO_EXPERT, Routing, Selection, select
+from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.linear import (
     addresses,
     as_bfloat16,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
+from engine.families.config import DecoderConfig
 
 KV_CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _LARGEST = 127

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.architectures import LATENT_UP, DecoderConfig
 from engine.decoder.attention import Cache, Positions, attend, half_by_half, rms_norm, rotate
 from engine.decoder.kv_cache import Kept
 from engine.decoder.paged_cache import PagedBatch
+from engine.families.config import DecoderConfig
+from engine.families.tensor_names import LATENT_UP
 from engine.kernels.linear import is_emulated, linear, linears
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import LIGHTNING, DecoderConfig
 from engine.decoder.attention import Cache, Positions, rms_norm
+from engine.families.config import DecoderConfig
+from engine.families.tensor_names import LIGHTNING
 from engine.kernels.linear import linear, linears
 from engine.kernels.quantized_weight import Weight, as_tensor, frozen
 

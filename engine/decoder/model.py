@@ -17,21 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.architectures import (
-    Chunk,
-    DecoderConfig,
-    MoeConfig,
-    dense_tensor,
-    expert_parts,
-    expert_tensor,
-    gate_hidden_tensor,
-    logit_bias_tensor,
-    router_bias_tensor,
-    router_noise_tensor,
-    router_tensor,
-    shared_gate_tensor,
-    shared_tensor,
-)
 from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen, norm
 from engine.decoder.decode_step import DecodeStep
 from engine.decoder.experts import Expert, MoeBlock
@@ -51,7 +36,21 @@ from engine.decoder.routing import (
     sigmoid_shares,
     softmax,
 )
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import Chunk, MoeConfig
 from engine.families.rotary_embedding import Rotary
+from engine.families.tensor_names import (
+    dense_tensor,
+    expert_parts,
+    expert_tensor,
+    gate_hidden_tensor,
+    logit_bias_tensor,
+    router_bias_tensor,
+    router_noise_tensor,
+    router_tensor,
+    shared_gate_tensor,
+    shared_tensor,
+)
 from engine.kernels.linear import is_decoding, linear, plain
 from engine.kernels.quantized_weight import Weight, as_tensor, frozen
 
@@ -353,6 +352,7 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
     ]
     shared = [tensor(shared_tensor(row, layer, projection)) for projection in range(3)] if moe.shared_width else []
     shared_gate = shared_gate_tensor(row, layer) if shared else None
+    logit_bias = logit_bias_tensor(row, layer)
     return MoeBlock(
         as_tensor(tensor(router_tensor(row, layer))),
         experts,
@@ -362,13 +362,13 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
         as_tensor(tensor(gate_hidden_tensor(row, layer))) if moe.gate_network_width else None,
         as_tensor(tensor(router_noise_tensor(row, layer))) if moe.noise_epsilon is not None else None,
         moe.router_in_float32,
-        as_tensor(tensor(logit_bias_tensor(row, layer))) if row.logit_bias is not None else None,
+        None if logit_bias is None else as_tensor(tensor(logit_bias)),
         moe.scales_inputs,
     )
 
 
 def _norm(config: DecoderConfig, name: str, tensor: TensorSource) -> tuple[nn.Parameter, nn.Parameter | None]:
-    bias = _frozen(tensor(f"{name}.bias")) if config.architecture.layer_norm else None
+    bias = _frozen(tensor(f"{name}.bias")) if config.layer_norm else None
     return _frozen(tensor(f"{name}.weight")), bias
 
 

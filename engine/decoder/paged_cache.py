@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.decoder.block_pool import BlockPool, BlockTable
 from engine.decoder.kv_cache import (
     Kept,
@@ -27,6 +26,7 @@ from engine.decoder.kv_cache import (
     state_shape,
     to_int8,
 )
+from engine.families.config import DecoderConfig
 
 BLOCK_SIZE = 32
 """Positions per block."""

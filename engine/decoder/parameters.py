@@ -6,7 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from engine.architectures import (
+from engine.decoder.attention import Attention
+from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.latent_attention import LatentAttention
+from engine.decoder.lightning_attention import LightningAttention
+from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
+from engine.families.tensor_names import (
     LATENT_UP,
     LIGHTNING,
     dense_tensor,
@@ -19,11 +24,6 @@ from engine.architectures import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.decoder.attention import Attention
-from engine.decoder.experts import Expert, MoeBlock
-from engine.decoder.latent_attention import LatentAttention
-from engine.decoder.lightning_attention import LightningAttention
-from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.kernels.quantized_weight import QuantizedWeight
 
 
@@ -113,8 +113,8 @@ def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator
             yield gate_hidden_tensor(row, index), block.gate_hidden_HD
         if block.noise_ND is not None:
             yield router_noise_tensor(row, index), block.noise_ND
-        if block.logit_bias_N is not None:
-            yield logit_bias_tensor(row, index), block.logit_bias_N
+        if block.logit_bias_N is not None and (bias := logit_bias_tensor(row, index)) is not None:
+            yield bias, block.logit_bias_N
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
             yield from _projections((expert_tensor(row, index, number, p) for p in expert_parts(row)), expert)

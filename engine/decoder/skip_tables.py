@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.decoder.routing import Routing, Skipping
 from engine.errors import CheckpointError, OptionError
+from engine.families.config import DecoderConfig
 from engine.files.json_file import writing
 from engine.files.safetensors_file import SafetensorsFile
 

@@ -23,9 +23,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.architectures import LATENT_UP, Chunk, DecoderConfig, sinks_tensor
 from engine.decoder.latent_attention import LATENT_NORM_EPSILON, softmax_scale
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import Chunk
 from engine.families.rotary_embedding import Rotary
+from engine.families.tensor_names import LATENT_UP, sinks_tensor
 from engine.onnx.graph import BOOL, INT32, INT64, MICROSOFT, Graph
 from engine.onnx.layers import Parts
 from engine.onnx.runtime import HEAD_MULTIPLE
@@ -191,7 +193,7 @@ class GroupedQuery:
 
     def _optional(self, layer: int) -> list[str]:
         """Return the node's last inputs: positions, a bias of scores, sinks."""
-        sinks = ["", self._parts.stored(sinks_tensor(layer))] if self._parts.config.architecture.sinks else []
+        sinks = ["", self._parts.stored(sinks_tensor(layer))] if self._parts.config.has_sinks else []
         return [self._positions, *sinks] if self._positions or sinks else []
 
 
@@ -266,7 +268,7 @@ class Standard:
     def _shares(self, layer: int, scores_BGQLP: str) -> str:
         """Apply the softmax over the keys, with a head's sink as one more key whose share is dropped."""
         graph, config = self._parts.graph, self._parts.config
-        if not config.architecture.sinks:
+        if not config.has_sinks:
             return graph.node("Softmax", scores_BGQLP, axis=-1)
         per_group = config.attention_heads // config.key_value_heads
         sinks = graph.node(

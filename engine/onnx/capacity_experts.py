@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from engine.architectures import EXPERT_OF_BLOCK, FFN_PROJECTIONS, ROUTER_OF_BLOCK
 from engine.decoder.routing import TopK
+from engine.families.encoder_decoders import EXPERT_OF_BLOCK, FFN_PROJECTIONS, ROUTER_OF_BLOCK
 from engine.onnx.experts import ROUTER_WEIGHTS, branches
 from engine.onnx.graph import FLOAT, INT64, MICROSOFT, Graph
 from engine.onnx.layers import ROUNDED_ACTIVATIONS, Layers, cast, float32

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.architectures import check_onnx
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import FINAL_NORM
 from engine.decoder.routing import Routing
+from engine.families.results import check_onnx
 from engine.files.json_file import writing
 from engine.onnx.attention import AttentionForm, attention, attention_form
 from engine.onnx.experts import feed_forward

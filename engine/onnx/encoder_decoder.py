@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from engine.architectures import FFN_PROJECTIONS, GATED_PROJECTIONS, STACKS
 from engine.errors import UnsupportedError
+from engine.families.encoder_decoders import FFN_PROJECTIONS, GATED_PROJECTIONS, STACKS
 from engine.files.json_file import shown, writing
 from engine.onnx.capacity_experts import Block, capacity_experts
 from engine.onnx.graph import INT64, Graph

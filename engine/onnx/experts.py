@@ -22,14 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import (
-    DOWN,
-    DOWN_BIAS,
-    GATE,
-    GATE_BIAS,
-    UP,
-    UP_BIAS,
-    MoeConfig,
+from engine.decoder.routing import Routing, Skipping, TopK
+from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, UP, UP_BIAS
+from engine.families.layer_config import MoeConfig
+from engine.families.tensor_names import (
+    block_prefix,
     dense_tensor,
     expert_parts,
     expert_tensor,
@@ -39,7 +36,6 @@ from engine.architectures import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.decoder.routing import Routing, Skipping, TopK
 from engine.onnx.graph import FLOAT, INT64, MICROSOFT, Graph
 from engine.onnx.layers import ROUNDED_ACTIVATIONS, Parts, cast, float32, in_turns
 from engine.onnx.quantize import block_size
@@ -68,7 +64,7 @@ def _routed(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, routing: Routin
     if moe.experts == 1 and isinstance(routing, TopK):
         y_TD = _expert(parts, layer, moe, 0, x_TD)
         return y_TD if routing.scale == 1.0 else graph.node("Mul", y_TD, graph.number(routing.scale))
-    logits_TN = _router_logits(parts, layer, x_TD)
+    logits_TN = _router_logits(parts, layer, moe, x_TD)
     form = _standard if parts.portable else _mixture if parts.bits is None else _quantised_mixture
     return form(parts, layer, moe, x_TD, logits_TN, routing)
 
@@ -83,13 +79,13 @@ def _selected(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing:
     return selected
 
 
-def _router_logits(parts: Parts, layer: int, x_TD: str) -> str:
+def _router_logits(parts: Parts, layer: int, moe: MoeConfig, x_TD: str) -> str:
     """Return the router logits, [T, N] in float32."""
     row, graph = parts.config.architecture, parts.graph
-    if row.gate_network is not None:
+    if moe.gate_network_width:
         x_TD = graph.node("Tanh", parts.linear(x_TD, gate_hidden_tensor(row, layer), exact=True))
-    bias = None if row.logit_bias is None else logit_bias_tensor(row, layer)
-    return cast(graph, parts.linear(x_TD, router_tensor(row, layer), bias, exact=True), graph.element_type, FLOAT)
+    logits_TN = parts.linear(x_TD, router_tensor(row, layer), logit_bias_tensor(row, layer), exact=True)
+    return cast(graph, logits_TN, graph.element_type, FLOAT)
 
 
 def _shared(parts: Parts, layer: int, x_TD: str) -> str:
@@ -175,7 +171,7 @@ def _stacked(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
     """Write all experts' `gate_up` [N, 2F, D] or `down` [N, D, F], expert by expert."""
     hidden, width = parts.config.hidden_size, moe.expert_width
     shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
-    name = f"{parts.config.architecture.block.format(layer=layer)}.experts.{what}"
+    name = f"{block_prefix(parts.config.architecture, layer)}.experts.{what}"
     return parts.stacked(name, shape, _experts(parts, layer, moe, what))
 
 
@@ -195,7 +191,7 @@ def _names(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[list
 def _stacked_biases(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
     """Write all experts' biases of these products, [N, 2F] or [N, D]; return an empty name if experts have none."""
     row = parts.config.architecture
-    if not row.expert_biases:
+    if DOWN_BIAS not in expert_parts(row):
         return ""
 
     def made() -> Tensor:
@@ -207,14 +203,14 @@ def _stacked_biases(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
             return torch.stack([down for _, _, down in each])
         return torch.stack([torch.stack((gate, up), dim=1).flatten() for gate, up, _ in each])
 
-    return parts.graph.weight(f"{row.block.format(layer=layer)}.experts.{what}.biases", made)
+    return parts.graph.weight(f"{block_prefix(row, layer)}.experts.{what}.biases", made)
 
 
 def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: int, block: int) -> tuple[str, str]:
     """Write all experts' low-bit weights; return the names of values and scales."""
     row, hidden, width = parts.config.architecture, parts.config.hidden_size, moe.expert_width
     shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
-    name = f"{row.block.format(layer=layer)}.experts.{what}"
+    name = f"{block_prefix(row, layer)}.experts.{what}"
     rounded = ([parts.rounded(weight, bits, block) for weight in names] for names in _names(parts, layer, moe, what))
     return parts.stacked_in_bits(name, shape, rounded, bits)
 

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import ClampedSwiglu, DecoderConfig
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, quantise
 from engine.onnx.graph import FLOAT, MICROSOFT, Graph
 from engine.onnx.quantize import Packing, block_size
@@ -226,7 +227,7 @@ class Parts(Layers):
 
     def norm(self, x: str, name: str) -> str:
         """Add a norm before a block, or the last norm, in the family's form."""
-        if not self.config.architecture.layer_norm:
+        if not self.config.layer_norm:
             return self.rms_norm(x, f"{name}.weight")
         weights = self.stored(f"{name}.weight"), self.stored(f"{name}.bias")
         return self.graph.node("LayerNormalization", x, *weights, axis=-1, epsilon=self.config.norm_epsilon)

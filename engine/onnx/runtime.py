@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.checkpoint.checkpoint import ONNX_NAME, ModelDirectory
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import CheckpointError, OptionError
+from engine.families.config import DecoderConfig
 from engine.files.json_file import shown
 
 DATA_NAME = "model.onnx.data"

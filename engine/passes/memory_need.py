@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.architectures import LayerConfig, layer_tensors
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.mxfp4 import is_packed
 from engine.decoder.lightning_attention import BLOCK
 from engine.errors import OptionError
+from engine.families.layer_config import LayerConfig
+from engine.families.tensor_shapes import layer_tensors
 from engine.kernels.linear import has_half_arithmetic
 from engine.passes import processes
 from engine.passes.memory_budget import KEPT_WITHIN_LIMIT_BYTES, TOKENS_PER_BATCH, MemoryBudget, resident_memory_bytes

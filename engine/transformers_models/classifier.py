@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.architectures import check_token_ids, classified, load_transformers_config, positive
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import ONNX_NAME
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import CheckpointError, CompressError, UnsupportedError
+from engine.families.checks import check_token_ids
+from engine.families.classifiers import classified
+from engine.families.resolve import load_transformers_config
+from engine.families.values import positive
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of

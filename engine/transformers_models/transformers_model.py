@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.architectures import ARCHITECTURES
 from engine.checkpoint.remote_code import check_loadable, check_no_code, own_class
 from engine.errors import CheckpointError
+from engine.families.table import ARCHITECTURES
 
 _SPARE = 1 << 24
 """Allowance for numbers that a model has besides those in its files, such as position tables."""

@@ -16,13 +16,14 @@ from torch import Tensor
 from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import concatenation_plan, pruning_plan, same_plan
 from compress.rounding.quantizer import Quantiser, QuantiserOptions
-from engine.architectures import expert_tensor, loading_note
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pack_quantized import Scheme, schemes_of, tensors_of
 from engine.decoder.experts import Expert
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.results import loading_note
+from engine.families.tensor_names import expert_tensor
 from engine.generation.generate import Engine
 from engine.kernels.linear import decoding
 from engine.kernels.quantized_weight import WHOLE_ROW, QuantizedWeight, quantise
