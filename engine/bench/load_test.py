@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.bench.options import LoadOptions
 from engine.errors import CompressError, OptionError
 
 try:
@@ -27,28 +28,6 @@ except ModuleNotFoundError as error:
 
 TIMEOUT_SECONDS = 600
 PERCENTILE = 99
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """Options of the load test. Raises OptionError for invalid values."""
-
-    server: str
-    api_key: str | None = None
-    num_prompts: int = 100
-    max_concurrency: int | None = None
-    request_rate: float | None = None
-    """Mean number of requests per second, with Poisson arrivals; None sends all at once."""
-    random_input_len: int = 128
-    random_output_len: int = 128
-    ignore_eos: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.server.startswith(("http://", "https://")):
-            raise OptionError(f"the server is {self.server!r}; give its URL, like http://127.0.0.1:8000")
-        if min(self.num_prompts, self.random_input_len, self.random_output_len) < 1:
-            raise OptionError("the number of prompts and the lengths of prompts and answers must be at least 1")
 
 
 @dataclass

@@ -19,8 +19,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from engine.batching.loop import EngineLoop
+from engine.batching.options import QueueOptions
 from engine.errors import BusyError, CompressError
 from engine.generation.generate import Engine
+from engine.generation.options import OpenOptions
 from engine.generation.token_text import TokenText
 from engine.server.body_reader import unknown_model
 from engine.server.connection import NAMESPACE, EventStream, Gate, Gone, Phase, error_response, while_connected
@@ -49,8 +51,8 @@ class Service:
         engine_loop: EngineLoop,
         *,
         model_name: str,
-        skip_threshold: float = 0.0,
-        max_queue: int = 256,
+        skip_threshold: float = OpenOptions.skip_threshold,
+        max_queue: int = QueueOptions.max_queue,
         reading: ReadingPool | None = None,
     ) -> None:
         """`reading`: the pool that reads bodies; created here by default."""

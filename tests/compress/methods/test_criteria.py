@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from conftest import save_reference
 from torch import Tensor
 
-import cli
 import engine.decoder.model
 import engine.decoder.routing
 from calibrate.collect import LayerCollector, collect
 from calibrate.statistics import Statistics
 from compress.methods.gate_gradients import _sample_next
+from compress.methods.merging import MERGE_METHODS
 from compress.methods.naee import naee
 from compress.methods.saliency import SCORES, scores
+from compress.options.prune import MERGE_METHOD_NAMES, METHOD_NAMES
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
 from compress.plans.selection import Budget
@@ -188,7 +189,7 @@ def test_naee(checkpoint: Checkpoint, router: str, kept: dict[int, int], limit: 
 
 
 def test_every_method_is_here_and_in_the_command() -> None:
-    assert set(METHODS) == set(cli.PRUNE_METHODS)
+    assert set(METHODS) == set(METHOD_NAMES) and set(MERGE_METHODS) == set(MERGE_METHOD_NAMES)
     assert set(METHODS) == {*SCORES, *GRADIENT_METHODS, "naee", "random", "diep"}
 
 
