@@ -557,7 +557,7 @@ def prune(common: Common, **options: Any) -> dict[str, Any]:
 
 def default_method() -> str:
     """DiEP where one of its options is on the command line, for others would ignore it."""
-    from compress.prune import DEFAULT_METHOD
+    from compress.methods import DEFAULT_METHOD
 
     return "diep" if any(map(_is_named, DIEP_OPTIONS)) else DEFAULT_METHOD
 
@@ -615,7 +615,7 @@ def plan_run(common: Common, **options: Any) -> dict[str, Any]:
     processor is measured for a moment; of others published figures are divided by.
     """
     from calibrate.options import CalibrationOptions
-    from compress.methods.diep import DiepOptions
+    from compress.methods.relaxations import DiepOptions
     from compress.run_plan import RunOptions, shown
     from compress.run_plan import plan_run as run
 
@@ -926,9 +926,10 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prune_options(common: Common, **given: Any) -> Any:
-    from compress.methods.diep import DiepOptions
+    from compress.methods import METHODS
+    from compress.methods.relaxations import DiepOptions
     from compress.plans.selection import Budget
-    from compress.prune import DEFAULT_SCOPE, PruneOptions
+    from compress.prune import PruneOptions
     from compress.rounding.quantizer import QuantiserOptions
     from engine.errors import OptionError
 
@@ -941,7 +942,7 @@ def _prune_options(common: Common, **given: Any) -> Any:
     budget = Budget(
         sparsity=given["sparsity"],
         experts=given["experts"],
-        scope="uniform" if given["uniform"] else given["scope"] or DEFAULT_SCOPE.get(given["method"], "global"),
+        scope="uniform" if given["uniform"] else given["scope"] or METHODS[given["method"]].scopes[0],
         min_experts=given["min_experts"],
     )
     return PruneOptions(

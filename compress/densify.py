@@ -21,7 +21,7 @@ from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_fr
 from compress.report.card import training_lines
 from compress.report.pictures import draw_training, draw_usage
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, Made, Prepared, check_weights, open_mixture, prepare, statistics_of
+from compress.run.job import JobOptions, Made, Prepared, Run, check_weights, open_mixture, prepare, statistics_of
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
@@ -60,6 +60,9 @@ class Trainable(Prepared):
         return super().texts | {"training_text": self.training_SL, "validation_text": self.validation_VL}
 
 
+DensifyRun = Run[DensifyOptions, Trainable]
+
+
 @claims_output
 def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
@@ -75,7 +78,8 @@ def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[s
     check_outputs(options)
     prepared = prepare_dense(options)
     check_weights(prepared.checkpoint, progress)
-    return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+    run = Run(options, prepared, work, progress, started)
+    return carry_out(run, lambda: _make(run))
 
 
 def prepare_dense(options: DensifyOptions) -> Trainable:
@@ -111,20 +115,20 @@ def checked_mixture(options: DensifyOptions) -> Checkpoint:
     return checkpoint
 
 
-def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, progress: Progress) -> Made:
-    checkpoint = prepared.checkpoint
-    statistics = statistics_of(options, prepared, work, progress)
+def _make(run: DensifyRun) -> Made:
+    options, prepared, checkpoint = run.options, run.prepared, run.prepared.checkpoint
+    statistics = statistics_of(run)
     chosen = choose(options.select, statistics, ffns_of(options, checkpoint), options.calibration.seed)
-    plan = plan_from_json(work.once("plan", lambda: plan_to_json(_planned(options, prepared, chosen, statistics, progress))))
+    plan = plan_from_json(run.work.once("plan", lambda: plan_to_json(_planned(run, chosen, statistics))))
     errors = block_errors(
         plan,
         checkpoint,
         prepared.tokens_SL[:ERROR_SEQUENCES],
         dtype=prepared.dtype,
         device=options.device,
-        progress=lambda layers: progress(layers, "error of each layer (layers)"),
+        progress=run.bar("error of each layer (layers)"),
     )
-    trained = _trained(options, prepared, plan, work, progress)
+    trained = _trained(run, plan)
     own = _figures(options, checkpoint, chosen, errors, statistics) | {"training": trained.parts}
     own["scales_per_layer"] = list(learned_scales(trained.tensors, plan).values()) if trained.tensors else None
     experts = {layer: best.experts for layer, best in chosen.items()}
@@ -142,20 +146,15 @@ def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, pro
     )
 
 
-def _planned(
-    options: DensifyOptions,
-    prepared: Trainable,
-    chosen: Mapping[int, Chosen],
-    statistics: Statistics,
-    progress: Progress,
-) -> Plan:
+def _planned(run: DensifyRun, chosen: Mapping[int, Chosen], statistics: Statistics) -> Plan:
     """The chosen experts with their first weights, averaged ones aligned."""
+    options, prepared = run.options, run.prepared
     gates = shared_gates(
         prepared.checkpoint,
         prepared.tokens_SL[:ERROR_SEQUENCES],
         dtype=prepared.dtype,
         device=options.device,
-        progress=lambda layers: progress(layers, "gates (layers)"),
+        progress=run.bar("gates (layers)"),
     )
     return dense_plan(
         chosen,
@@ -163,12 +162,13 @@ def _planned(
         gates,
         prepared.checkpoint,
         device=options.device,
-        progress=lambda layers: progress(layers, "choosing (layers)"),
+        progress=run.bar("choosing (layers)"),
     )
 
 
-def _trained(options: DensifyOptions, prepared: Trainable, plan: Plan, work: WorkDirectory, progress: Progress) -> Trained:
-    """What training makes of the plan; nothing where it was not asked for."""
+def _trained(run: DensifyRun, plan: Plan) -> Trained:
+    """The tensors that training gives the plan's model; empty where it was not asked for."""
+    options, prepared = run.options, run.prepared
     if not options.training.steps:
         return Trained()
     return train_dense(
@@ -179,9 +179,9 @@ def _trained(options: DensifyOptions, prepared: Trainable, plan: Plan, work: Wor
         options.training,
         dtype=prepared.dtype,
         device=options.device,
-        directory=work.path,
+        directory=run.work.path,
         resume=options.resume,
-        progress=progress,
+        progress=run.progress,
     )
 
 

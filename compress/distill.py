@@ -22,7 +22,7 @@ from compress.plans.plan import same_plan
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
 from compress.run.clock import Clock
-from compress.run.job import Made, check_weights
+from compress.run.job import Made, Run, check_weights
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trainer, figures
@@ -50,7 +50,11 @@ def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[s
     for checkpoint in (prepared.checkpoint, prepared.teacher):
         if checkpoint is not None:
             check_weights(checkpoint, progress)
-    return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+    run = Run(options, prepared, work, progress, started)
+    return carry_out(run, lambda: _make(run))
+
+
+DistillRun = Run[DistillOptions, Distillable]
 
 
 @dataclass
@@ -68,7 +72,8 @@ class Distilled:
     """Of a teacher with experts."""
 
 
-def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Distilled:
+def _train(run: DistillRun) -> Distilled:
+    options, prepared = run.options, run.prepared
     clock, config = Clock(), prepared.checkpoint.config
     student = processes.load_decoder(prepared.checkpoint, prepared.dtype, options.device, options.shard)
     longest = prepared.limit if options.row.student_writes else prepared.length
@@ -77,7 +82,7 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
     measure = Measure(options, prepared, student, part.group_size)
     writer = student if options.row.student_writes else None
     responses = Responses(prepared.training, clock, writer, prepared.limit, measure.ends)
-    side = _teacher_side(options, prepared, student, responses, work, part.group_size, progress)
+    side = _teacher_side(run, student, responses, part.group_size)
     loss = ResponseLoss(student, side.teaching, responses, options.row, options.temperature)
     trainer = Trainer(parameters_on_disk(student), loss, part, len(prepared.training), prepared.length, side.first)
     measured = prepared.measured or prepared.validation
@@ -89,10 +94,10 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
 
     with clock.of("update"):
         tensors = trainer.run(
-            state_path=work.path / "distill.safetensors",
+            state_path=run.work.path / "distill.safetensors",
             resume=options.resume,
             validate=validate,
-            progress=lambda items: progress(items, f"{options.recipe} (steps)"),
+            progress=run.bar(f"{options.recipe} (steps)"),
         )
     metrics, perplexities = zip(before, measure.both(measured), strict=True)
     return Distilled(tensors, trainer, clock, metrics, perplexities, side.report())
@@ -138,15 +143,8 @@ class _TeacherSide:
     """What its routers say at the end."""
 
 
-def _teacher_side(
-    options: DistillOptions,
-    prepared: Distillable,
-    student: Decoder,
-    responses: Responses,
-    work: WorkDirectory,
-    group_size: int,
-    progress: Progress,
-) -> _TeacherSide:
+def _teacher_side(run: DistillRun, student: Decoder, responses: Responses, group_size: int) -> _TeacherSide:
+    options, prepared = run.options, run.prepared
     if prepared.teacher is None:
         return _TeacherSide()
     decoder = Decoder(prepared.teacher.config, prepared.teacher.weights(prepared.dtype, options.device))
@@ -162,12 +160,12 @@ def _teacher_side(
     cached = cached_teacher(
         decoder,
         prepared.training,
-        work.path,
+        run.work.path,
         responses.clock,
         group_size=group_size,
         count=options.cached_tokens,
         temperature=options.temperature,
-        progress=lambda rows: progress(rows, "teacher's predictions (sequences)"),
+        progress=run.bar("teacher's predictions (sequences)"),
     )
     # The teacher's body is let go of: its routers say at the end what they say now.
     reported = report()
@@ -185,8 +183,8 @@ def _router_trainer(
     return RouterTrainer(router_parameters(teacher), loss, part, len(prepared.training), prepared.length)
 
 
-def _make(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Made:
-    done = _train(options, prepared, work, progress)
+def _make(run: DistillRun) -> Made:
+    options, prepared, done = run.options, run.prepared, _train(run)
     own = _figures(options, prepared, done)
     history = {options.recipe: (done.trainer.history, done.trainer.validations)}
     return Made(

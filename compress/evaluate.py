@@ -19,7 +19,7 @@ from engine.errors import DataError, OptionError
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
 from engine.passes.memory_budget import limited
-from engine.passes.memory_need import Work, budget_for
+from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 from engine.transformers_models.transformers_model import load_decoder
 
@@ -86,7 +86,7 @@ def evaluate_model(
     )
     if isinstance(described, Checkpoint):
         dtype = dtype or described.model_dtype
-        with limited(budget_for(memory_limit, described, Work(dtype, tokens.shape[1]))):
+        with limited(budget_for(memory_limit, described, MemoryDemand(dtype, tokens.shape[1]))):
             value = perplexity(
                 described,
                 tokens,

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from compress.compare import COMPARISON, CompareOptions, compare
-from compress.prune import DEFAULT_SCOPE, PruneOptions, Shared, check_shard, checked_budget, prepare_pruning, prune
+from compress.methods import METHODS
+from compress.prune import PruneOptions, Shared, check_shard, checked_budget, prepare_pruning, prune
 from compress.run.claims import claiming
 from compress.run.job import check_weights, fingerprints
 from compress.run.result import check_outputs
@@ -41,7 +42,7 @@ def cells(
         replace(
             options,
             method=method,
-            budget=replace(options.budget, sparsity=sparsity, scope=scope or DEFAULT_SCOPE.get(method, "global")),
+            budget=replace(options.budget, sparsity=sparsity, scope=scope or METHODS[method].scopes[0]),
             output=options.output / f"{method}-{sparsity:g}",
         )
         for method in methods

@@ -33,7 +33,7 @@ from compress.plans.apply import carried_files
 from compress.report import plots
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, teacher_identity
+from compress.run.job import JobOptions, Run, teacher_identity
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import TrainingOptions
@@ -142,6 +142,9 @@ class Pair:
         return _identities(self.student, self.teacher) | texts
 
 
+ClassifierRun = Run[ClassifierOptions, Pair]
+
+
 def _identities(student: ClassifierCheckpoint, teacher: ClassifierCheckpoint | None) -> dict[str, str]:
     return student.identity() | teacher_identity(teacher)
 
@@ -163,7 +166,7 @@ def distill_classifier(options: ClassifierOptions, progress: Progress = no_progr
             checkpoint.check_finite()
     with work.until_whole(options.output):
         work.begin(options.deciding() | pair.fingerprints(), options.resume)
-        return _make(options, pair, work, progress, started)
+        return _make(Run(options, pair, work, progress, started))
 
 
 def _teacher(options: ClassifierOptions) -> ClassifierCheckpoint | None:
@@ -220,17 +223,18 @@ class Trained:
     """Figures before any step."""
 
 
-def _train(options: ClassifierOptions, pair: Pair, work: WorkDirectory, progress: Progress) -> Trained:
+def _train(run: ClassifierRun) -> Trained:
+    options, pair = run.options, run.prepared
     device, recipe = options.device, options.taught
     student = pair.student.load(torch.float32, device)
     teacher = None
     if pair.teacher is not None:
         _, own_inputs = examples_for(pair.teacher, options.calibration.data, options.max_length)
         teacher = Side(pair.teacher.load(options.dtype, device), own_inputs)
-    before = work.once("before", lambda: _before(options, pair, student, teacher, progress))
+    before = run.work.once("before", lambda: _before(run, student, teacher))
     taught, mixture = None, None
     if teacher is not None:
-        taught = ask(teacher.model, recipe, pair.training, teacher.inputs, device, lambda rows: progress(rows, "teacher"))
+        taught = ask(teacher.model, recipe, pair.training, teacher.inputs, device, run.bar("teacher"))
     if recipe.has_gate:
         assert teacher is not None and taught is not None
         gated = _gated(student, pair, device)
@@ -252,9 +256,9 @@ def _train(options: ClassifierOptions, pair: Pair, work: WorkDirectory, progress
             module.train()
     with torch.random.fork_rng(devices=[]):
         trainer.run(
-            state_path=work.path / "distill.safetensors",
+            state_path=run.work.path / "distill.safetensors",
             resume=options.resume,
-            progress=lambda rows: progress(rows, f"{options.recipe} (steps)"),
+            progress=run.bar(f"{options.recipe} (steps)"),
         )
     for module in (student, mixture):
         if module is not None:
@@ -267,13 +271,11 @@ def _gated(student: Classifier, pair: Pair, device: str) -> Tensor:
     return student.split(**on(pair.inputs, pair.training.read([0]), device)).gated
 
 
-def _before(
-    options: ClassifierOptions, pair: Pair, student: Classifier, teacher: Side | None, progress: Progress
-) -> dict[str, float | None]:
+def _before(run: ClassifierRun, student: Classifier, teacher: Side | None) -> dict[str, float | None]:
+    options, pair = run.options, run.prepared
+
     def of(side: Side, name: str) -> float:
-        return accuracy(
-            side.model, pair.held_out, side.inputs, pair.held_out_N, options.device, lambda rows: progress(rows, name)
-        )
+        return accuracy(side.model, pair.held_out, side.inputs, pair.held_out_N, options.device, run.bar(name))
 
     own = Side(student, pair.inputs)
     return {
@@ -292,15 +294,15 @@ def _probe(options: ClassifierOptions, side: Side) -> float | None:
 # The artifact
 
 
-def _make(options: ClassifierOptions, pair: Pair, work: WorkDirectory, progress: Progress, started: float) -> dict[str, Any]:
-    done = _train(options, pair, work, progress)
+def _make(run: ClassifierRun) -> dict[str, Any]:
+    options, pair, done = run.options, run.prepared, _train(run)
     with whole_or_nothing(options.output, options.overwrite) as directory:
         _write_model(directory, pair, done)
         result = ClassifierCheckpoint(directory)
-        figures = _figures(options, pair, done, result, progress)
+        figures = _figures(run, done, result)
         if plots.available():
             draw_training(directory, options.output.name, {options.recipe: (done.trainer.history, [])}, "accuracy")
-        figures |= {"seconds": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()}
+        figures |= {"seconds": time.monotonic() - run.started, "peak_memory_bytes": peak_memory_bytes()}
         (directory / "README.md").write_text(_card(options, figures), encoding="utf-8")
         write_provenance(directory, _provenance(options, pair, figures))
     return figures
@@ -344,14 +346,11 @@ def _named(class_names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _figures(
-    options: ClassifierOptions, pair: Pair, done: Trained, result: ClassifierCheckpoint, progress: Progress
-) -> dict[str, Any]:
+def _figures(run: ClassifierRun, done: Trained, result: ClassifierCheckpoint) -> dict[str, Any]:
+    options, pair = run.options, run.prepared
     made, history = result.load(options.dtype, options.device), done.trainer.history
     side = Side(made, pair.inputs)
-    after = accuracy(
-        made, pair.held_out, pair.inputs, pair.held_out_N, options.device, lambda rows: progress(rows, "accuracy after")
-    )
+    after = accuracy(made, pair.held_out, pair.inputs, pair.held_out_N, options.device, run.bar("accuracy after"))
     alone = None
     if made.mixture is not None:
         made.mixture, mixture = None, made.mixture

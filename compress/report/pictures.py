@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from calibrate.statistics import Statistics, effective_experts, usage_shares
-from compress.methods.diep_scores import DiepScores
 from compress.plans.plan import Plan
 from compress.report import plots
+from compress.report.diep_scores import DiepScores
 from engine.architectures import DecoderConfig
 from engine.files.json_file import writing
 
