@@ -53,7 +53,7 @@ METHODS: dict[str, dict[str, str]] = {
     "KD": {"recipe": "kd"},
     "SRRL": {"recipe": "srrl"},
     WHOLE: {"recipe": "moe-kd"},
-    **{f"({name}) {what}": {"recipe": "moe-kd", "ablation": name} for name, what in ABLATIONS.items()},
+    **{f"({name}) {row.about}": {"recipe": "moe-kd", "ablation": name} for name, row in ABLATIONS.items()},
 }
 MAIN = ("student alone", "KD", "SRRL", WHOLE)
 RESIDUAL = {"model_type": "resnet", "num_channels": 1, "layer_type": "basic"}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.dense.dense_training import recompute_if_large
-from compress.distillation.inputs import Distillable, DistillOptions, identities, prepare_distillation
+from compress.distillation.inputs import METRICS, Distillable, DistillOptions, identities, prepare_distillation
 from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
 from compress.distillation.response_perplexity import response_perplexity
 from compress.distillation.rouge import rouge_l
@@ -109,7 +109,7 @@ class Measure:
     def __init__(self, options: DistillOptions, prepared: Distillable, student: Decoder, group_size: int) -> None:
         self.student, self.group_size, self.limit = student, group_size, prepared.limit
         self.ends = end_tokens(prepared.checkpoint)
-        self._tokenizer = load_tokenizer(prepared.checkpoint) if options.select_by == "rouge-l" else None
+        self._tokenizer = load_tokenizer(prepared.checkpoint) if METRICS[options.select_by].writes else None
 
     def __call__(self, examples: Sequence[Example]) -> float:
         """What tells the best state: perplexity, or 1 − ROUGE-L of what it writes."""
@@ -205,10 +205,11 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
     own, first = figures(done.trainer), done.trainer.first
     if first is not None:
         own["router"] = {"loss_first": first.history[0]["loss"], "loss_last": first.history[-1]["loss"]}
-    by_rouge = options.select_by == "rouge-l"
-    if by_rouge:
-        own["validation_rouge_l"] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
-    metrics = [1.0 - value if by_rouge else value for value in done.metrics]
+    metric = METRICS[options.select_by]
+    metrics = list(done.metrics)
+    if metric.writes:  # what is minimized is 1 − ROUGE-L
+        own[metric.history] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
+        metrics = [1.0 - value for value in metrics]
     return {
         "teacher": None if prepared.teacher is None else options.teacher,
         "recipe": options.recipe,

@@ -20,11 +20,12 @@ from compress.classifiers.distillation import (
     ABLATIONS,
     AUGMENTATIONS,
     CLASSIFIER_RECIPES,
-    DistillationLoss,
+    Ablation,
+    ClassifierLoss,
+    ClassifierTeaching,
     Mixture,
-    Recipe,
     Side,
-    Taught,
+    TeacherPass,
     ask,
     mixture_for,
 )
@@ -49,7 +50,8 @@ from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, PRO
 from engine.transformers_models.classifier_inputs import PREPROCESSOR, ImageInputs
 from engine.transformers_models.transformers_model import quiet_transformers
 
-OPTIMISERS = ("sgd", "adamw")
+OPTIMISERS = {"sgd": True, "adamw": False}
+"""Whether it has momentum, for stochastic gradient descent; otherwise it is AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +93,10 @@ class ClassifierOptions(JobOptions):
         ):
             if value not in known:
                 raise OptionError(f"{name} is {value!r}; of classifiers it must be one of {', '.join(filter(None, known))}")
-        if self.ablation is not None and self.recipe != "moe-kd":
+        row = CLASSIFIER_RECIPES[self.recipe]
+        if self.ablation is not None and not row.has_prototypes:
             raise OptionError(f"ablations are of recipe moe-kd; leave out --ablation, or take that for {self.recipe}")
-        if (self.teacher is None) != (self.recipe == "sft"):
+        if (self.teacher is None) == row.has_teacher:
             raise OptionError("recipe sft has no teacher, and all others have one: give --teacher or --recipe sft")
         if (
             not 0.0 < self.temperature < math.inf
@@ -118,9 +121,10 @@ class ClassifierOptions(JobOptions):
         )
 
     @property
-    def taught(self) -> Recipe:
-        """How the student is."""
-        return Recipe(self.recipe, self.temperature, self.ablation, self.augment)
+    def teaching(self) -> ClassifierTeaching:
+        """How the student is taught."""
+        ablation = Ablation("") if self.ablation is None else ABLATIONS[self.ablation]
+        return ClassifierTeaching(CLASSIFIER_RECIPES[self.recipe], self.temperature, ablation, AUGMENTATIONS[self.augment])
 
 
 @dataclass
@@ -212,20 +216,20 @@ def _names_of(examples: Labelled, class_names: tuple[str, ...]) -> tuple[str, ..
 
 
 @dataclass
-class Trained:
+class TrainedClassifier:
     """What training gave."""
 
     student: Classifier
     mixture: Mixture | None
-    taught: Taught | None
+    taught: TeacherPass | None
     trainer: ClassifierTrainer
     before: dict[str, float | None]
     """Figures before any step."""
 
 
-def _train(run: ClassifierRun) -> Trained:
+def _train(run: ClassifierRun) -> TrainedClassifier:
     options, pair = run.options, run.prepared
-    device, recipe = options.device, options.taught
+    device, teaching = options.device, options.teaching
     student = pair.student.load(torch.float32, device)
     teacher = None
     if pair.teacher is not None:
@@ -234,22 +238,24 @@ def _train(run: ClassifierRun) -> Trained:
     before = run.work.once("before", lambda: _before(run, student, teacher))
     taught, mixture = None, None
     if teacher is not None:
-        taught = ask(teacher.model, recipe, pair.training, teacher.inputs, device, run.bar("teacher"))
-    if recipe.has_gate:
+        taught = ask(teacher.model, teaching, pair.training, teacher.inputs, device, run.bar("teacher"))
+    if teaching.recipe.has_gate:
         assert teacher is not None and taught is not None
         gated = _gated(student, pair, device)
-        mixture = mixture_for(recipe, student, teacher.model, taught.means_KE, gated, options.calibration.seed).to(device)
+        mixture = mixture_for(
+            teaching.ablation, student, teacher.model, taught.means_KE, gated, options.calibration.seed
+        ).to(device)
     parameters = dict(student.model.requires_grad_(True).named_parameters(prefix="student"))
     buffers = dict(student.model.named_buffers(prefix="student"))
     if mixture is not None:
         own = mixture.named_parameters(prefix="mixture")
         parameters |= {name: parameter for name, parameter in own if parameter.requires_grad}
         buffers |= dict(mixture.named_buffers(prefix="mixture"))
-    loss = DistillationLoss(
-        recipe, Side(student, pair.inputs), teacher, mixture, taught, pair.training, pair.labels_N, device
+    loss = ClassifierLoss(
+        teaching, Side(student, pair.inputs), teacher, mixture, taught, pair.training, pair.labels_N, device
     )
     steps = options.epochs * max(1, len(pair.training) // options.batch_size)
-    momentum = options.momentum if options.optimiser == "sgd" else None
+    momentum = options.momentum if OPTIMISERS[options.optimiser] else None
     trainer = ClassifierTrainer(parameters, buffers, loss, options.training(steps), len(pair.training), momentum)
     for module in (student, mixture):
         if module is not None:
@@ -263,7 +269,7 @@ def _train(run: ClassifierRun) -> Trained:
     for module in (student, mixture):
         if module is not None:
             module.eval()
-    return Trained(student, mixture, taught, trainer, before)
+    return TrainedClassifier(student, mixture, taught, trainer, before)
 
 
 @torch.no_grad()
@@ -309,7 +315,7 @@ def _make(run: ClassifierRun) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _write_model(directory: Path, pair: Pair, done: Trained) -> None:
+def _write_model(directory: Path, pair: Pair, done: TrainedClassifier) -> None:
     """The student, and the mixture in a file of its own.
 
     The mean prototype goes into the head's bias and out of all prototypes. That changes nothing of the mixture, and the
@@ -346,7 +352,7 @@ def _named(class_names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _figures(run: ClassifierRun, done: Trained, result: ClassifierCheckpoint) -> dict[str, Any]:
+def _figures(run: ClassifierRun, done: TrainedClassifier, result: ClassifierCheckpoint) -> dict[str, Any]:
     options, pair = run.options, run.prepared
     made, history = result.load(options.dtype, options.device), done.trainer.history
     side = Side(made, pair.inputs)
@@ -391,7 +397,7 @@ def _card(options: ClassifierOptions, figures: Mapping[str, Any]) -> str:
     if options.probe is not None:
         rows.append((f"linear probe on {options.probe}", figures["probe_before"], figures["probe_after"]))
     whom = "on the labels alone" if options.teacher is None else f"from `{options.teacher}`"
-    ablation = f", ablation ({options.ablation}): {ABLATIONS[options.ablation]}" if options.ablation else ""
+    ablation = f", ablation ({options.ablation}): {ABLATIONS[options.ablation].about}" if options.ablation else ""
     teacher = figures["teacher_accuracy"]
     return "\n".join(
         [

@@ -42,6 +42,16 @@ def warm_up_steps(steps: int) -> int:
 
 
 @dataclass(frozen=True)
+class DensePart:
+    """One of the two parts of training a dense result."""
+
+    steps: int
+    earlier_steps: int
+    """Steps of the part before."""
+    weights: LossWeights
+
+
+@dataclass(frozen=True)
 class DenseTrainingOptions:
     """Steps of both parts, and what they have in common."""
 
@@ -74,8 +84,8 @@ class DenseTrainingOptions:
 
     def check(self) -> None:
         """Raise OptionError for what no training can use."""
-        self.part("distill", 1, 1).check()
-        self.part("finetune", 1, 1).check()
+        for part in self.parts.values():
+            self.part(part, 1, 1).check()
         weights = (self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
         if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
             raise OptionError(
@@ -85,15 +95,18 @@ class DenseTrainingOptions:
         if min(counts) < 0 or self.save_every < 1 or self.micro_batch_size == 0:
             raise OptionError("validation must not be negative, save-every and micro-batch-size at least 1")
 
-    def weights(self, name: str) -> LossWeights:
-        """Of "distill" or "finetune"."""
-        if name == "finetune":
-            return LossWeights(supervised=1.0, layer=0.0, prediction=0.0)
-        return LossWeights(self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
+    @property
+    def parts(self) -> dict[str, DensePart]:
+        """Distillation, then fine-tuning, by the names of their figures."""
+        weights = LossWeights(self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
+        return {
+            "distill": DensePart(self.distill_steps, 0, weights),
+            "finetune": DensePart(self.finetune_steps, self.distill_steps, LossWeights(1.0, 0.0, 0.0)),
+        }
 
-    def part(self, name: str, length: int, hidden_size: int) -> TrainingOptions:
-        """Options of "distill" or "finetune", for sequences of `length` tokens."""
-        steps = self.distill_steps if name == "distill" else self.finetune_steps
+    def part(self, part: DensePart, length: int, hidden_size: int) -> TrainingOptions:
+        """Options of one part, for sequences of `length` tokens."""
+        steps = part.steps
         return TrainingOptions(
             steps,
             good_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
@@ -102,7 +115,7 @@ class DenseTrainingOptions:
             warm_up_steps=warm_up_steps(steps),
             clip_norm=self.clip_norm,
             seed=self.seed,
-            earlier_steps=0 if name == "distill" else self.distill_steps,
+            earlier_steps=part.earlier_steps,
             save_every=self.save_every,
             validate_every=self.validate_every if self.validation_samples else 0,
         )
@@ -133,7 +146,7 @@ def train_dense(
     else:
         student = student or dense_student(plan, checkpoint, dtype, device)
     sizes = tokens_SL.shape[1], student.config.hidden_size
-    group = options.part("distill", *sizes).group_size
+    group = options.part(options.parts["distill"], *sizes).group_size
     recompute_if_large(student, group * tokens_SL.shape[1])
 
     def loss_of(weights: LossWeights) -> DistillationLoss:
@@ -168,16 +181,16 @@ def train_parts(
     resume: bool,
     progress: Progress,
 ) -> Trained:
-    """Distillation, then fine-tuning, of whichever there is; each keeps its states in the directory.
+    """Distillation, then fine-tuning; a part without steps is left out; each keeps its states in the directory.
 
     sequences: how many there are to train on, of about `length` tokens.
     """
     made = Trained()
-    for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
-        if not steps:
+    for name, own in options.parts.items():
+        if not own.steps:
             continue
-        part = options.part(name, length, hidden_size)
-        trainer = Trainer(parameters, loss_of(options.weights(name)), part, sequences, length)
+        part = options.part(own, length, hidden_size)
+        trainer = Trainer(parameters, loss_of(own.weights), part, sequences, length)
         trainer.take_whole(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
         made.tensors = trainer.run(
             state_path=None if directory is None else directory / f"{name}.safetensors",

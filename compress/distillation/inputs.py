@@ -26,7 +26,18 @@ from engine.errors import OptionError
 from engine.passes import processes
 from engine.passes.memory_budget import sequences_per_batch
 
-METRICS = ("perplexity", "rouge-l")
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of METRICS: what the best state is chosen by."""
+
+    history: str
+    """Key of its values over the steps, in the figures."""
+    writes: bool = False
+    """The student writes responses to prompts, and higher is better; otherwise it reads those of the data, and lower is."""
+
+
+METRICS = {"perplexity": Metric("validation_perplexity"), "rouge-l": Metric("validation_rouge_l", writes=True)}
 EXACT = "exact"
 """The teacher's predictions are kept as they are."""
 CARE = 0.25
@@ -126,7 +137,7 @@ class DistillOptions(JobOptions):
 
     def training(self, steps: int, length: int, hidden_size: int) -> TrainingOptions:
         """Of the student, on sequences of about `length` tokens."""
-        turn = self.augmentation.samples if self.row.gate == "sampled" else 1
+        turn = self.augmentation.samples if self.row.samples_experts else 1
         return TrainingOptions(
             steps,
             careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
@@ -232,7 +243,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
         return _of_instructions(options, student, teacher, source)
     if options.template is not None:
         raise OptionError("--prompt-template is for prompts with responses; give --data FILE.jsonl with both")
-    if options.select_by == "rouge-l":
+    if METRICS[options.select_by].writes:
         raise OptionError("rouge-l is of responses to prompts; give --data FILE.jsonl with both, or --select-by perplexity")
     prepared = prepare(options, student)
     steps = TEXT_STEPS if options.steps is None else options.steps
@@ -275,7 +286,7 @@ def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Chec
         )
     seed, limits, tokenizer = options.calibration.seed, options.limits, load_tokenizer(student)
     limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
-    if options.select_by == "rouge-l":
+    if METRICS[options.select_by].writes:
         scorer()
     found: dict[str, Instructions] = instructions(source, tokenizer, limits, template=options.template, seed=seed)
     training = found["training"].examples

@@ -32,8 +32,21 @@ from engine.onnx.classifier import MIXTURE_SCOPE, OnnxClassifier, write_classifi
 from engine.transformers_models.classifier import Classifier, ClassifierCheckpoint, ClassifierDirectory
 from engine.transformers_models.classifier_inputs import SMALL_SIZE, image_inputs
 
-PRECISIONS = {"float32": Allowed(1e-4, 1e-4), "int8": Allowed(math.inf, 0.3)}
-"""How far logits may be from the engine's in float32, each example's mean taken off. Of int8 activations are rounded too."""
+
+@dataclass(frozen=True)
+class ClassifierPrecision:
+    """One row of CLASSIFIER_PRECISIONS."""
+
+    allowed: Allowed
+    """How far logits may be from the engine's in float32, each example's mean taken off."""
+    rounds: bool = False
+    """Weights and activations are rounded to 8 bits."""
+
+
+CLASSIFIER_PRECISIONS = {
+    "float32": ClassifierPrecision(Allowed(1e-4, 1e-4)),
+    "int8": ClassifierPrecision(Allowed(math.inf, 0.3), rounds=True),
+}
 COMPARED = 256
 """Examples of the data on which logits and predictions are compared, and ranges of activations found."""
 BATCHES = (1, 2, 7)
@@ -55,8 +68,9 @@ class ClassifierExportOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise OptionError(f"precision is {self.precision!r}; of classifiers it must be one of {', '.join(PRECISIONS)}")
+        if self.precision not in CLASSIFIER_PRECISIONS:
+            known = ", ".join(CLASSIFIER_PRECISIONS)
+            raise OptionError(f"precision is {self.precision!r}; of classifiers it must be one of {known}")
         missing = [package for package in ("onnx", "onnxscript", "onnxruntime") if find_spec(package) is None]
         if missing:
             raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
@@ -72,20 +86,21 @@ def export_classifier(options: ClassifierExportOptions) -> dict[str, Any]:
     classifier = checkpoint.load(torch.float32)
     chance, real = random_inputs(checkpoint), _real(options, checkpoint)
     is_convolutional = classifier.split(**chance[1]).map is not None
-    if options.precision == "int8" and is_convolutional and not real:
+    rounds = CLASSIFIER_PRECISIONS[options.precision].rounds
+    if rounds and is_convolutional and not real:
         raise OptionError(f"{options.model}: int8 of convolutions needs the ranges of activations; give images as --data")
     with whole_or_nothing(options.output, options.overwrite, ONNX_NAME) as directory:
         graph = directory / ONNX_NAME
         write_classifier(classifier, checkpoint.what, chance[1], graph)
-        if options.precision == "int8":
+        if rounds:
             quantise(graph, real if is_convolutional else None)
         write_json(directory / "config.json", checkpoint.raw_config)
         for path in carried_files(checkpoint.directory):
             shutil.copyfile(path, directory / path.name)
         described = ClassifierDirectory(directory)
         exported = OnnxClassifier(described, options.threads)
-        # Noise is no image: what few bits make of it says nothing.
-        compared = [*chance, *real] if options.precision == "float32" or not real else real
+        # Noise is no image: what rounding makes of it says nothing.
+        compared = real if rounds and real else [*chance, *real]
         found = compare(classifier, exported, compared)
         _check(options, found)
         figures = {
@@ -178,7 +193,7 @@ def _both(classifier: Classifier, exported: OnnxClassifier, given: Given) -> tup
 
 def _check(options: ClassifierExportOptions, found: Compared) -> None:
     """Raise ExportError where an export is too far from the engine."""
-    allowed = PRECISIONS[options.precision]
+    allowed = CLASSIFIER_PRECISIONS[options.precision].allowed
     if not (found.largest <= allowed.single and found.typical <= allowed.typical):
         raise ExportError(
             f"{options.output}: the export differs from the engine: logits by up to {found.largest:.1e}, typically by "

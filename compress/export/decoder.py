@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -43,20 +43,41 @@ class Precision(NamedTuple):
     """How far logits may be from the engine's in float32, which has the same weights, rounded to as many bits."""
 
 
-FORMATS = ("onnx", "onnx-genai")
+@dataclass(frozen=True)
+class ExportFormat:
+    """One row of FORMATS; the checkpoint's own files are in every format."""
+
+    packages: tuple[str, ...]
+    """Packages that an export needs."""
+    check: Callable[[Checkpoint, bool], None] = lambda checkpoint, portable: None
+    """Raises an error of input for a model that the format cannot hold. portable: standard operators only."""
+    write: Callable[[Checkpoint, Path], None] = lambda checkpoint, directory: None
+    """Writes the format's own files."""
+    tokenizer_problem: Callable[[Path], str | None] = lambda directory: None
+    """Why the format's runtime cannot read the tokenizer, None where it can."""
+    runs_encoder_decoders: bool = True
+
+
+FORMATS: dict[str, ExportFormat] = {
+    "onnx": ExportFormat(("onnx", "onnxruntime")),
+    "onnx-genai": ExportFormat(
+        ("onnx", "onnxruntime", "onnxruntime_genai"),
+        check_genai,
+        write_genai_config,
+        tokenizer_problem,
+        runs_encoder_decoders=False,
+    ),
+}
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision(torch.float32, None, Allowed(1e-4, 1e-4)),
     "float16": Precision(torch.float16, None, Allowed(math.inf, 0.02)),
     "int8": Precision(torch.float32, 8, Allowed(math.inf, 0.1)),
     "int4": Precision(torch.float32, 4, Allowed(math.inf, 0.1)),
 }
-EXPERTS = ("moe", "portable")
-"""Mixture operators of onnxruntime, or standard operators only."""
-_OF_WEIGHTS = ("auto_map", "quantization_config")
-"""Config keys that say something of the checkpoint's files."""
-_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
-
-
+EXPERT_FORMS = {"moe": False, "portable": True}
+"""Whether experts are made of standard operators only; otherwise they are onnxruntime's mixture operators."""
+FILE_KEYS = ("auto_map", "quantization_config")
+"""Config keys that describe the checkpoint's own files and not the export's."""
 MAX_TABLES = 1 << 30
 """Bytes of the angles of all positions in a graph, where the weights are fewer."""
 
@@ -78,16 +99,21 @@ class ExportOptions:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("format", self.format, FORMATS),
-            ("precision", self.precision, tuple(PRECISIONS)),
-            ("experts", self.experts, EXPERTS),
+            ("precision", self.precision, PRECISIONS),
+            ("experts", self.experts, EXPERT_FORMS),
         ):
             if value not in known:
                 raise OptionError(f"{name} {value!r} is not known; choose {', '.join(known)}")
-        if self.experts == "portable" and PRECISIONS[self.precision].bits is not None:
+        if self.is_portable and PRECISIONS[self.precision].bits is not None:
             raise OptionError(f"precision {self.precision!r} needs operators of onnxruntime; leave out --experts portable")
-        missing = [package for package in _PACKAGES[self.format] if find_spec(package) is None]
+        missing = [package for package in FORMATS[self.format].packages if find_spec(package) is None]
         if missing:
             raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether the graph is made of standard operators only."""
+        return EXPERT_FORMS[self.experts]
 
 
 @claims_output
@@ -98,8 +124,7 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
     checkpoint = Checkpoint(resolve(options.model))
     check_onnx(checkpoint.config)
     _check_sizes(options, checkpoint)
-    if options.format == "onnx-genai":
-        check_genai(checkpoint, options.experts == "portable")
+    FORMATS[options.format].check(checkpoint, options.is_portable)
     tables = load_skip_tables(checkpoint.directory, checkpoint.config) if options.skip_threshold else None
     own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
     routings = skipping_routings(checkpoint.config, tables, options.skip_threshold, options.skip_min_experts, own=own)
@@ -116,7 +141,7 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
             "weights_bytes": written.weights_bytes,
             "skip_threshold": options.skip_threshold,
             "max_abs_logit_difference": difference,
-            "tokenizer_problem": tokenizer_problem(directory) if options.format == "onnx-genai" else None,
+            "tokenizer_problem": FORMATS[options.format].tokenizer_problem(directory),
             "bytes": sum(path.stat().st_size for path in directory.iterdir()),
             "seconds": time.monotonic() - started,
             "peak_memory_bytes": peak_memory_bytes(),
@@ -169,16 +194,13 @@ def _write(
         routings,
         dtype=precision.dtype,
         bits=precision.bits,
-        portable=options.experts == "portable",
+        portable=options.is_portable,
         progress=lambda layers: progress(layers, "writing"),
     )
     onnx.checker.check_model(directory / ONNX_NAME)
-    left_out = ("auto_map", "quantization_config")
-    write_json(
-        directory / "config.json", {key: value for key, value in checkpoint.raw_config.items() if key not in left_out}
-    )
-    if options.format == "onnx-genai":
-        write_genai_config(checkpoint, directory)
+    kept = {key: value for key, value in checkpoint.raw_config.items() if key not in FILE_KEYS}
+    write_json(directory / "config.json", kept)
+    FORMATS[options.format].write(checkpoint, directory)
     for path in carried_files(checkpoint.directory):
         shutil.copyfile(path, directory / path.name)
     return written

@@ -67,7 +67,7 @@ def refused(command: str, *arguments: str) -> str:
 
 def test_the_tables_of_the_commands_are_those_of_the_methods() -> None:
     assert tuple(ABLATIONS) == cli.ABLATIONS and set(CLASSIFIER_RECIPES) <= set(cli.RECIPES)
-    assert cli.AUGMENTATIONS == AUGMENTATIONS and cli.OPTIMISERS == OPTIMISERS
+    assert tuple(AUGMENTATIONS) == cli.AUGMENTATIONS and tuple(OPTIMISERS) == cli.OPTIMISERS
 
 
 def by_hand(directory: Path, **inputs: Tensor) -> Tensor:
@@ -255,14 +255,14 @@ def test_gradient_descent_is_the_textbooks_with_three_falls() -> None:
 
 def test_images_are_cropped_out_of_a_frame_and_mirrored() -> None:
     images = torch.arange(1, 1 + 8 * 36, dtype=torch.uint8).view(8, 1, 6, 6)
-    assert augmented(images, "none", torch.Generator()) is images
-    made = augmented(images, "crop", torch.Generator().manual_seed(0))
-    again = augmented(images, "crop", torch.Generator().manual_seed(0))
+    assert augmented(images, AUGMENTATIONS["none"], torch.Generator()) is images
+    made = augmented(images, AUGMENTATIONS["crop"], torch.Generator().manual_seed(0))
+    again = augmented(images, AUGMENTATIONS["crop"], torch.Generator().manual_seed(0))
     assert torch.equal(made, again) and made.shape == images.shape and not torch.equal(made, images)
     for image, cut in zip(images, made, strict=True):
         frame = F.pad(image, (4,) * 4)
         assert any(torch.equal(cut, frame[:, y : y + 6, x : x + 6]) for y in range(9) for x in range(9))
-    flipped = augmented(images, "crop-flip", torch.Generator().manual_seed(0))
+    flipped = augmented(images, AUGMENTATIONS["crop-flip"], torch.Generator().manual_seed(0))
     kinds = {(torch.equal(own, cut), torch.equal(own, cut.flip(-1))) for own, cut in zip(flipped, made, strict=True)}
     assert kinds == {(True, False), (False, True)}
 

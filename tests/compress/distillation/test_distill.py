@@ -63,7 +63,7 @@ def refused(*arguments: str) -> str:
 
 def test_the_command_knows_every_recipe() -> None:
     assert set(cli.RECIPES) == {*RECIPES, *CLASSIFIER_RECIPES}
-    assert METRICS == cli.METRICS and tuple(DIVERGENCES) == cli.DIVERGENCES
+    assert tuple(METRICS) == cli.METRICS and tuple(DIVERGENCES) == cli.DIVERGENCES
 
 
 @pytest.mark.parametrize("data", [TEXT, PAIRS], ids=["text", "pairs"])

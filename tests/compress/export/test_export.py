@@ -380,4 +380,5 @@ def test_an_existing_result_is_replaced_only_when_asked(place: Path, tmp_path: P
     export(options(place, output=tmp_path / "out", overwrite=True, experts="portable"))
     provenance = read_provenance(tmp_path / "out")
     assert provenance is not None and provenance["figures"]["experts"] == "portable"
-    assert module.FORMATS == cli.EXPORT_FORMATS and tuple(module.PRECISIONS) == cli.EXPORT_PRECISIONS
+    assert tuple(module.FORMATS) == cli.EXPORT_FORMATS and tuple(module.EXPERT_FORMS) == cli.EXPERT_FORMS
+    assert tuple(module.PRECISIONS) == cli.EXPORT_PRECISIONS
