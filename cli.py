@@ -9,12 +9,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import click
 
+from compress.commands import calibrate, merge, plan_run, prune, quantize
 from compress.report.columns import number, size, text_table
 from engine.errors import CompressError
 
@@ -483,225 +484,6 @@ def main() -> None:
 
 @main.command()
 @model_argument
-@click.option(
-    "--sparsity",
-    type=Several(click.FLOAT, "R[,R…]"),
-    help="Share of all experts to remove, between 0 and 1. Several make a sweep: all of them, then their comparison.",
-)
-@click.option("--experts", type=int, help="Experts to keep per layer (on average), instead of --sparsity.")
-@click.option(
-    "--method",
-    type=Several(click.Choice(PRUNE_METHODS), f"[{'|'.join(PRUNE_METHODS)}][,…]"),
-    help="Criterion; several make a sweep.  [default: fisher; diep where one of its options is given]",
-)
-@click.option(
-    "--scope",
-    type=click.Choice(("global", "layer")),
-    help="Rank the experts of all layers together, or cut each layer by the same share.  [default: global; naee: layer]",
-)
-@click.option("--uniform", is_flag=True, help="Same count in every layer: a plain checkpoint of its family.")
-@click.option("--min-experts", type=int, default=0, help="Least experts per layer.  [default: experts per token]")
-@click.option(
-    "--merge",
-    type=click.Choice(("none", "cka")),
-    default="none",
-    show_default=True,
-    help="What becomes of removed experts: nothing, or each is merged into the most similar one that stays.",
-)
-@click.option(
-    "--relaxation",
-    type=click.Choice(("paper", "routed", "gated")),
-    default="gated",
-    show_default=True,
-    help="DiEP: the relaxed layer.",
-)
-@click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, help="DiEP: passes over the text.")
-@click.option("--learning-rate", type=float, help="DiEP: of α and β.  [default: by relaxation]")
-@click.option("--reconstruction-weight", type=float, default=0.01, show_default=True, help="DiEP: λ.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="DiEP: sequences a step.")
-@click.option("--pressure", type=float, help="DiEP, gated: μ.  [default: by relaxation]")
-@click.option("--start", type=click.Choice(("zero", "fisher")), help="DiEP: start of α.  [default: by relaxation]")
-@click.option(
-    "--score",
-    type=click.Choice(("raw", "normalised")),
-    help="DiEP: rank by α·β or by N·softmax(α)·β.  [default: by relaxation]",
-)
-@click.option(
-    "--naee-limit",
-    type=click.IntRange(min=0),
-    default=10_000,
-    show_default=True,
-    help="NAEE: most subsets of a layer to compare; where there are more, experts go one by one.",
-)
-@click.option("--plan", type=click.Path(path_type=Path), help="Carry out this plan instead of making one.")
-@click.option("--bits", type=click.Choice(WEIGHT_BITS), help="Also round the weights that are left to so many bits.")
-@group_size_option
-@click.option("--shard", is_flag=True, help="diep, fisher, taylor: spread MODEL over the processes (FSDP2).")
-@artifact_options
-@common_options
-def prune(common: Common, **options: Any) -> dict[str, Any]:
-    """Remove experts from MODEL and write the smaller model.
-
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
-
-    Several processes share the work: torchrun --nproc-per-node N --no-python compress prune …
-    """
-    from compress.prune import prune as run
-
-    methods, sparsities = options["method"] or (default_method(),), options["sparsity"]
-    single = options | {"method": methods[0], "sparsity": sparsities[0] if sparsities else None}
-    if len(methods) > 1 or (sparsities and len(sparsities) > 1):
-        return _sweep(common, methods, sparsities, **single)
-    return _shown_figures(common, run(_prune_options(common, **single), progress_bar))
-
-
-def default_method() -> str:
-    """DiEP where one of its options is on the command line, for others would ignore it."""
-    from compress.methods import DEFAULT_METHOD
-
-    return "diep" if any(map(_is_named, DIEP_OPTIONS)) else DEFAULT_METHOD
-
-
-def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ...] | None, **options: Any) -> dict[str, Any]:
-    from compress.compare import CompareOptions
-    from compress.report.columns import text_table
-    from compress.sweep import cells, sweep
-    from engine.errors import OptionError
-
-    _refuse_options(["memory_limit"], "for one artifact at a time, and this makes several")
-    _refuse_options(("push_to_hub",), "for one artifact, and a sweep makes several; `compress push` them afterwards")
-    if sparsities is None or options["plan_output"] is not None:
-        raise OptionError("a sweep needs --sparsity and writes no --plan-output; each artifact carries its plan")
-    name = f"{result_name(options['model'])}-sweep"
-    base = _prune_options(common, **options | {"output": options["output"] or Path(name)})
-    scope = "uniform" if options["uniform"] else options["scope"]
-    comparison = CompareOptions(
-        models=(),
-        text=replace(base.calibration, samples=PICTURE_SEQUENCES),
-        speed=False,
-        dtype=common.dtype,
-        device=chosen_device(common),
-        threads=common.threads,
-    )
-    result = sweep(cells(base, methods, sparsities, scope), comparison, progress_bar)
-    if not result:
-        return result  # of a process that is not the first
-    say(common, table(text_table(result["rows"])))
-    say(
-        common,
-        f"{result['output']}: {len(result['runs'])} artifacts in {result['seconds']:.1f} s; open comparison/index.html",
-    )
-    return result
-
-
-@main.command("plan-run")
-@click.argument("model", default="demo")
-@click.option("--method", type=click.Choice(PRUNE_METHODS), help="Criterion.  [default: as of prune]")
-@click.option("--sparsity", type=float, default=0.5, show_default=True, help="Share of all experts to remove.")
-@click.option("--samples", type=int, default=128, show_default=True, help="Sequences.")
-@click.option("--sequence-length", type=int, help="Tokens a sequence.  [default: 2048 or the model's maximum; demo 256]")
-@evaluation_option()
-@click.option("--epochs", type=click.IntRange(min=0), default=10, show_default=True, help="DiEP: passes over the text.")
-@click.option(
-    "--relaxation", type=click.Choice(("paper", "routed", "gated")), default="gated", show_default=True, help="DiEP."
-)
-@click.option("--start", type=click.Choice(("zero", "fisher")), help="DiEP: start of α.  [default: by relaxation]")
-@click.option("--naee-limit", type=click.IntRange(min=0), default=10_000, show_default=True, help="NAEE: most subsets.")
-@functools.partial(common_options, devices=PLANNED_DEVICES, device="cpu")
-def plan_run(common: Common, **options: Any) -> dict[str, Any]:
-    """Say what `compress prune` of MODEL would cost: bytes moved, time and peak memory, before it starts.
-
-    MODEL is a directory with a config.json, a hub id, or 'demo'. Nothing but config.json is read or downloaded. This
-    processor is measured for a moment; of others published figures are divided by.
-    """
-    from calibrate.options import CalibrationOptions
-    from compress.methods.relaxations import DiepOptions
-    from compress.run_plan import RunOptions, shown
-    from compress.run_plan import plan_run as run
-
-    text = {name: options[name] for name in ("samples", "sequence_length", "evaluation_samples")}
-    given = RunOptions(
-        calibration=CalibrationOptions(**text),
-        diep=DiepOptions(**{name: options[name] for name in ("epochs", "relaxation", "start")}),
-        method=options["method"] or default_method(),
-        **{name: options[name] for name in ("model", "sparsity", "naee_limit")},
-        device=common.device,
-        dtype=common.torch_dtype(),
-    )
-    figures = run(given)
-    say(common, table(shown(figures)))
-    say(common, f"{figures['device']}: {figures['device_source']}; {figures['calibration']}")
-    if not figures["fits"]:
-        say(common, f"this does not fit into the {size(figures['device_memory_bytes'])} of the device")
-    return figures
-
-
-@main.command()
-@model_argument
-@click.option("--experts", type=int, required=True, help="Experts per layer of the result.")
-@click.option(
-    "--method", type=click.Choice(MERGE_METHODS), default="ream", show_default=True, help="How experts are grouped."
-)
-@artifact_options
-@common_options
-def merge(common: Common, **options: Any) -> dict[str, Any]:
-    """Merge similar experts of MODEL and write the smaller model.
-
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
-
-    Several processes share the work: torchrun --nproc-per-node N --no-python compress merge …
-    """
-    from compress.plans.selection import Budget
-    from compress.prune import PruneOptions, prune
-
-    budget = Budget(experts=options["experts"], scope="layer")
-    run = PruneOptions(budget=budget, method=options["method"], **_artifact_options(common, **options))
-    return _shown_figures(common, prune(run, progress_bar))
-
-
-@main.command()
-@model_argument
-@click.option("--bits", type=click.Choice(WEIGHT_BITS), required=True, help="Of each weight.")
-@group_size_option
-@click.option("--experts-only", is_flag=True, help="Leave attention and dense feed-forward networks as they are.")
-@click.option("--quantize-head", is_flag=True, help="Round the output head too, to 8 bits: every token reads all of it.")
-@click.option(
-    "--activation-aware", is_flag=True, help="First scale input channels by the size of their activations on --data."
-)
-@output_option("MODEL-BITS-bit")
-@text_options(32)
-@evaluation_option("0 for none, and without --activation-aware no text is read")
-@overwrite_option
-@resume_option
-@push_options
-@common_options
-def quantize(common: Common, **options: Any) -> dict[str, Any]:
-    """Round the weights of MODEL to 8 or 4 bits, and store them in the form that vLLM reads.
-
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). Router, norms, embeddings and
-    biases keep their dtype, and so does the output head unless --quantize-head is given.
-    """
-    from compress.quantize import QuantizeOptions
-    from compress.quantize import quantize as run
-    from compress.rounding.quantizer import QuantiserOptions
-
-    given, rounding = _job_options(common, options, "quantize"), [field.name for field in fields(QuantiserOptions)]
-    if options["output"] is None:
-        given["output"] = Path(f"{result_name(options['model'])}-{options['bits']}-bit")
-    figures = run(
-        QuantizeOptions(
-            quantiser=QuantiserOptions(**{name: options[name] for name in rounding}),
-            activation_aware=options["activation_aware"],
-            method="quantize",
-            **given,
-        ),
-        progress_bar,
-    )
-    return _shown_figures(common, figures)
-
-
-@main.command()
-@model_argument
 @click.option("--ffns", type=int, help="Experts of each layer in its one FFN.  [default: experts per token]")
 @click.option(
     "--select",
@@ -723,9 +505,9 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress densify …
     """
-    from compress.dense.dense_training import DenseTrainingOptions
     from compress.densify import DensifyOptions, densify
     from compress.densify_encoder_decoder import densify_encoder_decoder
+    from compress.options.training import DenseTrainingOptions
     from engine.checkpoint.checkpoint import resolve
     from engine.transformers_models.encoder_decoder import is_encoder_decoder
 
@@ -925,61 +707,6 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def _prune_options(common: Common, **given: Any) -> Any:
-    from compress.methods import METHODS
-    from compress.methods.relaxations import DiepOptions
-    from compress.plans.selection import Budget
-    from compress.prune import PruneOptions
-    from compress.rounding.quantizer import QuantiserOptions
-    from engine.errors import OptionError
-
-    if given["plan"] is None and (given["sparsity"] is None) == (given["experts"] is None):
-        raise OptionError("give --sparsity or --experts (one of them), or a ready-made --plan")
-    if given["plan"] is not None and (given["sparsity"] is not None or given["experts"] is not None):
-        raise OptionError("--plan says which experts stay; leave out --sparsity and --experts")
-    if given["plan"] is not None and given["merge"] != "none":
-        raise OptionError("--plan says what becomes of each expert; leave out --merge")
-    budget = Budget(
-        sparsity=given["sparsity"],
-        experts=given["experts"],
-        scope="uniform" if given["uniform"] else given["scope"] or METHODS[given["method"]].scopes[0],
-        min_experts=given["min_experts"],
-    )
-    return PruneOptions(
-        budget=None if given["plan"] is not None else budget,
-        method=given["method"],
-        merge=given["merge"],
-        naee_limit=given["naee_limit"],
-        diep=DiepOptions(
-            relaxation=given["relaxation"],
-            epochs=given["epochs"],
-            batch_size=given["batch_size"],
-            learning_rate=given["learning_rate"],
-            reconstruction_weight=given["reconstruction_weight"],
-            pressure=given["pressure"],
-            start=given["start"],
-            score=given["score"],
-            seed=common.seed,
-        ),
-        plan=given["plan"],
-        quantiser=QuantiserOptions(given["bits"], given["group_size"]) if given["bits"] else None,
-        shard=given["shard"],
-        **_artifact_options(common, **given),
-    )
-
-
-def _artifact_options(common: Common, **given: Any) -> dict[str, Any]:
-    """What `artifact_options` and MODEL say, as fields of PruneOptions."""
-    from compress.dense.dense_training import TEXT_STEPS
-    from compress.distillation.recover import RecoverOptions
-    from compress.distillation.whole_recovery import WholeRecoveryOptions
-
-    recover = RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed)
-    steps = given["distill_steps"] or (TEXT_STEPS if given["distill"] else 0)
-    distill = WholeRecoveryOptions(steps, seed=common.seed)
-    return _job_options(common, given, given["method"]) | {"recover": recover, "distill": distill}
-
-
 def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, Any]:
     """What `input_options`, `result_options` and MODEL say, as fields of JobOptions; `name` ends that of the output."""
     from calibrate.options import CalibrationOptions
@@ -1002,43 +729,6 @@ def _job_options(common: Common, given: dict[str, Any], name: str) -> dict[str, 
         "resume": given["resume"],
         "memory_limit": given.get("memory_limit"),
     }
-
-
-@main.command()
-@model_argument
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
-@text_options(128)
-@memory_limit_option
-@overwrite_option
-@resume_option
-@common_options
-def calibrate(common: Common, **options: Any) -> dict[str, Any]:
-    """Run text through MODEL once and save what every method reads.
-
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
-
-    Several processes share the work: torchrun --nproc-per-node N --no-python compress calibrate …
-    """
-    from calibrate.options import CalibrationOptions
-    from compress.statistics_file import calibrate_to_file
-
-    result = calibrate_to_file(
-        options["model"],
-        options["output"],
-        CalibrationOptions(options["data"], options["samples"], options["sequence_length"], 0, common.seed),
-        dtype=common.torch_dtype(),
-        device=chosen_device(common),
-        overwrite=options["overwrite"],
-        resume=options["resume"],
-        memory_limit=options["memory_limit"],
-        progress=progress_bar,
-    )
-    say(
-        common,
-        f"{result['statistics']}: {result['tokens']:,} tokens in {result['seconds']:.1f} s, "
-        f"peak memory {size(result['peak_memory_bytes'])}",
-    )
-    return result
 
 
 @main.command()
@@ -1676,6 +1366,10 @@ def _export_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any
         f"{figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
     )
     return figures
+
+
+for each in (calibrate, merge, plan_run, prune, quantize):
+    main.add_command(each.COMMAND)
 
 
 if __name__ == "__main__":

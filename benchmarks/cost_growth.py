@@ -34,9 +34,10 @@ from compress.methods.merging import merge_groups, merging_plan
 from compress.methods.naee import naee
 from compress.methods.random_scores import random_scores
 from compress.methods.ream import ream
-from compress.methods.relaxations import RELAXATIONS, DiepOptions
+from compress.methods.relaxations import RELAXATIONS
 from compress.methods.s_smoe import s_smoe
 from compress.methods.saliency import frequency, mean_output_norm, probability, reap, significance
+from compress.options.prune import DiepOptions
 from compress.report import plots
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder

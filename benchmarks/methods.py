@@ -126,11 +126,10 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
 def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> Any:
     """What `compress prune` or `compress merge` would be asked for."""
     from calibrate.options import CalibrationOptions
-    from compress.distillation.recover import RecoverOptions
     from compress.methods import methods_of
-    from compress.methods.relaxations import DiepOptions
+    from compress.options.prune import DiepOptions, MergeOptions, PruneOptions
+    from compress.options.training import RecoverOptions
     from compress.plans.selection import Budget
-    from compress.prune import PruneOptions
     from engine.checkpoint.checkpoint import Checkpoint, resolve
 
     budget = Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0)
@@ -138,7 +137,8 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
         counts = Checkpoint(resolve(model)).config.experts_by_layer
         budget = Budget(experts=round((1 - cell.sparsity) * max(counts.values())), scope="layer", min_experts=0)
     relaxation = method.removeprefix("diep-") if method in RELAXATIONS else DiepOptions().relaxation
-    return PruneOptions(
+    kind = MergeOptions if method in methods_of("merge") else PruneOptions
+    return kind(
         model=model,
         output=output,
         budget=budget,

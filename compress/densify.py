@@ -10,18 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-from calibrate.options import training_text
+from calibrate.batches import training_text
 from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.dense.block_error import BlockError, block_errors, shared_gates
 from compress.dense.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
 from compress.dense.dense_student import learned_scales, saved_tensors
-from compress.dense.dense_training import DenseTrainingOptions, train_dense
+from compress.dense.dense_training import train_dense
+from compress.options.job import JobOptions
+from compress.options.training import DenseTrainingOptions
 from compress.plans.apply import check_fits, check_nothing_is_lost
 from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.report.card import training_lines
 from compress.report.pictures import draw_training, draw_usage
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, Made, Prepared, Run, check_weights, open_mixture, prepare, statistics_of
+from compress.run.job import Made, Prepared, Run, check_weights, open_mixture, prepare, statistics_of
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained

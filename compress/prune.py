@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from calibrate.batches import training_text
 from calibrate.collect import held_bytes as collecting_bytes
-from calibrate.options import training_text
-from compress.distillation.recover import RecoverOptions, recover
-from compress.distillation.whole_recovery import WholeRecoveryOptions, recover_all
+from compress.distillation.recover import recover
+from compress.distillation.whole_recovery import recover_all
 from compress.methods import METHODS
 from compress.methods.cka import REMOVED_EXPERTS
 from compress.methods.criterion import aligning, criterion_of
-from compress.methods.inputs import MethodOptions, MethodRun, Prunable
+from compress.methods.inputs import MethodRun, Prunable
+from compress.options.prune import PruneOptions
+from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits
 from compress.plans.plan import Plan, plan_from_json
 from compress.plans.selection import Budget, check_groups, groups_of, moe_configs
 from compress.report.card import training_lines
 from compress.report.pictures import draw_training
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
 from compress.run.job import Made, Prepared, Run, check_plain, check_weights, open_mixture, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
@@ -37,28 +38,6 @@ from engine.passes import processes
 from engine.passes.memory_budget import limited
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneOptions(MethodOptions):
-    """One run of `compress prune` or `compress merge`."""
-
-    recover: RecoverOptions = field(default_factory=RecoverOptions)
-    distill: WholeRecoveryOptions = field(default_factory=WholeRecoveryOptions)
-    plan: Path | None = None
-    quantiser: QuantiserOptions | None = None
-    """How the weights of what is left are rounded; None leaves them."""
-
-    def deciding(self) -> dict[str, Any]:
-        """Without what each process holds."""
-        return {name: value for name, value in super().deciding().items() if name != "shard"}
-
-    def recorded(self) -> dict[str, Any]:
-        """With the search's defaults filled in too."""
-        return self.deciding() | {"diep": asdict(self.diep.filled())}
-
-
-PruneRun = Run[PruneOptions, Prunable]
 
 
 @dataclass(frozen=True)
@@ -101,7 +80,7 @@ def memory_demand(options: PruneOptions, prepared: Prepared) -> MemoryDemand:
     return criterion_of(options.method).memory(demand, options, config)
 
 
-def _make(run: PruneRun) -> Made:
+def _make(run: MethodRun) -> Made:
     options, prepared = run.options, run.prepared
     criterion = criterion_of(options.method)
     plan = prepared.plan or make_plan(run)
@@ -210,7 +189,7 @@ def make_plan(run: MethodRun) -> Plan:
     return criterion_of(run.options.method).plan(run)
 
 
-def recovered(run: PruneRun, plan: Plan) -> dict[str, Tensor]:
+def recovered(run: MethodRun, plan: Plan) -> dict[str, Tensor]:
     """Tensors that recovery has trained, by name; empty where it was not asked for."""
     if not run.options.recover.steps:
         return {}
@@ -227,7 +206,7 @@ def recovered(run: PruneRun, plan: Plan) -> dict[str, Tensor]:
     )
 
 
-def _distilled(run: PruneRun, plan: Plan, trained: Mapping[str, Tensor]) -> Trained:
+def _distilled(run: MethodRun, plan: Plan, trained: Mapping[str, Tensor]) -> Trained:
     """All weights after distillation from the full model; empty where it was not asked for."""
     if not run.options.distill.steps:
         return Trained()

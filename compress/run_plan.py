@@ -8,7 +8,7 @@ Scores and their optimizer (DiEP's α and β with Adam's moments) are a few numb
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from calibrate.options import CalibrationOptions
 from compress.cost.counts import OperationCounts, Passes
 from compress.cost.devices import DEVICES, Device, measured
 from compress.cost.phases import PassCosts, Phase, Planned, Resident, kept_of, perplexity_phase, statistics_phase
-from compress.methods import DEFAULT_METHOD
 from compress.methods.criterion import criterion_of
-from compress.methods.inputs import SUBSET_LIMIT
-from compress.methods.relaxations import DiepOptions
+from compress.options.plan_run import RunOptions
 from compress.run.result import SKIP_TABLE_SEQUENCES
 from engine.architectures import DecoderConfig, decoder_config, language_model
 from engine.checkpoint.block_float8 import block_of
@@ -37,27 +35,6 @@ from engine.passes.memory_budget import TOKENS_PER_BATCH
 PICTURE_SECONDS = 1.0, 0.1
 """Of the pictures of a result, and more for each layer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What decides on a run's cost; names and defaults as of `compress prune`."""
-
-    model: str
-    device: str = "cpu"
-    method: str = DEFAULT_METHOD
-    sparsity: float = 0.5
-    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
-    diep: DiepOptions = field(default_factory=DiepOptions)
-    naee_limit: int = SUBSET_LIMIT
-    dtype: torch.dtype | None = None
-
-    def check(self) -> None:
-        """Raise OptionError for what no run can have."""
-        if self.device != "cpu" and self.device not in DEVICES:
-            raise OptionError(f"device {self.device!r} is not known; choose cpu, {', '.join(DEVICES)}")
-        if not 0.0 < self.sparsity < 1.0:
-            raise OptionError(f"sparsity is {self.sparsity}; it must lie strictly between 0 and 1")
 
 
 def config_path(model: str) -> Path:

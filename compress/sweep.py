@@ -17,7 +17,8 @@ from typing import Any
 
 from compress.compare import COMPARISON, CompareOptions, compare
 from compress.methods import METHODS
-from compress.prune import PruneOptions, Shared, check_shard, checked_budget, prepare_pruning, prune
+from compress.options.prune import PruneOptions
+from compress.prune import Shared, check_shard, checked_budget, prepare_pruning, prune
 from compress.run.claims import claiming
 from compress.run.job import check_weights, fingerprints
 from compress.run.result import check_outputs

@@ -30,14 +30,15 @@ from compress.classifiers.distillation import (
     mixture_for,
 )
 from compress.classifiers.training import ClassifierTrainer
+from compress.options.job import JobOptions
+from compress.options.training import TrainingOptions
 from compress.plans.apply import carried_files
 from compress.report import plots
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, Run, teacher_identity
+from compress.run.job import Run, teacher_identity
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
-from compress.training.training import TrainingOptions
 from engine.checkpoint.artifact import whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import resolve
 from engine.errors import OptionError

@@ -11,15 +11,16 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from calibrate.batches import training_text
 from calibrate.instructions import Example, Instructions, Limits, instructions, is_instructions
-from calibrate.options import CalibrationOptions, training_text
-from compress.dense.dense_training import TEXT_STEPS, good_rate, warm_up_steps
+from calibrate.options import CalibrationOptions
 from compress.distillation.recipes import RECIPES, Recipe
 from compress.distillation.response_distillation import KnowledgeAugmentation
 from compress.distillation.rouge import scorer
-from compress.run.job import JobOptions, Prepared, check_plain, prepare, teacher_identity
+from compress.options.job import JobOptions
+from compress.options.training import TEXT_STEPS, TrainingOptions, careful_rate, warm_up_steps
+from compress.run.job import Prepared, check_plain, prepare, teacher_identity
 from compress.training.divergences import DIVERGENCES
-from compress.training.training import TrainingOptions
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import check_same_tokens, load_tokenizer
 from engine.errors import OptionError
@@ -40,13 +41,6 @@ class Metric:
 METRICS = {"perplexity": Metric("validation_perplexity"), "rouge-l": Metric("validation_rouge_l", writes=True)}
 EXACT = "exact"
 """The teacher's predictions are kept as they are."""
-CARE = 0.25
-"""How much lower than densify's a learning rate must be where the student is near its teacher already (docs/LOG.md)."""
-
-
-def careful_rate(hidden_size: int) -> float:
-    """A quarter over the hidden size."""
-    return CARE * good_rate(hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)

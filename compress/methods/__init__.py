@@ -24,29 +24,11 @@ class Method:
     """It needs the whole model at once. The others read it layer by layer, so that sharding gains them nothing."""
     keeps_groups: bool = True
     """With scope "uniform" it can keep as many experts of each group of a layer."""
-    options: tuple[str, ...] = ()
-    """Names of the options that are its own."""
 
 
 METHODS: dict[str, Method] = {
-    "diep": Method(
-        "prune",
-        "compress.methods.diep:DIEP",
-        needs_gradients=True,
-        options=(
-            "relaxation",
-            "epochs",
-            "learning_rate",
-            "reconstruction_weight",
-            "batch_size",
-            "pressure",
-            "start",
-            "score",
-        ),
-    ),
-    "naee": Method(
-        "prune", "compress.methods.naee:NAEE", scopes=("layer", "uniform"), keeps_groups=False, options=("naee_limit",)
-    ),
+    "diep": Method("prune", "compress.methods.diep:DIEP", needs_gradients=True),
+    "naee": Method("prune", "compress.methods.naee:NAEE", scopes=("layer", "uniform"), keeps_groups=False),
     "frequency": Method("prune", "compress.methods.saliency:FREQUENCY"),
     "probability": Method("prune", "compress.methods.saliency:PROBABILITY"),
     "reap": Method("prune", "compress.methods.saliency:REAP"),

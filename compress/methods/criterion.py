@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -17,9 +17,10 @@ from compress.methods import METHODS
 from compress.methods.alignment import held_bytes as aligning_bytes
 from compress.methods.cka import REMOVED_EXPERTS
 from compress.methods.groups import Group
-from compress.methods.inputs import MethodOptions, MethodRun
+from compress.methods.inputs import MethodRun
 from compress.methods.merging import merge_groups, merged_plan
-from compress.methods.relaxations import DiepOptions
+from compress.options.plan_run import RunOptions
+from compress.options.prune import PruneOptions
 from compress.plans.plan import Plan, pruning_plan
 from compress.plans.selection import groups_of, moe_configs
 from compress.run.job import statistics_of
@@ -30,23 +31,7 @@ Kept = Mapping[int, Sequence[int]]
 """Experts that stay, ascending, by decoder layer index."""
 
 
-class CostOptions(Protocol):
-    """Options that a method's costs depend on."""
-
-    @property
-    def sparsity(self) -> float:
-        """Share of the experts that goes."""
-
-    @property
-    def diep(self) -> DiepOptions:
-        """Those of DiEP's search."""
-
-    @property
-    def naee_limit(self) -> int:
-        """The most subsets of a layer that NAEE compares."""
-
-
-def _unchanged(demand: MemoryDemand, options: MethodOptions, config: DecoderConfig) -> MemoryDemand:
+def _unchanged(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
     return demand
 
 
@@ -56,9 +41,9 @@ class Criterion:
 
     plan: Callable[[MethodRun], Plan]
     """Decides, from a run's options and inputs. Long steps are kept in the run's work directory."""
-    phases: Callable[[PassCosts, CostOptions], Iterator[Phase]]
+    phases: Callable[[PassCosts, RunOptions], Iterator[Phase]]
     """The work of `plan`, counted from the config alone."""
-    memory: Callable[[MemoryDemand, MethodOptions, DecoderConfig], MemoryDemand] = _unchanged
+    memory: Callable[[MemoryDemand, PruneOptions, DecoderConfig], MemoryDemand] = _unchanged
     """What `plan` holds in memory: the demand of any run, changed to its own."""
     figures: Callable[[MethodRun], dict[str, Any]] = lambda run: {}
     """Its own figures of the result."""
@@ -101,7 +86,7 @@ def by_scores(scores: Callable[[MethodRun], Mapping[int, Tensor]]) -> Callable[[
     return plan
 
 
-def calibrating(costs: PassCosts, options: CostOptions) -> Iterator[Phase]:
+def calibrating(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
     """The phase of a method that needs statistics and nothing else."""
     yield statistics_phase("calibrating", costs)
 
@@ -130,7 +115,7 @@ def grouping(groups: Callable[[LayerStatistics, int], list[Group]]) -> Criterion
     return Criterion(plan, calibrating, aligning)
 
 
-def aligning(demand: MemoryDemand, options: MethodOptions, config: DecoderConfig) -> MemoryDemand:
+def aligning(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
     """The demand of a run that also aligns and averages experts."""
     width = max(moe.expert_width for moe in moe_configs(config).values())
     return demand.with_other(aligning_bytes(width, config.hidden_size))

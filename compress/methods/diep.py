@@ -28,11 +28,13 @@ from torch import Tensor
 
 from compress.cost.counts import OperationCounts
 from compress.cost.phases import PassCosts, Phase
-from compress.methods.criterion import CostOptions, Criterion, by_scores
+from compress.methods.criterion import Criterion, by_scores
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_gradients import gradient_phase, gradient_scores, loaded_decoder
-from compress.methods.inputs import MethodOptions, MethodRun
-from compress.methods.relaxations import RELAXATIONS, DiepOptions, gate
+from compress.methods.inputs import MethodRun
+from compress.methods.relaxations import RELAXATIONS, gate
+from compress.options.plan_run import RunOptions
+from compress.options.prune import DiepOptions, PruneOptions
 from compress.report.diep_scores import save_scores, scores_of_state
 from compress.training.losses import next_token_loss, reconstruction_loss
 from compress.training.moments import restore, with_moments
@@ -320,12 +322,12 @@ def _save_scores(run: MethodRun, directory: Path) -> None:
         save_scores(scores_of_state(run.work.search_state, layers), directory)
 
 
-def _memory(demand: MemoryDemand, options: MethodOptions, config: DecoderConfig) -> MemoryDemand:
+def _memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
     mixed = max(config.experts_per_layer) if RELAXATIONS[options.diep.relaxation].mixes_all else None
     return replace(demand, gradients=True, optimises=True, experts_per_token=mixed)
 
 
-def _phases(costs: PassCosts, options: CostOptions) -> Iterator[Phase]:
+def _phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
     """F(x) once, then epochs of passes with gradients through the relaxed layer."""
     diep, passes, whole = options.diep.filled(), costs.passes, costs.weights.whole(costs.passes)
     from_fisher = STARTS[diep.start or ""]

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from compress.cost.phases import PassCosts, Phase
-from compress.methods.criterion import CostOptions, Criterion, by_scores
+from compress.methods.criterion import Criterion, by_scores
 from compress.methods.gate_gradients import gate_gradients, gradient_memory, gradient_phase, gradient_scores
+from compress.options.plan_run import RunOptions
 from engine.passes.layerwise import AnyDecoder
 
 
@@ -23,7 +24,7 @@ def fisher_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_
     return gate_gradients(decoder, tokens_SL, own_samples=True, seed=seed, **pass_options)[1]
 
 
-def _phases(costs: PassCosts, options: CostOptions) -> Iterator[Phase]:
+def _phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
     yield gradient_phase(costs, own_samples=True)
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from compress.cost.counts import OperationCounts
 from compress.cost.phases import PassCosts, Phase
-from compress.methods.inputs import MethodOptions, MethodRun
+from compress.methods.inputs import MethodRun
+from compress.options.prune import PruneOptions
 from compress.training.losses import next_token_loss
 from engine.architectures import DecoderConfig
 from engine.decoder.model import Decoder, Outer
@@ -222,7 +223,7 @@ def gradient_scores(
     return {int(layer): torch.tensor(row, dtype=torch.float64) for layer, row in values.items()}
 
 
-def gradient_memory(demand: MemoryDemand, options: MethodOptions, config: DecoderConfig) -> MemoryDemand:
+def gradient_memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
     """The demand of a run that also needs gradients."""
     return replace(demand, gradients=True)
 

@@ -1,35 +1,15 @@
-"""What a method may read: its options, and the checked inputs of a run."""
+"""The checked inputs of a run that a method reads, and the run itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from compress.methods import DEFAULT_METHOD
-from compress.methods.relaxations import DiepOptions
+from compress.options.prune import PruneOptions
 from compress.plans.plan import Plan
 from compress.plans.selection import Budget
-from compress.run.job import JobOptions, Prepared, Run
-
-SUBSET_LIMIT = 10_000
-"""Up to this many subsets NAEE searches a layer exhaustively: 8 experts always, 16 when 12 stay, and not when 8 do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodOptions(JobOptions):
-    """Options that decide which experts stay or are merged."""
-
-    budget: Budget | None
-    """None with a ready-made plan."""
-    method: str = DEFAULT_METHOD
-    merge: str = "none"
-    """What becomes of pruned experts, a key of REMOVED_EXPERTS: "none" drops them, "cka" merges each into its most similar
-    kept one."""
-    naee_limit: int = SUBSET_LIMIT
-    diep: DiepOptions = field(default_factory=DiepOptions)
-    shard: bool = False
-    """Spread the model over the processes where the method needs all of it."""
+from compress.run.job import Prepared, Run
 
 
 @dataclass
@@ -46,8 +26,8 @@ class Prunable(Prepared):
 
     @property
     def texts(self) -> dict[str, Tensor]:
-        """With the training's."""
+        """Every text that the result is made from, by name."""
         return super().texts | {"training_text": self.training_SL, "validation_text": self.validation_VL}
 
 
-MethodRun = Run[MethodOptions, Prunable]
+MethodRun = Run[PruneOptions, Prunable]

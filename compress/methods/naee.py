@@ -29,8 +29,10 @@ from torch import Tensor
 
 from compress.cost.counts import OperationCounts, Passes
 from compress.cost.phases import PassCosts, Phase, kept_of
-from compress.methods.criterion import CostOptions, Criterion, kept_plan
-from compress.methods.inputs import SUBSET_LIMIT, MethodOptions, MethodRun
+from compress.methods.criterion import Criterion, kept_plan
+from compress.methods.inputs import MethodRun
+from compress.options.plan_run import RunOptions
+from compress.options.prune import SUBSET_LIMIT, PruneOptions
 from compress.plans.plan import Plan
 from engine.architectures import DecoderConfig
 from engine.checkpoint.checkpoint import Checkpoint
@@ -267,11 +269,11 @@ def _figures(run: MethodRun) -> dict[str, Any]:
     return {"naee": search_used(counts, run.prepared.budget.kept_per_layer(counts), run.options.naee_limit)}
 
 
-def _memory(demand: MemoryDemand, options: MethodOptions, config: DecoderConfig) -> MemoryDemand:
+def _memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
     return demand.with_other(held_bytes(config))
 
 
-def _phases(costs: PassCosts, options: CostOptions) -> Iterator[Phase]:
+def _phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
     passes, tokens = costs.passes, costs.tokens
     compared = {
         index: compared_subsets(count, kept_of(count, options.sparsity), options.naee_limit)

@@ -13,13 +13,14 @@ from typing import Any
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from calibrate.statistics import Statistics, load_statistics
+from compress.options.job import JobOptions
 from compress.plans.apply import apply, carried_files
 from compress.plans.plan import plan_to_json
 from compress.report import plots
 from compress.report.card import model_card
 from compress.report.diep_scores import load_scores
 from compress.report.pictures import Pictured, draw, kept_experts
-from compress.run.job import AnyRun, HeldOut, JobOptions, Made, fingerprints, held_out
+from compress.run.job import AnyRun, HeldOut, Made, fingerprints, held_out
 from compress.run.work_directory import WorkDirectory
 from engine.architectures import loading_note
 from engine.checkpoint.artifact import (

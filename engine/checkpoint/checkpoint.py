@@ -41,7 +41,7 @@ from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.block_float8 import SCALES, block_of
 from engine.checkpoint.hub import fetch, is_hub_id
 from engine.checkpoint.mxfp4 import is_packed
-from engine.checkpoint.pack_quantized import PACKED, QuantizedView, Scheme, schemes_of
+from engine.checkpoint.pack_quantized import PACKED, QuantizedView, schemes_of
 from engine.checkpoint.stacks import dense_names
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
@@ -50,6 +50,7 @@ from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, moved
+from engine.kernels.scheme import Scheme
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo_model"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,35 +20,15 @@ from torch import Tensor
 from engine.errors import CheckpointError, UnsupportedError
 from engine.files.json_file import shown
 from engine.files.safetensors_file import SafetensorsFile
-from engine.kernels.quantized_weight import WHOLE_ROW, QuantizedWeight
+from engine.kernels.quantized_weight import QuantizedWeight
+from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
 
 CONFIG_KEY = "quantization_config"
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 """What the names of the three tensors end in, after the weight's own name."""
-BITS = (8, 4)
 _METHOD, _FORMAT = "compressed-tensors", "pack-quantized"
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SHAPE_DTYPES = (torch.int64, torch.int32)
-_WORD_BITS = 32
-
-
-class Scheme(NamedTuple):
-    """How a weight is stored."""
-
-    bits: int
-    group_size: int
-    """Inputs that share a scale, or WHOLE_ROW."""
-
-    def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of the packed tensor and of the scales, for a weight [O, D]."""
-        outputs, inputs = shape
-        groups = 1 if self.group_size == WHOLE_ROW else inputs // self.group_size
-        return (outputs, -(-inputs * self.bits // _WORD_BITS)), (outputs, groups)
-
-    def fits(self, inputs: int) -> bool:
-        """Whether groups of so many inputs are whole, and whole words."""
-        size = inputs if self.group_size == WHOLE_ROW else self.group_size
-        return inputs % size == 0 and size * self.bits % _WORD_BITS == 0
 
 
 def schemes_of(config: Mapping[str, Any]) -> tuple[Scheme, ...]:

@@ -24,7 +24,8 @@ from compress.methods.diep import search
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_taylor import taylor_scores
 from compress.methods.naee import naee
-from compress.methods.relaxations import RELAXATIONS, DiepOptions
+from compress.methods.relaxations import RELAXATIONS
+from compress.options.prune import DiepOptions
 from compress.run.perplexity import perplexity, routed_counts
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder

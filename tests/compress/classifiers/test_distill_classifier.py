@@ -25,8 +25,9 @@ from compress.classifiers.distill import OPTIMISERS, ClassifierOptions, distill_
 from compress.classifiers.distillation import ABLATIONS, AUGMENTATIONS, CLASSIFIER_RECIPES, augmented
 from compress.classifiers.moe_kd import class_probabilities
 from compress.classifiers.training import ClassifierTrainer
+from compress.options.training import TrainingOptions
 from compress.report import plots
-from compress.training.training import TrainingOptions, batch_rows
+from compress.training.training import batch_rows
 from engine.transformers_models.classifier import MIXTURE_NAME, ClassifierCheckpoint
 
 KEYS = "artifact recipe steps loss_first loss_last metric_name metric_before metric_after seconds peak_memory_bytes"

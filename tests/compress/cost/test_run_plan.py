@@ -15,8 +15,10 @@ from calibrate.collect import held_bytes
 from calibrate.options import CalibrationOptions
 from compress.cost.counts import OperationCounts, Passes
 from compress.cost.devices import DEVICES, Device
+from compress.methods import methods_of
 from compress.methods.naee import compared_subsets, subset_counts
-from compress.run_plan import RunOptions, planned_model, planned_phases, smaller
+from compress.options.plan_run import DEVICE_NAMES, RunOptions
+from compress.run_plan import planned_model, planned_phases, smaller
 from engine.architectures import decoder_config, expected_tensors
 from engine.decoder.model import Decoder
 
@@ -136,7 +138,7 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.main, ["plan-run", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("method", cli.PRUNE_METHODS)
+@pytest.mark.parametrize("method", methods_of("prune"))
 def test_every_method_is_planned_from_the_config_alone(tmp_path, method):
     (tmp_path / "config.json").write_text(json.dumps(shape()))
     done = invoke(tmp_path, "--device", "h200", "--method", method, "--json")
@@ -209,4 +211,4 @@ def test_no_such_directory():
 
 
 def test_the_command_knows_the_devices():
-    assert list(cli.PLANNED_DEVICES) == ["cpu", *DEVICES]
+    assert list(DEVICE_NAMES) == ["cpu", *DEVICES]

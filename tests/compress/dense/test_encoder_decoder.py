@@ -32,7 +32,7 @@ from compress.dense.encoder_decoder import (
     widened,
 )
 from compress.dense.encoder_decoder_training import PairLoss, measure
-from compress.training.layer_distillation import LossWeights
+from compress.options.training import LossWeights
 from compress.training.training import Batch
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import DataError, OptionError, UnsupportedError

@@ -10,8 +10,9 @@ import torch
 from conftest import EVERY_MOE_FAMILY, save_reference
 
 import compress.distillation.recover
-from compress.distillation.recover import RecoverOptions, recover, recovery, trained_parameters
+from compress.distillation.recover import recover, recovery, trained_parameters
 from compress.methods.diep import full_hidden_states
+from compress.options.training import RecoverOptions
 from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint

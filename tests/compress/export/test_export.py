@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 import cli
 from compress.export import decoder as module
 from compress.export.decoder import ExportOptions, export
+from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan, same_plan
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
 from engine.decoder.skip_tables import FILE_NAME, SkipTables

@@ -19,12 +19,11 @@ from conftest import save_reference
 from formulas_for_tests import GRADIENT_SCORES, GROUPS, SCORES
 from torch import Tensor
 
-import cli
 import engine.decoder.model
 import engine.decoder.routing
 from calibrate.collect import LayerCollector, collect
 from calibrate.statistics import Statistics
-from compress.methods import METHODS, methods_of
+from compress.methods import DEFAULT_MERGE_METHOD, DEFAULT_METHOD, METHODS
 from compress.methods.criterion import Criterion, criterion_of, layer_scores
 from compress.methods.gate_gradients import _sample_next
 from compress.methods.naee import naee
@@ -191,10 +190,9 @@ def test_naee(checkpoint: Checkpoint, router: str, kept: dict[int, int], limit: 
         assert got[index] == list(best)
 
 
-def test_every_method_is_here_and_in_the_command() -> None:
-    assert methods_of("prune") == cli.PRUNE_METHODS and methods_of("merge") == cli.MERGE_METHODS
+def test_every_method_is_here_and_has_its_functions() -> None:
     assert set(METHODS) == {*SCORES, *GRADIENT_SCORES, "naee", "random", "diep", *GROUPS}
-    assert METHODS["diep"].options == cli.DIEP_OPTIONS
+    assert METHODS[DEFAULT_METHOD].kind == "prune" and METHODS[DEFAULT_MERGE_METHOD].kind == "merge"
     assert all(isinstance(criterion_of(name), Criterion) for name in METHODS)
 
 

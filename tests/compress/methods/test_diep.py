@@ -28,7 +28,7 @@ from compress.methods.diep import (
     starting_alphas,
 )
 from compress.methods.gate_gradients import gate_gradients
-from compress.methods.relaxations import DiepOptions
+from compress.options.prune import DiepOptions
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, own_routing, routed_by
 from engine.decoder.routing import Gated, MixedExperts, Routing, ShiftedLogits

@@ -14,6 +14,7 @@ from conftest import EVERY_MOE_FAMILY, MOE_FAMILIES, enough, save_reference
 from torch import Tensor
 
 from compress.densify import DensifyOptions, checked_mixture
+from compress.options.prune import PruneOptions
 from compress.plans.apply import apply
 from compress.plans.plan import (
     SHARED_EXPERT,
@@ -26,7 +27,7 @@ from compress.plans.plan import (
     pruning_plan,
 )
 from compress.plans.selection import Budget
-from compress.prune import PruneOptions, checked_budget
+from compress.prune import checked_budget
 from engine import architectures
 from engine.architectures import (
     ARCHITECTURES,

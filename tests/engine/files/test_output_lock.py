@@ -267,7 +267,7 @@ def test_every_command_that_writes_is_refused_before_it_looks_at_anything(tmp_pa
     cases: dict[str, Callable[[], object]] = {
         "sweep": lambda: sweep([SimpleNamespace(output=output / "a")], None),  # type: ignore
         "push": lambda: upload(output, None),  # type: ignore
-        "calibrate": lambda: calibrate_to_file("", output, None, dtype=None, device="", overwrite=True),  # type: ignore
+        "calibrate": lambda: calibrate_to_file(SimpleNamespace(output=output)),  # type: ignore
     }
     for job in JOBS:
         module, name = job.split(".")

@@ -21,7 +21,7 @@ from compress.methods.diep import full_hidden_states, gradients, new_state, sear
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_gradients import gate_gradients
 from compress.methods.naee import naee
-from compress.methods.relaxations import DiepOptions
+from compress.options.prune import DiepOptions
 from compress.run.perplexity import perplexity, routed_counts
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, DecoderLayer
