@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from compress.commands import calibrate, merge, plan_run, prune, quantize
+from compress.commands import calibrate, densify, distill, merge, plan_run, prune, quantize
 from compress.report.columns import number, size, text_table
 from engine.errors import CompressError
 
@@ -482,184 +482,6 @@ def main() -> None:
     """Make a Mixture-of-Experts language model small, write it as safetensors, run it, and say what it costs."""
 
 
-@main.command()
-@model_argument
-@click.option("--ffns", type=int, help="Experts of each layer in its one FFN.  [default: experts per token]")
-@click.option(
-    "--select",
-    type=click.Choice(SELECTIONS),
-    default="usage",
-    show_default=True,
-    help="Which: the most used, those of the highest REAP score, the mean of all, or any.",
-)
-@input_options
-@dense_training_options
-@result_options
-@common_options
-def densify(common: Common, **options: Any) -> dict[str, Any]:
-    """Make an ordinary dense model of MODEL: K experts of each layer become one FFN.
-
-    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). The result is of the dense family
-    that fits and loads wherever that does; without training it is far from MODEL. Of an encoder-decoder both stacks become
-    dense, and --data is a .jsonl of pairs: `source` and `target`, or `instruction`, `input` and `output`.
-
-    Several processes share the work: torchrun --nproc-per-node N --no-python compress densify …
-    """
-    from compress.densify import DensifyOptions, densify
-    from compress.densify_encoder_decoder import densify_encoder_decoder
-    from compress.options.training import DenseTrainingOptions
-    from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.encoder_decoder import is_encoder_decoder
-
-    names = [field.name for field in fields(DenseTrainingOptions) if field.name != "seed"]
-    training = DenseTrainingOptions(**{name: options[name] for name in names}, seed=common.seed)
-    given = _job_options(common, options, "densify")
-    run = densify_encoder_decoder if is_encoder_decoder(resolve(options["model"])) else densify
-    figures = run(DensifyOptions(ffns=options["ffns"], select=options["select"], training=training, **given), progress_bar)
-    _shown_figures(common, figures)
-    errors = figures["block_error_per_layer"]
-    say(common, f"{figures['ffns']} experts of each layer as one FFN: {figures['family_note']}")
-    say(common, f"a layer's output was off by {min(errors):.0%} to {max(errors):.0%} before any training")
-    if weights := figures.get("router_weight_error_per_layer"):
-        say(common, f"of that, the mean router probability alone makes {min(weights):.1%} to {max(weights):.1%}")
-    if any(dropped := figures.get("dropped_share_per_layer", ())):
-        say(common, f"beyond the capacity of an expert were {min(dropped):.1%} to {max(dropped):.1%} of a layer's tokens")
-    if gates := figures.get("shared_gate_error_per_layer"):
-        say(common, f"of that, the mean gate of the shared expert alone makes {min(gates):.1%} to {max(gates):.1%}")
-    for name, part in figures["training"].items():
-        say(common, f"{name}: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}")
-    return figures
-
-
-@main.command()
-@click.option("--teacher", help="Checkpoint directory, hub id or 'demo'; left out for --recipe sft.")
-@click.option("--student", required=True, help="The model to train: a dense one, or a mixture such as a pruned one.")
-@click.option(
-    "--recipe",
-    type=click.Choice(RECIPES),
-    default="kd",
-    show_default=True,
-    help="On the data's responses: sft without a teacher, kd towards it. On the student's: gkd; with all experts of the "
-    "teacher: all; with sampled ones: ka; with its router trained for the student: sar. layer-mse: each block's output. "
-    "Of classifiers: sft, kd, srrl, or the student as a mixture of experts: moe-kd.",
-)
-@click.option("--divergence", type=click.Choice(DIVERGENCES), help="Of the predictions.  [default: the recipe's own]")
-@click.option("--data", help="Prompts with responses (.jsonl), or text: file, folder, .jsonl, 'stdlib' or a dataset id.")
-@instruction_options
-@click.option("--sequence-length", type=int, help="Tokens a sequence of text.  [default: 2048 or the maximum; demo 256]")
-@click.option("--steps", type=click.IntRange(min=1), help="Of training.  [default: what --epochs says; on text 600]")
-@click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True, help="Over prompts with responses.")
-@click.option(
-    "--learning-rate", type=float, help="Of AdamW, at its highest.  [default: 1/4 over the hidden size, at most 1/640]"
-)
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="Of both predictions when compared.")
-@click.option(
-    "--teacher-cache",
-    metavar="exact|K",
-    help="kd: run the teacher once over all training data and keep its predictions on disk, as they are or the K most "
-    "probable tokens of each.",
-)
-@click.option("--ka-samples", type=int, default=2, show_default=True, help="ka: teacher forwards, and steps, a response.")
-@click.option("--ka-probability", type=float, default=0.05, show_default=True, help="ka: how often experts are sampled.")
-@click.option(
-    "--ka-draw",
-    type=click.Choice(["layer", "token"]),
-    default="layer",
-    show_default=True,
-    help="ka: one draw for a layer and forward, or one for each token.",
-)
-@click.option("--router-learning-rate", type=float, default=1e-5, show_default=True, help="sar: of the teacher's router.")
-@click.option("--load-balance-weight", type=float, default=0.01, show_default=True, help="sar: of the router's balance.")
-@click.option(
-    "--select-by",
-    type=click.Choice(METRICS),
-    default="perplexity",
-    show_default=True,
-    help="What tells the best state, of responses on data set aside.",
-)
-@step_options
-@click.option("--samples", type=int, default=128, show_default=True, help="Sequences for skip tables of a mixture.")
-@click.option("--evaluation-samples", type=int, default=64, show_default=True, help="Held-out sequences or examples.")
-@classifier_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory of the result.  [default: STUDENT-RECIPE]")
-@overwrite_option
-@resume_option
-@push_options
-@common_options
-def distill(common: Common, **options: Any) -> dict[str, Any]:
-    """Train a student towards a teacher: on text, or on responses to prompts.
-
-    Teacher and student need the same tokenizer. Kept is the best state on data set aside, in the student's shape.
-
-    Both may be classifiers of images or texts instead: --data is a folder of images, an .npz, a .jsonl of text and label, or
-    'digits' (the default). Defaults are then 240 epochs, batches of 64, rate 0.05, temperature 4; the last state is kept.
-
-    Several processes share the work: torchrun --nproc-per-node N --no-python compress distill …
-    """
-    from calibrate.instructions import Limits
-    from compress.distill import distill as run
-    from compress.distillation.inputs import DistillOptions
-    from compress.distillation.response_distillation import KnowledgeAugmentation
-    from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.classifier import is_classifier
-
-    if is_classifier(resolve(options["student"])):
-        return _distill_classifier(common, options)
-    _refuse_options(CLASSIFIER_OPTIONS, "of classifiers, and the student is a language model")
-    given = _job_options(common, options | {"model": options["student"]}, options["recipe"])
-    own = {field.name for field in fields(DistillOptions)} & options.keys() - given.keys()
-    figures = run(
-        DistillOptions(
-            augmentation=KnowledgeAugmentation(
-                options["ka_samples"], options["ka_probability"], options["ka_draw"] == "token"
-            ),
-            limits=Limits(options["max_length"], options["max_prompt_length"]),
-            template=options["prompt_template"],
-            **{name: options[name] for name in own},
-            **given,
-        ),
-        progress_bar,
-    )
-    _shown_figures(common, figures)
-    say(
-        common,
-        f"{figures['recipe']}: {figures['steps']} steps, loss {figures['loss_first']:.3f} to {figures['loss_last']:.3f}",
-    )
-    before, after = figures["metric_before"], figures["metric_after"]
-    say(common, f"{figures['metric_name']} of responses: {before:.3f} to {after:.3f}")
-    say(common, "time: " + ", ".join(f"{name} {share:.0%}" for name, share in figures["time_share"].items()))
-    if left := figures["prompts_left_out"]:
-        say(common, f"{left} prompts are longer than --max-prompt-length and were left out")
-    return figures
-
-
-def _distill_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any]:
-    from compress.classifiers.distill import ClassifierOptions, distill_classifier
-
-    own = {field.name for field in fields(ClassifierOptions)}
-    job = {"student", "output", "data", "overwrite", "resume"}
-    _refuse_options(options.keys() - own - job, "of language models, and the student is a classifier")
-    given = _job_options(common, options | {"model": options["student"]}, options["recipe"])
-    # What was not named on the command line has the defaults of classifiers.
-    named = {name: options[name] for name in own & options.keys() - given.keys() if _is_named(name)}
-    figures = distill_classifier(ClassifierOptions(**named, **given), progress_bar)
-    rows = [["", "before", "after"], ["accuracy", *(number(figures[f"metric_{when}"], 4) for when in ("before", "after"))]]
-    if figures["probe_after"] is not None:
-        rows.append(["linear probe", *(number(figures[f"probe_{when}"], 4) for when in ("before", "after"))])
-    rows.append(["parameters", *(f"{figures[f'parameters_{when}']:,}" for when in ("before", "after"))])
-    say(common, table(rows))
-    if figures["teacher_accuracy"] is not None:
-        say(common, f"teacher: {figures['teacher_accuracy']:.4f}; all on {figures['evaluation']}")
-    if figures["experts"]:
-        say(common, f"without its {figures['experts']} experts: {figures['accuracy_without_mixture']:.4f}")
-    say(
-        common,
-        f"{figures['recipe']}: {figures['steps']} steps, loss {figures['loss_first']:.3f} to {figures['loss_last']:.3f}\n"
-        f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}",
-    )
-    return figures
-
-
 def _is_named(name: str) -> bool:
     """Whether an option is on the command line."""
     source = click.get_current_context().get_parameter_source
@@ -882,7 +704,7 @@ def _evaluate_classifier(common: Common, options: dict[str, Any]) -> dict[str, A
 
 
 def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dict[str, Any]:
-    from calibrate.instructions import Limits
+    from calibrate.options import Limits
     from compress.distillation.rouge import evaluate_rouge
     from engine.generation.sampling import SamplingOptions
 
@@ -1368,7 +1190,7 @@ def _export_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any
     return figures
 
 
-for each in (calibrate, merge, plan_run, prune, quantize):
+for each in (calibrate, densify, distill, merge, plan_run, prune, quantize):
     main.add_command(each.COMMAND)
 
 

@@ -36,8 +36,9 @@ from torch import nn
 
 from calibrate.labelled import labelled
 from calibrate.options import CalibrationOptions
-from compress.classifiers.distill import ClassifierOptions, distill_classifier
-from compress.classifiers.distillation import ABLATIONS
+from compress.classifiers.distill import distill_classifier
+from compress.classifiers.recipes import ABLATIONS
+from compress.options.distill_classifier import ClassifierOptions
 from engine.bench.classifiers import bench_classifiers
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY
 from engine.files.safetensors_writer import write_tensors

@@ -11,7 +11,7 @@ from engine.options import check, option
 if TYPE_CHECKING:
     from engine.checkpoint.checkpoint import ModelDirectory
 
-TEXT = "Calibration text"
+TEXT, RESPONSES = "Calibration text", "Prompts and responses"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,29 @@ class CalibrationOptions:
         if self.samples < 1 or self.evaluation_samples < 0:
             raise OptionError("samples must be at least 1, and evaluation samples not negative")
         return replace(self, sequence_length=length)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Longest prompts and responses, in tokens."""
+
+    length: int = option(
+        512, group=RESPONSES, flag="max-length", help="Tokens of prompt and response; responses are cut to it."
+    )
+    prompt: int = option(
+        256, group=RESPONSES, flag="max-prompt-length", help="Tokens of a prompt; examples with a longer one are left out."
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def check(self, max_positions: int) -> None:
+        """Raise OptionError for what the model cannot take."""
+        if not 2 <= self.length <= max_positions or not 1 <= self.prompt < self.length:
+            raise OptionError(
+                f"max-length is {self.length} and max-prompt-length {self.prompt}; the model takes up to {max_positions} "
+                "tokens, and a prompt must leave room for a response"
+            )
 
 
 def _is_of_demo(checkpoint: ModelDirectory) -> bool:

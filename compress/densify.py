@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from torch import Tensor
 from calibrate.batches import training_text
 from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.dense.block_error import BlockError, block_errors, shared_gates
-from compress.dense.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
+from compress.dense.dense_plan import Chosen, check_ffns, choose, dense_plan
 from compress.dense.dense_student import learned_scales, saved_tensors
 from compress.dense.dense_training import train_dense
-from compress.options.job import JobOptions
-from compress.options.training import DenseTrainingOptions
+from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import check_fits, check_nothing_is_lost
 from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.report.card import training_lines
@@ -36,17 +35,6 @@ from engine.progress import Progress, no_progress
 
 ERROR_SEQUENCES = 16
 """Sequences on which shared experts' gates and the error of each layer are measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DensifyOptions(JobOptions):
-    """One run of `compress densify`."""
-
-    method: str = "densify"
-    ffns: int | None = None
-    """K; None for as many as the model's tokens use."""
-    select: str = "usage"
-    training: DenseTrainingOptions = field(default_factory=DenseTrainingOptions)
 
 
 @dataclass

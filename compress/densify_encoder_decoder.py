@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from calibrate.pairs import DEFAULT_LENGTH, Pairs, text_pairs, tokenised
 from calibrate.statistics import effective_experts, usage_shares
-from compress.dense.dense_plan import SELECTIONS, check_ffns, choose
+from compress.dense.dense_plan import check_ffns, choose
 from compress.dense.encoder_decoder import (
     Usage,
     check_nothing_is_lost,
@@ -29,7 +29,7 @@ from compress.dense.encoder_decoder import (
     usage,
 )
 from compress.dense.encoder_decoder_training import Measured, measure, train
-from compress.densify import DensifyOptions
+from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import carried_files
 from compress.plans.plan import Plan, plan_from_json, plan_to_json
 from compress.report.card import model_card, training_lines

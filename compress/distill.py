@@ -11,13 +11,15 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.dense.dense_training import recompute_if_large
-from compress.distillation.inputs import METRICS, Distillable, DistillOptions, identities, prepare_distillation
+from compress.distillation.inputs import Distillable, identities, prepare_distillation
+from compress.distillation.recipes import METRICS
 from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
 from compress.distillation.response_perplexity import response_perplexity
 from compress.distillation.rouge import rouge_l
 from compress.distillation.router_report import RouterReport, draw_routers, old_routers, router_report
 from compress.distillation.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
 from compress.distillation.teacher_cache import cached_teacher
+from compress.options.distill import DistillOptions
 from compress.plans.plan import same_plan
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output

@@ -40,6 +40,8 @@ class Option:
     """One-letter flag, with its dash."""
     choices: Collection[Any] | None = None
     """Permitted values. A mapping has the words of the command line as keys and the field's values as values."""
+    models: str | None = None
+    """Kind of model that the choices hold for, where others have more."""
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
@@ -164,6 +166,11 @@ def leaves(of: type) -> Iterator[Leaf]:
             yield Leaf((each.name,), kind, is_optional, each.default, each.metadata[_KEY])
 
 
+def names(of: type) -> set[str]:
+    """The names of a dataclass's options on the command line, its parts' included."""
+    return {leaf.name for leaf in leaves(of)}
+
+
 def _of_part(name: str, leaf: Leaf, changes: Mapping[str, Changed], is_optional: bool) -> Iterator[Leaf]:
     """The leaf as the whole has it. A part that may be None is None where an option that it requires is left out."""
     change = changes.get(leaf.path[0], changed())
@@ -214,9 +221,9 @@ def check_value(name: str, value: Any, row: Option) -> None:
         permitted = row.choices.values() if isinstance(row.choices, Mapping) else row.choices
         if value not in permitted:
             words = [str(each) for each in permitted]
-            raise OptionError(
-                f"{name} is {value!r}; it must be {' or '.join(words) if len(words) < 3 else 'one of ' + ', '.join(words)}"
-            )
+            known = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
+            whose = f"for {row.models} it" if row.models else "it"
+            raise OptionError(f"{name} is {value!r}; {whose} must be {known}")
     if row.minimum is not None and not value >= row.minimum:
         raise OptionError(f"{name} is {value}; it must be at least {row.minimum}")
     if row.above is not None and not value > row.above:

@@ -5,6 +5,7 @@ Shape suffixes: N examples, B batch, K experts, C classes, D student features, E
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from calibrate.labelled import Labelled
 from compress.classifiers.accuracy import Inputs, groups, on
 from compress.classifiers.moe_kd import ClassMeans, class_probabilities, e_step, elbo, kd, prototype_projector, srrl
+from compress.classifiers.recipes import Ablation, Augmentation, ClassifierTeaching
 from compress.training.training import Batch
 from engine.transformers_models.classifier import Classifier, Split
 from engine.transformers_models.classifier_inputs import Examples
@@ -24,60 +26,6 @@ PADDING = 4
 """Pixels around an image before it is cropped at random (§5.1)."""
 CACHED_NUMBERS = 1 << 24
 """Of a teacher's logits over the training set, that are kept where each epoch would see the same."""
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """One row of ABLATIONS: a change to recipe moe-kd."""
-
-    about: str
-    uniform_gate: bool = False
-    learns_gate_classifier: bool = False
-    learns_prototypes: bool = False
-    hard_means: bool = False
-    """Class means are over the classes that the teacher finds most probable."""
-    teacher_is_posterior: bool = False
-
-
-ABLATIONS = {
-    "i": Ablation("a uniform gate", uniform_gate=True),
-    "ii": Ablation("the gate's classifier learned from scratch", learns_gate_classifier=True),
-    "iii": Ablation("the experts' prototypes learned from scratch", learns_prototypes=True),
-    "iv": Ablation("class means over hard assignments", hard_means=True),
-    "v": Ablation("the teacher's prediction in place of the E-step", teacher_is_posterior=True),
-}
-"""Those of MoE-KD's table 4."""
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """One row of AUGMENTATIONS: changes to training images, at random."""
-
-    crops: bool = False
-    flips: bool = False
-
-
-AUGMENTATIONS = {
-    "none": Augmentation(),
-    "crop": Augmentation(crops=True),
-    "crop-flip": Augmentation(crops=True, flips=True),
-}
-
-
-@dataclass(frozen=True)
-class ClassifierTeaching:
-    """How a student is taught: a recipe with its temperature, one ablation at most, and changed images."""
-
-    recipe: ClassifierRecipe
-    temperature: float
-    ablation: Ablation
-    """Ablation("") for none."""
-    augmentation: Augmentation
-
-    @property
-    def asks_teacher(self) -> bool:
-        """Whether its predictions are in the loss; the whole MoE-KD has them in the prototypes alone."""
-        return self.recipe.asks_teacher or self.ablation.teacher_is_posterior
 
 
 class Mixture(nn.Module):
@@ -177,6 +125,9 @@ class ClassifierLoss:
     labels_N: Tensor
     device: torch.device | str = "cpu"
 
+    def __post_init__(self) -> None:
+        self._terms: Terms = pkgutil.resolve_name(self.teaching.recipe.terms)
+
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         rows_B, count = batch.group_G, len(batch.rows_B)
         torch.manual_seed(int(torch.randint(2**62, (), generator=batch.generator)))  # of dropout
@@ -190,7 +141,7 @@ class ClassifierLoss:
             self.student.model.head.weight,
             self.teaching.temperature,
         )
-        terms = self.teaching.recipe.terms(answer, self.mixture)
+        terms = self._terms(answer, self.mixture)
         return {name: term_B.sum() / count for name, term_B in terms.items()}
 
     @torch.no_grad()
@@ -218,6 +169,10 @@ class Answer:
     def scores_BC(self) -> Tensor:
         """The student's logits in float32."""
         return self.student.logits_BC.float()
+
+
+Terms = Callable[[Answer, Mixture | None], dict[str, Tensor]]
+"""A batch, and the mixture where the recipe trains one, to the terms of the loss, [B] each."""
 
 
 def sft_terms(answer: Answer, mixture: Mixture | None) -> dict[str, Tensor]:
@@ -253,29 +208,6 @@ def moe_kd_terms(answer: Answer, mixture: Mixture | None) -> dict[str, Tensor]:
         log_posterior_BK = F.log_softmax(answer.teacher_BK / answer.temperature, dim=-1)
     expected_B, divergence_B = elbo(log_posterior_BK, log_gate_BK, log_experts_BK)
     return {"experts": -expected_B, "gate": divergence_B}
-
-
-@dataclass(frozen=True)
-class ClassifierRecipe:
-    """One row of CLASSIFIER_RECIPES."""
-
-    terms: Callable[[Answer, Mixture | None], dict[str, Tensor]]
-    """The terms of the loss, [B] each."""
-    has_teacher: bool = True
-    has_gate: bool = False
-    """A gate is trained beside the student."""
-    has_prototypes: bool = False
-    """Experts are trained behind the student's head, from the class means of the teacher's features."""
-    asks_teacher: bool = False
-    """The teacher's predictions are in the loss."""
-
-
-CLASSIFIER_RECIPES = {
-    "sft": ClassifierRecipe(sft_terms, has_teacher=False),
-    "kd": ClassifierRecipe(kd_terms, asks_teacher=True),
-    "srrl": ClassifierRecipe(srrl_terms, has_gate=True, asks_teacher=True),
-    "moe-kd": ClassifierRecipe(moe_kd_terms, has_gate=True, has_prototypes=True),
-}
 
 
 def augmented(images_BCHW: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:

@@ -13,7 +13,7 @@ from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
 from compress.report.columns import text_table
 from engine.errors import OptionError
-from engine.options import leaves, option
+from engine.options import names, option
 
 PICTURE_SEQUENCES = 16
 """Sequences of the calibration text that a sweep's pictures of expert usage and similarity are drawn from."""
@@ -66,7 +66,7 @@ def prune(given: Given) -> Figures:
 
 def default_method(given: Given) -> str:
     """DiEP where one of its options is on the command line, since other methods would ignore it."""
-    return "diep" if given.named & {leaf.name for leaf in leaves(DiepOptions)} else DEFAULT_METHOD
+    return "diep" if given.named & names(DiepOptions) else DEFAULT_METHOD
 
 
 def prune_options(given: Given, method: str, sparsity: float | None, name: str) -> PruneOptions:

@@ -57,7 +57,7 @@ def choose(select: str, statistics: Statistics, ffns: int, seed: int = 0) -> dic
     usage: most tokens routed to (the paper's). reap: highest REAP score. random: any. average: the mean of all experts; with
     several FFNs, the K most used experts each gather those with the most similar router logits.
     """
-    return SELECTIONS[select](statistics, ffns, seed)
+    return SELECTION_RULES[select](statistics, ffns, seed)
 
 
 def _best(scores: Mapping[int, Tensor], ffns: int) -> dict[int, Chosen]:
@@ -66,7 +66,7 @@ def _best(scores: Mapping[int, Tensor], ffns: int) -> dict[int, Chosen]:
     return {index: Chosen({expert: [expert] for expert in experts}) for index, experts in best.items()}
 
 
-SELECTIONS: dict[str, Callable[[Statistics, int, int], dict[int, Chosen]]] = {
+SELECTION_RULES: dict[str, Callable[[Statistics, int, int], dict[int, Chosen]]] = {
     "usage": lambda statistics, ffns, seed: _best(layer_scores(frequency, statistics), ffns),
     "reap": lambda statistics, ffns, seed: _best(layer_scores(reap, statistics), ffns),
     "average": lambda statistics, ffns, seed: {

@@ -53,3 +53,16 @@ RECIPES = {
     "sar": Recipe(student_writes=True, divergence="reverse-kl", uses_all_experts=True, trains_router=True),
     "layer-mse": Recipe(matches_layers=True),
 }
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of METRICS: what the best state is chosen by."""
+
+    history: str
+    """Key of its values over the steps, in the figures."""
+    writes: bool = False
+    """The student writes responses to prompts, and higher is better; otherwise it reads those of the data, and lower is."""
+
+
+METRICS = {"perplexity": Metric("validation_perplexity"), "rouge-l": Metric("validation_rouge_l", writes=True)}

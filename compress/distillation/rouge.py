@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from calibrate.instructions import Example, Limits, instructions
+from calibrate.instructions import Example, instructions
+from calibrate.options import Limits
 from compress.distillation.responses import write_responses
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer

@@ -15,8 +15,9 @@ from torch import Tensor
 from compress.dense.dense_training import recompute_if_large
 from compress.distillation.inputs import TextExamples
 from compress.distillation.recipes import RECIPES
-from compress.distillation.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
+from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher
 from compress.distillation.response_perplexity import response_perplexity
+from compress.options.distill import KnowledgeAugmentation
 from compress.options.training import WholeRecoveryOptions
 from compress.plans.apply import planned_decoder
 from compress.plans.plan import Plan

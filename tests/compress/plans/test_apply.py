@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from conftest import EVERY_MOE_FAMILY, MOE_FAMILIES, enough, save_reference
 from torch import Tensor
 
-from compress.densify import DensifyOptions, checked_mixture
+from compress.densify import checked_mixture
+from compress.options.densify import DensifyOptions
 from compress.options.prune import PruneOptions
 from compress.plans.apply import apply
 from compress.plans.plan import (
