@@ -656,9 +656,9 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
         raise OptionError("--backend is for perplexity and accuracy; leave it out")
     device = chosen_device(common)
     if options["tasks"]:
-        result = evaluate_tasks(options["model"], options["tasks"].split(","), limit=options["limit"], device=device)
-        say(common, table([["task", "value"], *([name, str(value)] for name, value in result["value"].items())]))
-        return result
+        tasks = evaluate_tasks(options["model"], options["tasks"].split(","), limit=options["limit"], device=device)
+        say(common, table([["task", "value"], *([name, str(value)] for name, value in tasks["value"].items())]))
+        return dict(tasks)
     if options["metric"] == "rouge-l":
         return _evaluate_rouge(common, device, options)
     result = evaluate_model(
@@ -672,7 +672,7 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
         progress=progress_bar,
     )
     say(common, f"{result['metric']} {result['value']:.4f} on {result['tokens']:,} tokens in {result['seconds']:.1f} s")
-    return result
+    return dict(result)
 
 
 def _evaluate_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any]:

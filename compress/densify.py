@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import check_fits, check_nothing_is_lost
 from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.report.card import training_lines
+from compress.report.figures import DecoderChoiceFigures, DensifyFigures
 from compress.report.pictures import draw_training, draw_usage
 from compress.run.claims import claims_output
 from compress.run.job import Made, Prepared, Run, check_weights, open_mixture, prepare, statistics_of
@@ -54,7 +55,7 @@ DensifyRun = Run[DensifyOptions, Trainable]
 
 
 @claims_output
-def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def densify(options: DensifyOptions, progress: Progress = no_progress) -> DensifyFigures:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
 
     Several processes (engine/passes/processes.py) share calibration, training and measuring.
@@ -64,12 +65,12 @@ def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[s
     if options.training.shard:
         processes.check_several()
     if (figures := finished_before(options, work)) is not None:
-        return figures
+        return cast(DensifyFigures, figures)
     check_outputs(options)
     prepared = prepare_dense(options)
     check_weights(prepared.checkpoint, progress)
     run = Run(options, prepared, work, progress, started)
-    return carry_out(run, lambda: _make(run))
+    return cast(DensifyFigures, carry_out(run, lambda: _make(run)))
 
 
 def prepare_dense(options: DensifyOptions) -> Trainable:
@@ -119,8 +120,7 @@ def _make(run: DensifyRun) -> Made:
         progress=run.bar("error of each layer (layers)"),
     )
     trained = _trained(run, plan)
-    own = _figures(options, checkpoint, chosen, errors, statistics) | {"training": trained.parts}
-    own["scales_per_layer"] = list(learned_scales(trained.tensors, plan).values()) if trained.tensors else None
+    own = _figures(run, chosen, errors, statistics, trained, plan)
     experts = {layer: best.experts for layer, best in chosen.items()}
     return Made(
         plan,
@@ -176,16 +176,17 @@ def _trained(run: DensifyRun, plan: Plan) -> Trained:
 
 
 def _figures(
-    options: DensifyOptions,
-    checkpoint: Checkpoint,
+    run: DensifyRun,
     chosen: Mapping[int, Chosen],
     errors: Mapping[int, BlockError],
     statistics: Statistics,
-) -> dict[str, Any]:
-    layers = checkpoint.config.moe_layers
-    row = checkpoint.config.architecture
+    trained: Trained,
+    plan: Plan,
+) -> DecoderChoiceFigures:
+    options, config = run.options, run.prepared.checkpoint.config
+    layers, row = config.moe_layers, config.architecture
     return {
-        "ffns": ffns_of(options, checkpoint),
+        "ffns": ffns_of(options, run.prepared.checkpoint),
         "select": options.select,
         "selected_experts": {str(layer): chosen[layer].experts for layer in layers},
         "family": row.dense_sibling or row.model_type,
@@ -194,6 +195,8 @@ def _figures(
         "shared_gate_error_per_layer": [errors[layer].shared_gate for layer in layers] if row.shared_gate else None,
         "top_expert_share_per_layer": [float(usage_shares(statistics.layers[layer]).max()) for layer in layers],
         "effective_experts_per_layer": [effective_experts(statistics.layers[layer]) for layer in layers],
+        "training": trained.parts,
+        "scales_per_layer": list(learned_scales(trained.tensors, plan).values()) if trained.tensors else None,
     }
 
 
@@ -208,7 +211,7 @@ def _family_note(row: Architecture) -> str:
     return f"an ordinary {row.dense_sibling}"
 
 
-def _card(own: Mapping[str, Any], plan: Plan) -> list[str]:
+def _card(own: DecoderChoiceFigures, plan: Plan) -> list[str]:
     rows = [
         f"| {layer} | {' '.join(map(str, own['selected_experts'][str(layer)]))} | {error:.0%} |"
         for layer, error in zip(sorted(plan.layers), own["block_error_per_layer"], strict=True)
@@ -227,7 +230,7 @@ def _card(own: Mapping[str, Any], plan: Plan) -> list[str]:
     ]
 
 
-def _gate_lines(own: Mapping[str, Any]) -> list[str]:
+def _gate_lines(own: DecoderChoiceFigures) -> list[str]:
     if own["shared_gate_error_per_layer"] is None:
         return []
     largest = max(own["shared_gate_error_per_layer"])

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import carried_files
 from compress.plans.plan import Plan, plan_from_json, plan_to_json
 from compress.report.card import model_card, training_lines
+from compress.report.figures import DensifyPairsFigures
 from compress.run.claims import claims_output
 from compress.run.job import Run
 from compress.run.result import check_outputs, finished_before
@@ -80,7 +81,7 @@ def _sides(pairs: Pairs) -> dict[str, Tensor]:
 
 
 @claims_output
-def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_progress) -> DensifyPairsFigures:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
 
     Several processes share the training; all else each does for itself, and the first writes.
@@ -91,7 +92,7 @@ def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_pro
         raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
     checkpoint = EncoderDecoderCheckpoint(resolve(options.model))
     if (figures := finished_before(options, work, checkpoint.identity)) is not None:
-        return figures
+        return cast(DensifyPairsFigures, figures)
     check_outputs(options)
     prepared = prepare(options, checkpoint)
     checkpoint.check_finite(lambda names: progress(processes.share(list(names)), "checking weights"))
@@ -100,8 +101,8 @@ def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_pro
         before = work.once("held_out_before", lambda: _measured(prepared.teacher, prepared))
         run = Run(options, prepared, work, progress, started)
         made = _student(run)
-        figures = _write(run, made, before) if processes.is_first() else {}
-        return dict(processes.told(figures))
+        written = _write(run, made, before) if processes.is_first() else None
+        return cast(DensifyPairsFigures, processes.told(written))
 
 
 def prepare(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint) -> PreparedPairs:
@@ -214,15 +215,16 @@ def _trained(run: PairsRun, student: nn.Module) -> Trained:
     )
 
 
-def _write(run: PairsRun, made: Student, before: Mapping[str, float | None]) -> dict[str, Any]:
+def _write(run: PairsRun, made: Student, before: Mapping[str, float | None]) -> DensifyPairsFigures:
     """Fold, write, measure what was written, describe it, and give it its name."""
     options, prepared, checkpoint = run.options, run.prepared, run.prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
         write_dense(directory, saved_tensors(made.parameters, checkpoint), checkpoint, prepared.ffns)
         result = EncoderDecoderCheckpoint(directory)
         after = _measured(result.load(options.dtype or checkpoint.model_dtype, options.device), prepared)
-        figures = _figures(options, prepared, result, before, after) | made.figures
-        figures |= {"seconds": time.monotonic() - run.started, "peak_memory_bytes": peak_memory_bytes()}
+        own = _figures(options, prepared, result, before, after) | made.figures
+        own |= {"seconds": time.monotonic() - run.started, "peak_memory_bytes": peak_memory_bytes()}
+        figures = cast(DensifyPairsFigures, own)
         title = f"{options.model}, dense: {prepared.ffns} experts of each layer as one FFN"
         card = model_card(figures, options.model, (), False, (), title, _card(figures), loader="AutoModelForSeq2SeqLM")
         (directory / "README.md").write_text(card, encoding="utf-8")
@@ -309,7 +311,7 @@ def _usage_figures(seen: Usage) -> dict[str, Any]:
 
 
 def _provenance(
-    options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint, plan: Plan, figures: Mapping[str, Any]
+    options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint, plan: Plan, figures: DensifyPairsFigures
 ) -> dict[str, Any]:
     return {
         "source": {"model": options.model} | checkpoint.identity(),
@@ -325,12 +327,16 @@ def _provenance(
     }
 
 
-def _card(figures: Mapping[str, Any]) -> Sequence[str]:
-    columns = ("block_error_per_layer", "router_weight_error_per_layer", "dropped_share_per_layer")
+def _card(figures: DensifyPairsFigures) -> Sequence[str]:
+    columns = (
+        figures["block_error_per_layer"],
+        figures["router_weight_error_per_layer"],
+        figures["dropped_share_per_layer"],
+    )
     rows = [
         f"| {layer} | {' '.join(map(str, figures['selected_experts'][layer]))} "
         f"| {error:.0%} | {weight:.0%} | {dropped:.1%} |"
-        for layer, error, weight, dropped in zip(figures["layers"], *(figures[name] for name in columns), strict=True)
+        for layer, error, weight, dropped in zip(figures["layers"], *columns, strict=True)
     ]
     return [
         f"It is {figures['family_note']}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from compress.distillation.student_aware_routing import RouterLoss, RouterTraine
 from compress.distillation.teacher_cache import cached_teacher
 from compress.options.distill import DistillOptions
 from compress.plans.plan import same_plan
+from compress.report.figures import DistillationFigures, DistillFigures
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
 from compress.run.clock import Clock
@@ -37,7 +38,7 @@ from engine.progress import Progress, no_progress
 
 
 @claims_output
-def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def distill(options: DistillOptions, progress: Progress = no_progress) -> DistillFigures:
     """Run the job; the figures of the result, with the keys of `compress distill --json`.
 
     Several processes (engine/passes/processes.py) share training and measuring.
@@ -46,14 +47,14 @@ def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[s
     options.check()
     work = WorkDirectory(options.output)
     if (done := finished_before(options, work, lambda: identities(options))) is not None:
-        return done
+        return cast(DistillFigures, done)
     check_outputs(options)
     prepared = prepare_distillation(options)
     for checkpoint in (prepared.checkpoint, prepared.teacher):
         if checkpoint is not None:
             check_weights(checkpoint, progress)
     run = Run(options, prepared, work, progress, started)
-    return carry_out(run, lambda: _make(run))
+    return cast(DistillFigures, carry_out(run, lambda: _make(run)))
 
 
 DistillRun = Run[DistillOptions, Distillable]
@@ -203,8 +204,9 @@ def _make(run: DistillRun) -> Made:
     )
 
 
-def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) -> dict[str, Any]:
-    own, first = figures(done.trainer), done.trainer.first
+def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) -> DistillationFigures:
+    own: dict[str, Any] = {**figures(done.trainer)}
+    first = done.trainer.first
     if first is not None:
         own["router"] = {"loss_first": first.history[0]["loss"], "loss_last": first.history[-1]["loss"]}
     metric = METRICS[options.select_by]
@@ -212,25 +214,28 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
     if metric.writes:  # what is minimized is 1 − ROUGE-L
         own[metric.history] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
         metrics = [1.0 - value for value in metrics]
-    return {
-        "teacher": None if prepared.teacher is None else options.teacher,
-        "recipe": options.recipe,
-        "divergence": options.row.divergence,
-        **own,
-        "metric_name": options.select_by,
-        "metric_before": metrics[0],
-        "metric_after": metrics[1],
-        "response_perplexity_before": done.perplexities[0],
-        "response_perplexity_after": done.perplexities[1],
-        "time_share": done.clock.shares,
-        "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
-        "router_divergence_per_layer": list(done.routers.moved.values()) if first is not None and done.routers else None,
-        "prompts_left_out": prepared.prompts_left_out,
-        "responses_cut": prepared.responses_cut,
-    }
+    return cast(
+        DistillationFigures,
+        {
+            "teacher": None if prepared.teacher is None else options.teacher,
+            "recipe": options.recipe,
+            "divergence": options.row.divergence,
+            **own,
+            "metric_name": options.select_by,
+            "metric_before": metrics[0],
+            "metric_after": metrics[1],
+            "response_perplexity_before": done.perplexities[0],
+            "response_perplexity_after": done.perplexities[1],
+            "time_share": done.clock.shares,
+            "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
+            "router_divergence_per_layer": list(done.routers.moved.values()) if first is not None and done.routers else None,
+            "prompts_left_out": prepared.prompts_left_out,
+            "responses_cut": prepared.responses_cut,
+        },
+    )
 
 
-def _card(options: DistillOptions, own: dict[str, Any]) -> list[str]:
+def _card(options: DistillOptions, own: DistillationFigures) -> list[str]:
     whom = "on the text alone" if not options.row.needs_teacher else f"from `{options.teacher}`"
     shares = ", ".join(f"{name} {share:.0%}" for name, share in own["time_share"].items())
     return [

@@ -11,6 +11,7 @@ import torch
 
 from calibrate.options import CalibrationOptions
 from calibrate.text import Split, token_batches
+from compress.report.figures import EvaluateFigures, TaskFigures
 from compress.run.perplexity import exported_perplexity, perplexity
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.remote_code import check_loadable
@@ -66,7 +67,7 @@ def evaluate_model(
     backend: str = "auto",
     memory_limit: int | None = None,
     progress: Progress = no_progress,
-) -> dict[str, Any]:
+) -> EvaluateFigures:
     """`compress evaluate`: perplexity of a model. `device` "auto" is the CPU for an export; it takes no `memory_limit`."""
     started = time.monotonic()
     directory = resolve(model)
@@ -108,7 +109,7 @@ def evaluate_model(
     }
 
 
-def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> dict[str, Any]:
+def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> TaskFigures:
     """`compress evaluate --tasks`: lm-evaluation-harness tasks."""
     started = time.monotonic()
     checkpoint = Checkpoint(resolve(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from compress.plans.apply import check_fits
 from compress.plans.plan import Plan, plan_from_json
 from compress.plans.selection import Budget, check_groups, groups_of, moe_configs
 from compress.report.card import training_lines
+from compress.report.figures import PruneFigures
 from compress.report.pictures import draw_training
 from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
@@ -49,7 +50,7 @@ class Shared:
 
 
 @claims_output
-def prune(options: PruneOptions, progress: Progress = no_progress, shared: Shared | None = None) -> dict[str, Any]:
+def prune(options: PruneOptions, progress: Progress = no_progress, shared: Shared | None = None) -> PruneFigures:
     """Run the job; the figures of the result, with the keys of `compress prune --json`.
 
     Several processes (engine/passes/processes.py) share all that runs text through the model.
@@ -57,7 +58,7 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
     started = time.monotonic()
     work = WorkDirectory(options.output, shared=None if shared is None else shared.work)
     if (figures := finished_before(options, work)) is not None:
-        return figures
+        return cast(PruneFigures, figures)
     check_outputs(options)
     if shared is None:
         check_shard([options])
@@ -65,10 +66,10 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
         with limited(budget_for(options.memory_limit, prepared.checkpoint, memory_demand(options, prepared))):
             check_weights(prepared.checkpoint, progress)
             run = Run(options, prepared, work, progress, started)
-            return carry_out(run, lambda: _make(run))
+            return cast(PruneFigures, carry_out(run, lambda: _make(run)))
     budget = checked_budget(options, shared.prepared.checkpoint)
     run = Run(options, replace(shared.prepared, budget=budget), work, progress, started)
-    return carry_out(run, lambda: _make(run))
+    return cast(PruneFigures, carry_out(run, lambda: _make(run)))
 
 
 def memory_demand(options: PruneOptions, prepared: Prepared) -> MemoryDemand:
@@ -85,7 +86,7 @@ def _make(run: MethodRun) -> Made:
     criterion = criterion_of(options.method)
     plan = prepared.plan or make_plan(run)
     check_fits(plan, prepared.checkpoint)
-    own: dict[str, Any] = {"recover_steps": options.recover.steps} | criterion.figures(run)
+    own: dict[str, object] = {"recover_steps": options.recover.steps, **criterion.figures(run)}
     trained = recovered(run, plan)
     distilled = _distilled(run, plan, trained)
     return Made(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
 from compress.options.quantize import QuantizeOptions
 from compress.plans.plan import same_plan
+from compress.report.figures import QuantizeFigures
 from compress.rounding.activation_scales import Rescaling, activation_scales, load_rescaling
 from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
@@ -26,17 +27,17 @@ QuantizeRun = Run[QuantizeOptions, Prepared]
 
 
 @claims_output
-def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> QuantizeFigures:
     """Run the job; the figures of the result, with the keys of `compress quantize --json`."""
     started = time.monotonic()
     work = WorkDirectory(options.output)
     if (figures := finished_before(options, work)) is not None:
-        return figures
+        return cast(QuantizeFigures, figures)
     check_outputs(options)
     prepared = prepare_quantizing(options)
     check_weights(prepared.checkpoint, progress)
     run = Run(options, prepared, work, progress, started)
-    return carry_out(run, lambda: _make(run))
+    return cast(QuantizeFigures, carry_out(run, lambda: _make(run)))
 
 
 def prepare_quantizing(options: QuantizeOptions) -> Prepared:

@@ -7,10 +7,9 @@ Scores and their optimizer (DiEP's α and β with Adam's moments) are a few numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from compress.cost.devices import DEVICES, Device, measured
 from compress.cost.phases import PassCosts, Phase, Planned, Resident, kept_of, perplexity_phase, statistics_phase
 from compress.methods.criterion import criterion_of
 from compress.options.plan_run import RunOptions
+from compress.report.figures import PhaseFigures, PlanRunFigures
 from compress.run.result import SKIP_TABLE_SEQUENCES
 from engine.architectures import DecoderConfig, decoder_config, language_model
 from engine.checkpoint.block_float8 import block_of
@@ -81,7 +81,7 @@ def planned_model(path: Path) -> Planned:
     return Planned(config, dtype, bytes_per_weight, bool(schemes))
 
 
-def plan_run(options: RunOptions) -> dict[str, Any]:
+def plan_run(options: RunOptions) -> PlanRunFigures:
     """The figures of `compress plan-run --json`; nothing but config.json is read."""
     options.check()
     model = planned_model(config_path(options.model))
@@ -117,7 +117,7 @@ def plan_run(options: RunOptions) -> dict[str, Any]:
     }
 
 
-def _row(phase: Phase, device: Device, dtype: torch.dtype) -> dict[str, Any]:
+def _row(phase: Phase, device: Device, dtype: torch.dtype) -> PhaseFigures:
     return {
         "phase": phase.name,
         "flops": phase.work.all_flops,
@@ -169,11 +169,11 @@ def smaller(config: DecoderConfig, sparsity: float) -> DecoderConfig:
     return replace(config, layers=tuple(layers))
 
 
-def shown(figures: Mapping[str, Any]) -> list[list[str]]:
+def shown(figures: PlanRunFigures) -> list[list[str]]:
     """A table for people: phases, then all of them together."""
     from compress.report.columns import size
 
-    def cells(name: str, row: Mapping[str, Any], memory: int) -> list[str]:
+    def cells(name: str, row: PhaseFigures | PlanRunFigures, memory: int) -> list[str]:
         return [name, f"{row['flops'] / 1e12:,.2f}", size(row["bytes_moved"]), f"{row['seconds']:,.1f}", size(memory)]
 
     head = ["", "TFLOP", "bytes moved", "seconds", "memory"]

@@ -116,8 +116,8 @@ def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...]
         threads=given.common.threads,
     )
     figures = sweep(cells(base, methods, sparsities, scope), comparison, progress_bar)
-    if not figures:
-        return figures  # of a process that is not the first
+    if figures is None:
+        return {}  # of a process that is not the first
     given.say(table(text_table(figures["rows"])))
     given.say(
         f"{figures['output']}: {len(figures['runs'])} artifacts in {figures['seconds']:.1f} s; open comparison/index.html"

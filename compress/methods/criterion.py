@@ -7,7 +7,6 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -45,7 +44,7 @@ class Criterion:
     """The work of `plan`, counted from the config alone."""
     memory: Callable[[MemoryDemand, PruneOptions, DecoderConfig], MemoryDemand] = _unchanged
     """What `plan` holds in memory: the demand of any run, changed to its own."""
-    figures: Callable[[MethodRun], dict[str, Any]] = lambda run: {}
+    figures: Callable[[MethodRun], Mapping[str, object]] = lambda run: {}
     """Its own figures of the result."""
     add_files: Callable[[MethodRun, Path], None] = lambda run, directory: None
     """Writes its own files into the artifact's directory."""

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations, islice
 from math import comb
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from compress.methods.inputs import MethodRun
 from compress.options.plan_run import RunOptions
 from compress.options.prune import SUBSET_LIMIT, PruneOptions
 from compress.plans.plan import Plan
+from compress.report.figures import SearchFigures
 from engine.architectures import DecoderConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
@@ -109,7 +109,7 @@ def naee(
     return dict(sorted(result.items()))
 
 
-def search_used(counts: Mapping[int, int], kept: Mapping[int, int], limit: int) -> dict[str, Any]:
+def search_used(counts: Mapping[int, int], kept: Mapping[int, int], limit: int) -> SearchFigures:
     """What a search over layers of `counts` experts does: "greedy" where any layer is, and the most subsets of a layer."""
     subsets = max(comb(count, kept[layer]) for layer, count in counts.items())
     return {"search": "exhaustive" if subsets <= limit else "greedy", "subsets": subsets}
@@ -262,7 +262,7 @@ def _plan(run: MethodRun) -> Plan:
     return kept_plan(run, kept)
 
 
-def _figures(run: MethodRun) -> dict[str, Any]:
+def _figures(run: MethodRun) -> dict[str, SearchFigures]:
     if run.prepared.budget is None:
         return {}
     counts = run.prepared.checkpoint.config.experts_by_layer

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compress.report.figures import ModelFigures, TrainingFigures
 from compress.report.pictures import Picture
 from engine.checkpoint.hub import is_hub_id, split
 
 
 def model_card(
-    figures: Mapping[str, Any],
+    figures: ModelFigures,
     source: str,
     layers: Sequence[int],
     skipping: bool,
@@ -71,13 +72,13 @@ def model_card(
     )
 
 
-def training_lines(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def training_lines(parts: Mapping[str, TrainingFigures]) -> list[str]:
     """What each part of the training cost and gained; nothing where there was none."""
     lines = []
     for name, part in parts.items():
         lines.append(f"`{name}`: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}.")
         if part["best_step"] is not None:
-            best = dict(part["validation_perplexity"])[part["best_step"]]
+            best = next(value for step, value in part["validation_perplexity"] if step == part["best_step"])
             lines.append(f"Kept is the state of step {part['best_step']}, perplexity {best:.3f} on text set aside for that.")
     return [*lines, ""] if lines else []
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypedDict, TypeVar
@@ -109,7 +109,7 @@ class Made:
     """What the artifact is said to be made by."""
     trained: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the result that training has changed, by name."""
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, object] = field(default_factory=dict)
     """The command's own, beside those of every artifact."""
     title: str | None = None
     """Of the model card; None says how many fewer experts there are."""

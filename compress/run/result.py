@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
@@ -19,6 +19,7 @@ from compress.plans.plan import plan_to_json
 from compress.report import plots
 from compress.report.card import model_card
 from compress.report.diep_scores import load_scores
+from compress.report.figures import ModelFigures
 from compress.report.pictures import Pictured, draw, kept_experts
 from compress.run.job import AnyRun, HeldOut, Made, fingerprints, held_out
 from compress.run.work_directory import WorkDirectory
@@ -81,7 +82,7 @@ def check_outputs(options: JobOptions) -> None:
         check_file_output(options.plan_output, options.overwrite)
 
 
-def carry_out(run: AnyRun, make: Callable[[], Made]) -> dict[str, Any]:
+def carry_out(run: AnyRun, make: Callable[[], Made]) -> ModelFigures:
     """Measure, make, write, measure again; the figures of the result.
 
     After bad input nothing is left; after an interruption, what `--resume` goes on from. Several processes make and measure
@@ -104,12 +105,12 @@ def carry_out(run: AnyRun, make: Callable[[], Made]) -> dict[str, Any]:
     return figures
 
 
-def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> dict[str, Any]:
+def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
     """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
     options, source = run.options, run.prepared.checkpoint
     if not processes.is_first():
         _measured(run, Checkpoint(Path(processes.told())))
-        return dict(processes.told())
+        return cast(ModelFigures, processes.told())
     with whole_or_nothing(options.output, options.overwrite) as directory:
         apply(
             made.plan,
@@ -173,36 +174,35 @@ def _routed(seen: HeldOut) -> dict[int, list[int]] | None:
     return None if counts is None else {int(layer): own for layer, own in counts.items()}
 
 
-def _figures(run: AnyRun, made: Made, result: Checkpoint, before: float | None, after: float | None) -> dict[str, Any]:
+def _figures(run: AnyRun, made: Made, result: Checkpoint, before: float | None, after: float | None) -> ModelFigures:
+    """The figures of every smaller model, and then the command's own."""
     options, source = run.options, run.prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
     calibration = run.prepared.calibration
-    return (
-        {
-            "artifact": str(options.output),
-            "method": made.method,
-            "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
-            "experts_before": experts_before,
-            "experts_after": experts_after,
-            "experts_per_layer": list(result.config.experts_per_layer),
-            "parameters_before": source.parameters,
-            "parameters_after": result.parameters,
-            "bytes_before": source.bytes,
-            "bytes_after": result.bytes,
-            "perplexity_before": before,
-            "perplexity_after": after,
-            "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
-            f"{calibration.data}",
-            "seconds": time.monotonic() - run.started,
-            "peak_memory_bytes": peak_memory_bytes(),
-            "loading_note": loading_note(result.raw_config, bool(result.schemes)),
-        }
-        | made.figures
-        | (made.quantiser.figures(source, result) if made.quantiser else {})
-    )
+    own: ModelFigures = {
+        "artifact": str(options.output),
+        "method": made.method,
+        "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
+        "experts_before": experts_before,
+        "experts_after": experts_after,
+        "experts_per_layer": list(result.config.experts_per_layer),
+        "parameters_before": source.parameters,
+        "parameters_after": result.parameters,
+        "bytes_before": source.bytes,
+        "bytes_after": result.bytes,
+        "perplexity_before": before,
+        "perplexity_after": after,
+        "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
+        f"{calibration.data}",
+        "seconds": time.monotonic() - run.started,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "loading_note": loading_note(result.raw_config, bool(result.schemes)),
+    }
+    rounding: Mapping[str, object] = made.quantiser.figures(source, result) if made.quantiser else {}
+    return cast(ModelFigures, {**own, **made.figures, **rounding})
 
 
-def _provenance(run: AnyRun, made: Made, figures: dict[str, Any], skipping: bool) -> dict[str, Any]:
+def _provenance(run: AnyRun, made: Made, figures: ModelFigures, skipping: bool) -> dict[str, Any]:
     options = run.options
     return {
         "source": {"model": options.model} | run.prepared.models,
