@@ -21,6 +21,7 @@ from compress.classifiers.training import ClassifierTrainer
 from compress.options.distill_classifier import OPTIMISERS, ClassifierOptions
 from compress.plans.apply import carried_files
 from compress.report import plots
+from compress.report.card import front_matter
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
 from compress.run.job import Run, teacher_identity
@@ -312,10 +313,7 @@ def _card(options: ClassifierOptions, figures: Mapping[str, Any]) -> str:
     teacher = figures["teacher_accuracy"]
     return "\n".join(
         [
-            "---",
-            "library_name: transformers",
-            "tags: [classifier, distilled, moe-compress]",
-            "---",
+            *front_matter(["classifier", "distilled", "moe-compress"], library="transformers"),
             f"# {options.model}, distilled",
             "",
             f"Distilled {whom} by recipe `{options.recipe}`{ablation}: {figures['steps']} steps, loss "

@@ -134,14 +134,14 @@ class ClassifierLoss:
         examples = self.examples.read(rows_B.tolist())
         if isinstance(examples, Tensor):
             examples = augmented(examples, self.teaching.augmentation, batch.generator)
-        answer = Answer(
+        outputs = BatchOutputs(
             self.student.model.split(**on(self.student.inputs, examples, self.device)),
             self.labels_N[rows_B].to(self.device),
             self._teacher(rows_B, examples) if self.teaching.asks_teacher else None,
             self.student.model.head.weight,
             self.teaching.temperature,
         )
-        terms = self._terms(answer, self.mixture)
+        terms = self._terms(outputs, self.mixture)
         return {name: term_B.sum() / count for name, term_B in terms.items()}
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ class ClassifierLoss:
 
 
 @dataclass(frozen=True)
-class Answer:
+class BatchOutputs:
     """What a batch gave: the student's outputs, the classes, and the teacher's logits."""
 
     student: Split
@@ -171,41 +171,41 @@ class Answer:
         return self.student.logits_BC.float()
 
 
-Terms = Callable[[Answer, Mixture | None], dict[str, Tensor]]
+Terms = Callable[[BatchOutputs, Mixture | None], dict[str, Tensor]]
 """A batch, and the mixture where the recipe trains one, to the terms of the loss, [B] each."""
 
 
-def sft_terms(answer: Answer, mixture: Mixture | None) -> dict[str, Tensor]:
+def sft_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
     """Cross-entropy on the labels, [B]."""
-    return {"labels": F.cross_entropy(answer.scores_BC, answer.labels_B, reduction="none")}
+    return {"labels": F.cross_entropy(outputs.scores_BC, outputs.labels_B, reduction="none")}
 
 
-def kd_terms(answer: Answer, mixture: Mixture | None) -> dict[str, Tensor]:
+def kd_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
     """Cross-entropy and the divergence from the teacher's prediction, [B] each."""
-    assert answer.teacher_BK is not None
-    labels_loss_B, divergence_B = kd(answer.scores_BC, answer.labels_B, answer.teacher_BK, answer.temperature)
+    assert outputs.teacher_BK is not None
+    labels_loss_B, divergence_B = kd(outputs.scores_BC, outputs.labels_B, outputs.teacher_BK, outputs.temperature)
     return {"labels": labels_loss_B, "teacher": divergence_B}
 
 
-def srrl_terms(answer: Answer, mixture: Mixture | None) -> dict[str, Tensor]:
+def srrl_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
     """SRRL in MoE-KD's form (§4.4), [B] each."""
-    assert mixture is not None and answer.teacher_BK is not None
-    log_gate_BK = mixture.gate(answer.student.gated.float())
-    teacher_BK = class_probabilities(answer.teacher_BK, answer.temperature)
-    likelihood_B, divergence_B = srrl(answer.scores_BC, answer.labels_B, teacher_BK, log_gate_BK)
+    assert mixture is not None and outputs.teacher_BK is not None
+    log_gate_BK = mixture.gate(outputs.student.gated.float())
+    teacher_BK = class_probabilities(outputs.teacher_BK, outputs.temperature)
+    likelihood_B, divergence_B = srrl(outputs.scores_BC, outputs.labels_B, teacher_BK, log_gate_BK)
     return {"labels": -likelihood_B, "gate": divergence_B}
 
 
-def moe_kd_terms(answer: Answer, mixture: Mixture | None) -> dict[str, Tensor]:
+def moe_kd_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
     """MoE-KD's bound (§4), [B] each; with ablation (v) the teacher's prediction is the posterior."""
     assert mixture is not None
-    log_gate_BK = mixture.gate(answer.student.gated.float())
-    experts = Experts.of(mixture.prototypes() @ answer.head_CD.float().T)
-    log_experts_BK = log_experts(answer.scores_BC, experts, answer.labels_B)
-    if answer.teacher_BK is None:
+    log_gate_BK = mixture.gate(outputs.student.gated.float())
+    experts = Experts.of(mixture.prototypes() @ outputs.head_CD.float().T)
+    log_experts_BK = log_experts(outputs.scores_BC, experts, outputs.labels_B)
+    if outputs.teacher_BK is None:
         log_posterior_BK = e_step(log_gate_BK, log_experts_BK)
     else:
-        log_posterior_BK = F.log_softmax(answer.teacher_BK / answer.temperature, dim=-1)
+        log_posterior_BK = F.log_softmax(outputs.teacher_BK / outputs.temperature, dim=-1)
     expected_B, divergence_B = elbo(log_posterior_BK, log_gate_BK, log_experts_BK)
     return {"experts": -expected_B, "gate": divergence_B}
 

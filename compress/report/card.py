@@ -37,11 +37,11 @@ def model_card(
     heading = title or f"{source}, {figures['sparsity']:.0%} fewer experts"
     return "\n".join(
         [
-            "---",
-            *([] if figures.get("loading_note") else ["library_name: transformers"]),
-            *([f"base_model: {split(source)[0]}"] if is_hub_id(source) and not Path(source).exists() else []),
-            f"tags: [mixture-of-experts, {_kind(figures, title)}, moe-compress]",
-            "---",
+            *front_matter(
+                ["mixture-of-experts", _kind(figures, title), "moe-compress"],
+                library=None if figures.get("loading_note") else "transformers",
+                base=split(source)[0] if is_hub_id(source) and not Path(source).exists() else None,
+            ),
             f"# {heading}",
             "",
             f"Made by moe-compress with method `{figures['method']}`. Every option, the plan (what became of each",
@@ -70,6 +70,13 @@ def model_card(
             *(line for picture in pictures for line in (f"![{picture.name}]({picture.path.name})", "", picture.about, "")),
         ]
     )
+
+
+def front_matter(tags: list[str], library: str | None, base: str | None = None) -> list[str]:
+    """The lines that the hub reads of a model card, as YAML. base: the hub id of the model that it was made from."""
+    from huggingface_hub import ModelCardData  # imported here: tables and columns are used without the hub
+
+    return ["---", ModelCardData(base_model=base, library_name=library, tags=tags).to_yaml(), "---"]
 
 
 def training_lines(parts: Mapping[str, TrainingFigures]) -> list[str]:

@@ -35,7 +35,7 @@ class Gone(Exception):
     """The client went away before its answer."""
 
 
-class Gate:
+class RequestGate:
     """Lets a request through to the endpoints, or answers for them. A body is whole before any endpoint sees it."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Gate:
 class _Taken:
     """What one body takes of the gate's room for large ones."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: RequestGate) -> None:
         self._gate, self._bytes = gate, 0
 
     def grow(self, size: int) -> None:
