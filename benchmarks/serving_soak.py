@@ -31,7 +31,8 @@ import httpx2
 import psutil
 from results import ROOT, markdown, save
 
-from engine.bench.load_test import LoadOptions, load_test
+from engine.bench.load_test import load_test
+from engine.bench.options import LoadOptions
 
 PROMPTS = (
     "def read(path):\n",

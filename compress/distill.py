@@ -32,7 +32,7 @@ from compress.training.training import Trainer, figures
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 from engine.passes import processes
 from engine.progress import Progress, no_progress
 

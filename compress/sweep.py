@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compress.compare import COMPARISON, CompareOptions, compare
+from compress.compare import COMPARISON, compare
 from compress.methods import METHODS
+from compress.options.compare import CompareOptions
 from compress.options.prune import PruneOptions
 from compress.prune import Shared, check_shard, checked_budget, prepare_pruning, prune
 from compress.report.figures import SweepFigures

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from engine.errors import OptionError
 
 _KEY, _PART = "option", "part"
+_LIMITS = {"minimum", "maximum", "above"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class Part(NamedTuple):
     changes: Mapping[str, Changed]
     """By name of the part's field."""
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The changed defaults."""
+        return {name: each.default for name, each in self.changes.items() if each.default not in (MISSING, REQUIRED)}
+
 
 def declared(*, help: str, group: str, **row: Any) -> dict[str, Any]:
     """Metadata of a field without a default: such an option is required."""
@@ -124,8 +130,7 @@ def declared_part(of: type, **changes: Changed) -> dict[str, Any]:
 
 def part(of: type, **changes: Changed) -> Any:
     """A dataclass field that is by default `of` with the changed defaults."""
-    defaults = {name: each.default for name, each in changes.items() if each.default is not MISSING}
-    return field(default_factory=partial(of, **defaults), metadata=declared_part(of, **changes))
+    return field(default_factory=partial(of, **Part(of, changes).defaults), metadata=declared_part(of, **changes))
 
 
 @dataclass(frozen=True)
@@ -154,8 +159,8 @@ class Leaf:
 
 
 def leaves(of: type) -> Iterator[Leaf]:
-    """All options of a dataclass, its parts' included, in the order of its fields."""
-    for each in fields(of):
+    """All options of a dataclass, its parts' included: first those that the class itself declares, then its bases'."""
+    for each in sorted(fields(of), key=lambda each: _place(of, each)):
         if _PART in each.metadata:
             inner: Part = each.metadata[_PART]
             _, is_optional = annotation(of, each)
@@ -186,15 +191,25 @@ def _of_part(name: str, leaf: Leaf, changes: Mapping[str, Changed], is_optional:
 
 def annotation(of: type, each: Field[Any]) -> tuple[Any, bool]:
     """The type of a field without None, and whether it may be None."""
-    owner = next(base for base in of.__mro__ if each.name in vars(base).get("__annotations__", {}))
     kind = each.type
     if isinstance(kind, str):
-        kind = eval(kind, vars(sys.modules[owner.__module__]))
+        kind = eval(kind, vars(sys.modules[_owner(of, each).__module__]))
     alternatives = get_args(kind)
     if NoneType in alternatives:
         (kind,) = (one for one in alternatives if one is not NoneType)
         return kind, True
     return kind, False
+
+
+def _place(of: type, each: Field[Any]) -> tuple[int, int]:
+    """Where a field is declared last: how far from the class, and behind how many others."""
+    owner = _owner(of, each)
+    return of.__mro__.index(owner), list(vars(owner)["__annotations__"]).index(each.name)
+
+
+def _owner(of: type, each: Field[Any]) -> type:
+    """The class that declares a field last."""
+    return next(base for base in of.__mro__ if each.name in vars(base).get("__annotations__", {}))
 
 
 def part_of(of: type, name: str) -> Part | None:
@@ -204,15 +219,24 @@ def part_of(of: type, name: str) -> Part | None:
 
 
 def check(options: Any) -> None:
-    """Raise OptionError for a value outside the limits or choices that its field declares; parts check themselves."""
+    """Raise OptionError for a value outside the limits or choices that its field declares.
+
+    Parts check themselves; of theirs, only limits that are changed here are checked.
+    """
     for each in fields(options):
-        row: Option | None = each.metadata.get(_KEY)
         value = getattr(options, each.name)
-        if row is None or value is None:
-            continue
-        name = row.flag or each.name.replace("_", "-")
-        for one in value if isinstance(value, tuple) else (value,):
-            check_value(name, one, row)
+        if _KEY in each.metadata:
+            _check_field(each.name, value, each.metadata[_KEY])
+        elif _PART in each.metadata and value is not None:
+            for name, change in each.metadata[_PART].changes.items():
+                if change.row is not None and _LIMITS & change.row.keys():
+                    _check_field(name, getattr(value, name), Option(**{"help": "", "group": ""} | change.row))
+
+
+def _check_field(name: str, value: Any, row: Option) -> None:
+    for one in value if isinstance(value, tuple) else (value,):
+        if one is not None:
+            check_value(row.flag or name.replace("_", "-"), one, row)
 
 
 def check_value(name: str, value: Any, row: Option) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import click
 
@@ -106,13 +106,13 @@ def default_of(leaf: Leaf) -> Any:
 def click_type(leaf: Leaf) -> click.ParamType[Any]:
     """The type of click that parses a field's values and holds its limits."""
     row, kind = leaf.option, leaf.type
-    one = _one_type(row, kind if kind in (int, float, str, bool, Path) else _item(kind))
+    one = _one_type(row, _item(kind) if get_origin(kind) is tuple else kind)
     return Several(one, row.metavar) if row.several == "commas" else one
 
 
 def _item(kind: Any) -> Any:
     """The type of the values of a tuple of any length."""
-    item, ellipsis = kind.__args__
+    item, ellipsis = get_args(kind)
     assert ellipsis is ..., f"{kind} is no type of an option"
     return item
 
@@ -160,15 +160,16 @@ def _made(
         if each.name in fixed:
             given[each.name] = fixed[each.name]
         elif part is not None:
-            changed = {name: row.default for name, row in part.changes.items() if row.default is not MISSING}
-            inner = {name: value for name, value in changed.items() if (*here, name) not in found}
+            read = {path[-1] for path, leaf in found.items() if path[:-1] == here and leaf.name in values}
+            inner = {name: value for name, value in part.defaults.items() if name not in read}
             given[each.name] = _made(part.of, here, found, values, shared, inner)
         elif here not in found:
             if each.name in shared:
                 given[each.name] = shared[each.name]
-        elif found[here].name in values:
-            given[each.name] = _value(found[here], values[found[here].name])
-    if path and any(given.get(each.name, 0) is None for each in fields(of) if each.default is MISSING):
+        elif (name := found[here].name) in values and (values[name] is not None or found[here].is_optional):
+            given[each.name] = _value(found[here], values[name])
+    required = [each.name for each in fields(of) if each.default is each.default_factory is MISSING]
+    if path and any(given.get(name) is None for name in required):
         return None
     return of(**given)
 

@@ -8,15 +8,13 @@ from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
 from compress.commands.output import progress_bar, table
 from compress.methods import DEFAULT_METHOD, METHODS
+from compress.options.compare import PICTURE_SEQUENCES, CompareOptions
 from compress.options.prune import DiepOptions, PruneOptions
 from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
 from compress.report.columns import text_table
 from engine.errors import OptionError
 from engine.options import names, option
-
-PICTURE_SEQUENCES = 16
-"""Sequences of the calibration text that a sweep's pictures of expert usage and similarity are drawn from."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,6 @@ def recovery(given: Given) -> WholeRecoveryOptions:
 
 
 def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...] | None) -> Figures:
-    from compress.compare import CompareOptions
     from compress.sweep import cells, sweep
 
     given.refuse(["memory_limit"], "for one artifact at a time, and this makes several")

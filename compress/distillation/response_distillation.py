@@ -28,7 +28,7 @@ from compress.training.losses import head_loss, layer_distance
 from compress.training.training import Batch
 from engine.decoder.model import Decoder, gate_of, routed_by
 from engine.decoder.routing import AllExperts, Routing, SampledExperts
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 from engine.passes import processes
 
 SAMPLING = SamplingOptions(temperature=1.0)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 
 from compress.export.genai import check_genai, tokenizer_problem, write_genai_config
 from compress.export.parity import Allowed, RoundedCheckpoint, check_parity
+from compress.options.export import PRECISION_BITS, ExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.architectures import check_onnx
@@ -24,7 +24,7 @@ from engine.checkpoint.checkpoint import ONNX_NAME, Checkpoint, resolve
 from engine.decoder.model import own_routings
 from engine.decoder.routing import Routing
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
-from engine.errors import ExportError, OptionError, UnsupportedError
+from engine.errors import ExportError, UnsupportedError
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.onnx.quantize import BLOCKS, Written, block_size
@@ -47,8 +47,6 @@ class Precision(NamedTuple):
 class ExportFormat:
     """One row of FORMATS; the checkpoint's own files are in every format."""
 
-    packages: tuple[str, ...]
-    """Packages that an export needs."""
     check: Callable[[Checkpoint, bool], None] = lambda checkpoint, portable: None
     """Raises an error of input for a model that the format cannot hold. portable: standard operators only."""
     write: Callable[[Checkpoint, Path], None] = lambda checkpoint, directory: None
@@ -59,61 +57,20 @@ class ExportFormat:
 
 
 FORMATS: dict[str, ExportFormat] = {
-    "onnx": ExportFormat(("onnx", "onnxruntime")),
-    "onnx-genai": ExportFormat(
-        ("onnx", "onnxruntime", "onnxruntime_genai"),
-        check_genai,
-        write_genai_config,
-        tokenizer_problem,
-        runs_encoder_decoders=False,
-    ),
+    "onnx": ExportFormat(),
+    "onnx-genai": ExportFormat(check_genai, write_genai_config, tokenizer_problem, runs_encoder_decoders=False),
 }
+"""One row for each of FORMAT_PACKAGES (compress/options/export.py)."""
 PRECISIONS: dict[str, Precision] = {
-    "float32": Precision(torch.float32, None, Allowed(1e-4, 1e-4)),
-    "float16": Precision(torch.float16, None, Allowed(math.inf, 0.02)),
-    "int8": Precision(torch.float32, 8, Allowed(math.inf, 0.1)),
-    "int4": Precision(torch.float32, 4, Allowed(math.inf, 0.1)),
+    "float32": Precision(torch.float32, PRECISION_BITS["float32"], Allowed(1e-4, 1e-4)),
+    "float16": Precision(torch.float16, PRECISION_BITS["float16"], Allowed(math.inf, 0.02)),
+    "int8": Precision(torch.float32, PRECISION_BITS["int8"], Allowed(math.inf, 0.1)),
+    "int4": Precision(torch.float32, PRECISION_BITS["int4"], Allowed(math.inf, 0.1)),
 }
-EXPERT_FORMS = {"moe": False, "portable": True}
-"""Whether experts are made of standard operators only; otherwise they are onnxruntime's mixture operators."""
 FILE_KEYS = ("auto_map", "quantization_config")
 """Config keys that describe the checkpoint's own files and not the export's."""
 MAX_TABLES = 1 << 30
 """Bytes of the angles of all positions in a graph, where the weights are fewer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """One export. Raises OptionError for what no model can be exported as."""
-
-    model: str
-    output: Path
-    format: str = "onnx"
-    precision: str = "float32"
-    experts: str = "moe"
-    skip_threshold: float = 0.0
-    skip_min_experts: int = 1
-    threads: int | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("format", self.format, FORMATS),
-            ("precision", self.precision, PRECISIONS),
-            ("experts", self.experts, EXPERT_FORMS),
-        ):
-            if value not in known:
-                raise OptionError(f"{name} {value!r} is not known; choose {', '.join(known)}")
-        if self.is_portable and PRECISIONS[self.precision].bits is not None:
-            raise OptionError(f"precision {self.precision!r} needs operators of onnxruntime; leave out --experts portable")
-        missing = [package for package in FORMATS[self.format].packages if find_spec(package) is None]
-        if missing:
-            raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
-
-    @property
-    def is_portable(self) -> bool:
-        """Whether the graph is made of standard operators only."""
-        return EXPERT_FORMS[self.experts]
 
 
 @claims_output

@@ -53,13 +53,13 @@ class KnowledgeAugmentation:
 class DistillOptions(JobOptions, StepOptions):
     """One run of `compress distill`; `model` is the student."""
 
-    teacher: str | None = option(
-        None, group=TRAIN, help="The teacher: a directory, a hub id or 'demo'; left out for recipe sft."
-    )
     model: str = field(
         metadata=declared(
             group=TRAIN, flag="student", help="The model to train: a dense one, or a mixture such as a pruned one."
         )
+    )
+    teacher: str | None = option(
+        None, group=TRAIN, help="The teacher: a directory, a hub id or 'demo'; left out for recipe sft."
     )
     output: Path = like(JobOptions, "output", unset="STUDENT-RECIPE")
     method: str = "distill"

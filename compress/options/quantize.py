@@ -13,7 +13,7 @@ from engine.errors import OptionError
 from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
 from engine.options import changed, check, declared, declared_part, option, part, unlisted
 
-ROUND = "Rounding"
+ROUND = "Quantization"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_BITS = 8
 _USUAL_SIZES = (32, 64, 128, 16, 8)

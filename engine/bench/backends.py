@@ -20,6 +20,7 @@ from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import OptionError
 from engine.generation.generate import Engine, resolve_dtype
+from engine.generation.options import OpenOptions
 from engine.generation.report import memory_split, peak_memory_bytes
 from engine.kernels.devices import resolve_device, set_threads
 from engine.kernels.linear import SHAPES_KEPT
@@ -55,9 +56,9 @@ class BenchCase:
 class BenchSpec(Spec):
     """One language model. Raises OptionError for what no backend honours."""
 
-    skip_threshold: float = 0.0
-    skip_min_experts: int = 1
-    kv_cache_dtype: str = "auto"
+    skip_threshold: float = OpenOptions.skip_threshold
+    skip_min_experts: int = OpenOptions.skip_min_experts
+    kv_cache_dtype: str = OpenOptions.kv_cache_dtype
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from engine.bench.options import BenchOptions
 from engine.bench.side_by_side import about_model, gib
 from engine.checkpoint.checkpoint import resolve
 from engine.errors import OptionError
@@ -52,7 +53,7 @@ def bench_classifiers(
     models: Sequence[str],
     backends: Sequence[str] = (),
     *,
-    repetitions: int = 5,
+    repetitions: int = BenchOptions.repetitions,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
     **options: Any,
 ) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.bench.options import LoadOptions
 from engine.errors import CompressError, OptionError
 
 try:
@@ -28,28 +29,6 @@ except ModuleNotFoundError as error:
 
 TIMEOUT_SECONDS = 600
 PERCENTILE = 99
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """What is asked of which server. Raises OptionError for values that cannot be."""
-
-    server: str
-    api_key: str | None = None
-    num_prompts: int = 100
-    max_concurrency: int | None = None
-    request_rate: float | None = None
-    """Requests a second, at random distances (Poisson); None sends all at once."""
-    random_input_len: int = 128
-    random_output_len: int = 128
-    ignore_eos: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.server.startswith(("http://", "https://")):
-            raise OptionError(f"the server is {self.server!r}; give its URL, like http://127.0.0.1:8000")
-        if min(self.num_prompts, self.random_input_len, self.random_output_len) < 1:
-            raise OptionError("prompts, their length and that of answers must be at least 1")
 
 
 @dataclass

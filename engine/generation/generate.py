@@ -27,6 +27,7 @@ from engine.decoder.model import Decoder, own_routings
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
 from engine.errors import OptionError
+from engine.generation.options import GenerateOptions, OpenOptions, SamplingOptions
 from engine.generation.report import (
     ExportedSkipCounter,
     Report,
@@ -36,7 +37,7 @@ from engine.generation.report import (
     rate,
     resident_weights_bytes,
 )
-from engine.generation.sampling import SamplingOptions, penalised_rows, sample
+from engine.generation.sampling import penalised_rows, sample
 from engine.generation.speculative import Reader, Speculation
 from engine.generation.text_stream import TextStream, plain_text
 from engine.kernels.devices import resolve_device, set_threads
@@ -45,7 +46,6 @@ from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingOptions()
-DRAFT_TOKENS = 4
 """Drafted before the target looks at them."""
 PREFILL_CHUNK = 512
 """Positions of a prompt that are read at a time."""
@@ -83,7 +83,7 @@ class Engine:
             self.skip_counter.attach()
         self.draft: Engine | None = None
         """Writes ahead, for this one to verify."""
-        self.draft_tokens = DRAFT_TOKENS
+        self.draft_tokens = OpenOptions.draft_tokens
         self.kv_cache_dtype = decoder.dtype
         """What keys and values are kept in."""
         self.load_seconds = 0.0
@@ -95,16 +95,16 @@ class Engine:
         cls,
         model: str | Path,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        threads: int | None = None,
-        skip_threshold: float = 0.0,
-        skip_min_experts: int = 1,
-        backend: str = "auto",
-        checksums: bool = False,
-        draft: str | Path | None = None,
-        draft_tokens: int = DRAFT_TOKENS,
-        kv_cache_dtype: str = "auto",
+        device: str = OpenOptions.device,
+        dtype: str = OpenOptions.dtype,
+        threads: int | None = OpenOptions.threads,
+        skip_threshold: float = OpenOptions.skip_threshold,
+        skip_min_experts: int = OpenOptions.skip_min_experts,
+        backend: str = OpenOptions.backend,
+        checksums: bool = OpenOptions.checksums,
+        draft: str | Path | None = OpenOptions.draft,
+        draft_tokens: int = OpenOptions.draft_tokens,
+        kv_cache_dtype: str = OpenOptions.kv_cache_dtype,
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are mapped, not read, where device and dtype allow it.
 
@@ -213,7 +213,7 @@ class Engine:
         self,
         prompts: str | Sequence[str],
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int = GenerateOptions.tokens,
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> list[Generation]:
@@ -230,7 +230,7 @@ class Engine:
         self,
         prompt: str,
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int = GenerateOptions.tokens,
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> Iterator[str]:

@@ -6,13 +6,10 @@ SIGTERM lets running requests end and takes no more; a second one, or SIGINT, en
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,11 +17,12 @@ import torch
 
 from engine.errors import OptionError
 from engine.generation.generate import Engine
+from engine.server.options import ServeOptions
 
 try:
     import uvicorn
 
-    from engine.server.access import allowed_hosts, is_local, plain_host
+    from engine.server.access import allowed_hosts
     from engine.server.connection_limits import Connections, limited_protocol
     from engine.server.server import Service, State, create_app
 except ModuleNotFoundError as error:
@@ -38,7 +36,6 @@ from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.server.log_budget import limited_logging
 from engine.server.signals import Signals
 
-KEY_VARIABLE = "COMPRESS_API_KEY"
 BACKLOG = 2048
 """Connections that the system keeps until they are accepted."""
 ACCEPTED_AT_ONCE = 16
@@ -50,69 +47,6 @@ SMALL_CACHE = 1 << 30
 """Bytes that are taken for one sequence whatever is free."""
 SPARE_MEMORY_SHARE = 0.25
 """Of what is free, for keys and values, where no size is given."""
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """What to serve, where and how much of it. Raises OptionError for values that cannot be."""
-
-    model: str = "demo"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    """Any of them opens, and what their holders have sent is kept apart; none for everybody."""
-    allow_anonymous: bool = False
-    """Other machines may reach it without a key."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Names of the server besides its own; see `engine.server.access.allowed_hosts`."""
-    served_model_name: str | None = None
-    max_queue: int = 256
-    max_batch_size: int = 16
-    max_model_length: int | None = None
-    kv_cache_bytes: int | None = None
-    request_timeout: float | None = None
-    skip_threshold: float = 0.0
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
-    kv_cache_dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not all(key.strip() and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise OptionError("an API key is empty or has characters that no header carries; use printable ASCII")
-        for host in self.allowed_hosts:
-            if not plain_host(host):
-                raise OptionError(
-                    f"the allowed host {host!r:.80} is neither a name nor an address; give one, without a port"
-                )
-        if self.is_exposed and not self.allow_anonymous:
-            raise OptionError(
-                f"other machines can reach {self.host}, and without a key anybody may use the server; give --api-key "
-                f"(or {KEY_VARIABLE}), or --allow-anonymous"
-            )
-        if self.served_model_name is not None and not self.served_model_name.strip():
-            raise OptionError("the served model name is empty; leave it out, or give a name")
-
-    @property
-    def name(self) -> str:
-        """By which clients ask for the model."""
-        path = Path(self.model)
-        return self.served_model_name or (path.resolve().name if path.is_dir() else self.model)
-
-    @property
-    def is_exposed(self) -> bool:
-        """Whether others than this machine may reach it without a key."""
-        return not is_local(self.host) and not self.api_keys
-
-
-def keys_from(given: Sequence[str]) -> tuple[str, ...]:
-    """The keys of the command line, or of the environment where it has none. Raises OptionError for an empty variable."""
-    if given or KEY_VARIABLE not in os.environ:
-        return tuple(given)
-    keys = os.environ[KEY_VARIABLE].splitlines()
-    if not all(keys) or not keys:
-        raise OptionError(f"{KEY_VARIABLE} is set and has no key, or an empty line; unset it to serve without a key")
-    return tuple(keys)
 
 
 def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:

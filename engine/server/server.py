@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from engine.batching.loop import EngineLoop
+from engine.batching.options import QueueOptions
 from engine.errors import BusyError, CompressError
 from engine.generation.generate import Engine
 from engine.generation.token_text import TokenText
@@ -50,7 +51,7 @@ class Service:
         *,
         model_name: str,
         skip_threshold: float = 0.0,
-        max_queue: int = 256,
+        max_queue: int = QueueOptions.max_queue,
         reading: ReadingPool | None = None,
     ) -> None:
         """`reading`: reads bodies; made here where none is given."""
