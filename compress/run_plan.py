@@ -21,14 +21,16 @@ from compress.methods.criterion import criterion_of
 from compress.options.plan_run import RunOptions
 from compress.report.figures import PhaseFigures, PlanRunFigures
 from compress.run.result import SKIP_TABLE_SEQUENCES
-from engine.architectures import DecoderConfig, decoder_config, language_model
 from engine.checkpoint.block_float8 import block_of
 from engine.checkpoint.checkpoint import DEMO, DEMO_DIRECTORY
 from engine.checkpoint.hub import is_hub_id, split
 from engine.checkpoint.mxfp4 import is_packed
 from engine.checkpoint.pack_quantized import schemes_of
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.families.config import DecoderConfig
+from engine.families.resolve import decoder_config
 from engine.families.rotary_embedding import Rotary
+from engine.families.wrappers import language_model
 from engine.files.json_file import load_json
 from engine.passes.memory_budget import TOKENS_PER_BATCH
 

@@ -9,7 +9,7 @@ import torch
 from calibrate.collect import held_bytes
 from compress.cost.counts import OperationCounts, Passes
 from compress.cost.devices import Device
-from engine.architectures import DecoderConfig
+from engine.families.config import DecoderConfig
 
 
 @dataclass(frozen=True)

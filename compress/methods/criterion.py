@@ -23,7 +23,7 @@ from compress.options.prune import PruneOptions
 from compress.plans.plan import Plan, pruning_plan
 from compress.plans.selection import groups_of, moe_configs
 from compress.run.job import statistics_of
-from engine.architectures import DecoderConfig
+from engine.families.config import DecoderConfig
 from engine.passes.memory_need import MemoryDemand
 
 Kept = Mapping[int, Sequence[int]]

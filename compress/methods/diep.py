@@ -38,9 +38,9 @@ from compress.options.prune import DiepOptions, PruneOptions
 from compress.report.diep_scores import save_scores, scores_of_state
 from compress.training.losses import next_token_loss, reconstruction_loss
 from compress.training.moments import restore, with_moments
-from engine.architectures import DecoderConfig
 from engine.decoder.model import Decoder, Outer
 from engine.errors import DataError
+from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes

@@ -25,10 +25,10 @@ from compress.cost.phases import PassCosts, Phase
 from compress.methods.inputs import MethodRun
 from compress.options.prune import PruneOptions
 from compress.training.losses import next_token_loss
-from engine.architectures import DecoderConfig
 from engine.decoder.model import Decoder, Outer
 from engine.decoder.routing import Gated, Routing
 from engine.errors import DataError
+from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear

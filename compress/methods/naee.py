@@ -34,12 +34,12 @@ from compress.options.plan_run import RunOptions
 from compress.options.prune import SUBSET_LIMIT, PruneOptions
 from compress.plans.plan import Plan
 from compress.report.figures import SearchFigures
-from engine.architectures import DecoderConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
 from engine.decoder.routing import NO_EXPERT, Masked, Selection
 from engine.errors import DataError
+from engine.families.config import DecoderConfig
 from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
 from engine.passes.memory_budget import KEPT_BYTES

@@ -8,8 +8,9 @@ from typing import Any
 
 from calibrate.options import CalibrationOptions
 from compress.options.job import OUTPUT, JobOptions
-from engine.architectures import DecoderConfig, attention_weights, expected_tensors, feed_forward_weights
 from engine.errors import OptionError
+from engine.families.config import DecoderConfig
+from engine.families.tensor_shapes import attention_weights, expected_tensors, feed_forward_weights
 from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
 from engine.options import changed, check, declared, declared_part, option, part, unlisted
 

@@ -12,7 +12,8 @@ from engine.options import check, option
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.architectures import DecoderConfig, MoeConfig
+    from engine.families.config import DecoderConfig
+    from engine.families.layer_config import MoeConfig
 
 REMOVE = "What to remove"
 SCOPES = ("global", "layer", "uniform")

@@ -15,7 +15,7 @@ from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.plans.plan import Plan
 from compress.report import plots
 from compress.report.diep_scores import DiepScores
-from engine.architectures import DecoderConfig
+from engine.families.config import DecoderConfig
 from engine.files.json_file import writing
 
 Drawn = TypeVar("Drawn")

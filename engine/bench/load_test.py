@@ -1,7 +1,8 @@
-"""A server under load: random prompts to its completions endpoint, streamed, and what a client sees of them.
+"""A load test of a server: random prompts to its completions endpoint, streamed, and the latencies that a client sees.
 
-Measures have the names that serving benchmarks made customary. TTFT: from sending to the first text. TPOT: the time after it
-over the tokens after the first. ITL: from one piece of text to the next. All in milliseconds in the result.
+The metrics have their usual names. TTFT: time from sending to the first text. TPOT: the time after the first text
+divided by the tokens after the first. ITL: time from one piece of text to the next. The result gives all in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ PERCENTILE = 99
 
 @dataclass
 class Outcome:
-    """Of one request; times in seconds."""
+    """Outcome of one request; times in seconds."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
     sent: float = 0.0
     pieces: list[float] = field(default_factory=list)
-    """When text came."""
+    """Times at which text arrived."""
     error: str = ""
 
 
 def load_test(options: LoadOptions) -> dict[str, Any]:
-    """Send all prompts and wait for the answers. Raises CompressError where the server gives none at all."""
+    """Send all prompts and return the figures of the answers. Raises CompressError if no request is answered."""
     return asyncio.run(_run(options))
 
 
@@ -56,7 +57,7 @@ async def _run(options: LoadOptions) -> dict[str, Any]:
     ) as client:
         model = await _model(client, options)
         first, *prompts = await _prompts(client, options)
-        await _send(client, model, first, options)  # what a first request sets up is no part of what is measured
+        await _send(client, model, first, options)  # a first request causes one-time work that is not measured
         started = time.perf_counter()
         outcomes = await _send_all(client, model, prompts, options)
         seconds = time.perf_counter() - started
@@ -76,7 +77,7 @@ async def _model(client: httpx2.AsyncClient, options: LoadOptions) -> str:
 
 
 async def _prompts(client: httpx2.AsyncClient, options: LoadOptions) -> list[list[int]]:
-    """Token ids at random, of those that some plain text has: any server's vocabulary has them."""
+    """Return random prompts made of the tokens of some plain text, which every server's vocabulary has."""
     text = "".join(map(chr, range(33, 127))) + " the of and to in for on with as by from at or if not is be it this that"
     answer = await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
     if answer.status_code != 200:
@@ -126,7 +127,7 @@ async def _send(client: httpx2.AsyncClient, model: str, prompt: list[int], optio
     except httpx2.HTTPError as error:
         outcome.error = f"{type(error).__name__}: {error}"
     if not outcome.error and not outcome.output_tokens:
-        outcome.error = "the stream ended before its figures"
+        outcome.error = "the stream ended before its usage chunk"
     return outcome
 
 
@@ -142,7 +143,7 @@ def _take(outcome: Outcome, chunk: dict[str, Any], now: float) -> None:
 
 
 def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """Counts, throughput and latencies of those that were answered; latencies of none are None."""
+    """Return counts, throughput and latencies of the answered requests; latencies without any value are None."""
     good = [outcome for outcome in outcomes if not outcome.error]
     read, written = sum(each.prompt_tokens for each in good), sum(each.output_tokens for each in good)
     first = [each.pieces[0] - each.sent for each in good if each.pieces]
@@ -194,7 +195,7 @@ WIDTH = 50
 
 
 def result_block(values: dict[str, Any]) -> str:
-    """The figures as people know them from other serving benchmarks."""
+    """Return the figures as text, in the layout of other serving benchmarks."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_line(title, values[key]) for key, title in COUNTS.items()]
     for name, title in LATENCIES.items():

@@ -9,6 +9,6 @@ from engine.files.json_file import reading
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a whole file in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with reading(path, "file") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""From the logits of one step to the next token of each sequence.
+"""Sampling: the logits of one step to the next token of each sequence.
 
 Shape suffixes: B batch, V vocabulary.
 """
@@ -20,13 +20,13 @@ NOT_FINITE = (
 )
 
 LEAST_TEMPERATURE = 1e-5
-"""Below it only exact ties could be drawn from, and a quotient may be more than a float holds."""
+"""Smallest temperature that is divided by: below it only exact ties could be sampled, and the quotient may overflow."""
 
 
 def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generator) -> Tensor:
-    """The next tokens, int64 [B]. Top-k acts first, top-p on what is left, as is usual; one token always stays.
+    """Return the next tokens, int64 [B]. Top-k is applied before top-p, as usual; at least one token always stays.
 
-    Raises CheckpointError where a logit is NaN or infinite.
+    Raises CheckpointError if a logit is NaN or infinite.
     """
     if options.temperature < LEAST_TEMPERATURE:
         return _finite(logits_BV).argmax(dim=-1)
@@ -34,7 +34,10 @@ def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generat
 
 
 def probabilities(logits_BV: Tensor, options: SamplingOptions) -> Tensor:
-    """What `sample` draws from, float32 [B, V]: at temperature 0 all of it on one token. The same error."""
+    """Return the distribution that `sample` draws from, float32 [B, V]; at temperature 0 it is one-hot.
+
+    Raises CheckpointError if a logit is NaN or infinite.
+    """
     if options.temperature < LEAST_TEMPERATURE:
         best_B1 = _finite(logits_BV).argmax(dim=-1, keepdim=True)
         return torch.zeros_like(logits_BV, dtype=torch.float32).scatter_(-1, best_B1, 1.0)
@@ -43,7 +46,7 @@ def probabilities(logits_BV: Tensor, options: SamplingOptions) -> Tensor:
 
 
 def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
-    """Logits over the temperature; where that is more than float32 holds, less the row's largest, which softmax ignores."""
+    """Return logits / temperature; on float32 overflow, each row's maximum is subtracted first, which softmax ignores."""
     scores_BV = logits_BV / temperature
     if bool(scores_BV.isfinite().all()):
         return scores_BV
@@ -57,7 +60,7 @@ def _finite(logits_BV: Tensor) -> Tensor:
 
 
 def penalised(logits_V: Tensor, counts: Mapping[int, int], options: SamplingOptions) -> Tensor:
-    """Logits less what tokens lose for having been generated before; `counts`: how often each was. float32."""
+    """Return the logits [V] minus the penalties. `counts`: how often each token was generated before."""
     if not counts or options.presence_penalty == options.frequency_penalty == 0:
         return logits_V
     tokens = torch.tensor(list(counts), device=logits_V.device)
@@ -66,7 +69,7 @@ def penalised(logits_V: Tensor, counts: Mapping[int, int], options: SamplingOpti
 
 
 def penalised_rows(logits_BV: Tensor, written: Sequence[Sequence[int]], options: SamplingOptions) -> Tensor:
-    """The same of each row, by the tokens that were generated before it; logits [B, V]."""
+    """Apply `penalised` to each row of logits [B, V], with the tokens that were generated before it."""
     if options.presence_penalty == options.frequency_penalty == 0:
         return logits_BV
     rows = zip(logits_BV.float(), written, strict=True)
@@ -76,7 +79,7 @@ def penalised_rows(logits_BV: Tensor, written: Sequence[Sequence[int]], options:
 def _top_k(scores_BV: Tensor, count: int) -> Tensor:
     if count == 0 or count >= scores_BV.shape[-1]:
         return scores_BV
-    # The indices, not the k-th value, decide: among equals no more than k stay.
+    # The indices decide, not the k-th value: among equal values no more than k stay.
     kept_BK = scores_BV.topk(count, dim=-1).indices
     closed_BV = torch.ones_like(scores_BV, dtype=torch.bool).scatter(-1, kept_BK, False)
     return scores_BV.masked_fill(closed_BV, -torch.inf)
@@ -87,7 +90,7 @@ def _top_p(scores_BV: Tensor, share: float) -> Tensor:
         return scores_BV
     sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True, stable=True)
     probabilities_BV = sorted_BV.softmax(dim=-1)
-    # A token is left out when those before it reach the share already; none is before the first.
+    # A token is left out if the tokens before it already reach the share; no token is before the first.
     before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
     closed_BV = before_BV >= share
     closed_BV[:, 0] = False
