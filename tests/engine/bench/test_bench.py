@@ -20,7 +20,7 @@ from engine.checkpoint import remote_code
 from engine.decoder.skip_tables import FILE_NAME, SkipTables
 from engine.errors import CheckpointError, CompressError, OptionError
 from engine.families.table import ARCHITECTURES
-from engine.worker import Worker
+from engine.generation.worker import Worker
 
 KEYS = [
     "model",
