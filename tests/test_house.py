@@ -41,7 +41,7 @@ COMPRESS = (
     "export",
 )
 """The rooms from below: a room imports from those before it, and never from those after it."""
-LOWEST = {"engine/errors.py", "engine/options.py", "engine/progress.py", "engine/generation/worker.py"}
+LOWEST = {"engine/errors.py", "engine/options.py", "engine/progress.py"}
 """Files beside the rooms of engine that every room may import; they import no room."""
 TABLES = {
     "compress/methods/__init__.py",

@@ -61,6 +61,7 @@ def highest(scores_N: Tensor, count: int) -> list[int]:
 
 
 def most_used(group: Sequence[int], layer: LayerStatistics) -> int:
+    """The member that most tokens were routed to; ties go to the lower index."""
     return max(sorted(group), key=lambda expert: int(layer.tokens_routed[expert]))
 
 

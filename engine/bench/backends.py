@@ -1,7 +1,7 @@
 """Backends of the benchmarks, and the test cases that run on them.
 
-`python -m engine.bench.backends SPEC` is a worker (engine/generation/worker.py). Its requests are lines such as `warm pp 512 0`,
-`run tg 128 0` and `memory`.
+`python -m engine.bench.backends SPEC` is a worker (engine/generation/worker.py). Its requests are lines such as
+`warm pp 512 0`, `run tg 128 0` and `memory`.
 """
 
 from __future__ import annotations

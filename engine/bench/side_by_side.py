@@ -1,4 +1,4 @@
-"""Speed and memory of several models side by side, with the tests and columns of llama-bench.
+"""Speed and memory of several models side by side, with the tests and columns that benchmarks of GGUF models use.
 
 Test `pp512` reads 512 tokens and test `tg128` generates 128 tokens one by one, both after `depth` tokens that are not
 timed. Each test has a warm-up, then repetitions; the mean and standard deviation of tokens per second are reported.
