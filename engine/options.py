@@ -159,7 +159,7 @@ class Leaf:
 
 
 def leaves(of: type) -> Iterator[Leaf]:
-    """Yield all options of a dataclass and its parts: first those that the class itself declares, then those of its bases."""
+    """Yield all options of a dataclass and its parts, those that the class itself declares before those of its bases."""
     for each in sorted(fields(of), key=lambda each: _place(of, each)):
         if _PART in each.metadata:
             inner: Part = each.metadata[_PART]
