@@ -89,24 +89,24 @@ class Part(NamedTuple):
 
 
 def declared(*, help: str, group: str, **row: Any) -> dict[str, Any]:
-    """Metadata of a field without a default: such an option is required."""
+    """Return the metadata of a field without a default; such an option is required."""
     return {_KEY: Option(help, group, **row)}
 
 
 def option(default: Any, *, help: str, group: str, **row: Any) -> Any:
-    """A dataclass field with a default; `row` has further fields of Option."""
+    """Return a dataclass field with a default; `row` has further fields of Option."""
     return field(default=default, metadata=declared(help=help, group=group, **row))
 
 
 def like(of: type, name: str, default: Any = MISSING, **row: Any) -> Any:
-    """A field that is declared as in another dataclass, with another default or other fields of Option."""
+    """Return a field declared as in another dataclass, with another default or other fields of Option."""
     other = next(each for each in fields(of) if each.name == name)
     default = other.default if default is MISSING else default
     return field(default=default, metadata={_KEY: replace(other.metadata[_KEY], **row)})
 
 
 def unlisted(of: type, name: str) -> Any:
-    """A field with the default that it has in another dataclass, but off the command line."""
+    """Return a field with the default that it has in another dataclass, but off the command line."""
     other = next(each for each in fields(of) if each.name == name)
     if other.default_factory is not MISSING:
         return field(default_factory=other.default_factory)
@@ -114,22 +114,22 @@ def unlisted(of: type, name: str) -> Any:
 
 
 def changed(default: Any = MISSING, **row: Any) -> Changed:
-    """Another default, or other fields of Option, for a part's field."""
+    """Return another default, or other fields of Option, for a field of a part."""
     return Changed(default, row)
 
 
 def left_out(default: Any = MISSING) -> Changed:
-    """A part's field that is not on the command line, with another default if one is given."""
+    """Return the change that keeps a field of a part off the command line, with another default if one is given."""
     return Changed(default, None)
 
 
 def declared_part(of: type, **changes: Changed) -> dict[str, Any]:
-    """Metadata of a field without a default that is a dataclass of options."""
+    """Return the metadata of a field that is a dataclass of options and has no default."""
     return {_PART: Part(of, changes)}
 
 
 def part(of: type, **changes: Changed) -> Any:
-    """A dataclass field that is by default `of` with the changed defaults."""
+    """Return a dataclass field whose default is an instance of `of` with the changed defaults."""
     return field(default_factory=partial(of, **Part(of, changes).defaults), metadata=declared_part(of, **changes))
 
 
@@ -159,7 +159,7 @@ class Leaf:
 
 
 def leaves(of: type) -> Iterator[Leaf]:
-    """All options of a dataclass, its parts' included: first those that the class itself declares, then its bases'."""
+    """Yield all options of a dataclass and its parts, those that the class itself declares before those of its bases."""
     for each in sorted(fields(of), key=lambda each: _place(of, each)):
         if _PART in each.metadata:
             inner: Part = each.metadata[_PART]
@@ -172,12 +172,12 @@ def leaves(of: type) -> Iterator[Leaf]:
 
 
 def names(of: type) -> set[str]:
-    """The names of a dataclass's options on the command line, its parts' included."""
+    """Return the names of a dataclass's options on the command line, including those of its parts."""
     return {leaf.name for leaf in leaves(of)}
 
 
 def _of_part(name: str, leaf: Leaf, changes: Mapping[str, Changed], is_optional: bool) -> Iterator[Leaf]:
-    """The leaf as the whole has it. A part that may be None is None where an option that it requires is left out."""
+    """Yield the leaf with the changes of the whole. An option required by a part that may be None is optional."""
     change = changes.get(leaf.path[0], changed())
     if change.row is None:
         return
@@ -190,9 +190,9 @@ def _of_part(name: str, leaf: Leaf, changes: Mapping[str, Changed], is_optional:
 
 
 def annotation(of: type, each: Field[Any]) -> tuple[Any, bool]:
-    """The type of a field without None, and whether it may be None."""
+    """Return the type of a field without None, and whether it may be None."""
     kind = each.type
-    if isinstance(kind, str):
+    if isinstance(kind, str):  # not get_type_hints: types of other fields are imported for type checkers only
         kind = eval(kind, vars(sys.modules[_owner(of, each).__module__]))
     alternatives = get_args(kind)
     if NoneType in alternatives:
@@ -202,18 +202,18 @@ def annotation(of: type, each: Field[Any]) -> tuple[Any, bool]:
 
 
 def _place(of: type, each: Field[Any]) -> tuple[int, int]:
-    """Where a field is declared last: how far from the class, and behind how many others."""
+    """Return the position of a field's declaration: distance of its class in the MRO, then its place in that class."""
     owner = _owner(of, each)
     return of.__mro__.index(owner), list(vars(owner)["__annotations__"]).index(each.name)
 
 
 def _owner(of: type, each: Field[Any]) -> type:
-    """The class that declares a field last."""
+    """Return the class nearest in the MRO that declares a field."""
     return next(base for base in of.__mro__ if each.name in vars(base).get("__annotations__", {}))
 
 
 def part_of(of: type, name: str) -> Part | None:
-    """The declaration of a field that is a dataclass of options; None for any other field."""
+    """Return the declaration of a field that is a dataclass of options; None for any other field."""
     found: Part | None = next(each for each in fields(of) if each.name == name).metadata.get(_PART)
     return found
 
@@ -221,7 +221,7 @@ def part_of(of: type, name: str) -> Part | None:
 def check(options: Any) -> None:
     """Raise OptionError for a value outside the limits or choices that its field declares.
 
-    Parts check themselves; of theirs, only limits that are changed here are checked.
+    Parts check themselves; this checks only the limits that the whole changes.
     """
     for each in fields(options):
         value = getattr(options, each.name)

@@ -116,40 +116,43 @@ class Given:
     """Options that are on the command line; all others have their defaults."""
 
     def make(self, of: Callable[..., Made], **fixed: Any) -> Made:
-        """A dataclass of options; `fixed` has fields that this command does not read from the command line."""
+        """Return a dataclass of options; `fixed` has the fields that are not read from the command line."""
         common = self.common
         shared = {"seed": common.seed, "device": common.device, "dtype": common.dtype, "threads": common.threads}
         return make(of, self.values, shared, **fixed)
 
     def make_named(self, of: Callable[..., Made], **fixed: Any) -> Made:
-        """The same, but options that are not on the command line have the defaults of the dataclass."""
+        """Return a dataclass of options in which options that are not on the command line have its own defaults."""
         values = {name: value for name, value in self.values.items() if name in self.named}
         return make(of, values, {"seed": self.common.seed}, **fixed)
 
     def job(self, of: Callable[..., Made], name: str, **fixed: Any) -> Made:
-        """Options of a run that writes a directory; by default it is named after the model and `name`."""
+        """Return the options of a run that writes a directory, by default named after the model and `name`."""
         return self.make(of, **self.of_job(name, **fixed))
 
     def of_job(self, name: str, **fixed: Any) -> dict[str, Any]:
-        """The fields of JobOptions that depend on the model and the machine."""
+        """Return the fields of JobOptions that depend on the model and the machine."""
         output = self.values["output"] or Path(f"{self.result_name}-{name}")
         return {"output": output, "dtype": self.torch_dtype(), "device": self.chosen_device()} | fixed
 
     @property
     def result_name(self) -> str:
-        """What the default output begins with: the last part of the model's name."""
+        """The last part of the model's name, with which the default output begins."""
         from engine.checkpoint.hub import last_name
 
         return last_name(self.values["student" if "student" in self.values else "model"])
 
     def torch_dtype(self) -> Any:
-        """The dtype to compute in; None for auto."""
+        """Return the dtype to compute in; None for auto."""
         import torch
 
         return None if self.common.dtype == "auto" else getattr(torch, self.common.dtype)
 
     def chosen_device(self) -> str:
-        """`auto` resolved. CUDA where there is none is refused. Several processes that share the work have met then."""
+        """Return the device to compute on, and join the other processes that share the work.
+
+        Raises OptionError for CUDA on a machine without it.
+        """
         from engine.kernels.devices import resolve_device
         from engine.passes import processes
 
@@ -188,10 +191,10 @@ class GroupedCommand(click.Command):
 def command(
     name: str, verb: Callable[[Given], Figures], *options: type, first: str | None = None, is_shared: bool = False
 ) -> click.Command:
-    """The command of a verb, with the options of the dataclasses and those of every command.
+    """Return the command of a verb, with the options of the dataclasses and those of every command.
 
-    The verb's docstring is the help text. `first`: the group that stands first
-    in it, unless that of GROUPS. `is_shared`: several processes of torchrun can share the work.
+    The verb's docstring is the help text. `first`: the group that comes first in it; None for the order of GROUPS.
+    `is_shared`: whether several processes of torchrun can share the work.
     """
     found = all_leaves(options)
     found |= {name: leaf for name, leaf in all_leaves((Common,)).items() if name not in found}
