@@ -405,17 +405,18 @@ def leave_process() -> None:
 
 def prepare_process(common: Common, command: str) -> None:
     """Threads, and quiet libraries unless asked otherwise. Several processes meet, or are refused where one does all."""
-    import torch
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from engine.errors import OptionError
+        from engine.passes import processes  # here: it imports torch, and `inspect` needs none
 
-    from engine.errors import OptionError
-    from engine.passes import processes
-
-    if processes.started_together() and command not in SHARED_COMMANDS:
-        raise OptionError(
-            f"compress {command} runs in one process; torchrun's several can only share {', '.join(SHARED_COMMANDS)}"
-        )
-    processes.meet()
+        if processes.started_together() and command not in SHARED_COMMANDS:
+            raise OptionError(
+                f"compress {command} runs in one process; torchrun's several can only share {', '.join(SHARED_COMMANDS)}"
+            )
+        processes.meet()
     if common.threads is not None:
+        import torch
+
         torch.set_num_threads(common.threads)
     if not common.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what transformers sets its logger to when imported
@@ -727,7 +728,7 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
     from compress.densify import DensifyOptions, densify
     from compress.densify_encoder_decoder import densify_encoder_decoder
     from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.encoder_decoder import is_encoder_decoder
+    from engine.checkpoint.kinds import is_encoder_decoder
 
     names = [field.name for field in fields(DenseTrainingOptions) if field.name != "seed"]
     training = DenseTrainingOptions(**{name: options[name] for name in names}, seed=common.seed)
@@ -819,7 +820,7 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
     from compress.distillation.inputs import DistillOptions
     from compress.distillation.response_distillation import KnowledgeAugmentation
     from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.classifier import is_classifier
+    from engine.checkpoint.kinds import is_classifier
 
     if is_classifier(resolve(options["student"])):
         return _distill_classifier(common, options)
@@ -1128,8 +1129,8 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
     from calibrate.options import CalibrationOptions
     from compress.evaluate import evaluate_model, evaluate_tasks
     from engine.checkpoint.checkpoint import resolve
+    from engine.checkpoint.kinds import is_classifier
     from engine.errors import OptionError
-    from engine.transformers_models.classifier import is_classifier
 
     if is_classifier(resolve(options["model"])) or options["tasks"] or options["metric"] != "perplexity":
         _refuse_options(["memory_limit"], "for perplexity, which is measured layer by layer")
@@ -1429,8 +1430,8 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
     """
     from engine.bench.side_by_side import bench_models, format_rows
     from engine.checkpoint.checkpoint import resolve
+    from engine.checkpoint.kinds import is_classifier
     from engine.errors import OptionError
-    from engine.transformers_models.classifier import is_classifier
 
     if options["server"] and (options["models"] or options["concurrency"]):
         raise OptionError("--server measures the model that runs there; leave out models and --concurrency")
@@ -1630,8 +1631,7 @@ def export(common: Common, **options: Any) -> dict[str, Any]:
     from compress.export.decoder import export as export_decoder
     from compress.export.encoder_decoder import export_encoder_decoder
     from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.classifier import is_classifier
-    from engine.transformers_models.encoder_decoder import is_encoder_decoder
+    from engine.checkpoint.kinds import is_classifier, is_encoder_decoder
 
     if is_classifier(resolve(options["model"])):
         return _export_classifier(common, options)

@@ -24,7 +24,7 @@ from compress.rounding.quantizer import QuantiserOptions
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
-from engine.kernels.quantized_weight import WHOLE_ROW
+from engine.kernels.scheme import WHOLE_ROW
 from engine.passes.memory_budget import batches
 
 ROWS = {

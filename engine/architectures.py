@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.plain_config import known_keys, read_plainly
 from engine.files.json_file import shown
 
 GATE_WIDTH_KEY = "gate_network_width"
@@ -937,19 +938,25 @@ MAX_LIST = 10_000
 """transformers makes lists as long as some keys of config.json say; longer ones belong to no real model."""
 
 
-def load_transformers_config(config: Mapping[str, Any]) -> Any:
-    """The family's transformers config object for a raw config.json."""
-    # Imported here: transformers takes seconds to import, and `--help` must not wait for it.
-    from transformers import CONFIG_MAPPING
+def load_transformers_config(config: Mapping[str, Any], *, plainly: bool = False) -> Any:
+    """The family's transformers config object for a raw config.json.
 
+    plainly: or its values alone, where they can be had without transformers (engine/families/plain_config.py).
+    """
     _refuse_absurd(config)
     for key in _FLAGS:
         if not isinstance(config.get(key), bool | None):
             raise CheckpointError(f"config.json: {key} is {shown(config[key])}; it must be true or false")
     row = ARCHITECTURES.get(config["model_type"])
     values = {key: value for key, value in _renamed(row, config).items() if key not in _WITHHELD_KEYS}
+    read_as = str((row and row.read_as) or config["model_type"])
+    if plainly and (plain := read_plainly(read_as, values)) is not None:
+        return plain
+    # Imported here: transformers takes seconds to import, and `--help` must not wait for it.
+    from transformers import CONFIG_MAPPING
+
     try:
-        return CONFIG_MAPPING[(row and row.read_as) or config["model_type"]](**values)
+        return CONFIG_MAPPING[read_as](**values)
     except Exception as error:  # transformers and huggingface_hub validate with classes of their own
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"config.json cannot be read as a {config['model_type']} config: {reason}") from error
@@ -1040,7 +1047,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Resolve a raw config.json. Raises UnsupportedError naming each attribute that the decoder cannot honour."""
     row = architecture_of(config)
     config = _renamed(row, config)
-    family = load_transformers_config(config)
+    family = load_transformers_config(config, plainly=True)
     _refuse_what_is_lacking(row, config, family)
     counts = experts_per_layer(row, config, family)
     heads = positive(family, "num_attention_heads")
@@ -1196,7 +1203,7 @@ def _refuse_what_is_lacking(row: Architecture, config: Mapping[str, Any], family
         said = key in config or bool(row.keys_of_authors)  # theirs have defaults of their own
         if honoured is not None and said and any(value not in honoured for value in values):
             lacking.append(f"{key}={config.get(key)!r}")
-    known = set(type(family)().to_dict()) | _HARMLESS_KEYS | set(row.own_settings) | {row.prediction_layers_key}
+    known = known_keys(family) | _HARMLESS_KEYS | set(row.own_settings) | {row.prediction_layers_key}
     lacking += [f"{key}={config[key]!r}" for key in config if key not in known and config[key] not in (None, False)]
     if lacking:
         raise UnsupportedError(

@@ -19,9 +19,10 @@ from torch import Tensor
 from compress.rounding.activation_scales import Rescaling
 from engine.architectures import DecoderConfig, attention_weights, expected_tensors, feed_forward_weights
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.pack_quantized import BITS, CONFIG_KEY, Scheme, config_of
+from engine.checkpoint.pack_quantized import CONFIG_KEY, config_of
 from engine.errors import OptionError
-from engine.kernels.quantized_weight import WHOLE_ROW, QuantizedWeight, quantise
+from engine.kernels.quantized_weight import QuantizedWeight, quantise
+from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
 
 GROUP_SIZE = 32
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -13,10 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from engine.architectures import (
     ARCHITECTURES,
@@ -40,22 +37,29 @@ from engine.architectures import (
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.block_float8 import SCALES, block_of
 from engine.checkpoint.hub import fetch, is_hub_id
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.mxfp4 import is_packed
-from engine.checkpoint.pack_quantized import PACKED, QuantizedView, Scheme, schemes_of
+from engine.checkpoint.pack_quantized import PACKED, QuantizedView, schemes_of
 from engine.checkpoint.stacks import dense_names
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
-from engine.families.rotary_embedding import Rotary
+from engine.families.rotary_check import check_rotary
+from engine.files.element_type import ElementType
+from engine.files.finite import can_check, is_finite
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, moved
+from engine.kernels.scheme import Scheme
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from engine.kernels.quantized_weight import Weight
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo_model"
 GENERATION_NAME = "generation_config.json"
-ONNX_NAME = "model.onnx"
-"""The graph of an exported model; its directory has no safetensors."""
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; all else takes the model it was made from"
 _RELEASE_EVERY_BYTES = 64 << 20
 
@@ -104,7 +108,7 @@ class ModelDirectory:
             """Of weights that are stored in 8-bit floating point; None where they are not."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
             check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
-            Rotary(self.config)  # made and dropped: parameters that it cannot use are refused here
+            check_rotary(self.config)
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{directory}: {error}") from error
         check_generation(directory, self.config.vocabulary_size)
@@ -183,7 +187,7 @@ class Checkpoint(ModelDirectory):
             if isinstance(view, StoredView) and (file := by_name.get(f"{name}{SCALES}")) is not None:
                 view.scales = Scales(file, f"{name}{SCALES}", block)
                 view.scales.check(view, f"{self.directory}: tensor {name}")
-                view.dtype = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].dtype
+                view.element = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].element
 
     def _quantised_views(self, by_name: Mapping[str, SafetensorsFile]) -> dict[str, QuantizedView]:
         renamed = dense_names(self.config)
@@ -202,10 +206,10 @@ class Checkpoint(ModelDirectory):
             view = self._views.get(name)
             if view is not None and view.shape != shape:
                 problems.append(f"tensor {name} has shape {list(view.shape)} and config.json says {list(shape)}")
-            if view is not None and (not view.dtype.is_floating_point or view.dtype.itemsize == 1):
-                problems.append(f"tensor {name} is {view.dtype}; weights that are quantised so are not read")
+            if view is not None and (not view.element.is_floating_point or view.element.itemsize == 1):
+                problems.append(f"tensor {name} is {view.element}; weights that are quantised so are not read")
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
-        used |= set(self.derived)
+        used |= {name for name in derived_tensors(self.config) if name in by_name}
         extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
@@ -223,6 +227,8 @@ class Checkpoint(ModelDirectory):
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The same as a plain tensor: one of few bits is dequantised, to `dtype` or else to that of its scales."""
         stored = self.stored(name)
+        from engine.kernels.quantized_weight import QuantizedWeight  # here: it imports torch, headers are read without
+
         return stored.dequantised(dtype or stored.scales_OC.dtype) if isinstance(stored, QuantizedWeight) else stored
 
     @cached_property
@@ -243,9 +249,13 @@ class Checkpoint(ModelDirectory):
         used = {scheme for name in self.shapes if (scheme := self.scheme(name)) is not None}
         return tuple(scheme for scheme in self.schemes if scheme in used)
 
+    def element(self, name: str) -> ElementType:
+        """The element type of what `tensor` gives, without reading it and without torch."""
+        return self._views[name].element
+
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that `tensor` gives, without reading it."""
-        return self._views[name].dtype
+        """The same as a dtype of torch."""
+        return self.element(name).torch
 
     def packed(self, name: str) -> Tensor | None:
         """A stack of packed weights as stored: its blocks or its scales; None where there is no such tensor."""
@@ -264,7 +274,12 @@ class Checkpoint(ModelDirectory):
     @cached_property
     def model_dtype(self) -> torch.dtype:
         """The dtype of the embeddings, which `--dtype auto` computes in."""
-        return self.dtype("model.embed_tokens.weight")
+        return self.model_element.torch
+
+    @property
+    def model_element(self) -> ElementType:
+        """The element type of the embeddings."""
+        return self.element("model.embed_tokens.weight")
 
     @property
     def bytes(self) -> int:
@@ -301,28 +316,46 @@ class Checkpoint(ModelDirectory):
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
         """Read every tensor once and raise CheckpointError naming the first that holds NaN or infinity.
 
-        Of weights of few bits that is the scales: the rest has no bits for either.
+        Low-bit weights are judged by their scales: the rest has no bits for either. torch is imported only where a
+        weight must be computed first.
         """
+        finite: dict[str, bool] = {}
         read = 0
         for name in progress(list(self.shapes)):
-            stored = self.stored(name)
-            tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else stored
-            for part in in_parts(tensor, _RELEASE_EVERY_BYTES):
-                low, high = torch.aminmax(part)  # one fast read; NaN propagates
-                if not bool(low.isfinite() & high.isfinite()):
-                    raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
-                read += part.numel() * part.element_size()
-                if read > _RELEASE_EVERY_BYTES:
-                    self.release()
-                    read = 0
+            floats = self._views[name].floats
+            if floats is not None and can_check(floats[0].entries[floats[1]].element):
+                file, stored_name = floats
+                if stored_name not in finite:  # a stack of experts is read once
+                    finite[stored_name] = is_finite(file, stored_name, _RELEASE_EVERY_BYTES)
+                    read += file.entries[stored_name].nbytes
+                if finite[stored_name]:
+                    if read > _RELEASE_EVERY_BYTES:
+                        self.release()
+                        read = 0
+                    continue
+            self._check_finite(name)
         self.release()
+
+    def _check_finite(self, name: str) -> None:
+        """The same for one tensor, as it is served."""
+        import torch
+
+        from engine.kernels.quantized_weight import QuantizedWeight
+
+        stored = self.stored(name)
+        tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else stored
+        for part in in_parts(tensor, _RELEASE_EVERY_BYTES):
+            low, high = torch.aminmax(part)  # one fast read; NaN propagates
+            if not bool(low.isfinite() & high.isfinite()):
+                raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
+            self.release()
 
     def fingerprint(self) -> str:
         """SHA-256 over config, headers and samples of every tensor: which model this is, reading little of the weights."""
         digest = hashlib.sha256()
         for file in self.files:
             for name, entry in sorted(file.entries.items()):
-                digest.update(f"{name} {entry.dtype} {entry.shape} {entry.begin}\n".encode())
+                digest.update(f"{name} {entry.element} {entry.shape} {entry.begin}\n".encode())
             digest.update(str(file.size).encode())
             for _, sample in file.samples():
                 digest.update(sample)
@@ -340,6 +373,8 @@ class Checkpoint(ModelDirectory):
 
     def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Weight]:
         """What a decoder is made of: the same, but its matrices of few bits stay so, and mapped."""
+        from engine.kernels.quantized_weight import moved  # here: it imports torch, headers are read without
+
         source = self.source(dtype, device)
 
         def weight(name: str) -> Weight:
@@ -357,6 +392,8 @@ def in_parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
 
 def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:
     """What a tensor is computed with in a model of this dtype: a bias that chooses experts keeps float32."""
+    import torch  # here: headers are read without it
+
     return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) else dtype
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine.architectures import (
     DOWN,
@@ -25,6 +23,9 @@ from engine.architectures import (
     stacks_on_disk,
 )
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, BYTES, POWERS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def taken(stack: Stack, expert: Tensor, place: int) -> Tensor:
 
 def joined(stack: Stack, projections: Sequence[Tensor]) -> Tensor:
     """What a stack holds of an expert."""
+    import torch  # here: headers are read without it
+
     parts = list(projections)
     expert_OI = torch.stack(parts, dim=1).flatten(0, 1) if stack.interleaved else torch.cat(parts)
     return expert_OI.T.contiguous() if stack.transposed else expert_OI

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine.architectures import (
     DecoderConfig,
@@ -19,7 +17,7 @@ from engine.architectures import (
     stacks_in_memory,
     stacks_on_disk,
 )
-from engine.checkpoint.block_float8 import FLOAT8, dequantised
+from engine.checkpoint.block_float8 import dequantised
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
 from engine.checkpoint.stacks import (
     dense_names,
@@ -31,7 +29,12 @@ from engine.checkpoint.stacks import (
     taken,
 )
 from engine.errors import CheckpointError, UnsupportedError
+from engine.files.element_type import BFLOAT16, FLOAT8, FLOAT32, UINT8
 from engine.files.safetensors_file import SafetensorsFile
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SAME_MODEL = "config.json and the weights must be of the same model"
 
@@ -48,10 +51,10 @@ class Scales:
         """Raise a CompressError unless these are scales of the weight's blocks."""
         entry, shape = self.file.entries[self.name], view.shape
         is_matrix = len(shape) == 2 and not isinstance(view, _StackedView)
-        if view.dtype != FLOAT8 or entry.dtype != torch.float32 or not is_matrix:
+        if view.element != FLOAT8 or entry.element != FLOAT32 or not is_matrix:
             raise UnsupportedError(
-                f"{where}: is {view.dtype} with scales of {entry.dtype}; quantised weights are read where they are {FLOAT8} "
-                "matrices with scales of torch.float32; take the model's weights in bfloat16"
+                f"{where}: is {view.element} with scales of {entry.element}; quantised weights are read where they are "
+                f"{FLOAT8} matrices with scales of torch.float32; take the model's weights in bfloat16"
             )
         asked = tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
         if entry.shape != asked:
@@ -69,11 +72,11 @@ class StoredView:
     """Where a tensor is: a whole stored tensor, or one projection of one expert in a stack."""
 
     scales: Scales | None = None
-    """Of a weight in 8-bit floating point, which is read as one of `dtype`."""
+    """The scales of a weight in 8-bit floating point, which is read as one of type `element`."""
 
     def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
         self.file, self.stored_name, self.shape = file, stored_name, shape
-        self.dtype = file.entries[stored_name].dtype
+        self.element = file.entries[stored_name].element
 
     @property
     def stored_names(self) -> tuple[str, ...]:
@@ -83,12 +86,17 @@ class StoredView:
     def bytes(self) -> int:
         """As stored."""
         if self.scales is None:
-            return math.prod(self.shape) * self.dtype.itemsize
+            return math.prod(self.shape) * self.element.itemsize
         return math.prod(self.shape) + self.scales.file.entries[self.scales.name].nbytes
+
+    @property
+    def floats(self) -> tuple[SafetensorsFile, str] | None:
+        """The stored numbers that are finite where the weight is; None where the weight itself must be computed."""
+        return (self.file, self.stored_name) if self.scales is None else None
 
     def read(self) -> Tensor:
         tensor = self.file.tensor(self.stored_name)
-        return tensor if self.scales is None else self.scales.applied(tensor, self.dtype)
+        return tensor if self.scales is None else self.scales.applied(tensor, self.element.torch)
 
 
 class _StackedView(StoredView):
@@ -109,7 +117,7 @@ class _PackedView(StoredView):
         self, files: Mapping[str, SafetensorsFile], stack: Stack, expert: int, place: int, shape: tuple[int, ...]
     ) -> None:
         super().__init__(files[stack.name + BLOCKS], stack.name + BLOCKS, shape)
-        self.powers, self.dtype = files[stack.name + POWERS], torch.bfloat16
+        self.powers, self.element = files[stack.name + POWERS], BFLOAT16
         self.stack, self.expert, self.place = replace(stack, transposed=False), expert, place
 
     @property
@@ -119,6 +127,10 @@ class _PackedView(StoredView):
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) // 2 + math.prod(self.shape) // BLOCK
+
+    @property
+    def floats(self) -> None:
+        return None
 
     def read(self) -> Tensor:
         stored = zip((self.file, self.powers), self.stored_names, strict=True)
@@ -174,5 +186,5 @@ def _check_stack(by_name: Mapping[str, SafetensorsFile], name: str, shape: tuple
     entry = by_name[name].entries[name]
     if entry.shape != shape:
         raise CheckpointError(f"tensor {name} has shape {list(entry.shape)} and config.json says {list(shape)}")
-    if packed and entry.dtype != torch.uint8:
-        raise CheckpointError(f"tensor {name} is {entry.dtype}; packed weights are torch.uint8")
+    if packed and entry.element != UINT8:
+        raise CheckpointError(f"tensor {name} is {entry.element}; packed weights are torch.uint8")

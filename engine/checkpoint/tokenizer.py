@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.architectures import load_transformers_config
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
 from engine.checkpoint.tokenizer_checks import check_tokenizer_files
 from engine.errors import CheckpointError, CompressError, OptionError, is_panic
@@ -16,7 +17,7 @@ from engine.files.json_file import load_json, shown
 def load_tokenizer(checkpoint: ModelDirectory) -> Any:
     """The checkpoint's transformers tokenizer; CheckpointError where it is missing or of another vocabulary."""
     # transformers would look at a config.json that it has no class for.
-    config = None if checkpoint.config.architecture.in_transformers else checkpoint.config.transformers_config
+    config = None if checkpoint.config.architecture.in_transformers else load_transformers_config(checkpoint.raw_config)
     return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size, config)
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.architectures import DecoderConfig
-from engine.checkpoint.checkpoint import ONNX_NAME, ModelDirectory
+from engine.checkpoint.checkpoint import ModelDirectory
+from engine.checkpoint.kinds import ONNX_NAME, is_exported
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import CheckpointError, OptionError
 from engine.files.json_file import shown
@@ -85,11 +86,6 @@ def check_graph(path: Path, model: Any) -> None:
                 raise CheckpointError(
                     f"{path}: has weights in {shown(places[0])}, which is no file beside it; export it again"
                 )
-
-
-def is_exported(directory: Path) -> bool:
-    """Whether this is the directory of an exported model."""
-    return (directory / ONNX_NAME).is_file()
 
 
 def backend_of(directory: Path, asked: str) -> str:

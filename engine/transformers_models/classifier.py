@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from engine.architectures import check_token_ids, classified, load_transformers_config, positive
 from engine.checkpoint.artifact import check_sizes, read_provenance
-from engine.checkpoint.checkpoint import ONNX_NAME
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.files.json_file import load_json, shown
@@ -35,11 +35,6 @@ MIXTURE_KEY = "mixture_experts"
 """In config.json: how many experts MIXTURE_NAME has."""
 PROTOTYPES = "prototypes"
 MAX_CLASSES = 1_000_000
-
-
-def is_classifier(directory: Path) -> bool:
-    """Whether config.json there is that of a classifier. Raises CheckpointError where it cannot be read."""
-    return classified(load_json(directory / "config.json", "model config")) is not None
 
 
 class ClassifierDirectory:

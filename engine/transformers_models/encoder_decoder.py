@@ -27,25 +27,12 @@ from engine.architectures import (
 )
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import check_generation
+from engine.checkpoint.kinds import is_exported_encoder_decoder
 from engine.errors import CheckpointError, UnsupportedError
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, TensorEntry, open_shards, state_of
 from engine.transformers_models.transformers_model import SAME_MODEL, load_model
-
-ENCODER_NAME, DECODER_NAME = "encoder_model.onnx", "decoder_model_merged.onnx"
-"""The graphs of an exported one, called as those who run such models expect; its directory has no safetensors."""
-
-
-def is_encoder_decoder(directory: Path) -> bool:
-    """Whether config.json there names such a family. Raises CheckpointError where it cannot be read."""
-    model_type = load_json(directory / "config.json", "model config").get("model_type")
-    return isinstance(model_type, str) and model_type in ENCODER_DECODERS
-
-
-def is_exported_encoder_decoder(directory: Path) -> bool:
-    """Whether this is the directory of an exported one."""
-    return (directory / ENCODER_NAME).is_file()
 
 
 class EncoderDecoderDirectory:
