@@ -21,6 +21,7 @@ from engine.checkpoint.stacks import joined, stored_tensors
 
 # Test files use helpers of each other, whatever folder they are in.
 sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("test_*.py")}))
+pytest_plugins = ["allowed_skips"]
 os.environ.setdefault("COMPRESS_KERNELS", "compiled")  # tests compare bits, which no trial of speed should decide
 
 SIZES: dict[str, Any] = {

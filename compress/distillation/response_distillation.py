@@ -163,6 +163,7 @@ class ResponseLoss:
 
 
 def predictions(decoder: Decoder, side: ResponseBatch) -> Predictions:
+    """A model's predictions of the response tokens of a batch."""
     device = decoder.embedding_VD.device
     hidden_BLD = decoder.hidden_states(side.tokens_BL.to(device))
     return Predictions(hidden_BLD[side.asked_BL.to(device)], decoder.head_VD, decoder.head_bias_V)

@@ -103,7 +103,7 @@ def test_generate_bench_evaluate_and_inspect_take_an_export(place: Path) -> None
 def test_perplexity_in_pieces_is_that_of_the_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = ["--data", "{here}/text.txt", "--samples", "2", "--sequence-length", "32"]
     whole = run(place, "evaluate", "{here}/onnx", *text)["value"]
-    monkeypatch.setattr("compress.evaluate.PIECE", 7)
+    monkeypatch.setattr("compress.run.perplexity.PIECE", 7)
     assert run(place, "evaluate", "{here}/onnx", *text)["value"] == pytest.approx(whole, rel=1e-5)
 
 

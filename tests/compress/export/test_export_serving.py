@@ -159,7 +159,7 @@ def test_a_text_that_becomes_long_is_rotated_as_by_the_engine(
         assert got.tokens == expected.tokens
         pairs = [(a.logprobs[0].logprob, b.logprobs[0].logprob) for a, b in zip(expected.updates, got.updates, strict=True)]
         assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in pairs)
-    monkeypatch.setattr("compress.evaluate.PIECE", 5)
+    monkeypatch.setattr("compress.run.perplexity.PIECE", 5)
     for length in (10, 13, 30):
         text = torch.tensor([tokens[:length]])
         exported = exported_perplexity(engines[1].checkpoint, engines[1].decoder, text)
