@@ -31,11 +31,14 @@ class _Unusual(Exception):
 
 
 class PlainConfig(SimpleNamespace):
-    """The values of a config, as attributes with the names of transformers' config classes."""
+    """The values of a config, as attributes with the names of transformers' config classes.
+
+    `read_as` is the model_type whose class it stands for.
+    """
 
     def __init__(self, model_type: str, values: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
         super().__init__(**values)
-        self._read_as, self._aliases = model_type, aliases
+        self.read_as, self._aliases = model_type, aliases
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self).get("_aliases", {}).get(name)
@@ -68,10 +71,15 @@ def read_plainly(model_type: str, config: Mapping[str, Any]) -> PlainConfig | No
     return PlainConfig(model_type, held, aliases)
 
 
+def has_generic_tokenizer(family: PlainConfig) -> bool:
+    """Whether transformers loads the generic class where a tokenizer_config.json of this family names that."""
+    return bool(_record()["families"][family.read_as]["generic_tokenizer"])
+
+
 def known_keys(family: Any) -> frozenset[str]:
     """The keys that the config class of a family writes by default; `family`: a PlainConfig or transformers' object."""
     if isinstance(family, PlainConfig):
-        return frozenset(_record()["families"][family._read_as]["known"])
+        return frozenset(_record()["families"][family.read_as]["known"])
     return frozenset(type(family)().to_dict())
 
 
@@ -253,12 +261,17 @@ _FINISHED: dict[str, tuple[_Finish, ...]] = {
 def recorded() -> dict[str, Any]:
     """What config_fields.json holds: the fields of the config classes of the transformers that is installed."""
     from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+    from transformers.models.auto import tokenization_auto
 
+    classes, wrong = tokenization_auto.TOKENIZER_MAPPING_NAMES, tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    generic = {name for name in _FINISHED if name not in wrong or classes.get(name) == "TokenizersBackend"}
     generation = sorted(GenerationConfig._get_default_generation_params())
     return {
         "dropped": [*generation, "_name_or_path", "output_attentions", "torch_dtype"],
         "reserved": sorted(name for name in dir(PreTrainedConfig) if not name.startswith("_")),
-        "families": {name: _fields_of(CONFIG_MAPPING[name]) for name in sorted(_FINISHED)},
+        "families": {
+            name: _fields_of(CONFIG_MAPPING[name]) | {"generic_tokenizer": name in generic} for name in sorted(_FINISHED)
+        },
     }
 
 

@@ -39,7 +39,7 @@ UNDECLARED = (
     "decoder_start_token_id",
     "a_key_of_nobody",
 )
-NOT_COMPARED = frozenset(["dtype", "id2label", "label2id", "ignore_keys_at_rope_validation"])
+NOT_COMPARED = frozenset(["read_as", "dtype", "id2label", "label2id", "ignore_keys_at_rope_validation"])
 
 
 def values_of(config: Any) -> dict[str, Any]:
