@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.cluster.hierarchy import linkage
-from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from calibrate.statistics import LayerStatistics, Statistics
@@ -214,6 +212,9 @@ def _joined(similarity_NN: Tensor, centres: Sequence[int]) -> dict[int, list[int
 
 def _clusters(distances_NN: Tensor, count: int) -> list[list[int]]:
     """Average linkage, stopped when `count` clusters are left."""
+    from scipy.cluster.hierarchy import linkage  # here: only two of the methods need it
+    from scipy.spatial.distance import squareform
+
     experts = len(distances_NN)
     members = {expert: [expert] for expert in range(experts)}
     if experts > 1:

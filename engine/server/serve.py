@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from engine.errors import OptionError
@@ -181,6 +180,8 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
 
     Where not even one does, sequences are shorter than the model would take.
     """
+    import psutil  # here: only what measures memory needs it
+
     config = engine.checkpoint.config
     positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
     sequence = position_bytes(config, engine.kv_cache_dtype) * positions
