@@ -1692,7 +1692,7 @@ def with_experts(
     groups: of each expert of a layer that has groups, by layer. Uniform counts, also in all groups, give a plain config of
     the family. Others add `block_configs`; the caller adds `auto_map`.
     """
-    row, family = architecture_of(config), load_transformers_config(config)
+    row, family = architecture_of(config), load_transformers_config(config, plainly=True)
     counts = sorted({count for count in experts_per_decoder_layer if count})
     changed = {key: value for key, value in _renamed(row, config).items() if key not in _OF_ANOTHER}
     changed |= {"model_type": row.written_as or row.model_type} | _without_prediction_layers(row)
