@@ -22,11 +22,12 @@ from random_model import shape, write_random_model
 from results import RESULTS, markdown, remember, remembered, save
 
 from calibrate.collect import collect
-from compress.methods.diep import RELAXATIONS, DiepOptions, search
+from compress.methods.diep import RELAXATIONS, search
 from compress.methods.gate_gradients import fisher_scores, taylor_scores
 from compress.methods.merging import MERGE_METHODS, merge_groups, merging_plan
 from compress.methods.naee import naee
 from compress.methods.saliency import SCORES, scores
+from compress.options.prune import DiepOptions
 from compress.report import plots
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder

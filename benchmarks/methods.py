@@ -130,11 +130,10 @@ def _quiet(iterable: Any, label: str) -> Any:
 def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> Any:
     """What `compress prune` or `compress merge` would be asked for."""
     from calibrate.options import CalibrationOptions
-    from compress.distillation.recover import RecoverOptions
-    from compress.methods.diep import DiepOptions
     from compress.methods.merging import MERGE_METHODS
+    from compress.options.prune import DiepOptions, MergeOptions, PruneOptions
+    from compress.options.training import RecoverOptions
     from compress.plans.selection import Budget
-    from compress.prune import PruneOptions
     from engine.checkpoint.checkpoint import Checkpoint, resolve
 
     budget = Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0)
@@ -142,7 +141,8 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
         counts = Checkpoint(resolve(model)).config.experts_by_layer
         budget = Budget(experts=round((1 - cell.sparsity) * max(counts.values())), scope="layer", min_experts=0)
     relaxation = method.removeprefix("diep-") if method in RELAXATIONS else DiepOptions().relaxation
-    return PruneOptions(
+    kind = MergeOptions if method in MERGE_METHODS else PruneOptions
+    return kind(
         model=model,
         output=output,
         budget=budget,
@@ -218,7 +218,7 @@ def by_method(runs: Sequence[dict[str, Any]], model: str) -> Iterator[tuple[str,
 
 def name_of(method: str) -> str:
     """As tables show it."""
-    from compress.prune import DEFAULT_METHOD
+    from compress.options.prune import DEFAULT_METHOD
 
     return f"**{method}** (default)" if method == DEFAULT_METHOD else method
 
@@ -230,19 +230,19 @@ def cost(own: Sequence[dict[str, Any]], key: str) -> list[str]:
 
 
 def short_table(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
-    """One-shot and recovered results of each method where `compress` ranks by default."""
+    """One-shot and recovered results of each method with its default scope, without DiEP's other relaxations."""
     header = ["method"]
     for model in full:
-        header += [f"{model}: 25 %", "50 %", "50 %, recovered", "seconds", "peak MB"]
+        header += [f"{model}: 25 %", "50 %", "50 %, recovered"]
     rows = []
     tables = {model: dict(by_method(runs, model)) for model in full}
-    for method in [method for method in methods() if any(method in table for table in tables.values())]:
+    shown = [method for method in methods() if method not in RELAXATIONS]
+    for method in [method for method in shown if any(method in table for table in tables.values())]:
         row, scope = [name_of(method)], default_scope(method)
         for table in tables.values():
             own = table.get(method, [])
             one_shot = [Cell(sparsity, scope).key for sparsity in (0.25, 0.5)]
             row += [mean_and_spread(values(own, key)) for key in (*one_shot, Cell(0.5, scope, "none", True).key)]
-            row += cost(own, one_shot[1])
         rows.append(row)
     return preface(runs, full) + markdown(header, rows)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from calibrate.statistics import Statistics
 from calibrate.text import Split, token_batches
 from compress.evaluate import tasks
 from compress.methods.diep_scores import load_scores
+from compress.options.compare import CompareOptions
 from compress.plans.plan import plan_from_json
 from compress.report import plots
 from compress.report.columns import to_csv
@@ -54,29 +55,6 @@ from engine.progress import Progress, no_progress
 COMPARISON = "comparison.json"
 """By this file a directory is known as a comparison, which --overwrite may replace."""
 MOST_IN_HEADING = 4
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """One comparison."""
-
-    models: tuple[str, ...]
-    output: Path | None = None
-    text: CalibrationOptions = field(default_factory=CalibrationOptions)
-    """`samples` sequences show how experts are used, for the pictures; `evaluation_samples` give perplexity; or 0."""
-    tasks: tuple[str, ...] = ()
-    limit: int | None = None
-    speed: bool = True
-    prompt_tokens: int = 512
-    generated_tokens: int = 128
-    repetitions: int = 5
-    skip_threshold: float = 0.0
-    """Of those models that can skip, in perplexity and in speed alike; exports skip as they were exported to."""
-    dtype: str = "auto"
-    device: str = "cpu"
-    """Exports run on the CPU where this is "auto"."""
-    threads: int | None = None
-    overwrite: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from calibrate.options import training_text
+from calibrate.batches import training_text
 from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.dense.block_error import BlockError, block_errors, shared_gates
-from compress.dense.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
+from compress.dense.dense_plan import Chosen, check_ffns, choose, dense_plan
 from compress.dense.dense_student import learned_scales, saved_tensors
-from compress.dense.dense_training import DenseTrainingOptions, train_dense
+from compress.dense.dense_training import train_dense
+from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import check_fits, check_nothing_is_lost
 from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.report.card import training_lines
 from compress.report.pictures import draw_training, draw_usage
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, Made, Prepared, check_weights, open_mixture, prepare, statistics_of
+from compress.run.job import Made, Prepared, check_weights, open_mixture, prepare, statistics_of
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
-from engine.architectures import ARCHITECTURES, Architecture
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
+from engine.families.architecture import Architecture
+from engine.families.table import ARCHITECTURES
 from engine.passes import processes
 from engine.progress import Progress, no_progress
 
 ERROR_SEQUENCES = 16
 """Sequences on which shared experts' gates and the error of each layer are measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DensifyOptions(JobOptions):
-    """One run of `compress densify`."""
-
-    method: str = "densify"
-    ffns: int | None = None
-    """K; None for as many as the model's tokens use."""
-    select: str = "usage"
-    training: DenseTrainingOptions = field(default_factory=DenseTrainingOptions)
 
 
 @dataclass
@@ -201,7 +192,7 @@ def _figures(
         "family": row.dense_sibling or row.model_type,
         "family_note": _family_note(row),
         "block_error_per_layer": [errors[layer].whole for layer in layers],
-        "shared_gate_error_per_layer": [errors[layer].shared_gate for layer in layers] if row.shared_gate else None,
+        "shared_gate_error_per_layer": [errors[layer].shared_gate for layer in layers] if row.has_shared_gate else None,
         "top_expert_share_per_layer": [float(usage_shares(statistics.layers[layer]).max()) for layer in layers],
         "effective_experts_per_layer": [effective_experts(statistics.layers[layer]) for layer in layers],
     }
@@ -213,7 +204,7 @@ def _family_note(row: Architecture) -> str:
             f"{row.model_type} has no dense sibling: the result is a {row.model_type} with one expert in each layer, which "
             "every token uses with weight 1"
         )
-    if ARCHITECTURES[row.dense_sibling].experts_keys:
+    if ARCHITECTURES[row.dense_sibling].has_experts:
         return f"a {row.dense_sibling} whose layers are all dense"
     return f"an ordinary {row.dense_sibling}"
 

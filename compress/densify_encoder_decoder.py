@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from calibrate.pairs import DEFAULT_LENGTH, Pairs, text_pairs, tokenised
 from calibrate.statistics import effective_experts, usage_shares
-from compress.dense.dense_plan import SELECTIONS, check_ffns, choose
+from compress.dense.dense_plan import check_ffns, choose
 from compress.dense.encoder_decoder import (
     Usage,
     check_nothing_is_lost,
@@ -29,7 +29,7 @@ from compress.dense.encoder_decoder import (
     usage,
 )
 from compress.dense.encoder_decoder_training import Measured, measure, train
-from compress.densify import DensifyOptions
+from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import carried_files
 from compress.plans.plan import Plan, plan_from_json, plan_to_json
 from compress.report.card import model_card, training_lines
@@ -37,11 +37,11 @@ from compress.run.claims import claims_output
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
-from engine.architectures import as_dense_encoder_decoder
 from engine.checkpoint.artifact import whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import resolve
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import CheckpointError, OptionError
+from engine.families.results import as_dense_encoder_decoder
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 from engine.generation.report import peak_memory_bytes

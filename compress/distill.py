@@ -11,13 +11,14 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.dense.dense_training import recompute_if_large
-from compress.distillation.inputs import Distillable, DistillOptions, identities, prepare_distillation
+from compress.distillation.inputs import Distillable, identities, prepare_distillation
 from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
 from compress.distillation.response_perplexity import response_perplexity
 from compress.distillation.rouge import rouge_l
 from compress.distillation.router_report import RouterReport, draw_routers, old_routers, router_report
 from compress.distillation.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
 from compress.distillation.teacher_cache import cached_teacher
+from compress.options.distill import DistillOptions
 from compress.plans.plan import same_plan
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
@@ -29,7 +30,7 @@ from compress.training.training import Trainer, figures
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 from engine.passes import processes
 from engine.progress import Progress, no_progress
 

@@ -7,10 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from calibrate.options import CalibrationOptions
-from calibrate.text import Split, token_batches
+from calibrate.text import token_batches
+from compress.options.evaluate import EvaluateOptions
 from compress.run.perplexity import exported_perplexity, perplexity
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.remote_code import check_loadable
@@ -56,25 +54,15 @@ def _task_manager(only_files: bool) -> Any:
     return TaskManager(include_defaults=not only_files)
 
 
-def evaluate_model(
-    model: str,
-    calibration: CalibrationOptions,
-    *,
-    split: Split,
-    dtype: torch.dtype | None,
-    device: str,
-    backend: str = "auto",
-    memory_limit: int | None = None,
-    progress: Progress = no_progress,
-) -> dict[str, Any]:
-    """`compress evaluate`: perplexity of a model. `device` "auto" is the CPU for an export; it takes no `memory_limit`."""
+def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """`compress evaluate`: perplexity of a model. Device "auto" is the CPU for an export, which takes no memory limit."""
     started = time.monotonic()
-    directory = resolve(model)
-    exported = backend_of(directory, backend) == "onnx"
+    directory, dtype, memory_limit = resolve(options.model), options.dtype, options.memory_limit
+    exported = backend_of(directory, options.backend) == "onnx"
     if exported and memory_limit is not None:
-        raise OptionError(f"{model}: an exported model is read whole by onnxruntime; leave out --memory-limit")
+        raise OptionError(f"{options.model}: an exported model is read whole by onnxruntime; leave out --memory-limit")
     described = ModelDirectory(directory) if exported else Checkpoint(directory)
-    filled = calibration.filled(described)
+    filled = options.calibration.filled(described)
     assert filled.data is not None and filled.sequence_length is not None
     tokens = token_batches(
         filled.data,
@@ -82,7 +70,7 @@ def evaluate_model(
         samples=filled.samples,
         sequence_length=filled.sequence_length,
         seed=filled.seed,
-        split=split,
+        split=options.split,
     )
     if isinstance(described, Checkpoint):
         dtype = dtype or described.model_dtype
@@ -91,12 +79,12 @@ def evaluate_model(
                 described,
                 tokens,
                 dtype=dtype,
-                device=resolve_device(device),
+                device=resolve_device(options.device),
                 progress=lambda layers: progress(layers, "perplexity (layers)"),
             )
     else:
         asked = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-        decoder = open_exported(described, device, asked)
+        decoder = open_exported(described, options.device, asked)
         value = exported_perplexity(described, decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
     return {
         "metric": "perplexity",
@@ -104,7 +92,7 @@ def evaluate_model(
         "tokens": tokens.numel() - len(tokens),
         "seconds": time.monotonic() - started,
         "data": filled.data,
-        "split": split,
+        "split": options.split,
     }
 
 

@@ -5,40 +5,42 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from calibrate.batches import training_text
 from calibrate.collect import held_bytes as collecting_bytes
-from calibrate.options import training_text
-from compress.distillation.recover import RecoverOptions, recover
-from compress.distillation.whole_recovery import WholeRecoveryOptions, recover_all
+from compress.distillation.recover import recover
+from compress.distillation.whole_recovery import recover_all
 from compress.methods.alignment import held_bytes as aligning_bytes
-from compress.methods.diep import DiepOptions, search
+from compress.methods.diep import search
 from compress.methods.diep_scores import save_scores, scores_of_state
 from compress.methods.gate_gradients import fisher_scores, taylor_scores
 from compress.methods.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
-from compress.methods.naee import SUBSET_LIMIT, naee, search_used
 from compress.methods.naee import held_bytes as naee_bytes
+from compress.methods.naee import naee, search_used
 from compress.methods.saliency import SCORES, scores
+from compress.options.prune import PruneOptions
+from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits
 from compress.plans.plan import Plan, plan_from_json, plan_to_json, pruning_plan
 from compress.plans.selection import Budget, check_groups
 from compress.report.card import training_lines
 from compress.report.pictures import draw_training
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, Made, Prepared, check_plain, check_weights, open_mixture, prepare, statistics_of
+from compress.run.job import Made, Prepared, check_plain, check_weights, open_mixture, prepare, statistics_of
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
-from engine.architectures import MoeConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
+from engine.families.layer_config import MoeConfig
 from engine.files.json_file import load_json
 from engine.passes import processes
 from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder
@@ -49,38 +51,8 @@ from engine.progress import Progress, no_progress
 GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
 METHODS = ("diep", "naee", *SCORES, *GRADIENT_METHODS, "random")
 """Of pruning; those of merging are MERGE_METHODS."""
-DEFAULT_METHOD = "fisher"
-"""The best one-shot row of docs/methods.md on both models; DiEP's search from it is within noise, at many times the cost."""
 DEFAULT_SCOPE = {"naee": "layer"}
 """Scopes of methods that cannot rank the experts of all layers together; "global" for all others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneOptions(JobOptions):
-    """One run of pruning or, with a method of MERGE_METHODS, of merging."""
-
-    budget: Budget | None
-    """None with a ready-made plan."""
-    method: str = DEFAULT_METHOD
-    merge: str = "none"
-    """What becomes of pruned experts: "none" drops them, "cka" merges each into its most similar kept one."""
-    naee_limit: int = SUBSET_LIMIT
-    diep: DiepOptions = field(default_factory=DiepOptions)
-    recover: RecoverOptions = field(default_factory=RecoverOptions)
-    distill: WholeRecoveryOptions = field(default_factory=WholeRecoveryOptions)
-    plan: Path | None = None
-    quantiser: QuantiserOptions | None = None
-    """How the weights of what is left are rounded; None leaves them."""
-    shard: bool = False
-    """Spread the model over the processes where the method needs all of it."""
-
-    def deciding(self) -> dict[str, Any]:
-        """Without what each process holds."""
-        return {name: value for name, value in super().deciding().items() if name != "shard"}
-
-    def recorded(self) -> dict[str, Any]:
-        """With the search's defaults filled in too."""
-        return self.deciding() | {"diep": asdict(self.diep.filled())}
 
 
 @dataclass

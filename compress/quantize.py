@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from compress.options.quantize import QuantizeOptions
 from compress.plans.plan import same_plan
 from compress.rounding.activation_scales import Rescaling, activation_scales, load_rescaling
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, Made, Prepared, check_plain, check_weights, prepare
+from compress.run.job import Made, Prepared, check_plain, check_weights, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.skip_tables import load_skip_tables
 from engine.progress import Progress, no_progress
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeOptions(JobOptions):
-    """One run of `compress quantize`."""
-
-    quantiser: QuantiserOptions
-    activation_aware: bool = False
-    """Scale input channels by their activations first (activation_scales.py)."""
-
-    @property
-    def reads_text(self) -> bool:
-        """Rounding alone needs none; what is measured does."""
-        return self.activation_aware or self.calibration.evaluation_samples > 0
 
 
 @claims_output

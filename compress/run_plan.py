@@ -8,7 +8,7 @@ Adam's moments) are a few numbers for each expert and are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +18,26 @@ from calibrate.collect import held_bytes
 from calibrate.options import CalibrationOptions
 from compress.cost.counts import Passes, Work
 from compress.cost.devices import DEVICES, Device, measured
-from compress.methods.diep import DiepOptions
-from compress.methods.naee import SUBSET_LIMIT, compared_subsets
-from compress.prune import DEFAULT_METHOD
+from compress.methods.naee import compared_subsets
+from compress.options.plan_run import RunOptions
+from compress.options.prune import DiepOptions
 from compress.run.result import SKIP_TABLE_SEQUENCES
-from engine.architectures import DecoderConfig, decoder_config, language_model
 from engine.checkpoint.block_float8 import block_of
 from engine.checkpoint.checkpoint import DEMO, DEMO_DIRECTORY
 from engine.checkpoint.hub import is_hub_id, split
 from engine.checkpoint.mxfp4 import is_packed
 from engine.checkpoint.pack_quantized import schemes_of
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.families.config import DecoderConfig
+from engine.families.resolve import decoder_config
 from engine.families.rotary_embedding import Rotary
+from engine.families.wrappers import language_model
 from engine.files.json_file import load_json
 from engine.passes.memory_budget import TOKENS_PER_BATCH
 
 PICTURE_SECONDS = 1.0, 0.1
 """Of the pictures of a result, and more for each layer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What decides on a run's cost; names and defaults as of `compress prune`."""
-
-    model: str
-    device: str = "cpu"
-    method: str = DEFAULT_METHOD
-    sparsity: float = 0.5
-    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
-    diep: DiepOptions = field(default_factory=DiepOptions)
-    naee_limit: int = SUBSET_LIMIT
-    dtype: torch.dtype | None = None
-
-    def check(self) -> None:
-        """Raise OptionError for what no run can have."""
-        if self.device != "cpu" and self.device not in DEVICES:
-            raise OptionError(f"device {self.device!r} is not known; choose cpu, {', '.join(DEVICES)}")
-        if not 0.0 < self.sparsity < 1.0:
-            raise OptionError(f"sparsity is {self.sparsity}; it must lie strictly between 0 and 1")
 
 
 @dataclass(frozen=True)

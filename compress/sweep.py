@@ -15,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compress.compare import COMPARISON, CompareOptions, compare
-from compress.prune import DEFAULT_SCOPE, PruneOptions, Shared, check_shard, checked_budget, prepare_pruning, prune
+from compress.compare import COMPARISON, compare
+from compress.options.compare import CompareOptions
+from compress.options.prune import PruneOptions
+from compress.prune import DEFAULT_SCOPE, Shared, check_shard, checked_budget, prepare_pruning, prune
 from compress.run.claims import claiming
 from compress.run.job import check_weights, fingerprints
 from compress.run.result import check_outputs

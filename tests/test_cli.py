@@ -16,6 +16,7 @@ from tokenizers_for_tests import add_tokenizer
 
 import cli
 import compress.run.result
+from compress.options.prune import MERGE_METHOD_NAMES
 
 FIGURES = (
     "artifact method sparsity experts_before experts_after experts_per_layer parameters_before parameters_after "
@@ -118,7 +119,7 @@ def test_calibrate_once_use_often(place: Path, tmp_path: Path) -> None:
         assert run(place, "prune", "{model}", *options, *TEXT)["method"] == method
 
 
-@pytest.mark.parametrize("method", cli.MERGE_METHODS)
+@pytest.mark.parametrize("method", MERGE_METHOD_NAMES)
 def test_merge_is_one_more_way_to_an_artifact(place: Path, tmp_path: Path, method: str) -> None:
     merged, again, plan = tmp_path / "merged", tmp_path / "again", tmp_path / "plan.json"
     options = ["--experts", "4", "--method", method, "--plan-output", str(plan)]

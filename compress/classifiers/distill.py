@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,111 +15,26 @@ from torch import Tensor
 
 from calibrate.labelled import DIGITS, Labelled, is_nameless
 from compress.classifiers.accuracy import Inputs, accuracy, examples_for, on, probe
-from compress.classifiers.distillation import (
-    ABLATIONS,
-    AUGMENTATIONS,
-    CLASSIFIER_RECIPES,
-    DistillationLoss,
-    Mixture,
-    Recipe,
-    Side,
-    Taught,
-    ask,
-    mixture_for,
-)
+from compress.classifiers.distillation import DistillationLoss, Mixture, Recipe, Side, Taught, ask, mixture_for
 from compress.classifiers.training import ClassifierTrainer
+from compress.options.distill_classifier import ABLATIONS, ClassifierOptions
 from compress.plans.apply import carried_files
 from compress.report import plots
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, teacher_identity
+from compress.run.job import teacher_identity
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
-from compress.training.training import TrainingOptions
 from engine.checkpoint.artifact import whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import resolve
 from engine.errors import OptionError
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import write_tensors
 from engine.generation.report import peak_memory_bytes
-from engine.passes import processes
 from engine.progress import Progress, no_progress
 from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, Classifier, ClassifierCheckpoint
 from engine.transformers_models.classifier_inputs import PREPROCESSOR, ImageInputs
 from engine.transformers_models.transformers_model import quiet_transformers
-
-OPTIMISERS = ("sgd", "adamw")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifierOptions(JobOptions):
-    """One run; `model` is the student. Defaults are those of MoE-KD §5.1 on CIFAR-100."""
-
-    method: str = "distill"
-    teacher: str | None = None
-    """None only for recipe sft."""
-    recipe: str = "kd"
-    ablation: str | None = None
-    """A key of ABLATIONS; None for the whole method."""
-    temperature: float = 4.0
-    """τ."""
-    epochs: int = 240
-    batch_size: int = 64
-    optimiser: str = "sgd"
-    learning_rate: float = 0.05
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    augment: str = "none"
-    max_length: int = 512
-    """Tokens of a text at most."""
-    evaluation_samples: int | None = None
-    """Held-out examples of the figures; None for all."""
-    probe: str | None = None
-    """Other examples with classes, on which the features are probed."""
-    save_every: int = 200
-
-    def check(self) -> None:
-        """Raise OptionError for what no training can use."""
-        if processes.started_together():
-            raise OptionError("classifiers are distilled in one process, as norms are of whole batches; leave out torchrun")
-        for name, value, known in (
-            ("recipe", self.recipe, CLASSIFIER_RECIPES),
-            ("ablation", self.ablation, (None, *ABLATIONS)),
-            ("augment", self.augment, AUGMENTATIONS),
-            ("optimiser", self.optimiser, OPTIMISERS),
-        ):
-            if value not in known:
-                raise OptionError(f"{name} is {value!r}; of classifiers it must be one of {', '.join(filter(None, known))}")
-        if self.ablation is not None and self.recipe != "moe-kd":
-            raise OptionError(f"ablations are of recipe moe-kd; leave out --ablation, or take that for {self.recipe}")
-        if (self.teacher is None) != (self.recipe == "sft"):
-            raise OptionError("recipe sft has no teacher, and all others have one: give --teacher or --recipe sft")
-        if (
-            not 0.0 < self.temperature < math.inf
-            or not 0.0 <= self.momentum < 1.0
-            or not 0.0 <= self.weight_decay < math.inf
-        ):
-            raise OptionError("temperature must be above 0, momentum from 0 to below 1, weight-decay at least 0")
-        if self.epochs < 1 or self.batch_size < 2 or (self.evaluation_samples is not None and self.evaluation_samples < 1):
-            raise OptionError("epochs and evaluation-samples must be at least 1, and batch-size 2, for norms of a batch")
-        self.training(1).check()
-
-    def training(self, steps: int) -> TrainingOptions:
-        """For the loop."""
-        return TrainingOptions(
-            steps,
-            self.learning_rate,
-            self.batch_size,
-            self.batch_size,
-            weight_decay=self.weight_decay,
-            seed=self.calibration.seed,
-            save_every=self.save_every,
-        )
-
-    @property
-    def taught(self) -> Recipe:
-        """How the student is."""
-        return Recipe(self.recipe, self.temperature, self.ablation, self.augment)
 
 
 @dataclass
@@ -221,7 +135,8 @@ class Trained:
 
 
 def _train(options: ClassifierOptions, pair: Pair, work: WorkDirectory, progress: Progress) -> Trained:
-    device, recipe = options.device, options.taught
+    device = options.device
+    recipe = Recipe(options.recipe, options.temperature, options.ablation, options.augment)
     student = pair.student.load(torch.float32, device)
     teacher = None
     if pair.teacher is not None:

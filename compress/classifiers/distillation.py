@@ -20,16 +20,6 @@ from engine.transformers_models.classifier import Classifier, Split
 from engine.transformers_models.classifier_inputs import Examples
 from engine.transformers_models.mixture_head import Experts, Gate, log_experts, projector
 
-CLASSIFIER_RECIPES = ("sft", "kd", "srrl", "moe-kd")
-ABLATIONS = {
-    "i": "a uniform gate",
-    "ii": "the gate's classifier learned from scratch",
-    "iii": "the experts' prototypes learned from scratch",
-    "iv": "class means over hard assignments",
-    "v": "the teacher's prediction in place of the E-step",
-}
-"""Of MoE-KD's table 4, each one change to the whole."""
-AUGMENTATIONS = ("none", "crop", "crop-flip")
 PADDING = 4
 """Pixels around an image before it is cropped at random (§5.1)."""
 CACHED_NUMBERS = 1 << 24

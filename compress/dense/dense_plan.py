@@ -24,7 +24,6 @@ from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import OptionError
 
-SELECTIONS = ("usage", "reap", "average", "random")
 _SCORES = {"usage": "frequency", "reap": "reap", "random": "random"}
 
 

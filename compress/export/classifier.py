@@ -10,9 +10,8 @@ import shutil
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from compress.classifiers.accuracy import examples_for, groups
 from compress.export.parity import Allowed
+from compress.options.export import ClassifierExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
@@ -41,26 +41,6 @@ BATCHES = (1, 2, 7)
 LENGTHS = (3, 8, 21)
 """Of random inputs: how many, and tokens of texts."""
 Given = dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifierExportOptions:
-    """One export. Raises OptionError for what no classifier can be exported as."""
-
-    model: str
-    output: Path
-    precision: str = "float32"
-    data: str | None = None
-    """Examples to calibrate int8 on and to compare predictions; None for those that the artifact was distilled on."""
-    threads: int | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise OptionError(f"precision is {self.precision!r}; of classifiers it must be one of {', '.join(PRECISIONS)}")
-        missing = [package for package in ("onnx", "onnxscript", "onnxruntime") if find_spec(package) is None]
-        if missing:
-            raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
 
 
 @claims_output

@@ -6,9 +6,8 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +15,17 @@ import torch
 
 from compress.export.genai import check_genai, tokenizer_problem, write_genai_config
 from compress.export.parity import Allowed, RoundedCheckpoint, check_parity
+from compress.options.export import PRECISION_BITS, ExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
-from engine.architectures import check_onnx
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.decoder.model import own_routings
 from engine.decoder.routing import Routing
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
-from engine.errors import ExportError, OptionError, UnsupportedError
+from engine.errors import ExportError, UnsupportedError
+from engine.families.results import check_onnx
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.onnx.quantize import BLOCKS, Written, block_size
@@ -44,51 +44,18 @@ class Precision(NamedTuple):
     """How far logits may be from the engine's in float32, which has the same weights, rounded to as many bits."""
 
 
-FORMATS = ("onnx", "onnx-genai")
 PRECISIONS: dict[str, Precision] = {
-    "float32": Precision(torch.float32, None, Allowed(1e-4, 1e-4)),
-    "float16": Precision(torch.float16, None, Allowed(math.inf, 0.02)),
-    "int8": Precision(torch.float32, 8, Allowed(math.inf, 0.1)),
-    "int4": Precision(torch.float32, 4, Allowed(math.inf, 0.1)),
+    "float32": Precision(torch.float32, PRECISION_BITS["float32"], Allowed(1e-4, 1e-4)),
+    "float16": Precision(torch.float16, PRECISION_BITS["float16"], Allowed(math.inf, 0.02)),
+    "int8": Precision(torch.float32, PRECISION_BITS["int8"], Allowed(math.inf, 0.1)),
+    "int4": Precision(torch.float32, PRECISION_BITS["int4"], Allowed(math.inf, 0.1)),
 }
-EXPERTS = ("moe", "portable")
-"""Mixture operators of onnxruntime, or standard operators only."""
 _OF_WEIGHTS = ("auto_map", "quantization_config")
 """Config keys that say something of the checkpoint's files."""
-_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
 
 
 MAX_TABLES = 1 << 30
 """Bytes of the angles of all positions in a graph, where the weights are fewer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """One export. Raises OptionError for what no model can be exported as."""
-
-    model: str
-    output: Path
-    format: str = "onnx"
-    precision: str = "float32"
-    experts: str = "moe"
-    skip_threshold: float = 0.0
-    skip_min_experts: int = 1
-    threads: int | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("format", self.format, FORMATS),
-            ("precision", self.precision, tuple(PRECISIONS)),
-            ("experts", self.experts, EXPERTS),
-        ):
-            if value not in known:
-                raise OptionError(f"{name} {value!r} is not known; choose {', '.join(known)}")
-        if self.experts == "portable" and PRECISIONS[self.precision].bits is not None:
-            raise OptionError(f"precision {self.precision!r} needs operators of onnxruntime; leave out --experts portable")
-        missing = [package for package in _PACKAGES[self.format] if find_spec(package) is None]
-        if missing:
-            raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
 
 
 @claims_output

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.export.decoder import PRECISIONS, ExportOptions, check_blocks, provenance
+from compress.export.decoder import PRECISIONS, check_blocks, provenance
 from compress.export.encoder_decoder_parity import check_encoder_decoder_parity, round_weights
+from compress.options.export import ExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance

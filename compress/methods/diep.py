@@ -20,18 +20,19 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from compress.methods.gate_gradients import fisher_scores
+from compress.options.prune import DiepOptions
 from compress.training.losses import next_token_loss, reconstruction_loss
 from compress.training.moments import restore, with_moments
 from engine.decoder.model import Decoder, Outer
 from engine.decoder.routing import Gated, MixedExperts, Routing, ShiftedLogits
-from engine.errors import DataError, OptionError
+from engine.errors import DataError
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
@@ -49,15 +50,8 @@ class Relaxation:
 
     routing: Callable[[Routing, Tensor, Tensor], Routing]
     """(the model's own rule, α_N, β) to the relaxed layer's Routing."""
-    learning_rate: float
-    start: str
-    """α starts at "zero" or from "fisher"."""
-    score: str
-    """"raw" α·β or "normalised" N·ᾱ·β."""
     is_shift_invariant: bool = True
     """A constant added to all α of a layer changes nothing, so their mean is kept at zero."""
-    pressure: float = 0.0
-    """μ: weight of the mean gate in the loss, which asks every expert to justify itself."""
 
 
 def gate(alpha_N: Tensor) -> Tensor:
@@ -66,54 +60,11 @@ def gate(alpha_N: Tensor) -> Tensor:
 
 
 RELAXATIONS: dict[str, Relaxation] = {
-    "paper": Relaxation(lambda base, alpha, beta: MixedExperts(alpha, beta), 5e-3, "zero", "normalised"),
-    "routed": Relaxation(ShiftedLogits, 5e-3, "zero", "raw"),
-    "gated": Relaxation(
-        lambda base, alpha, beta: Gated(base, gate(alpha), beta),
-        3e-2,
-        "fisher",
-        "raw",
-        is_shift_invariant=False,
-        pressure=0.5,
-    ),
+    "paper": Relaxation(lambda base, alpha, beta: MixedExperts(alpha, beta)),
+    "routed": Relaxation(ShiftedLogits),
+    "gated": Relaxation(lambda base, alpha, beta: Gated(base, gate(alpha), beta), is_shift_invariant=False),
 }
-
-
-@dataclass(frozen=True)
-class DiepOptions:
-    """None stands for the relaxation's own default."""
-
-    relaxation: str = "gated"
-    epochs: int = 10
-    batch_size: int = 16
-    learning_rate: float | None = None
-    reconstruction_weight: float = 0.01
-    """λ."""
-    pressure: float | None = None
-    """μ."""
-    start: str | None = None
-    score: str | None = None
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise OptionError for a number that no search can use."""
-        filled = self.filled()
-        for name in ("learning_rate", "reconstruction_weight", "pressure"):
-            value = getattr(filled, name)
-            if not 0.0 <= value < math.inf:
-                raise OptionError(f"{name.replace('_', '-')} is {value}; it must be a number from 0")
-
-    def filled(self) -> DiepOptions:
-        """The same with every None replaced."""
-        default = RELAXATIONS[self.relaxation]
-        return DiepOptions(
-            **asdict(self)
-            | {
-                name: getattr(default, name)
-                for name in ("learning_rate", "pressure", "start", "score")
-                if getattr(self, name) is None
-            }
-        )
+"""One row for each row of SEARCH_DEFAULTS (compress/options/prune.py), which has their numbers."""
 
 
 @dataclass

@@ -27,20 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
+from compress.options.prune import SUBSET_LIMIT
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
 from engine.decoder.routing import NO_EXPERT, Masked, Selection
 from engine.errors import DataError
+from engine.families.config import DecoderConfig
 from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
 from engine.passes.streaming import stream_layers
 
 SAMPLE_TOKENS = 4096
 """Calibration tokens, drawn at random, on whose layer inputs subsets are compared."""
-SUBSET_LIMIT = 10_000
-"""Up to this many subsets a layer is searched exhaustively: 8 experts always are, 16 when 12 stay, and not when 8 do."""
 OUTPUT_BYTES = 64 << 20
 """Outputs of all experts are held for as many tokens at a time as fit into this, and twice."""
 SUBSETS_AT_ONCE = 32

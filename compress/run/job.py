@@ -6,18 +6,19 @@ Shape suffixes: S sequences, L positions.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
+from calibrate.batches import calibration_texts
 from calibrate.collect import collect
-from calibrate.options import CalibrationOptions, calibration_texts
+from calibrate.options import CalibrationOptions
 from calibrate.statistics import Statistics, load_statistics
+from compress.options.job import JobOptions
 from compress.plans.plan import Plan
 from compress.report.pictures import Picture
 from compress.rounding.quantizer import Quantiser
@@ -28,35 +29,6 @@ from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import DataError, OptionError
 from engine.passes import processes
 from engine.progress import Progress
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """One run, whatever it makes of the model."""
-
-    model: str
-    output: Path
-    method: str
-    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
-    statistics: Path | None = None
-    plan_output: Path | None = None
-    dtype: torch.dtype | None = None
-    device: str = "cpu"
-    overwrite: bool = False
-    resume: bool = False
-    memory_limit: int | None = None
-    """Bytes that may be resident; None for no limit."""
-
-    def deciding(self) -> dict[str, Any]:
-        """The options that decide the result, as JSON."""
-        values = asdict(self)
-        for key in ("resume", "overwrite", "plan_output", "memory_limit"):
-            del values[key]
-        return dict(json.loads(json.dumps(values, default=str)))
-
-    def recorded(self) -> dict[str, Any]:
-        """The same with all defaults filled in, as provenance has it."""
-        return self.deciding()
 
 
 @dataclass

@@ -14,14 +14,14 @@ from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from calibrate.statistics import Statistics, load_statistics
 from compress.methods.diep_scores import load_scores
+from compress.options.job import JobOptions
 from compress.plans.apply import apply, carried_files
 from compress.plans.plan import plan_to_json
 from compress.report import plots
 from compress.report.card import model_card
 from compress.report.pictures import Pictured, draw, kept_experts
-from compress.run.job import HeldOut, JobOptions, Made, Prepared, fingerprints, held_out
+from compress.run.job import HeldOut, Made, Prepared, fingerprints, held_out
 from compress.run.work_directory import WorkDirectory
-from engine.architectures import loading_note
 from engine.checkpoint.artifact import (
     check_checksums,
     check_file_output,
@@ -33,6 +33,7 @@ from engine.checkpoint.artifact import (
 )
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
+from engine.families.results import loading_note
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.options.training import TrainingOptions
 from compress.training.moments import restore, with_moments
-from engine.errors import CheckpointError, DataError, OptionError, TrainingError
+from engine.errors import CheckpointError, DataError, TrainingError
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
@@ -37,41 +38,6 @@ BEST, FIRST = "best.", "first."
 """Before the names of tensors in a state file: those of the best state, and of the training that is taken first."""
 State = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors by name, and the rest as JSON."""
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How long, how fast, on how much at once."""
-
-    steps: int
-    learning_rate: float
-    batch_size: int = 16
-    """Sequences a step, of each process."""
-    group_size: int = 16
-    """Sequences in memory at a time; gradients of a step's groups are added up."""
-    warm_up_steps: int = 10
-    clip_norm: float = math.inf
-    """Longest gradient, over all parameters together."""
-    weight_decay: float = 0.0
-    seed: int = 0
-    earlier_steps: int = 0
-    """Steps of an earlier training on the same sequences: this one goes on in their order."""
-    steps_per_batch: int = 1
-    """Steps on the same sequences, one after another; states are saved between them only."""
-    save_every: int = 25
-    validate_every: int = 0
-    """0 never: training ends with its last state."""
-
-    def check(self) -> None:
-        """Raise OptionError for what no training can use."""
-        if self.steps < 0 or self.batch_size < 1 or not 0.0 < self.learning_rate < math.inf or not self.clip_norm > 0.0:
-            raise OptionError(
-                "steps must be at least 0, batch-size at least 1, the learning rate and the gradient's length positive"
-            )
-        if self.steps_per_batch < 1 or self.save_every % self.steps_per_batch:
-            raise OptionError(
-                f"save-every is {self.save_every}; as {self.steps_per_batch} steps share a batch, make it a multiple"
-            )
 
 
 @dataclass(frozen=True)

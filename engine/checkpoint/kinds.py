@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.architectures import ENCODER_DECODERS, classified
+from engine.families.classifiers import classified
+from engine.families.encoder_decoders import ENCODER_DECODERS
 from engine.files.json_file import load_json
 
 ONNX_NAME = "model.onnx"

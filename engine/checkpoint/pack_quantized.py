@@ -1,9 +1,10 @@
-"""Weights of few bits on disk, in the form that compressed-tensors calls "pack-quantized" and that vLLM reads.
+"""Low-bit weights on disk in the "pack-quantized" format of compressed-tensors, which vLLM reads too.
 
-In the place of a weight X [O, D] are X_packed, int32 [O, W], a row's weights one after the other from the lowest bit of its
-first word on, each stored as its value + 2^(bits−1); X_scale [O, C], one for each group of a row; and X_shape, int64 [2].
-`quantization_config` in config.json says how many bits and how large groups are. Its targets and its list of what to ignore
-are not evaluated: which weights are packed is seen from the tensors, and each must be as one of the config's groups says.
+A weight X [O, D] is stored as three tensors. X_packed, int32 [O, W], holds each row's integers one after the other,
+beginning at the lowest bit of the row's first word; each integer is stored as its value + 2^(bits−1). X_scale [O, C]
+holds one scale for each group of a row. X_shape is int64 [2]. `quantization_config` in config.json gives the bits and
+the group size. Its targets and its ignore list are not evaluated: the tensors show which weights are packed, and each
+must match one of the config's groups.
 
 Shape suffixes: O outputs, D inputs, W words of a row, C groups of a row.
 """
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "quantization_config"
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
-"""What the names of the three tensors end in, after the weight's own name."""
+"""Suffixes that the three tensors add to the weight's own name."""
 _METHOD, _FORMAT = "compressed-tensors", "pack-quantized"
 _SCALE_TYPES = (BFLOAT16, FLOAT16, FLOAT32)
 _SHAPE_TYPES = (INT64, INT32)
 
 
 def schemes_of(config: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """Of a raw config.json, one for each of its groups; none where weights are not stored in this form.
+    """Return the schemes in a raw config.json, one for each of its groups; empty if the format is not this one.
 
     Raises UnsupportedError naming the first setting that the engine does not read.
     """
@@ -73,20 +74,20 @@ def _scheme(group: Any, where: str, common_format: Any) -> Scheme:
 
 
 def _honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> None:
-    """Raise UnsupportedError for the first of these settings that is none of the known ones."""
+    """Raise UnsupportedError for the first of these settings whose value is not among the known ones."""
     for key, choices in known.items():
         value = values.get(key)
         # JSON's true and 1 are equal in Python.
         if not any(type(value) is type(choice) and value == choice for choice in choices):
             readable = " or ".join("null" if choice is None else shown(choice) for choice in choices)
             raise UnsupportedError(
-                f"config.json: {CONFIG_KEY}.{where}{key} is {shown(value)}, and the engine reads {readable}; quantise the "
+                f"config.json: {CONFIG_KEY}.{where}{key} is {shown(value)}, and the engine reads {readable}; quantize the "
                 "original model with `compress quantize`"
             )
 
 
 def config_of(scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Scheme] | None = None) -> dict[str, Any]:
-    """`quantization_config` of a model whose linear layers are all stored so, but for weights in `ignored` and `others`."""
+    """Return the `quantization_config` of a model whose linear layers all use `scheme`, except `ignored` and `others`."""
     groups = {"group_0": _group(scheme, ["Linear"])}
     for place, (name, own) in enumerate((others or {}).items(), start=1):
         groups[f"group_{place}"] = _group(own, [f"re:.*{re.escape(name.removesuffix('.weight'))}$"])
@@ -116,7 +117,7 @@ def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 def layout_of(
     name: str, shape: tuple[int, ...], scheme: Scheme, scale_dtype: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of the three tensors of a weight [O, D]."""
+    """Return the dtypes and shapes of the three tensors of a weight [O, D]."""
     import torch  # here: headers are read without it
 
     packed, scales = scheme.shapes(shape)
@@ -124,7 +125,7 @@ def layout_of(
 
 
 def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The three tensors themselves."""
+    """Return the three tensors of a weight, by name."""
     import torch  # here: headers are read without it
 
     return {
@@ -135,12 +136,12 @@ def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 class QuantizedView:
-    """Where a packed weight is."""
+    """Location of a packed weight."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], by_name: Mapping[str, SafetensorsFile], schemes: Iterable[Scheme]
     ) -> None:
-        """Raises CheckpointError unless the three tensors are there and are as one of the schemes says."""
+        """Raises CheckpointError unless the three tensors are present and match one of the schemes."""
         self.name, self.shape = name, shape
         self.stored_names = (name + PACKED, name + SCALE, name + SHAPE)
         missing = [stored for stored in self.stored_names if stored not in by_name]
@@ -151,7 +152,7 @@ class QuantizedView:
             file.entries[stored] for file, stored in zip(self._files, self.stored_names, strict=True)
         )
         self.element = scales.element
-        """The type that the weight is dequantised to where nothing else is asked for."""
+        """Element type to which the weight is dequantized by default."""
         self.bytes = packed.nbytes + scales.nbytes + stored_shape.nbytes
         if packed.element != INT32 or scales.element not in _SCALE_TYPES or stored_shape.element not in _SHAPE_TYPES:
             raise CheckpointError(
@@ -162,13 +163,13 @@ class QuantizedView:
         if not fitting or stored_shape.shape != (2,):
             raise CheckpointError(
                 f"tensors {', '.join(self.stored_names)} have shapes {list(packed.shape)}, {list(scales.shape)} and "
-                f"{list(stored_shape.shape)}, which no group of {CONFIG_KEY} makes of a weight {list(shape)}"
+                f"{list(stored_shape.shape)}, which match no group of {CONFIG_KEY} for a weight {list(shape)}"
             )
         self.scheme = fitting[0]
 
     @property
     def floats(self) -> tuple[SafetensorsFile, str]:
-        """The stored numbers that are finite where the weight is: its scales, the rest has no bits for anything else."""
+        """The stored numbers that are finite if the weight is: its scales. The integers cannot be anything else."""
         return self._files[1], self.stored_names[1]
 
     def _is_as(self, scheme: Scheme, packed: tuple[int, ...], scales: tuple[int, ...]) -> bool:
@@ -176,7 +177,7 @@ class QuantizedView:
         return len(self.shape) == 2 and divides and scheme.shapes(self.shape) == (packed, scales)
 
     def weight(self) -> QuantizedWeight:
-        """The weight, mapped. Raises CheckpointError where its stored shape is another than the config's."""
+        """Return the weight, memory-mapped. Raises CheckpointError if its stored shape differs from the config's."""
         import torch  # here: headers are read without it
 
         from engine.kernels.quantized_weight import QuantizedWeight
@@ -190,5 +191,5 @@ class QuantizedView:
         return QuantizedWeight(packed.view(torch.uint8), scales, self.scheme.bits, self.shape[1])
 
     def read(self) -> Tensor:
-        """The weight as a plain tensor, dequantised."""
+        """Return the weight as a plain tensor, dequantized."""
         return self.weight().dequantised(self.element.torch)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.architectures import DecoderConfig
 from engine.errors import CheckpointError
+from engine.families.config import DecoderConfig
 from engine.files.element_type import FLOAT32
 from engine.files.finite import is_finite
 from engine.files.safetensors_file import SafetensorsFile

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, checked against its model."""
+"""Loading a checkpoint's tokenizer, and checking it against the model."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.architectures import load_transformers_config
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
 from engine.checkpoint.plain_tokenizer import read_plain_tokenizer
 from engine.checkpoint.tokenizer_checks import check_tokenizer_files
 from engine.errors import CheckpointError, CompressError, OptionError, is_panic
+from engine.families.resolve import load_transformers_config
 from engine.files.json_file import load_json, shown
 
 
 def load_tokenizer(checkpoint: ModelDirectory) -> Any:
-    """The checkpoint's tokenizer: a PlainTokenizer where that is enough, otherwise an object of transformers.
+    """Return the checkpoint's tokenizer: a PlainTokenizer if that suffices, otherwise an object of transformers.
 
-    Raises CheckpointError where it is missing, damaged or of another vocabulary.
+    Raises CheckpointError if it is missing, damaged or of another vocabulary.
     """
     directory, config = checkpoint.directory, checkpoint.config
 
@@ -30,21 +30,21 @@ def load_tokenizer(checkpoint: ModelDirectory) -> Any:
 
 
 def load_transformers_tokenizer(checkpoint: ModelDirectory) -> Any:
-    """The same, always as an object of transformers, for libraries that ask for one."""
+    """Return the checkpoint's tokenizer as an object of transformers, for libraries that ask for one; errors as above."""
     config = _foreign_config(checkpoint)
     return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size, config)
 
 
 def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> Any:
-    """The transformers tokenizer of the model in a directory that knows so many tokens.
+    """Return the transformers tokenizer in `directory` for a model with `vocabulary` tokens.
 
-    config: None for what config.json says. Raises CheckpointError as above.
+    `config`: the transformers config; None to read config.json. Raises CheckpointError as `load_tokenizer` does.
     """
     return _checked(directory, vocabulary, lambda: _of_transformers(directory, config))
 
 
 def _foreign_config(checkpoint: ModelDirectory) -> Any:
-    """The config for a family that transformers has no class for, whose config.json it would look at; None for others."""
+    """Return the config for a family without a class in transformers, which would fail at its config.json; else None."""
     is_known = checkpoint.config.architecture.in_transformers
     return None if is_known else load_transformers_config(checkpoint.raw_config)
 
@@ -56,7 +56,7 @@ def _of_transformers(directory: Path, config: Any) -> Any:
 
 
 def _checked(directory: Path, vocabulary: int, load: Callable[[], Any]) -> Any:
-    """What `load` gives, once the files and the tokenizer fit a model that knows so many tokens."""
+    """Return what `load` does, after checking that the files and the tokenizer fit a model with `vocabulary` tokens."""
     names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
     if not any((directory / name).is_file() for name in names):
         raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
@@ -70,7 +70,7 @@ def _checked(directory: Path, vocabulary: int, load: Callable[[], Any]) -> Any:
             )
         tokenizer.decode(tokenizer("a b", verbose=False)["input_ids"])
         largest = max(tokenizer.get_vocab().values(), default=-1)
-    # Models pad their vocabulary a little; a tokenizer that is larger, or much smaller, belongs to another model.
+    # Models pad their vocabulary a little; a tokenizer that is larger or much smaller belongs to another model.
     if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
         raise CheckpointError(
             f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; it is of another model"
@@ -84,13 +84,13 @@ def _checked(directory: Path, vocabulary: int, load: Callable[[], Any]) -> Any:
 
 @contextmanager
 def tokenizing(directory: Path) -> Iterator[None]:
-    """Turn whatever a damaged tokenizer raises in the body into a CheckpointError."""
+    """Turn any error that a damaged tokenizer raises in the body into a CheckpointError."""
     try:
         yield
     except CompressError:
         raise
     except BaseException as error:
-        # tokenizers raises plain Exception, and where it panics what is none.
+        # tokenizers raises plain Exception; its panics are not subclasses of Exception.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         reason = " ".join(str(error).split())[:200]
@@ -98,23 +98,26 @@ def tokenizing(directory: Path) -> Iterator[None]:
 
 
 def check_same_tokens(first: Checkpoint, second: Checkpoint) -> None:
-    """Raise OptionError unless what both predict is of the same tokens."""
+    """Raise OptionError unless both models predict the tokens of one vocabulary."""
     sizes = first.config.vocabulary_size, second.config.vocabulary_size
     vocabularies = [load_tokenizer(checkpoint).get_vocab() for checkpoint in (first, second)]
     if vocabularies[0] != vocabularies[1]:
         raise OptionError(
             f"{first.directory} and {second.directory} have different tokenizers ({sizes[0]} and {sizes[1]} tokens), so "
-            "their predictions cannot be compared; take two models with one tokenizer"
+            "their predictions cannot be compared; take two models with the same tokenizer"
         )
     if sizes[0] != sizes[1]:
         raise OptionError(
-            f"{first.directory} and {second.directory} have one tokenizer, and {sizes[0]} and {sizes[1]} rows of "
-            "embeddings; cut or pad those of one to the other's"
+            f"{first.directory} and {second.directory} have one tokenizer, but {sizes[0]} and {sizes[1]} rows of "
+            "embeddings; cut or pad one to the size of the other"
         )
 
 
 def end_tokens(checkpoint: ModelDirectory) -> frozenset[int]:
-    """Tokens that end a sequence, from the first place that names any. Raises CheckpointError where they are none."""
+    """Return the tokens that end a sequence, from the first file that names any.
+
+    Raises CheckpointError if the entry is not a token id or a list of ids.
+    """
     directory = checkpoint.directory
     found = None
     if (directory / "generation_config.json").is_file():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.architectures import DecoderConfig
+from engine.families.config import DecoderConfig
 
 _USUAL_THETA = 1.0, 1e30
 """Bases between these give frequencies that are positive numbers in float32, whatever the dimension."""

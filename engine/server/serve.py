@@ -1,29 +1,28 @@
-"""`compress serve`: the process. The socket is bound first, the model loaded in a thread, and signals end it in order.
+"""The process of `compress serve`: it binds the socket, loads the model in a thread, and shuts down on signals.
 
-SIGTERM lets running requests end and takes no more; a second one, or SIGINT, ends at once, whatever hangs.
+SIGTERM lets running requests end and refuses new ones. A second SIGTERM, or SIGINT, ends the process at once, even if a
+part of it hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.errors import OptionError
 from engine.generation.generate import Engine
+from engine.server.options import ServeOptions
 
 try:
     import uvicorn
 
-    from engine.server.access import allowed_hosts, is_local, plain_host
+    from engine.server.access import allowed_hosts
     from engine.server.connection_limits import Connections, limited_protocol
     from engine.server.server import Service, State, create_app
 except ModuleNotFoundError as error:
@@ -37,87 +36,23 @@ from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.server.log_budget import limited_logging
 from engine.server.signals import Signals
 
-KEY_VARIABLE = "COMPRESS_API_KEY"
 BACKLOG = 2048
-"""Connections that the system keeps until they are accepted."""
+"""Length of the operating system's queue of connections that wait to be accepted."""
 ACCEPTED_AT_ONCE = 16
-"""Between two looks at how many there are."""
+"""Maximum number of connections accepted before the limits are checked again."""
 LAST_BYTES_SECONDS = 10
-"""For clients to read the end of their answers before connections are closed."""
+"""Time for clients to read the end of their answers before connections are closed."""
 KEEP_ALIVE_SECONDS = 75
 SMALL_CACHE = 1 << 30
-"""Bytes that are taken for one sequence whatever is free."""
+"""Size in bytes up to which one sequence's cache is allocated, regardless of free memory."""
 SPARE_MEMORY_SHARE = 0.25
-"""Of what is free, for keys and values, where no size is given."""
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """What to serve, where and how much of it. Raises OptionError for values that cannot be."""
-
-    model: str = "demo"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    """Any of them opens, and what their holders have sent is kept apart; none for everybody."""
-    allow_anonymous: bool = False
-    """Other machines may reach it without a key."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Names of the server besides its own; see `engine.server.access.allowed_hosts`."""
-    served_model_name: str | None = None
-    max_queue: int = 256
-    max_batch_size: int = 16
-    max_model_length: int | None = None
-    kv_cache_bytes: int | None = None
-    request_timeout: float | None = None
-    skip_threshold: float = 0.0
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
-    kv_cache_dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not all(key.strip() and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise OptionError("an API key is empty or has characters that no header carries; use printable ASCII")
-        for host in self.allowed_hosts:
-            if not plain_host(host):
-                raise OptionError(
-                    f"the allowed host {host!r:.80} is neither a name nor an address; give one, without a port"
-                )
-        if self.is_exposed and not self.allow_anonymous:
-            raise OptionError(
-                f"other machines can reach {self.host}, and without a key anybody may use the server; give --api-key "
-                f"(or {KEY_VARIABLE}), or --allow-anonymous"
-            )
-        if self.served_model_name is not None and not self.served_model_name.strip():
-            raise OptionError("the served model name is empty; leave it out, or give a name")
-
-    @property
-    def name(self) -> str:
-        """By which clients ask for the model."""
-        path = Path(self.model)
-        return self.served_model_name or (path.resolve().name if path.is_dir() else self.model)
-
-    @property
-    def is_exposed(self) -> bool:
-        """Whether others than this machine may reach it without a key."""
-        return not is_local(self.host) and not self.api_keys
-
-
-def keys_from(given: Sequence[str]) -> tuple[str, ...]:
-    """The keys of the command line, or of the environment where it has none. Raises OptionError for an empty variable."""
-    if given or KEY_VARIABLE not in os.environ:
-        return tuple(given)
-    keys = os.environ[KEY_VARIABLE].splitlines()
-    if not all(keys) or not keys:
-        raise OptionError(f"{KEY_VARIABLE} is set and has no key, or an empty line; unset it to serve without a key")
-    return tuple(keys)
+"""Share of free memory for the KV cache if no size is given."""
 
 
 def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
-    """Serve until a signal ends it; `ready` is called with the URL once requests are taken.
+    """Serve until a signal ends the server; `ready` is called with the URL once requests are accepted.
 
-    Raises OptionError where nothing can be bound, what loading the model raises, and KeyboardInterrupt at SIGINT.
+    Raises OptionError if the address cannot be bound, any error of loading the model, and KeyboardInterrupt at SIGINT.
     """
     listening = bind(options.host, options.port)
     host, port = listening.getsockname()[:2]
@@ -130,7 +65,7 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises OptionError where that cannot be."""
+    """Return a listening socket; port 0 selects a free port. Raises OptionError if the address cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind, protocol)
@@ -147,7 +82,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load(options: ServeOptions) -> Service:
-    """The model, ready and running. Raises what opening it raises, and OptionError where its cache does not fit."""
+    """Load the model and start its engine loop. Raises any error of opening, and OptionError if the cache does not fit."""
     engine = Engine.open(
         options.model,
         device=options.device,
@@ -176,9 +111,10 @@ def load(options: ServeOptions) -> Service:
 
 
 def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
-    """Room for a full batch of the longest sequences, within a share of free memory, and for one of them if it fits there.
+    """Return the size of a cache for a full batch of the longest sequences, limited to a share of free memory.
 
-    Where not even one does, sequences are shorter than the model would take.
+    The size is enough for at least one such sequence, if that fits into memory. Otherwise sequences are shorter than
+    the model's limit.
     """
     import psutil  # here: only what measures memory needs it
 
@@ -193,7 +129,7 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's with limits on connections, and without its handling of signals."""
+    """A uvicorn server with limits on connections and without uvicorn's signal handling."""
 
     def __init__(self, state: State, connections: Connections | None = None) -> None:
         """connections: None for as many as the process may have."""
@@ -215,18 +151,18 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None: uvicorn would raise them again at the end, and the exit status would not be 0."""
+        """Handle no signals: uvicorn would raise them again at the end, and the exit status would not be 0."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """asyncio accepts as many at once as it lets wait; the system may let more of them wait."""
+        """Start the server with a longer listen queue: asyncio would use one value for queueing and for accepting."""
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(BACKLOG)
 
 
 class _Process:
-    """One server from its socket to its end. All but loading and draining happens in the event loop."""
+    """One server from its socket to its end. Everything except loading and draining runs in the event loop."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
@@ -238,7 +174,7 @@ class _Process:
         self._signals = Signals(self._pass_on)
 
     def run(self, listening: socket.socket, ready: Callable[[], None]) -> None:
-        """Until a signal ends it. Raises as `serve` does."""
+        """Run until a signal ends the server. Raises as `serve` does."""
         with self._signals.handled():
             asyncio.run(self._run(listening, ready))
         if self._failure is not None:
@@ -248,7 +184,7 @@ class _Process:
 
     async def _run(self, listening: socket.socket, ready: Callable[[], None]) -> None:
         self._event_loop = asyncio.get_running_loop()
-        if self._signals.count:  # it came before there was a loop
+        if self._signals.count:  # the signal came before the event loop existed
             self._signalled()
 
         def load_and_tell() -> None:
@@ -258,7 +194,7 @@ class _Process:
                 made = error
             self._in_event_loop(self._loaded, made, ready)
 
-        # A daemon: a signal does not wait for a large model to be loaded.
+        # A daemon thread: a signal does not wait until a large model is loaded.
         threading.Thread(target=load_and_tell, name="load", daemon=True).start()
         try:
             await self._server.serve(sockets=[listening])
@@ -267,7 +203,7 @@ class _Process:
                 await asyncio.to_thread(self._state.loaded.close)
 
     def _in_event_loop(self, function: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # there is no event loop any more
+        with suppress(RuntimeError):  # the event loop has ended
             if self._event_loop is not None:
                 self._event_loop.call_soon_threadsafe(function, *arguments)
 

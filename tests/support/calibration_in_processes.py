@@ -20,9 +20,10 @@ import engine.passes.layerwise
 import engine.passes.memory_budget
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
-from compress.methods.diep import RELAXATIONS, DiepOptions, search
+from compress.methods.diep import RELAXATIONS, search
 from compress.methods.gate_gradients import fisher_scores, taylor_scores
 from compress.methods.naee import naee
+from compress.options.prune import DiepOptions
 from compress.run.perplexity import perplexity, routed_counts
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder

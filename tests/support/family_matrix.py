@@ -29,7 +29,6 @@ from compress.plans.plan import (
     kept_expert,
     pruning_plan,
 )
-from engine.architectures import expert_tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.stacks import stored_tensors
 from engine.decoder.block_pool import BlockTable
@@ -38,6 +37,7 @@ from engine.decoder.model import Decoder, own_routings, routed_by
 from engine.decoder.paged_cache import PagedBatch, PagedCache, position_bytes
 from engine.decoder.routing import NO_EXPERT, Masked
 from engine.decoder.skip_tables import SkipTables, skipping_routings
+from engine.families.tensor_names import expert_tensor
 
 ROWS = {
     "mixtral": "Mixtral",
@@ -67,8 +67,8 @@ REFUSED = {
 }
 """Cells that are no number, with what the refusal says."""
 NOTES = (
-    "¹ transformers has no class of it: compared with a naive implementation (`tests/naive_*.py`). ² Results are\n"
-    "written as DeepSeek V3, which it is. ³ Dense: with one expert in each layer."
+    "¹ Not in transformers; compared with a naive implementation (`tests/support/naive_*.py`). ² Results are\n"
+    "written as DeepSeek V3. ³ Dense means one expert in each layer."
 )
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
 

@@ -16,9 +16,12 @@ from calibrate.options import CalibrationOptions
 from compress.cost.counts import Passes, Work
 from compress.cost.devices import DEVICES, Device
 from compress.methods.naee import compared_subsets
-from compress.run_plan import RunOptions, planned_model, planned_phases, smaller
-from engine.architectures import decoder_config, expected_tensors
+from compress.options.plan_run import DEVICE_NAMES, RunOptions
+from compress.options.prune import METHOD_NAMES
+from compress.run_plan import planned_model, planned_phases, smaller
 from engine.decoder.model import Decoder
+from engine.families.resolve import decoder_config
+from engine.families.tensor_shapes import expected_tensors
 
 TINY = shape(hidden=512, layers=1, experts=3, top_k=1, width=5) | {
     "hidden_size": 4,
@@ -136,7 +139,7 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.main, ["plan-run", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("method", cli.PRUNE_METHODS)
+@pytest.mark.parametrize("method", METHOD_NAMES)
 def test_every_method_is_planned_from_the_config_alone(tmp_path, method):
     (tmp_path / "config.json").write_text(json.dumps(shape()))
     done = invoke(tmp_path, "--device", "h200", "--method", method, "--json")
@@ -209,4 +212,4 @@ def test_no_such_directory():
 
 
 def test_the_command_knows_the_devices():
-    assert list(cli.PLANNED_DEVICES) == ["cpu", *DEVICES]
+    assert list(DEVICE_NAMES) == ["cpu", *DEVICES]

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.distillation.recipes import RECIPES
-from compress.distillation.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
+from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher
 from compress.distillation.responses import batch_of
 from compress.distillation.router_report import old_routers, router_report
 from compress.distillation.student_aware_routing import RouterLoss, load_balance, router_parameters, squared_variation
+from compress.options.distill import KnowledgeAugmentation
 from compress.run.clock import Clock
 from compress.training.divergences import DIVERGENCES
 from compress.training.layer_distillation import feed_forwards, outputs_of

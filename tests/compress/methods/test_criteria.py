@@ -16,23 +16,24 @@ import torch.nn.functional as F
 from conftest import save_reference
 from torch import Tensor
 
-import cli
 import engine.decoder.model
 import engine.decoder.routing
 from calibrate.collect import LayerCollector, collect
 from calibrate.statistics import Statistics
 from compress.methods.gate_gradients import _sample_next
+from compress.methods.merging import MERGE_METHODS
 from compress.methods.naee import naee
 from compress.methods.saliency import SCORES, scores
+from compress.options.prune import MERGE_METHOD_NAMES, METHOD_NAMES
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
 from compress.plans.selection import Budget
 from compress.prune import GRADIENT_METHODS, METHODS
-from engine.architectures import MoeConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.model import Decoder
 from engine.decoder.routing import Routing, SigmoidTopK
+from engine.families.layer_config import MoeConfig
 
 TOKENS = torch.randint(3, 96, (4, 11), generator=torch.Generator().manual_seed(1))
 COUNTS = {0: 4, 1: 3}
@@ -188,7 +189,7 @@ def test_naee(checkpoint: Checkpoint, router: str, kept: dict[int, int], limit: 
 
 
 def test_every_method_is_here_and_in_the_command() -> None:
-    assert set(METHODS) == set(cli.PRUNE_METHODS)
+    assert set(METHODS) == set(METHOD_NAMES) and set(MERGE_METHODS) == set(MERGE_METHOD_NAMES)
     assert set(METHODS) == {*SCORES, *GRADIENT_METHODS, "naee", "random", "diep"}
 
 

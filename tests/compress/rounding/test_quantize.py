@@ -19,10 +19,11 @@ from torch import Tensor
 
 import cli
 from compress import quantize as module
+from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply
 from compress.plans.plan import same_plan
 from compress.rounding.activation_scales import EXPONENTS, Rescaling, activation_scales, candidates, errors, load_rescaling
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
@@ -229,9 +230,7 @@ def test_bad_models_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert f"{name} holds NaN or infinity" in refused(place, *QUANTIZE, "-o", "out")
     small = Checkpoint(place / "small")
     monkeypatch.setattr(remote_code, "find_spec", lambda name: None)
-    with pytest.raises(
-        OptionError, match="transformers reads weights of few bits only where compressed-tensors is installed"
-    ):
+    with pytest.raises(OptionError, match="transformers reads low-bit weights only if compressed-tensors is installed"):
         remote_code.check_loadable(small.directory, small.raw_config)
     with pytest.raises(OptionError, match="bits is 3; it must be 8 or 4"):
         QuantiserOptions(3).check(small.config)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import save_reference
 
-from engine.architectures import ARCHITECTURES
 from engine.bench import side_by_side as module
 from engine.bench.backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.bench.side_by_side import bench, cases_for, format_rows
@@ -21,6 +20,7 @@ from engine.checkpoint import remote_code
 from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, CompressError, OptionError
+from engine.families.table import ARCHITECTURES
 from engine.worker import Worker
 
 KEYS = [

@@ -15,7 +15,8 @@ from server_for_tests import reading_for, served
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
-from engine.bench.load_test import LoadOptions, Outcome, figures, load_test, percentile, result_block
+from engine.bench.load_test import Outcome, figures, load_test, percentile, result_block
+from engine.bench.options import LoadOptions
 from engine.errors import CompressError, OptionError
 from engine.generation.generate import Engine
 from engine.server.reading_pool import ReadingPool

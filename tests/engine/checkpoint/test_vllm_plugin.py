@@ -1,6 +1,6 @@
 """The plugin against a stand-in of vLLM: which class is chosen, and that each layer has the experts its weights ask for.
 
-docs/scaling.md says what was run on vLLM itself.
+docs/vllm.md lists the runs on vLLM itself.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from transformers import AutoConfig
 
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
-from engine.architectures import expert_tensor, router_tensor
 from engine.checkpoint import vllm_plugin
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.families.tensor_names import expert_tensor, router_tensor
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 ROOT = Path(__file__).resolve().parents[3]

@@ -25,14 +25,6 @@ from compress.plans.apply import apply
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, concatenation_plan, kept_expert, pruning_plan
 from compress.run.clock import Clock
 from compress.training.training import Batch
-from engine.architectures import (
-    ARCHITECTURES,
-    GATE_WIDTH_KEY,
-    expert_tensor,
-    gate_hidden_tensor,
-    router_noise_tensor,
-    router_tensor,
-)
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
@@ -40,6 +32,9 @@ from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, routed_by
 from engine.decoder.routing import Noisy, TopK
 from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
+from engine.families.router import GATE_WIDTH_KEY
+from engine.families.table import ARCHITECTURES
+from engine.families.tensor_names import expert_tensor, gate_hidden_tensor, router_noise_tensor, router_tensor
 
 FAMILY = "llama_moe"
 ROW = ARCHITECTURES[FAMILY]
@@ -275,7 +270,8 @@ def test_concatenated_experts_are_a_llama(tmp_path: Path) -> None:
     apply(concatenation_plan(chosen), Checkpoint(tmp_path / "full"), tmp_path / "dense")
     dense = Checkpoint(tmp_path / "dense")
     assert dense.config.architecture.model_type == "llama" and dense.raw_config["intermediate_size"] == 48
-    assert not set(dense.raw_config) & (set(ROW.own_settings) - {"head_dim", "attention_bias", "rope_parameters"})
+    own = ROW.reads.union(ROW.settings) - {"intermediate_size", "head_dim", "attention_bias", "rope_parameters"}
+    assert "num_selects" in own and not own & set(dense.raw_config)
     assert worst(logits(tmp_path / "dense"), transformers_logits(tmp_path / "dense")) <= 1e-5
     ffn = decoder_of(tmp_path / "dense").layers[1].feed_forward
     x = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from engine.architectures import ARCHITECTURES, decoder_config
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY
 from engine.families.plain_config import RECORD, PlainConfig, known_keys, read_plainly, recorded
+from engine.families.resolve import decoder_config
+from engine.families.table import ARCHITECTURES
 
 FAMILIES = sorted(json.loads(RECORD.read_text())["families"])
 ODD: tuple[Any, ...] = (None, True, -1, 0, 1, 3, 0.5, "bfloat16", [], [1], {"rope_type": "default", "rope_theta": 5e5})
@@ -109,7 +110,7 @@ def test_keys_that_a_family_knows() -> None:
 
 
 def test_most_families_are_read_without_transformers() -> None:
-    read_as = {(row.read_as or name) for name, row in ARCHITECTURES.items()}
+    read_as = {(row.words.read_as or name) for name, row in ARCHITECTURES.items()}
     assert read_as - set(FAMILIES) == {"gpt_oss", "llama4_text"}
     assert set(FAMILIES) <= read_as
 

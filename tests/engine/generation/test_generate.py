@@ -20,7 +20,7 @@ from engine.decoder.routing import Selection
 from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, OptionError
 from engine.generation.generate import Engine, Generation, decode_kernels
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 from engine.generation.text_stream import Characters, StopString
 
 PROMPTS = ["def read(path):", "x", "größer als €5: "]

@@ -17,9 +17,9 @@ from test_encoder_decoder import DENSIFY, SIZES, change_config, change_tensors, 
 from test_onnx_parity import operators
 from torch import Tensor
 
-from compress.export.decoder import ExportOptions
 from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.encoder_decoder_parity import round_weights
+from compress.options.export import ExportOptions
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
 from engine.errors import ExportError

@@ -17,9 +17,10 @@ import engine.passes.memory_budget
 import engine.passes.streaming
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
-from compress.methods.diep import DiepOptions, full_hidden_states, gradients, new_state, search
+from compress.methods.diep import full_hidden_states, gradients, new_state, search
 from compress.methods.gate_gradients import fisher_scores, gate_gradients
 from compress.methods.naee import naee
+from compress.options.prune import DiepOptions
 from compress.run.perplexity import perplexity, routed_counts
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, DecoderLayer
