@@ -80,7 +80,7 @@ def check(model_type: str, config: dict[str, Any], warnings: list[str]) -> bool:
 
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What transformers warns of."""
+    """Collect the warnings of transformers."""
     found: list[str] = []
 
     def note(self: logging.Logger, message: str, *rest: Any, **named: Any) -> None:
