@@ -31,7 +31,7 @@ from results import RESULTS, markdown, save
 
 from engine.bench.backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.skip_tables import FILE_NAME
+from engine.checkpoint.skip_table_file import FILE_NAME
 
 PROMPT, NEW, BATCH = 512, 64, 8
 LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}

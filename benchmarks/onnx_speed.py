@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from compress.export.decoder import PRECISIONS
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
-from engine.checkpoint.checkpoint import ONNX_NAME, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.decoder.model import own_routing
 from engine.files.json_file import write_json
 from engine.onnx.decoder import write_decoder

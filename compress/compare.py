@@ -39,6 +39,7 @@ from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
 from engine.checkpoint.artifact import check_output, whole_or_nothing
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint.kinds import is_exported
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer, own_routings
@@ -48,7 +49,7 @@ from engine.errors import OptionError, PlanError
 from engine.files.json_file import write_json, writing
 from engine.generation.report import ExportedSkipCounter
 from engine.kernels.devices import resolve_device
-from engine.onnx.runtime import is_exported, open_exported
+from engine.onnx.runtime import open_exported
 from engine.progress import Progress, no_progress
 
 COMPARISON = "comparison.json"

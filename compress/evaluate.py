@@ -13,7 +13,7 @@ from compress.report.figures import EvaluateFigures, TaskFigures
 from compress.run.perplexity import exported_perplexity, perplexity
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.remote_code import check_loadable
-from engine.checkpoint.tokenizer import load_tokenizer
+from engine.checkpoint.tokenizer import load_tokenizer, load_transformers_tokenizer
 from engine.errors import DataError, OptionError
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
@@ -32,7 +32,7 @@ def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None,
     except ImportError as error:
         raise OptionError("tasks need lm-evaluation-harness; install it with `pip install moe-compress[tasks]`") from error
     loaded = load_decoder(checkpoint.directory, checkpoint.raw_config).to(device)
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_transformers_tokenizer(checkpoint)
     try:
         known = _task_manager(all(Path(name).is_file() for name in names))
         # A model and a tokenizer, not a path: the harness would leave to transformers what to run there.

@@ -19,7 +19,7 @@ from compress.run.job import Made, Prepared, Run, check_plain, check_weights, pr
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.checkpoint import Checkpoint, resolve
-from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.skip_tables import load_skip_tables
 from engine.progress import Progress, no_progress
 

@@ -10,8 +10,7 @@ Kind = Literal["decoder", "encoder-decoder", "classifier"]
 def kind_of(model: str) -> Kind:
     """The kind of a model, given as a directory, a hub id or 'demo'. An export is of the kind that it was made from."""
     from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.classifier import is_classifier
-    from engine.transformers_models.encoder_decoder import is_encoder_decoder
+    from engine.checkpoint.kinds import is_classifier, is_encoder_decoder
 
     directory = resolve(model)
     if is_classifier(directory):

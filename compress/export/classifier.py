@@ -24,7 +24,8 @@ from compress.options.export import CLASSIFIER_PRECISIONS, ClassifierExportOptio
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
-from engine.checkpoint.checkpoint import ONNX_NAME, resolve
+from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.errors import DataError, ExportError, OptionError
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes

@@ -19,7 +19,8 @@ from compress.options.export import PRECISION_BITS, ExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
-from engine.checkpoint.checkpoint import ONNX_NAME, Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.decoder.model import own_routings
 from engine.decoder.routing import Routing
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings

@@ -17,13 +17,14 @@ from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
 from engine.errors import ExportError, OptionError, UnsupportedError
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder
 from engine.onnx.quantize import Written
 from engine.progress import Progress, no_progress
-from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAME, EncoderDecoderCheckpoint
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 
 @claims_output

@@ -33,7 +33,7 @@ from engine.checkpoint.artifact import (
     write_provenance,
 )
 from engine.checkpoint.checkpoint import Checkpoint, resolve
-from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.families.results import loading_note
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes

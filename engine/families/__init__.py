@@ -7,7 +7,8 @@ of a single family is a subclass of a part, which only that family's row mention
 
 `resolve.py` makes a `DecoderConfig` (`config.py`, `layer_config.py`), plain numbers, from a config.json. `tensor_names.py`
 and `tensor_shapes.py` say what a checkpoint holds, `results.py` writes config.json for smaller models, and
-`rotary_embedding.py` computes rotary positions from a resolved config.
+`rotary_embedding.py` computes rotary positions from a resolved config. `plain_config.py` fills in the defaults of a plain
+config.json without transformers, from the record `config_fields.json`.
 
 Families are named in this room and nowhere else. Weights, devices and files stay outside.
 """

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
 from engine.errors import UnsupportedError
 from engine.families.encoder_decoders import FFN_PROJECTIONS, GATED_PROJECTIONS, STACKS
 from engine.files.json_file import shown, writing
@@ -28,7 +29,7 @@ from engine.onnx.layers import ACTIVATIONS, Layers
 from engine.onnx.quantize import Written
 from engine.onnx.relative_attention import attend, causal_mask, padding_mask, position_bias, split_heads
 from engine.onnx.runtime import DATA_NAME
-from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAME, EncoderDecoderCheckpoint
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 END = 2**31 - 1
 PARTS = ("key", "value")

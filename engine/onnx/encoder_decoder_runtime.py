@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
 from engine.errors import CheckpointError
 from engine.onnx.runtime import DATA_NAME, TYPES, session
-from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAME
 
 
 @dataclass

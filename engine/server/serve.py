@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import psutil
 import torch
 
 from engine.errors import OptionError
@@ -117,6 +116,8 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
     The size is enough for at least one such sequence, if that fits into memory. Otherwise sequences are shorter than
     the model's limit.
     """
+    import psutil  # here: only what measures memory needs it
+
     config = engine.checkpoint.config
     positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
     sequence = position_bytes(config, engine.kv_cache_dtype) * positions

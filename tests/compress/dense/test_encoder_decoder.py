@@ -35,9 +35,10 @@ from compress.dense.encoder_decoder_training import PairLoss, measure
 from compress.options.densify import SELECTIONS
 from compress.options.training import LossWeights
 from compress.training.training import Batch
+from engine.checkpoint.kinds import is_encoder_decoder
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import DataError, OptionError, UnsupportedError
-from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint, is_encoder_decoder
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {

@@ -25,7 +25,8 @@ from compress.plans.plan import pruning_plan, same_plan
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
-from engine.decoder.skip_tables import FILE_NAME, SkipTables
+from engine.checkpoint.skip_table_file import FILE_NAME
+from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, ExportError, OptionError, OutputError, UnsupportedError
 from engine.generation.generate import Engine
 from engine.kernels.quantized_weight import quantise

@@ -27,8 +27,8 @@ from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.model import Decoder
-from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
 from engine.errors import OptionError
 from engine.kernels.quantized_weight import quantise
 from engine.kernels.scheme import Scheme

@@ -21,11 +21,12 @@ from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.encoder_decoder_parity import round_weights
 from compress.options.export import ExportOptions
 from engine.checkpoint.artifact import read_provenance
+from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
 from engine.errors import ExportError
 from engine.onnx.encoder_decoder import write_encoder_decoder
 from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder, TargetState
 from engine.onnx.relative_attention import buckets
-from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAME, EncoderDecoderCheckpoint
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 SOURCE, PREFILL, STEPS, PADDING = 20, 6, 8, 9
 SWITCH = SIZES | {"d_ff": 32}
