@@ -316,9 +316,9 @@ def bytes_per_token(title: str, said: dict[str, dict[str, Any]], directory: Path
 
 
 def table(made: list[dict[str, Any]]) -> str:
-    """What stands beside each peer is ours by it."""
-    header = ["1.5 B parameters, 2 of 8 experts", f"{PREFILL} t/s", "ours by it", f"{DECODE} t/s", "ours by it"]
-    header += ["MB a token", "of memory's speed"]
+    """The table of the page. A speed-up is that of this engine over the peer of its row."""
+    header = ["1.5 B parameters, 2 of 8 experts", f"{PREFILL} t/s", "speed-up of ours", f"{DECODE} t/s", "speed-up of ours"]
+    header += ["MB a token", "share of memory bandwidth"]
 
     def by_it(row: dict[str, Any], test: str) -> str:
         return f"{row[f'{test} ratio']:.2f}×" if not row["title"].startswith("ours") else ""

@@ -125,7 +125,7 @@ def main() -> None:
         "by transformers",
         "decode 128 t/s",
         "by transformers",
-        "of memory's speed",
+        "share of memory bandwidth",
     ]
     figures = {"card": card, "date": today, "memory_bytes_per_second": speeds, "contenders": said}
     save("gpu_decode", figures, markdown(header, rows(said, speed)))

@@ -110,7 +110,7 @@ SETTINGS = (
     ),
     Setting(
         "text",
-        f"the package that a function of the standard library is of, one of {TEXT_CLASSES}",
+        f"the package that contains a function of the standard library, one of {TEXT_CLASSES}",
         *("text teacher", "functions.jsonl", "functions.jsonl", ("BERT",), MAIN, 24, 8),
         optimiser="adamw",
         learning_rate=0.002,
@@ -350,7 +350,7 @@ def speed(work: Path, threads: int) -> None:
         found = bench_classifiers([str(student), str(mixture)], batch=batch, threads=threads, repetitions=25)
         alone = found[0]["examples_per_second_median"]
         rows += [[Path(row["model"]).name, *_speed_cells(row, alone)] for row in found]
-    header = ["1,000 classes, 224×224, float32", "batch", "parameters", "images/s", "of the student", "peak GB"]
+    header = ["1,000 classes, 224×224, float32", "batch", "parameters", "images/s", "relative to the student", "peak GB"]
     save("moe_kd_speed", rows, markdown(header, rows))
 
 

@@ -46,7 +46,7 @@ FORMS = {
     "onnx int8": ("int8", "moe"),
     "onnx int4": ("int4", "moe"),
 }
-OURS, PLAIN, PLAIN_INT4 = "ours, bf16", "torch.onnx.export", "torch.onnx.export, quantised to int4"
+OURS, PLAIN, PLAIN_INT4 = "ours, bf16", "torch.onnx.export", "torch.onnx.export, quantized to int4"
 
 
 class Step(nn.Module):

@@ -19,6 +19,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from engine import errors
 from engine.errors import CompressError
+from engine.generation.options import OpenOptions
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Spec:
 
     model: str
     backend: str = "torch"
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
+    device: str = OpenOptions.device
+    dtype: str = OpenOptions.dtype
+    threads: int | None = OpenOptions.threads
     batch: int = 1
     seed: int = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compress.commands.command import Figures, Given, command
+from compress.commands.kinds import kind_of
 from compress.commands.output import progress_bar, table
 from compress.report.columns import size
 from engine.bench.options import BenchOptions, LoadOptions
@@ -14,9 +15,6 @@ def bench(given: Given) -> Figures:
 
     With --server, measure a running server instead, as its clients see it; with --concurrency, the scheduler.
     """
-    from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.classifier import is_classifier
-
     values = given.values
     if values["server"] and (values["models"] or values["concurrency"]):
         raise OptionError("--server measures the model that runs there; leave out models and --concurrency")
@@ -25,7 +23,8 @@ def bench(given: Given) -> Figures:
         return _bench_server(given, options.load)
     if options.concurrency:
         return _bench_concurrency(given, options)
-    if (kinds := {is_classifier(resolve(model)) for model in options.models}) == {True}:
+    kinds = {kind_of(model) == "classifier" for model in options.models}
+    if kinds == {True}:
         return _bench_classifiers(given, options)
     if len(kinds) > 1:
         raise OptionError("classifiers and language models have other tests; measure them one kind at a time")

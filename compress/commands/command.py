@@ -20,12 +20,10 @@ import click
 from compress.commands.click_options import GroupedOption, all_leaves, make, parameter
 from compress.commands.output import is_first_process, say
 from engine.errors import CompressError, OptionError
-from engine.options import option
+from engine.generation.options import MACHINE, OpenOptions
+from engine.options import like, option
 
-DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 OTHER = "Other"
-MACHINE = "Machine"
 GROUPS = (
     "What to remove",
     "What to merge",
@@ -69,12 +67,12 @@ class Common:
     """Options of every command."""
 
     json: bool = option(False, group=OTHER, help="Print one JSON object on stdout, and nothing else there.")
-    device: str = option("auto", group=MACHINE, choices=DEVICES, help="Where to compute.")
-    dtype: str = option("auto", group=MACHINE, choices=DTYPES, help="Dtype to compute in; auto: as stored.")
+    device: str = like(OpenOptions, "device")
+    dtype: str = like(OpenOptions, "dtype")
     seed: int = option(
         0, group=OTHER, minimum=0, maximum=2**32 - 1, help="Random seed; the same seed gives the same result."
     )
-    threads: int | None = option(None, group=MACHINE, minimum=1, unset="all cores", help="CPU threads.")
+    threads: int | None = like(OpenOptions, "threads")
     verbose: bool = option(False, group=OTHER, short="-v", help="Say more on stderr.")
     debug: bool = option(False, group=OTHER, help="Show tracebacks.")
 

@@ -1,9 +1,13 @@
 """`compress densify`."""
 
+from collections.abc import Callable
+
 from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
+from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar
 from compress.options.densify import DensifyOptions
+from engine.progress import Progress
 
 
 def densify(given: Given) -> Figures:
@@ -16,18 +20,20 @@ def densify(given: Given) -> Figures:
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress densify …
     """
-    from compress.densify import densify as run_decoder
-    from compress.densify_encoder_decoder import densify_encoder_decoder
-    from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.encoder_decoder import is_encoder_decoder
-
-    run = densify_encoder_decoder if is_encoder_decoder(resolve(given.values["model"])) else run_decoder
-    figures = run(given.job(DensifyOptions, "densify"), progress_bar)
+    figures = _run(kind_of(given.values["model"]), given.job(DensifyOptions, "densify"))
     show_figures(given, figures)
     _show_layers(given, figures)
     for name, part in figures["training"].items():
         given.say(f"{name}: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}")
     return figures
+
+
+def _run(kind: Kind, options: DensifyOptions) -> Figures:
+    from compress.densify import densify as densify_decoder
+    from compress.densify_encoder_decoder import densify_encoder_decoder
+
+    runs: dict[Kind, Callable[[DensifyOptions, Progress], Figures]] = {"encoder-decoder": densify_encoder_decoder}
+    return runs.get(kind, densify_decoder)(options, progress_bar)
 
 
 def _show_layers(given: Given, figures: Figures) -> None:

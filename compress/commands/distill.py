@@ -1,7 +1,10 @@
 """`compress distill`, of language models and of classifiers."""
 
+from collections.abc import Callable
+
 from compress.commands.command import Figures, Given, Push, command
 from compress.commands.figures import show_figures
+from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar, table
 from compress.options.distill import DistillOptions
 from compress.options.distill_classifier import ClassifierOptions
@@ -19,20 +22,14 @@ def distill(given: Given) -> Figures:
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress distill …
     """
-    from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.classifier import is_classifier
-
-    language, classifier = names(DistillOptions), names(ClassifierOptions)
-    if is_classifier(resolve(given.values["student"])):
-        given.refuse(language - classifier, "for language models, and the student is a classifier")
-        return _distill_classifier(given)
-    given.refuse(classifier - language, "for classifiers, and the student is a language model")
-    return _distill_language_model(given)
+    return DISTILLATIONS[kind_of(given.values["student"])](given)
 
 
 def _distill_language_model(given: Given) -> Figures:
     from compress.distill import distill as run
 
+    own = names(ClassifierOptions) - names(DistillOptions)
+    given.refuse(own, "for classifiers, and the student is a language model")
     figures = run(given.job(DistillOptions, given.values["recipe"]), progress_bar)
     show_figures(given, figures)
     _show_training(given, figures)
@@ -47,6 +44,8 @@ def _distill_language_model(given: Given) -> Figures:
 def _distill_classifier(given: Given) -> Figures:
     from compress.classifiers.distill import distill_classifier
 
+    own = names(DistillOptions) - names(ClassifierOptions)
+    given.refuse(own, "for language models, and the student is a classifier")
     # Options that are not on the command line have the defaults of classifiers.
     options = given.make_named(ClassifierOptions, **given.of_job(given.values["recipe"]))
     figures = distill_classifier(options, progress_bar)
@@ -76,4 +75,9 @@ def _show_training(given: Given, figures: Figures) -> None:
     )
 
 
+DISTILLATIONS: dict[Kind, Callable[[Given], Figures]] = {
+    "decoder": _distill_language_model,
+    "encoder-decoder": _distill_language_model,
+    "classifier": _distill_classifier,
+}
 COMMAND = command("distill", distill, DistillOptions, ClassifierOptions, Push, is_shared=True)

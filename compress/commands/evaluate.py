@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from compress.commands.command import Figures, Given, Revision, command
+from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar, table
-from compress.options.evaluate import ACCURACY, MEASURE, PERPLEXITY, EvaluateOptions
+from compress.options.distill import PERPLEXITY, ROUGE
+from compress.options.evaluate import ACCURACY, MEASURE, EvaluateOptions
 from engine.errors import OptionError
+
+NO_LIMIT = "for perplexity, which is measured layer by layer"
 
 
 def evaluate(given: Given) -> Figures:
@@ -16,24 +22,19 @@ def evaluate(given: Given) -> Figures:
     It may be a classifier of images or texts: --data is then a folder of images, an .npz, a .jsonl of text and label, or
     'digits', by default what it was distilled on.
     """
-    from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.classifier import is_classifier
-
     options = given.make(EvaluateOptions, dtype=given.torch_dtype())
-    a_classifier = is_classifier(resolve(options.model))
-    if a_classifier or options.tasks or options.metric != PERPLEXITY:
-        given.refuse(["memory_limit"], "for perplexity, which is measured layer by layer")
-    if a_classifier:
-        return _evaluate_classifier(given, options)
+    return EVALUATIONS[kind_of(options.model)](given, options)
+
+
+def _evaluate_language_model(given: Given, options: EvaluateOptions) -> Figures:
+    is_perplexity = options.metric == PERPLEXITY and not options.tasks
+    if not is_perplexity:
+        given.refuse(["memory_limit"], NO_LIMIT)
     if options.metric == ACCURACY or options.probe:
         raise OptionError(f"{options.model}: is no classifier, so it has no accuracy; take --metric perplexity or rouge-l")
-    if options.backend != "auto" and (options.tasks or options.metric != PERPLEXITY):
+    if options.backend != "auto" and not is_perplexity:
         raise OptionError("--backend is for perplexity and accuracy; leave it out")
-    if options.tasks:
-        return _evaluate_tasks(given, options)
-    if options.metric != PERPLEXITY:
-        return _evaluate_rouge(given, options)
-    return _evaluate_perplexity(given, options)
+    return _evaluate_tasks(given, options) if options.tasks else MEASURES[options.metric](given, options)
 
 
 def _evaluate_perplexity(given: Given, options: EvaluateOptions) -> Figures:
@@ -65,6 +66,7 @@ def _evaluate_rouge(given: Given, options: EvaluateOptions) -> Figures:
 def _evaluate_classifier(given: Given, options: EvaluateOptions) -> Figures:
     from compress.classifiers.accuracy import evaluate_accuracy
 
+    given.refuse(["memory_limit"], NO_LIMIT)
     if options.tasks or ("metric" in given.named and options.metric != ACCURACY):
         raise OptionError(f"{options.model}: is a classifier; its metric is {ACCURACY}")
     samples = options.calibration.samples if "samples" in given.named else None
@@ -77,4 +79,11 @@ def _evaluate_classifier(given: Given, options: EvaluateOptions) -> Figures:
     return figures
 
 
+Measure = Callable[[Given, EvaluateOptions], Figures]
+MEASURES: dict[str, Measure] = {PERPLEXITY: _evaluate_perplexity, ROUGE: _evaluate_rouge}
+EVALUATIONS: dict[Kind, Measure] = {
+    "decoder": _evaluate_language_model,
+    "encoder-decoder": _evaluate_language_model,
+    "classifier": _evaluate_classifier,
+}
 COMMAND = command("evaluate", evaluate, EvaluateOptions, Revision, first=MEASURE)

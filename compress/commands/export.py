@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from compress.commands.command import HUB, Figures, Given, command
+from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar
 from compress.options.export import ClassifierExportOptions, ExportOptions
 from compress.report.columns import size
 from engine.errors import OptionError
+from engine.progress import Progress
 
 
 def export(given: Given) -> Figures:
@@ -17,16 +20,23 @@ def export(given: Given) -> Figures:
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). An encoder-decoder becomes two
     graphs, the encoder's and the decoder's.
     """
-    from compress.export.decoder import export as export_decoder
-    from compress.export.encoder_decoder import export_encoder_decoder
-    from engine.checkpoint.checkpoint import resolve
-    from engine.transformers_models.classifier import is_classifier
-    from engine.transformers_models.encoder_decoder import is_encoder_decoder
+    return EXPORTS[kind_of(given.values["model"])](given)
 
-    if is_classifier(resolve(given.values["model"])):
-        return _export_classifier(given)
+
+def _export_decoder(given: Given) -> Figures:
+    from compress.export.decoder import export as run
+
+    return _export_language_model(given, run)
+
+
+def _export_encoder_decoder(given: Given) -> Figures:
+    from compress.export.encoder_decoder import export_encoder_decoder as run
+
+    return _export_language_model(given, run)
+
+
+def _export_language_model(given: Given, run: Callable[[ExportOptions, Progress], Figures]) -> Figures:
     given.refuse(("data",), "for classifiers, and this is a language model")
-    run = export_encoder_decoder if is_encoder_decoder(resolve(given.values["model"])) else export_decoder
     figures = run(given.make(ExportOptions, output=_output(given, given.values["format"])), progress_bar)
     given.say(f"{_written(figures)}, in {_cost(figures)}")
     if figures["tokenizer_problem"]:
@@ -61,4 +71,9 @@ def _cost(figures: Figures) -> str:
     return f"{figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}"
 
 
+EXPORTS: dict[Kind, Callable[[Given], Figures]] = {
+    "decoder": _export_decoder,
+    "encoder-decoder": _export_encoder_decoder,
+    "classifier": _export_classifier,
+}
 COMMAND = command("export", export, ExportOptions, ClassifierExportOptions, *HUB)

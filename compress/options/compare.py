@@ -56,10 +56,10 @@ class CompareOptions:
         help="Skip unneeded experts, in perplexity and in speed, of the models that have tables for it.",
     )
     """Exports skip as they were exported to."""
-    dtype: str = "auto"
-    device: str = "cpu"
+    dtype: str = like(OpenOptions, "dtype")
+    device: str = like(OpenOptions, "device")
     """Exports run on the CPU where this is "auto"."""
-    threads: int | None = None
+    threads: int | None = like(OpenOptions, "threads")
     overwrite: bool = option(False, group="Output", help="Replace an existing comparison.")
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from engine.errors import OptionError
 from engine.options import changed, check, declared, like, option, part, unlisted
 
 TRAIN, PAPER = "What to train", "Every Expert Matters"
+PERPLEXITY, ROUGE = "perplexity", "rouge-l"
 DIVERGENCE_NAMES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
 """The names of the table of divergences, which needs torch; a test compares them."""
 EXACT = "exact"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from calibrate.options import CalibrationOptions, Limits
 from compress.distillation.recipes import METRICS
-from compress.options.distill import DistillOptions
+from compress.options.distill import PERPLEXITY, DistillOptions
 from compress.options.job import JobOptions
 from engine.generation.options import OpenOptions, SamplingOptions
 from engine.options import changed, check, left_out, like, option, part
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 MEASURE, TASKS = "What to measure", "Tasks"
-PERPLEXITY, ACCURACY = "perplexity", "accuracy"
+ACCURACY = "accuracy"
 Part = Literal["held-out", "calibration", "all"]
 
 
@@ -65,7 +65,7 @@ class EvaluateOptions:
     )
     memory_limit: int | None = like(JobOptions, "memory_limit")
     dtype: torch.dtype | None = None
-    device: str = "auto"
+    device: str = like(OpenOptions, "device")
 
     def __post_init__(self) -> None:
         check(self)

@@ -17,9 +17,9 @@ BACKEND_NAMES = ("torch", "transformers", "onnx")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is asked of which server, with the names of other serving benchmarks.
+    """Options of the load test, with the names that other serving benchmarks use.
 
-    Raises OptionError for values that cannot be.
+    Raises OptionError for invalid values.
     """
 
     server: str = field(metadata=declared(group=LOAD, help="URL of a running server to measure instead of a model."))
@@ -75,9 +75,9 @@ class BenchOptions:
     )
     kv_cache_dtype: str = like(OpenOptions, "kv_cache_dtype")
     load: LoadOptions | None = field(default=None, metadata=declared_part(LoadOptions))
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
+    device: str = like(OpenOptions, "device")
+    dtype: str = like(OpenOptions, "dtype")
+    threads: int | None = like(OpenOptions, "threads")
     seed: int = 0
 
     def __post_init__(self) -> None:

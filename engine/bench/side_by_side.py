@@ -35,7 +35,7 @@ def cases_for(
     generated_tokens: int = BenchOptions.generated_tokens,
     depth: int = BenchOptions.depth,
 ) -> list[BenchCase]:
-    """The tests that `-p`, `-n` and `-d` ask for; 0 tokens leaves a test out. Raises OptionError where none is left."""
+    """Return the tests for `-p`, `-n` and `-d`; 0 tokens leaves a test out. Raises OptionError if none is left."""
     asked = [(kind, tokens) for kind, tokens in zip(KINDS, (prompt_tokens, generated_tokens), strict=True) if tokens]
     if not asked:
         raise OptionError("both tests are turned off; ask for prompt tokens, generated tokens, or both")

@@ -46,7 +46,6 @@ from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingOptions()
-"""Drafted before the target looks at them."""
 PREFILL_CHUNK = 512
 """Prompt positions in one forward pass of the prefill."""
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 GENERATE, SKIP, DRAFT = "What to generate", "Skipping experts", "Drafting"
-MODEL = "Machine"
+MACHINE = "Machine"
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 MOST_DRAFT_TOKENS = 63
 
 
@@ -22,20 +24,20 @@ class OpenOptions:
     """How a model is opened."""
 
     model: str = option("demo", group="", is_argument=True, help="Directory, hub id or 'demo'.")
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
+    device: str = option("auto", group=MACHINE, choices=DEVICES, help="Where to compute.")
+    dtype: str = option("auto", group=MACHINE, choices=DTYPES, help="Dtype to compute in; auto: as stored.")
+    threads: int | None = option(None, group=MACHINE, minimum=1, unset="all cores", help="CPU threads.")
     skip_threshold: float = option(
         0.0, group=SKIP, help="Skip unneeded experts: 0 for none, 1 for the calibrated rule; higher values skip more."
     )
     skip_min_experts: int = option(1, group=SKIP, help="Experts that a token never skips.")
     backend: str = option(
         "auto",
-        group=MODEL,
+        group=MACHINE,
         choices=("auto", "torch", "onnx"),
         help="auto: onnx for an exported model, torch for all others.",
     )
-    checksums: bool = option(False, group=MODEL, help="First compare every file with the artifact's checksums.")
+    checksums: bool = option(False, group=MACHINE, help="First compare every file with the artifact's checksums.")
     draft: str | None = option(
         None, group=DRAFT, help="A smaller model with the same tokenizer that drafts tokens; the text remains MODEL's."
     )
@@ -44,7 +46,7 @@ class OpenOptions:
     )
     kv_cache_dtype: str = option(
         "auto",
-        group=MODEL,
+        group=MACHINE,
         choices=("auto", "float16", "bfloat16", "int8"),
         help="Dtype of keys and values. auto: that of the computation; int8: half the size of bfloat16, with a scale per "
         "position and head.",
@@ -56,7 +58,7 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen. Raises OptionError for values outside the ranges named here."""
+    """Options that determine the next token. Raises OptionError for values outside the ranges given here."""
 
     temperature: float = option(0.0, group=GENERATE, help="Divisor of the logits; 0 always takes the most probable token.")
     """Values below LEAST_TEMPERATURE (sampling.py) count as 0."""
@@ -66,9 +68,9 @@ class SamplingOptions:
     top_k: int = option(0, group=GENERATE, help="Sample from so many of the most probable tokens; 0 for all.")
     seed: int = 0
     presence_penalty: float = 0.0
-    """-2..2, taken off the logit of each token that was generated before."""
+    """-2..2, subtracted from the logit of each token that was generated before."""
     frequency_penalty: float = 0.0
-    """-2..2, taken off once for each time that the token was generated before."""
+    """-2..2, subtracted once for each time that the token was generated before."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -85,7 +87,7 @@ class SamplingOptions:
                 raise OptionError(f"{name} penalty is {penalty}; it must be from -2 to 2")
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """A random generator at the start of this seed."""
+        """Return a random generator in the initial state of this seed."""
         import torch
 
         return torch.Generator(device).manual_seed(self.seed)

@@ -11,19 +11,19 @@ _WORD_BITS = 32
 
 
 class Scheme(NamedTuple):
-    """How a weight is stored."""
+    """Storage scheme of a low-bit weight: bits and group size."""
 
     bits: int
     group_size: int
-    """Inputs that share a scale, or WHOLE_ROW."""
+    """Number of inputs that share a scale, or WHOLE_ROW."""
 
     def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of the packed tensor and of the scales of a weight [O, D]."""
+        """Return the shapes of the packed tensor and of the scales, for a weight [O, D]."""
         outputs, inputs = shape
         groups = 1 if self.group_size == WHOLE_ROW else inputs // self.group_size
         return (outputs, -(-inputs * self.bits // _WORD_BITS)), (outputs, groups)
 
     def fits(self, inputs: int) -> bool:
-        """Whether groups of so many inputs are whole, and whole words."""
+        """Return whether `inputs` is a multiple of the group size and each group fills whole words."""
         size = inputs if self.group_size == WHOLE_ROW else self.group_size
         return inputs % size == 0 and size * self.bits % _WORD_BITS == 0

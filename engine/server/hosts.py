@@ -9,7 +9,7 @@ HOST = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]
 
 
 def is_local(host: str) -> bool:
-    """Whether a server that is bound to it can be reached from this machine only."""
+    """Return whether a server bound to `host` can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -17,10 +17,10 @@ def is_local(host: str) -> bool:
 
 
 def plain_host(field: str) -> str:
-    """The name in a `Host` field, without port and brackets, so that equal ones are equal text; empty for none."""
+    """Return the name in a `Host` field in a normal form, without port and brackets; empty if there is none."""
     field = field.strip().lower()
     match = HOST.fullmatch(field)
-    name = (match["address"] or match["name"]) if match else field  # an IPv6 address without brackets, or nothing
+    name = (match["address"] or match["name"]) if match else field  # an IPv6 address without brackets, or not a name
     try:
         return str(ipaddress.ip_address(name))
     except ValueError:

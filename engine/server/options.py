@@ -19,7 +19,7 @@ ADDRESS, ACCESS = "Address", "Who may ask"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What to serve, where and how much of it. Raises OptionError for values that cannot be."""
+    """Options of the server: model, address and limits. Raises OptionError for invalid values."""
 
     model: str = like(OpenOptions, "model")
     host: str = option("127.0.0.1", group=ADDRESS, help="Address to listen on; 0.0.0.0 for all.")
@@ -32,7 +32,7 @@ class ServeOptions:
         help="Key that clients have to send; may be given several times. Others on this machine can read a command line; "
         f"they cannot read the variable {KEY_VARIABLE}, which holds one key per line.",
     )
-    """Any of them opens, and what their holders have sent is kept apart; none for everybody."""
+    """Empty for no access control. Cached prompts are not shared between keys."""
     allow_anonymous: bool = option(False, group=ACCESS, help="Let other machines in without a key.")
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -43,7 +43,7 @@ class ServeOptions:
         unset="a local address: that and localhost; else any",
         help="Name that clients may call the server by; may be given several times.",
     )
-    """Names of the server besides its own; see `engine.server.access.allowed_hosts`."""
+    """Host names of the server besides its own; see `engine.server.access.allowed_hosts`."""
     served_model_name: str | None = option(
         None, group=ADDRESS, unset="MODEL, or the name of its directory", help="Name that clients ask for MODEL by."
     )
@@ -72,15 +72,15 @@ class ServeOptions:
         minimum=0,
         help="Skip unneeded experts: 0 for none, 1 for the calibrated rule. A request may ask for less.",
     )
-    device: str = OpenOptions.device
-    dtype: str = OpenOptions.dtype
-    threads: int | None = OpenOptions.threads
+    device: str = like(OpenOptions, "device")
+    dtype: str = like(OpenOptions, "dtype")
+    threads: int | None = like(OpenOptions, "threads")
     kv_cache_dtype: str = like(OpenOptions, "kv_cache_dtype")
 
     def __post_init__(self) -> None:
         check(self)
         if not all(key.strip() and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise OptionError("an API key is empty or has characters that no header carries; use printable ASCII")
+            raise OptionError("an API key is empty or has characters that a header cannot hold; use printable ASCII")
         for host in self.allowed_hosts:
             if not plain_host(host):
                 raise OptionError(
@@ -96,18 +96,18 @@ class ServeOptions:
 
     @property
     def name(self) -> str:
-        """By which clients ask for the model."""
+        """Name by which clients request the model."""
         path = Path(self.model)
         return self.served_model_name or (path.resolve().name if path.is_dir() else self.model)
 
     @property
     def is_exposed(self) -> bool:
-        """Whether others than this machine may reach it without a key."""
+        """Whether other machines can reach the server without a key."""
         return not is_local(self.host) and not self.api_keys
 
 
 def keys_from(given: Sequence[str]) -> tuple[str, ...]:
-    """The given keys, or those of the environment where there are none. Raises OptionError for an empty variable."""
+    """Return the given keys, or else those of the environment. Raises OptionError for an empty variable."""
     if given or KEY_VARIABLE not in os.environ:
         return tuple(given)
     keys = os.environ[KEY_VARIABLE].splitlines()

@@ -22,6 +22,7 @@ from engine.batching.loop import EngineLoop
 from engine.batching.options import QueueOptions
 from engine.errors import BusyError, CompressError
 from engine.generation.generate import Engine
+from engine.generation.options import OpenOptions
 from engine.generation.token_text import TokenText
 from engine.server.body_reader import unknown_model
 from engine.server.connection import NAMESPACE, EventStream, Gone, Phase, RequestGate, error_response, while_connected
@@ -50,7 +51,7 @@ class Service:
         engine_loop: EngineLoop,
         *,
         model_name: str,
-        skip_threshold: float = 0.0,
+        skip_threshold: float = OpenOptions.skip_threshold,
         max_queue: int = QueueOptions.max_queue,
         reading: ReadingPool | None = None,
     ) -> None:
