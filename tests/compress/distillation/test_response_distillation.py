@@ -103,7 +103,7 @@ def test_divergences_of_response_tokens(family: str, recipe: str, tmp_path: Path
     row = RECIPES[recipe]
     gated = ResponseTeacher(teacher, row, KnowledgeAugmentation(), Clock())
     loss = ResponseLoss(student, gated, Responses(EXAMPLES, Clock()), row)
-    gates = [AllExperts() if row.gate == "all" else block.routing for block in teacher.moe_blocks]
+    gates = [AllExperts() if row.uses_all_experts else block.routing for block in teacher.moe_blocks]
 
     def plain() -> Tensor:
         def of_token(row_: int, place: int, logits: Tensor) -> Tensor:
