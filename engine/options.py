@@ -30,17 +30,17 @@ _LIMITS = {"minimum", "maximum", "above"}
 
 @dataclass(frozen=True)
 class Option:
-    """What the command line and `check` know of a field beside its name, type and default."""
+    """Properties of an option, beside its field's name, type and default, for the command line and `check`."""
 
     help: str
     group: str
-    """Heading that the option stands under in the help text."""
+    """Heading of the option's group in the help text."""
     flag: str | None = None
-    """Name on the command line, without dashes; None for the field's own."""
+    """Name on the command line, without dashes; None for the field's own name."""
     short: str | None = None
     """One-letter flag, with its dash."""
     choices: Collection[Any] | None = None
-    """Permitted values. A mapping has the words of the command line as keys and the field's values as values."""
+    """Permitted values. A mapping has the command line's words as keys and the field's values as values."""
     models: str | None = None
     """Kind of model that the choices hold for, where others have more."""
     minimum: float | None = None
@@ -49,9 +49,9 @@ class Option:
     """Exclusive lower limit."""
     metavar: str | None = None
     unset: str | None = None
-    """What None stands for, in words."""
+    """Description of the value None."""
     envvar: str | None = None
-    """Environment variable that the command line falls back to."""
+    """Environment variable that gives the value if the command line does not."""
     off: str | None = None
     """Flag that makes a bool false; a bool without one is made true by its flag only."""
     is_size: bool = False
@@ -59,18 +59,18 @@ class Option:
     several: Literal["repeated", "commas"] | None = None
     """Several values on the command line: by repeating the flag, or with commas between them."""
     is_argument: bool = False
-    """Given by its position, without a flag."""
+    """Whether the option is given by its position, without a flag."""
 
 
 REQUIRED: Any = object()
-"""In the place of a changed default: the option has none."""
+"""In place of a changed default: the option has no default."""
 
 
 class Changed(NamedTuple):
-    """How a part's field differs from its own declaration."""
+    """Changes of a part's field to its own declaration."""
 
     default: Any
-    """MISSING for the same default, REQUIRED for none."""
+    """MISSING for an unchanged default, REQUIRED for none."""
     row: dict[str, Any] | None
     """Fields of Option that differ; None keeps the field off the command line."""
 
@@ -80,16 +80,16 @@ class Part(NamedTuple):
 
     of: type
     changes: Mapping[str, Changed]
-    """By name of the part's field."""
+    """Changes by name of the part's field."""
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The changed defaults."""
+        """Return the changed defaults."""
         return {name: each.default for name, each in self.changes.items() if each.default not in (MISSING, REQUIRED)}
 
 
 def declared(*, help: str, group: str, **row: Any) -> dict[str, Any]:
-    """Return the metadata of a field without a default; such an option is required."""
+    """Return the metadata of a field without a default: such an option is required."""
     return {_KEY: Option(help, group, **row)}
 
 
