@@ -21,7 +21,7 @@ from engine.model import Decoder
 from engine.paged_cache import PagedBatch, PagedCache
 
 EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
-kernels: Any = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+kernels: Any = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in EVERY_FAMILY),
     ("llama4_text", {"floor_scale": 2}),
