@@ -1,4 +1,5 @@
-# Every target works from a fresh clone: the first one that needs it makes .venv, once.
+# Every target works from a fresh clone: the first one that needs it makes .venv, once. `make demo` installs what the demo
+# needs; the other targets add the rest.
 # Torch goes in first, by itself and pinned, so that nothing after it can choose another build. On a machine whose
 # package index offers only the CUDA build, name a CPU index: make TORCH_PIP_OPTIONS="--index-url URL" ...
 
@@ -8,25 +9,30 @@ TORCH_PIP_OPTIONS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_STAMP := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 PROMPT := import os\n\n\ndef read_text(path):\n
 SAMPLING := --temperature 0.6 --top-p 0.9
 BENCHMARKS := benchmarks/methods.py benchmarks/engine_speed.py benchmarks/decode_batches.py benchmarks/engine_memory.py benchmarks/pruning_memory.py \
 	benchmarks/densify.py benchmarks/dense_speed.py benchmarks/onnx_speed.py benchmarks/encoder_decoder.py benchmarks/distill.py benchmarks/moe_kd.py benchmarks/quantize.py benchmarks/results.py
 
-.PHONY: help demo test test-all lint bench methods recipes classifiers clean
+.PHONY: help demo test test-all lint shape bench methods recipes classifiers clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
 
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO_STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH_PIP_OPTIONS) -c constraints.txt torch==2.13.0 setuptools wheel
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[fast]'
+	touch $@
+
+$(STAMP): $(DEMO_STAMP)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt --no-build-isolation -e '.[dev,tasks,plots,fast,serve,onnx,classifiers]'
 	touch $@
 
-demo: $(STAMP) ## prune the built-in model at 50 %, compare it with the original, and show text from both
+demo: $(DEMO_STAMP) ## prune the built-in model at 50 %, compare it with the original, and show text from both
 	$(BIN)/compress prune --sparsity 0.5 -o demo-pruned --overwrite
 	$(BIN)/compress bench demo ./demo-pruned
 	$(BIN)/compress generate demo -p "$$(printf '$(PROMPT)')" -n 96 $(SAMPLING)
@@ -42,6 +48,9 @@ lint: $(STAMP) ## style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+shape: $(STAMP) ## the shape of the source: modules by room, the longest files and functions, names
+	$(BIN)/python tests/support/shape.py
 
 bench: $(STAMP) ## what backs the figures of the README; takes long
 	set -e; for script in $(BENCHMARKS); do $(BIN)/python $$script; done

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from compress.columns import number, size, text_table
+from compress.report.columns import number, size, text_table
 from engine.errors import CompressError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -127,7 +127,7 @@ def run_with_hub(function: Callable[..., dict[str, Any]], common: Common, own: d
     """Run a command: MODEL at its --revision, and its artifact to --push-to-hub, which is refused before any work."""
     revision = own.pop("revision", None)
     if revision is not None:
-        from engine.hub import at_revision
+        from engine.checkpoint.hub import at_revision
 
         name = "model" if "model" in own else "path"
         own[name] = at_revision(own[name], revision)
@@ -229,7 +229,7 @@ def evaluation_option(none: str = "0 for none") -> Decorator:
 
 def result_name(model: str) -> str:
     """What the default --output begins with."""
-    from engine.hub import last_name
+    from engine.checkpoint.hub import last_name
 
     return last_name(model)
 
@@ -390,7 +390,7 @@ def speaks_of_failure() -> bool:
     """Whether it is this process that says what went wrong."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
-    from engine import processes
+    from engine.passes import processes
 
     return processes.is_first_to_fail()
 
@@ -398,7 +398,7 @@ def speaks_of_failure() -> bool:
 def leave_process() -> None:
     """Take the group of processes apart, if there is one."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from engine import processes
+        from engine.passes import processes
 
         processes.leave()
 
@@ -407,8 +407,8 @@ def prepare_process(common: Common, command: str) -> None:
     """Threads, and quiet libraries unless asked otherwise. Several processes meet, or are refused where one does all."""
     import torch
 
-    from engine import processes
     from engine.errors import OptionError
+    from engine.passes import processes
 
     if processes.started_together() and command not in SHARED_COMMANDS:
         raise OptionError(
@@ -425,8 +425,8 @@ def prepare_process(common: Common, command: str) -> None:
 
 def chosen_device(common: Common) -> str:
     """`auto` resolved; CUDA where there is none is refused. Of several processes that have met, this one's own."""
-    from engine import processes
-    from engine.generate import resolve_device
+    from engine.kernels.devices import resolve_device
+    from engine.passes import processes
 
     return processes.join(str(resolve_device(common.device)))
 
@@ -563,8 +563,8 @@ def default_method() -> str:
 
 
 def _sweep(common: Common, methods: tuple[str, ...], sparsities: tuple[float, ...] | None, **options: Any) -> dict[str, Any]:
-    from compress.columns import text_table
     from compress.compare import CompareOptions
+    from compress.report.columns import text_table
     from compress.sweep import cells, sweep
     from engine.errors import OptionError
 
@@ -615,7 +615,7 @@ def plan_run(common: Common, **options: Any) -> dict[str, Any]:
     processor is measured for a moment; of others published figures are divided by.
     """
     from calibrate.options import CalibrationOptions
-    from compress.diep import DiepOptions
+    from compress.methods.diep import DiepOptions
     from compress.run_plan import RunOptions, shown
     from compress.run_plan import plan_run as run
 
@@ -651,8 +651,8 @@ def merge(common: Common, **options: Any) -> dict[str, Any]:
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress merge …
     """
+    from compress.plans.selection import Budget
     from compress.prune import PruneOptions, prune
-    from compress.selection import Budget
 
     budget = Budget(experts=options["experts"], scope="layer")
     run = PruneOptions(budget=budget, method=options["method"], **_artifact_options(common, **options))
@@ -681,9 +681,9 @@ def quantize(common: Common, **options: Any) -> dict[str, Any]:
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). Router, norms, embeddings and
     biases keep their dtype, and so does the output head unless --quantize-head is given.
     """
-    from compress.quantiser import QuantiserOptions
     from compress.quantize import QuantizeOptions
     from compress.quantize import quantize as run
+    from compress.rounding.quantizer import QuantiserOptions
 
     given, rounding = _job_options(common, options, "quantize"), [field.name for field in fields(QuantiserOptions)]
     if options["output"] is None:
@@ -723,11 +723,11 @@ def densify(common: Common, **options: Any) -> dict[str, Any]:
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress densify …
     """
-    from compress.dense_training import DenseTrainingOptions
+    from compress.dense.dense_training import DenseTrainingOptions
     from compress.densify import DensifyOptions, densify
     from compress.densify_encoder_decoder import densify_encoder_decoder
-    from engine.checkpoint import resolve
-    from engine.encoder_decoder import is_encoder_decoder
+    from engine.checkpoint.checkpoint import resolve
+    from engine.transformers_models.encoder_decoder import is_encoder_decoder
 
     names = [field.name for field in fields(DenseTrainingOptions) if field.name != "seed"]
     training = DenseTrainingOptions(**{name: options[name] for name in names}, seed=common.seed)
@@ -816,10 +816,10 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
     """
     from calibrate.instructions import Limits
     from compress.distill import distill as run
-    from compress.distill_inputs import DistillOptions
-    from compress.response_distillation import KnowledgeAugmentation
-    from engine.checkpoint import resolve
-    from engine.classifier import is_classifier
+    from compress.distillation.inputs import DistillOptions
+    from compress.distillation.response_distillation import KnowledgeAugmentation
+    from engine.checkpoint.checkpoint import resolve
+    from engine.transformers_models.classifier import is_classifier
 
     if is_classifier(resolve(options["student"])):
         return _distill_classifier(common, options)
@@ -852,7 +852,7 @@ def distill(common: Common, **options: Any) -> dict[str, Any]:
 
 
 def _distill_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any]:
-    from compress.distill_classifier import ClassifierOptions, distill_classifier
+    from compress.classifiers.distill import ClassifierOptions, distill_classifier
 
     own = {field.name for field in fields(ClassifierOptions)}
     job = {"student", "output", "data", "overwrite", "resume"}
@@ -926,10 +926,10 @@ def _shown_figures(common: Common, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prune_options(common: Common, **given: Any) -> Any:
-    from compress.diep import DiepOptions
+    from compress.methods.diep import DiepOptions
+    from compress.plans.selection import Budget
     from compress.prune import DEFAULT_SCOPE, PruneOptions
-    from compress.quantiser import QuantiserOptions
-    from compress.selection import Budget
+    from compress.rounding.quantizer import QuantiserOptions
     from engine.errors import OptionError
 
     if given["plan"] is None and (given["sparsity"] is None) == (given["experts"] is None):
@@ -969,9 +969,9 @@ def _prune_options(common: Common, **given: Any) -> Any:
 
 def _artifact_options(common: Common, **given: Any) -> dict[str, Any]:
     """What `artifact_options` and MODEL say, as fields of PruneOptions."""
-    from compress.dense_training import TEXT_STEPS
-    from compress.recover import RecoverOptions
-    from compress.whole_recovery import WholeRecoveryOptions
+    from compress.dense.dense_training import TEXT_STEPS
+    from compress.distillation.recover import RecoverOptions
+    from compress.distillation.whole_recovery import WholeRecoveryOptions
 
     recover = RecoverOptions(given["recover_steps"], given["recover_learning_rate"], seed=common.seed)
     steps = given["distill_steps"] or (TEXT_STEPS if given["distill"] else 0)
@@ -1127,9 +1127,9 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
     """
     from calibrate.options import CalibrationOptions
     from compress.evaluate import evaluate_model, evaluate_tasks
-    from engine.checkpoint import resolve
-    from engine.classifier import is_classifier
+    from engine.checkpoint.checkpoint import resolve
     from engine.errors import OptionError
+    from engine.transformers_models.classifier import is_classifier
 
     if is_classifier(resolve(options["model"])) or options["tasks"] or options["metric"] != "perplexity":
         _refuse_options(["memory_limit"], "for perplexity, which is measured layer by layer")
@@ -1163,7 +1163,7 @@ def evaluate(common: Common, **options: Any) -> dict[str, Any]:
 
 
 def _evaluate_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any]:
-    from compress.accuracy import evaluate_accuracy
+    from compress.classifiers.accuracy import evaluate_accuracy
     from engine.errors import OptionError
 
     if options["tasks"] or (_is_named("metric") and options["metric"] != CLASSIFIER_METRIC):
@@ -1192,8 +1192,8 @@ def _evaluate_classifier(common: Common, options: dict[str, Any]) -> dict[str, A
 
 def _evaluate_rouge(common: Common, device: str, options: dict[str, Any]) -> dict[str, Any]:
     from calibrate.instructions import Limits
-    from compress.rouge import evaluate_rouge
-    from engine.sampling import SamplingOptions
+    from compress.distillation.rouge import evaluate_rouge
+    from engine.generation.sampling import SamplingOptions
 
     result = evaluate_rouge(
         options["model"],
@@ -1242,8 +1242,8 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
 
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
     """
-    from engine.generate import Engine
-    from engine.sampling import SamplingOptions
+    from engine.generation.generate import Engine
+    from engine.generation.sampling import SamplingOptions
 
     engine = Engine.open(
         options["model"],
@@ -1360,8 +1360,8 @@ def serve(common: Common, **options: Any) -> dict[str, Any]:
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). With --json, one object with
     `url` and `model` is printed as soon as requests are taken.
     """
-    from engine.serve import ServeOptions, keys_from
-    from engine.serve import serve as run
+    from engine.server.serve import ServeOptions, keys_from
+    from engine.server.serve import serve as run
 
     given = ServeOptions(
         model=options["model"],
@@ -1427,10 +1427,10 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
 
     With --server, measure a running server instead, as its clients see it; with --concurrency, the scheduler.
     """
-    from engine.bench import bench_models, format_rows
-    from engine.checkpoint import resolve
-    from engine.classifier import is_classifier
+    from engine.bench.side_by_side import bench_models, format_rows
+    from engine.checkpoint.checkpoint import resolve
     from engine.errors import OptionError
+    from engine.transformers_models.classifier import is_classifier
 
     if options["server"] and (options["models"] or options["concurrency"]):
         raise OptionError("--server measures the model that runs there; leave out models and --concurrency")
@@ -1463,8 +1463,8 @@ def bench(common: Common, **options: Any) -> dict[str, Any]:
 
 
 def _bench_classifiers(common: Common, options: dict[str, Any]) -> dict[str, Any]:
-    from engine.bench import format_rows
-    from engine.bench_classifier import HEAD, bench_classifiers, cells
+    from engine.bench.classifiers import HEAD, bench_classifiers, cells
+    from engine.bench.side_by_side import format_rows
 
     _refuse_options(("generated_tokens", "depth", "skip_threshold", "skip_min_experts"), "not for classifiers")
     rows = bench_classifiers(
@@ -1484,7 +1484,7 @@ def _bench_classifiers(common: Common, options: dict[str, Any]) -> dict[str, Any
 
 
 def _bench_server(common: Common, options: dict[str, Any]) -> dict[str, Any]:
-    from engine.load_test import LoadOptions, load_test, result_block
+    from engine.bench.load_test import LoadOptions, load_test, result_block
 
     names = [field.name for field in fields(LoadOptions) if field.name != "seed"]
     figures = load_test(LoadOptions(**{name: options[name] for name in names}, seed=common.seed))
@@ -1495,9 +1495,9 @@ def _bench_server(common: Common, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bench_concurrency(common: Common, options: dict[str, Any]) -> dict[str, Any]:
-    from engine.bench_concurrency import bench_concurrency
+    from engine.bench.concurrency import bench_concurrency
     from engine.errors import OptionError
-    from engine.generate import Engine
+    from engine.generation.generate import Engine
 
     if len(options["models"]) > 1 or options["backend"]:
         raise OptionError("--concurrency measures one model, and our own scheduler; leave out --backend and other models")
@@ -1626,12 +1626,12 @@ def export(common: Common, **options: Any) -> dict[str, Any]:
     MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). An encoder-decoder becomes two
     graphs, the encoder's and the decoder's.
     """
-    from compress.export import ExportOptions
-    from compress.export import export as export_decoder
-    from compress.export_encoder_decoder import export_encoder_decoder
-    from engine.checkpoint import resolve
-    from engine.classifier import is_classifier
-    from engine.encoder_decoder import is_encoder_decoder
+    from compress.export.decoder import ExportOptions
+    from compress.export.decoder import export as export_decoder
+    from compress.export.encoder_decoder import export_encoder_decoder
+    from engine.checkpoint.checkpoint import resolve
+    from engine.transformers_models.classifier import is_classifier
+    from engine.transformers_models.encoder_decoder import is_encoder_decoder
 
     if is_classifier(resolve(options["model"])):
         return _export_classifier(common, options)
@@ -1658,7 +1658,7 @@ def export(common: Common, **options: Any) -> dict[str, Any]:
 
 
 def _export_classifier(common: Common, options: dict[str, Any]) -> dict[str, Any]:
-    from compress.export_classifier import ClassifierExportOptions, export_classifier
+    from compress.export.classifier import ClassifierExportOptions, export_classifier
     from engine.errors import OptionError
 
     _refuse_options(("experts", "skip_threshold", "skip_min_experts"), "not for classifiers")

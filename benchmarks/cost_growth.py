@@ -22,14 +22,14 @@ from random_model import shape, write_random_model
 from results import RESULTS, markdown, remember, remembered, save
 
 from calibrate.collect import collect
-from compress import plots
-from compress.diep import RELAXATIONS, DiepOptions, search
-from compress.gate_gradients import fisher_scores, taylor_scores
-from compress.merging import MERGE_METHODS, merge_groups, merging_plan
-from compress.naee import naee
-from compress.saliency import SCORES, scores
-from engine.checkpoint import Checkpoint
-from engine.model import Decoder
+from compress.methods.diep import RELAXATIONS, DiepOptions, search
+from compress.methods.gate_gradients import fisher_scores, taylor_scores
+from compress.methods.merging import MERGE_METHODS, merge_groups, merging_plan
+from compress.methods.naee import naee
+from compress.methods.saliency import SCORES, scores
+from compress.report import plots
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.model import Decoder
 
 BASE = {"hidden": 512, "layers": 2, "experts": 8, "top_k": 2, "width": 1024}
 VOCABULARY = 8000

@@ -29,9 +29,9 @@ from engine_speed import write_skip_tables
 from random_model import shape, write_random_model
 from results import RESULTS, markdown, save
 
-from engine.bench_backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
-from engine.checkpoint import Checkpoint
-from engine.skip_tables import FILE_NAME
+from engine.bench.backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.skip_tables import FILE_NAME
 
 PROMPT, NEW, BATCH = 512, 64, 8
 LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}

@@ -4,7 +4,7 @@ python benchmarks/decode_batches.py [--directory DIR] [--rounds 7]
 
 One step of a random mixture (8 experts, 2 chosen, hidden 1024, width 3584, 4 layers: more than caches hold) in bfloat16,
 both ways in turn in one process; medians. The engine takes the kernels up to `COMPILED_MAX_ROWS` sequences
-(`engine/linear.py`).
+(`engine/kernels/linear.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from random_model import shape, write_random_model
 from results import markdown, save
 
-import engine.linear
-from engine.generate import Engine
-from engine.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding
+import engine.kernels.linear
+from engine.generation.generate import Engine
+from engine.kernels.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 STEPS = 4
@@ -46,7 +46,7 @@ def measure(directory: Path, rounds: int) -> list[dict[str, float]]:
         write_random_model(directory / "model", shape(layers=4))
     model = Engine.open(directory / "model")
     prepare_decoding(torch.bfloat16, torch.device("cpu"))
-    engine.linear.COMPILED_MAX_ROWS = max(BATCHES)
+    engine.kernels.linear.COMPILED_MAX_ROWS = max(BATCHES)
     rows = []
     for batch in BATCHES:
         torch.manual_seed(batch)

@@ -15,11 +15,11 @@ from engine_speed import one_row, table
 from random_model import shape, write_random_model
 from results import save
 
-from compress.apply import apply
-from compress.plan import concatenation_plan
-from engine.bench import bench, cases_for
-from engine.bench_backends import BenchSpec
-from engine.checkpoint import Checkpoint
+from compress.plans.apply import apply
+from compress.plans.plan import concatenation_plan
+from engine.bench.backends import BenchSpec
+from engine.bench.side_by_side import bench, cases_for
+from engine.checkpoint.checkpoint import Checkpoint
 
 FFNS = (2, 1)
 

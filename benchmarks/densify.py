@@ -24,16 +24,16 @@ from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remember
 
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions, calibration_texts, training_text
-from compress import plots
-from compress.block_error import shared_gates
-from compress.dense_plan import SELECTIONS, choose, dense_plan
-from compress.dense_student import dense_student, student_parameters
-from compress.dense_training import DenseTrainingOptions, train_dense
-from compress.evaluate import perplexity
-from compress.layer_distillation import decoder_perplexity
-from engine.checkpoint import Checkpoint, resolve
-from engine.model import Decoder
-from engine.tokenizer import load_tokenizer
+from compress.dense.block_error import shared_gates
+from compress.dense.dense_plan import SELECTIONS, choose, dense_plan
+from compress.dense.dense_student import dense_student, student_parameters
+from compress.dense.dense_training import DenseTrainingOptions, train_dense
+from compress.report import plots
+from compress.run.perplexity import perplexity
+from compress.training.layer_distillation import decoder_perplexity
+from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.decoder.model import Decoder
 
 SCRATCH, PAPER = "scratch", "paper"
 SELECTS = [*SELECTIONS, PAPER, SCRATCH]

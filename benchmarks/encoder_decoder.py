@@ -25,9 +25,9 @@ from results import RESULTS, ROOT, markdown, remember, remembered, save
 from torch import Tensor, nn
 
 from calibrate.pairs import STDLIB, Pairs, text_pairs, tokenised
-from compress.dense_plan import choose
-from compress.dense_training import DenseTrainingOptions
-from compress.encoder_decoder import (
+from compress.dense.dense_plan import choose
+from compress.dense.dense_training import DenseTrainingOptions
+from compress.dense.encoder_decoder import (
     Usage,
     dense_row,
     dense_student,
@@ -37,12 +37,12 @@ from compress.encoder_decoder import (
     usage,
     without_padding,
 )
-from compress.encoder_decoder_training import PairLoss, measure, train
-from compress.layer_distillation import LossWeights
-from compress.training import Batch, Trainer, TrainingOptions
+from compress.dense.encoder_decoder_training import PairLoss, measure, train
+from compress.training.layer_distillation import LossWeights
+from compress.training.training import Batch, Trainer, TrainingOptions
 from engine.architectures import ENCODER_DECODERS, ROUTER_OF_BLOCK, as_dense_encoder_decoder
-from engine.encoder_decoder import EncoderDecoderCheckpoint
-from engine.tokenizer import load_tokenizer_of
+from engine.checkpoint.tokenizer import load_tokenizer_of
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 FAMILY = next(row for row in ENCODER_DECODERS.values() if row.dense_sibling)
 SIZES = {

@@ -25,11 +25,11 @@ from random_model import shape, write_random_model
 from results import markdown, save
 
 from calibrate.text import token_batches
-from engine.generate import Engine
-from engine.kv_cache import position_bytes
-from engine.memory_budget import resident_memory_bytes
-from engine.model import Decoder
-from engine.report import peak_memory_bytes
+from engine.decoder.kv_cache import position_bytes
+from engine.decoder.model import Decoder
+from engine.generation.generate import Engine
+from engine.generation.report import peak_memory_bytes
+from engine.passes.memory_budget import resident_memory_bytes
 
 LENGTHS = (512, 2048, 8192)
 NEW_TOKENS = 64

@@ -19,12 +19,12 @@ from results import markdown, save
 
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
-from compress.apply import apply
-from compress.plan import pruning_plan
-from engine.bench import bench, cases_for
-from engine.bench_backends import BenchSpec
-from engine.checkpoint import Checkpoint
-from engine.skip_tables import FILE_NAME
+from compress.plans.apply import apply
+from compress.plans.plan import pruning_plan
+from engine.bench.backends import BenchSpec
+from engine.bench.side_by_side import bench, cases_for
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.skip_tables import FILE_NAME
 
 MODELS: dict[str, dict[str, Any]] = {
     "8 experts top-2": shape(),

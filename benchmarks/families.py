@@ -1,4 +1,4 @@
-"""What each family can become: the matrix that tests/test_families.py holds, as a table with its figures.
+"""What each family can become: the matrix that tests/engine/families/test_families.py holds, as a table with its figures.
 
 python benchmarks/families.py        and then: python benchmarks/results.py
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from results import ROOT, markdown, save
 
 sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from family_matrix import COLUMNS, NOTES, REFUSED, ROWS, Made, refusals
 
 

@@ -6,8 +6,8 @@
 Each mutation changes one file of a tiny artifact, of an exported one, or of what a run reads beside a model: bytes (flip,
 cut, insert, splice, repeat) or structure (an absurd value, a key removed, renamed or given twice, two values swapped, steps
 of a tokenizer or pieces of a template put in). Half of the changed artifacts are signed again: their compression.json lists
-what is there, as an attacker can write it. Then one or two doors (tests/doors_for_tests.py) are opened, each in a forked
-process with a limit on memory and time. What must hold: no traceback, no signal, no hang, nothing written outside the
+what is there, as an attacker can write it. Then one or two doors (tests/support/doors_for_tests.py) are opened, each in a
+forked process with a limit on memory and time. What must hold: no traceback, no signal, no hang, nothing written outside the
 output, and under --checksums, where nothing was signed again, no text but the original's.
 
 Kinds take turns. A run that was interrupted goes on where it was: benchmarks/results/fuzz_model_directory.jsonl has a line
@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "engine" / "server"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from doors_for_tests import DOORS, Outcome, make_place, run_door

@@ -5,7 +5,7 @@
 
 Every answer has to have a status, a content type and a body that /openapi.json names, and none may be a failure of the
 server's. Bodies are both such as the schema allows and such as it does not. Prints a line for each operation; exit 1 where
-anything fails. tests/test_server_limits.py runs a few examples.
+anything fails. tests/engine/server/test_server_limits.py runs a few examples.
 """
 
 from __future__ import annotations

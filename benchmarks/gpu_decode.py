@@ -24,9 +24,9 @@ from engine_speed import write_skip_tables
 from random_model import shape, write_random_model
 from results import markdown, save
 
-from engine.bench_backends import BenchSpec
-from engine.generate import Engine
-from engine.linear import KERNELS
+from engine.bench.backends import BenchSpec
+from engine.generation.generate import Engine
+from engine.kernels.linear import KERNELS
 from engine.worker import Worker
 
 PREFILL, DECODE = "pp 512 0", "tg 128 0"
@@ -71,7 +71,7 @@ def measure(model: Path, rounds: int) -> tuple[dict[str, dict[str, Any]], list[f
         for title, (kernels, options) in CONTENDERS.items():
             os.environ[KERNELS] = kernels  # which the worker inherits
             workers[title] = stack.enter_context(
-                Worker(BenchSpec(str(model), device="cuda", **options), "engine.bench_backends")
+                Worker(BenchSpec(str(model), device="cuda", **options), "engine.bench.backends")
             )
         for number in range(rounds + 1):
             for test in (PREFILL, DECODE):

@@ -14,7 +14,7 @@ something new and in replacing something old. After each kill:
 - a run that follows (with --resume, where there is one) gives the result of an uninterrupted run;
 - nothing is left beside the result.
 
-Exit 1 if any of this does not hold. tests/test_interruption.py runs it with fewer kills.
+Exit 1 if any of this does not hold. tests/compress/run/test_interruption.py runs it with fewer kills.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 import torch
 from artifacts_for_tests import CALIBRATION, listing, make_workplace
@@ -43,8 +43,8 @@ from hub_for_tests import Hub, served
 from results import markdown, save
 
 import cli
-from compress import plots
-from engine.artifact import compare_checksums, read_provenance
+from compress.report import plots
+from engine.checkpoint.artifact import compare_checksums, read_provenance
 
 RUNS = ("old", "first", "second")
 REPOSITORY = "ada/out"

@@ -55,7 +55,7 @@ class Cell(NamedTuple):
 
 def methods() -> list[str]:
     """All of them."""
-    from compress.merging import MERGE_METHODS
+    from compress.methods.merging import MERGE_METHODS
     from compress.prune import METHODS
 
     return [*METHODS, *RELAXATIONS, *MERGE_METHODS]
@@ -63,7 +63,7 @@ def methods() -> list[str]:
 
 def default_scope(method: str) -> str:
     """Where `compress` ranks experts unless it is told otherwise."""
-    from compress.merging import MERGE_METHODS
+    from compress.methods.merging import MERGE_METHODS
     from compress.prune import DEFAULT_SCOPE
 
     return "layer" if method in MERGE_METHODS else DEFAULT_SCOPE.get(method, "global")
@@ -71,7 +71,7 @@ def default_scope(method: str) -> str:
 
 def cells(method: str) -> list[Cell]:
     """Those of one method, the costliest first: its time is the method's."""
-    from compress.merging import MERGE_METHODS
+    from compress.methods.merging import MERGE_METHODS
 
     own = default_scope(method)
     found = [Cell(sparsity, own) for sparsity in SPARSITIES]
@@ -89,12 +89,12 @@ def cells(method: str) -> list[Cell]:
 
 def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
     """Perplexity of every cell, with processor seconds and peak memory of making the plan and of recovery."""
-    from compress.apply import planned_decoder
-    from compress.layer_distillation import decoder_perplexity
+    from compress.plans.apply import planned_decoder
     from compress.prune import checked_budget, make_plan, prepare_pruning, recovered
-    from compress.work_directory import WorkDirectory
-    from engine.memory_budget import resident_memory_bytes
-    from engine.report import peak_memory_bytes
+    from compress.run.work_directory import WorkDirectory
+    from compress.training.layer_distillation import decoder_perplexity
+    from engine.generation.report import peak_memory_bytes
+    from engine.passes.memory_budget import resident_memory_bytes
 
     run: dict[str, Any] = {"model": model, "method": method, "seed": seed, "cells": {}}
     with tempfile.TemporaryDirectory() as directory:
@@ -130,12 +130,12 @@ def _quiet(iterable: Any, label: str) -> Any:
 def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> Any:
     """What `compress prune` or `compress merge` would be asked for."""
     from calibrate.options import CalibrationOptions
-    from compress.diep import DiepOptions
-    from compress.merging import MERGE_METHODS
+    from compress.distillation.recover import RecoverOptions
+    from compress.methods.diep import DiepOptions
+    from compress.methods.merging import MERGE_METHODS
+    from compress.plans.selection import Budget
     from compress.prune import PruneOptions
-    from compress.recover import RecoverOptions
-    from compress.selection import Budget
-    from engine.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.checkpoint import Checkpoint, resolve
 
     budget = Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0)
     if method in MERGE_METHODS:
@@ -157,7 +157,7 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
 def held_out_text(checkpoint: Any) -> torch.Tensor:
     """[64, 256], the same for all."""
     from calibrate.text import token_batches
-    from engine.tokenizer import load_tokenizer
+    from engine.checkpoint.tokenizer import load_tokenizer
 
     text = {"samples": 64, "sequence_length": 256, "seed": 0, "split": "held-out"}
     return token_batches("stdlib", load_tokenizer(checkpoint), **text)
@@ -165,9 +165,9 @@ def held_out_text(checkpoint: Any) -> torch.Tensor:
 
 def full_perplexity(model: str) -> float:
     """Of the whole model, on the same text."""
-    from compress.layer_distillation import decoder_perplexity
-    from engine.checkpoint import Checkpoint, resolve
-    from engine.model import Decoder
+    from compress.training.layer_distillation import decoder_perplexity
+    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.decoder.model import Decoder
 
     checkpoint = Checkpoint(resolve(model))
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))

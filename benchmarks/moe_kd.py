@@ -36,15 +36,15 @@ from torch import nn
 
 from calibrate.labelled import labelled
 from calibrate.options import CalibrationOptions
-from compress.classifier_distillation import ABLATIONS
-from compress.distill_classifier import ClassifierOptions, distill_classifier
-from engine.bench_classifier import bench_classifiers
-from engine.checkpoint import DEMO_DIRECTORY
-from engine.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, ClassifierCheckpoint
-from engine.classifier_inputs import PREPROCESSOR
-from engine.mixture_head import Gate, projector
-from engine.safetensors_writer import write_tensors
-from engine.transformers_model import quiet_transformers
+from compress.classifiers.distill import ClassifierOptions, distill_classifier
+from compress.classifiers.distillation import ABLATIONS
+from engine.bench.classifiers import bench_classifiers
+from engine.checkpoint.checkpoint import DEMO_DIRECTORY
+from engine.files.safetensors_writer import write_tensors
+from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, ClassifierCheckpoint
+from engine.transformers_models.classifier_inputs import PREPROCESSOR
+from engine.transformers_models.mixture_head import Gate, projector
+from engine.transformers_models.transformers_model import quiet_transformers
 
 HELD_OUT, BATCH = 1000, 64
 WHOLE = "MoE-KD"

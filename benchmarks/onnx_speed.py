@@ -30,13 +30,13 @@ from results import markdown, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from compress.export import PRECISIONS
-from engine.bench import bench, cases_for
-from engine.bench_backends import BenchSpec
-from engine.checkpoint import ONNX_NAME, Checkpoint
-from engine.json_file import write_json
-from engine.model import own_routing
-from engine.onnx_decoder import write_decoder
+from compress.export.decoder import PRECISIONS
+from engine.bench.backends import BenchSpec
+from engine.bench.side_by_side import bench, cases_for
+from engine.checkpoint.checkpoint import ONNX_NAME, Checkpoint
+from engine.decoder.model import own_routing
+from engine.files.json_file import write_json
+from engine.onnx.decoder import write_decoder
 
 PROMPT, NEW = 256, 32
 """Tokens read at once, by all forms but the plain ones, which would gather tens of GB for them; tokens generated."""

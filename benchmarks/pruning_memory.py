@@ -18,9 +18,9 @@ from results import markdown, save
 BASELINE = """
 import json, sys
 import cli, compress.prune, transformers
-from engine.checkpoint import Checkpoint
-from engine.tokenizer import load_tokenizer
-from engine.report import peak_memory_bytes
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.generation.report import peak_memory_bytes
 load_tokenizer(Checkpoint(__import__("pathlib").Path(sys.argv[1])))
 print(json.dumps(peak_memory_bytes()))
 """

@@ -19,13 +19,13 @@ from results import markdown, save
 from torch import Tensor
 
 from calibrate.options import CalibrationOptions, calibration_texts
-from compress.quantiser import QuantiserOptions
 from compress.quantize import QuantizeOptions, quantize
-from engine.checkpoint import DEMO_DIRECTORY, Checkpoint
-from engine.memory_budget import batches
-from engine.model import Decoder
-from engine.quantised_weight import WHOLE_ROW
-from engine.tokenizer import load_tokenizer
+from compress.rounding.quantizer import QuantiserOptions
+from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.decoder.model import Decoder
+from engine.kernels.quantized_weight import WHOLE_ROW
+from engine.passes.memory_budget import batches
 
 ROWS = {
     "8 bits, groups of 32": QuantiserOptions(8),

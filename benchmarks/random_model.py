@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from engine.architectures import decoder_config, expected_tensors
-from engine.checkpoint import DEMO_DIRECTORY
-from engine.json_file import write_json
-from engine.safetensors_writer import ShardWriter
+from engine.checkpoint.checkpoint import DEMO_DIRECTORY
+from engine.files.json_file import write_json
+from engine.files.safetensors_writer import ShardWriter
 
 
 def shape(hidden: int = 1024, layers: int = 16, experts: int = 8, top_k: int = 2, width: int = 3584) -> dict[str, Any]:

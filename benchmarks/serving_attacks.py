@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 import httpx2
 from attacks_for_tests import attack_files, load_attack

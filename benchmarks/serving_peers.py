@@ -26,8 +26,8 @@ from pathlib import Path
 import httpx2
 from results import ROOT, markdown, save
 
-from engine.checkpoint import DEMO_DIRECTORY, Checkpoint
-from engine.tokenizer import load_tokenizer
+from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
+from engine.checkpoint.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 NEW_TOKENS = 64

@@ -31,7 +31,7 @@ import httpx2
 import psutil
 from results import ROOT, markdown, save
 
-from engine.load_test import LoadOptions, load_test
+from engine.bench.load_test import LoadOptions, load_test
 
 PROMPTS = (
     "def read(path):\n",

@@ -15,8 +15,8 @@ from typing import Any
 from results import markdown, save
 
 from calibrate.text import load_documents
-from engine.generate import Engine, Generation
-from engine.sampling import SamplingOptions
+from engine.generation.generate import Engine, Generation
+from engine.generation.sampling import SamplingOptions
 
 Round = tuple[float, list[Generation], list[float], list[float]]
 

@@ -1,7 +1,8 @@
 """Calibration: one streaming pass over text, every statistic of every MoE layer.
 
-Several processes (engine/processes.py) share out the text. Sums are added up over them, counts exactly and all else in
-float64; medians and similarities are of all tokens together. So all of them have the statistics that one alone would have.
+Several processes (engine/passes/processes.py) share out the text. Sums are added up over them, counts exactly and all else
+in float64; medians and similarities are of all tokens together. So all of them have the statistics that one alone would
+have.
 
 Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, D hidden, R tokens routed to one expert,
 M experts of the MoE layer before.
@@ -17,15 +18,15 @@ from torch import Tensor
 
 from calibrate.similarity import alignment, linear_grams, pairwise, rbf_grams
 from calibrate.statistics import LayerStatistics, Statistics, load_layer
-from engine import processes
 from engine.architectures import DecoderConfig
-from engine.checkpoint import Checkpoint
-from engine.experts import MoeBlock
-from engine.model import DecoderLayer
-from engine.routing import NO_EXPERT, Selection, probabilities
-from engine.safetensors_file import SafetensorsFile
-from engine.state_file import check_digest, write_state
-from engine.streaming import stream_layers
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.experts import MoeBlock
+from engine.decoder.model import DecoderLayer
+from engine.decoder.routing import NO_EXPERT, Selection, probabilities
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.state_file import check_digest, write_state
+from engine.passes import processes
+from engine.passes.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256
 """Every expert of every layer is run on the same sample of this many tokens, for CKA and mean outputs.

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.classifier_inputs import Examples
 from engine.errors import DataError, OptionError
+from engine.transformers_models.classifier_inputs import Examples
 
 DIGITS = "digits"
 DIGIT_SIZE = 32

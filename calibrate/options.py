@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from calibrate.text import token_batches, up_to
-from engine.artifact import read_provenance
-from engine.checkpoint import DEMO, DEMO_DIRECTORY, ModelDirectory
+from engine.checkpoint.artifact import read_provenance
+from engine.checkpoint.checkpoint import DEMO, DEMO_DIRECTORY, ModelDirectory
 from engine.errors import DataError, OptionError
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from calibrate.statistics import Statistics
-from engine.skip_tables import SkipTables
+from engine.decoder.skip_tables import SkipTables
 
 
 def skip_tables(statistics: Statistics) -> SkipTables:

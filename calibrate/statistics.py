@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.architectures import DecoderConfig
 from engine.errors import DataError
-from engine.json_file import shown
-from engine.safetensors_file import SafetensorsFile
-from engine.state_file import check_digest, write_state
+from engine.files.json_file import shown
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.state_file import check_digest, write_state
 
 SCHEMA_VERSION = 3
 

@@ -23,31 +23,32 @@ from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
 from calibrate.statistics import Statistics
 from calibrate.text import Split, token_batches
-from compress import plots
-from compress.claims import claims_output
-from compress.columns import to_csv
-from compress.diep_scores import load_scores
-from compress.evaluate import exported_perplexity, perplexity, tasks
-from compress.page import page
-from compress.pictures import Picture, Pictured, kept_experts, save
-from compress.pictures import draw as draw_experts
-from compress.plan import plan_from_json
-from compress.scatter import Point, scatter
-from engine.artifact import check_output, whole_or_nothing
-from engine.bench import bench, cases_for
-from engine.bench_backends import BenchSpec
-from engine.checkpoint import Checkpoint, ModelDirectory, resolve
+from compress.evaluate import tasks
+from compress.methods.diep_scores import load_scores
+from compress.plans.plan import plan_from_json
+from compress.report import plots
+from compress.report.columns import to_csv
+from compress.report.page import page
+from compress.report.pictures import Picture, Pictured, kept_experts, save
+from compress.report.pictures import draw as draw_experts
+from compress.report.scatter import Point, scatter
+from compress.run.claims import claims_output
+from compress.run.perplexity import exported_perplexity, perplexity
+from engine.bench.backends import BenchSpec
+from engine.bench.side_by_side import bench, cases_for
+from engine.checkpoint.artifact import check_output, whole_or_nothing
+from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.decoder.experts import MoeBlock
+from engine.decoder.model import DecoderLayer, own_routings
+from engine.decoder.routing import NO_EXPERT, Selection
+from engine.decoder.skip_tables import SkipTables, load_skip_tables, skipping_routings
 from engine.errors import OptionError, PlanError
-from engine.experts import MoeBlock
-from engine.generate import resolve_device
-from engine.json_file import write_json, writing
-from engine.model import DecoderLayer, own_routings
-from engine.onnx_runtime import is_exported, open_exported
+from engine.files.json_file import write_json, writing
+from engine.generation.report import ExportedSkipCounter
+from engine.kernels.devices import resolve_device
+from engine.onnx.runtime import is_exported, open_exported
 from engine.progress import Progress, no_progress
-from engine.report import ExportedSkipCounter
-from engine.routing import NO_EXPERT, Selection
-from engine.skip_tables import SkipTables, load_skip_tables, skipping_routings
-from engine.tokenizer import load_tokenizer
 
 COMPARISON = "comparison.json"
 """By this file a directory is known as a comparison, which --overwrite may replace."""

@@ -12,25 +12,25 @@ from torch import Tensor
 
 from calibrate.options import training_text
 from calibrate.statistics import Statistics, effective_experts, usage_shares
-from compress.apply import check_fits, check_nothing_is_lost
-from compress.block_error import BlockError, block_errors, shared_gates
-from compress.card import training_lines
-from compress.claims import claims_output
-from compress.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
-from compress.dense_student import learned_scales, saved_tensors
-from compress.dense_training import DenseTrainingOptions, train_dense
-from compress.job import JobOptions, Made, Prepared, check_weights, open_mixture, prepare, statistics_of
-from compress.pictures import draw_training, draw_usage
-from compress.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
-from compress.result import carry_out, check_outputs, finished_before
-from compress.training import Trained
-from compress.work_directory import WorkDirectory
-from engine import processes
+from compress.dense.block_error import BlockError, block_errors, shared_gates
+from compress.dense.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
+from compress.dense.dense_student import learned_scales, saved_tensors
+from compress.dense.dense_training import DenseTrainingOptions, train_dense
+from compress.plans.apply import check_fits, check_nothing_is_lost
+from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
+from compress.report.card import training_lines
+from compress.report.pictures import draw_training, draw_usage
+from compress.run.claims import claims_output
+from compress.run.job import JobOptions, Made, Prepared, check_weights, open_mixture, prepare, statistics_of
+from compress.run.result import carry_out, check_outputs, finished_before
+from compress.run.work_directory import WorkDirectory
+from compress.training.training import Trained
 from engine.architectures import ARCHITECTURES, Architecture
-from engine.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
+from engine.passes import processes
 from engine.progress import Progress, no_progress
-from engine.tokenizer import load_tokenizer
 
 ERROR_SEQUENCES = 16
 """Sequences on which shared experts' gates and the error of each layer are measured."""
@@ -64,7 +64,7 @@ class Trainable(Prepared):
 def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
 
-    Several processes (engine/processes.py) share calibration, training and measuring.
+    Several processes (engine/passes/processes.py) share calibration, training and measuring.
     """
     started = time.monotonic()
     work = WorkDirectory(options.output)

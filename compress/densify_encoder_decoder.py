@@ -16,12 +16,8 @@ from torch import Tensor, nn
 
 from calibrate.pairs import DEFAULT_LENGTH, Pairs, text_pairs, tokenised
 from calibrate.statistics import effective_experts, usage_shares
-from compress.apply import carried_files
-from compress.card import model_card, training_lines
-from compress.claims import claims_output
-from compress.dense_plan import SELECTIONS, check_ffns, choose
-from compress.densify import DensifyOptions
-from compress.encoder_decoder import (
+from compress.dense.dense_plan import SELECTIONS, check_ffns, choose
+from compress.dense.encoder_decoder import (
     Usage,
     check_nothing_is_lost,
     dense_row,
@@ -32,22 +28,26 @@ from compress.encoder_decoder import (
     saved_tensors,
     usage,
 )
-from compress.encoder_decoder_training import Measured, measure, train
-from compress.plan import Plan, plan_from_json, plan_to_json
-from compress.result import check_outputs, finished_before
-from compress.training import Trained
-from compress.work_directory import WorkDirectory
-from engine import processes
+from compress.dense.encoder_decoder_training import Measured, measure, train
+from compress.densify import DensifyOptions
+from compress.plans.apply import carried_files
+from compress.plans.plan import Plan, plan_from_json, plan_to_json
+from compress.report.card import model_card, training_lines
+from compress.run.claims import claims_output
+from compress.run.result import check_outputs, finished_before
+from compress.run.work_directory import WorkDirectory
+from compress.training.training import Trained
 from engine.architectures import as_dense_encoder_decoder
-from engine.artifact import whole_or_nothing, write_provenance
-from engine.checkpoint import resolve
-from engine.encoder_decoder import EncoderDecoderCheckpoint
+from engine.checkpoint.artifact import whole_or_nothing, write_provenance
+from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import CheckpointError, OptionError
-from engine.json_file import write_json
+from engine.files.json_file import write_json
+from engine.files.safetensors_writer import ShardWriter
+from engine.generation.report import peak_memory_bytes
+from engine.passes import processes
 from engine.progress import Progress, no_progress
-from engine.report import peak_memory_bytes
-from engine.safetensors_writer import ShardWriter
-from engine.tokenizer import load_tokenizer_of
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 ERROR_PAIRS = 64
 """Of the calibration pairs, on which the error of each layer is measured."""

@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from calibrate.instructions import Example
-from compress.claims import claims_output
-from compress.clock import Clock
-from compress.dense_training import recompute_if_large
-from compress.distill_inputs import Distillable, DistillOptions, identities, prepare_distillation
-from compress.job import Made, check_weights
-from compress.losses import head_loss
-from compress.pictures import draw_routers, draw_training
-from compress.plan import same_plan
-from compress.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
-from compress.responses import batch_of
-from compress.result import carry_out, check_outputs, finished_before
-from compress.rouge import rouge_l
-from compress.router_report import RouterReport, old_routers, router_report
-from compress.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
-from compress.teacher_cache import cached_teacher
-from compress.training import Trainer, figures
-from compress.work_directory import WorkDirectory
-from engine import processes
-from engine.model import Decoder
-from engine.parameters import parameters_on_disk
+from compress.dense.dense_training import recompute_if_large
+from compress.distillation.inputs import Distillable, DistillOptions, identities, prepare_distillation
+from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
+from compress.distillation.response_perplexity import response_perplexity
+from compress.distillation.rouge import rouge_l
+from compress.distillation.router_report import RouterReport, draw_routers, old_routers, router_report
+from compress.distillation.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
+from compress.distillation.teacher_cache import cached_teacher
+from compress.plans.plan import same_plan
+from compress.report.pictures import draw_training
+from compress.run.claims import claims_output
+from compress.run.clock import Clock
+from compress.run.job import Made, check_weights
+from compress.run.result import carry_out, check_outputs, finished_before
+from compress.run.work_directory import WorkDirectory
+from compress.training.training import Trainer, figures
+from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
+from engine.decoder.model import Decoder
+from engine.decoder.parameters import parameters_on_disk
+from engine.generation.sampling import SamplingOptions
+from engine.passes import processes
 from engine.progress import Progress, no_progress
-from engine.sampling import SamplingOptions
-from engine.tokenizer import end_tokens, load_tokenizer
 
 
 @claims_output
 def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress distill --json`.
 
-    Several processes (engine/processes.py) share training and measuring.
+    Several processes (engine/passes/processes.py) share training and measuring.
     """
     started = time.monotonic()
     options.check()
@@ -187,23 +183,6 @@ def _router_trainer(
     loss = RouterLoss(teacher, student, responses, options.load_balance_weight, options.temperature)
     part = options.router_training(prepared.steps, prepared.limit, teacher.config.hidden_size)
     return RouterTrainer(router_parameters(teacher), loss, part, len(prepared.training), prepared.length)
-
-
-@torch.no_grad()
-def response_perplexity(decoder: Decoder, examples: Sequence[Example], group_size: int) -> float:
-    """exp of the mean negative log-likelihood of all response tokens; NaN where the model gives no number."""
-    total, count, device = 0.0, 0, decoder.embedding_VD.device
-    for start in range(0, len(examples), group_size):
-        side = batch_of([examples[place] for place in range(start, min(start + group_size, len(examples)))])
-        targets_T = side.targets_T.to(device)
-        hidden_TD = decoder.hidden_states(side.tokens_BL.to(device))[side.asked_BL.to(device)]
-
-        def measure(logits_TV: Tensor, part: slice, targets_T: Tensor = targets_T) -> Tensor:
-            return F.cross_entropy(logits_TV, targets_T[part], reduction="sum")
-
-        total += float(head_loss(hidden_TD, decoder.head_VD, measure, decoder.head_bias_V))
-        count += len(targets_T)
-    return math.exp(min(total / count, 700.0)) if math.isfinite(total) else math.nan
 
 
 def _make(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Made:

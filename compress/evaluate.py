@@ -2,123 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from calibrate.options import CalibrationOptions
 from calibrate.text import Split, token_batches
-from compress.work_directory import read_value, write_value
-from engine import processes
-from engine.attention import Rotary
-from engine.checkpoint import Checkpoint, ModelDirectory, resolve
-from engine.errors import CheckpointError, DataError, OptionError
-from engine.experts import MoeBlock
-from engine.generate import resolve_device
-from engine.kv_cache import KeyValueCache
-from engine.memory_budget import limited
-from engine.memory_need import Work, budget_for
-from engine.model import DecoderLayer
-from engine.onnx_runtime import OnnxDecoder, backend_of, open_exported
+from compress.run.perplexity import exported_perplexity, perplexity
+from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint.remote_code import check_loadable
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.errors import DataError, OptionError
+from engine.kernels.devices import resolve_device
+from engine.onnx.runtime import backend_of, open_exported
+from engine.passes.memory_budget import limited
+from engine.passes.memory_need import Work, budget_for
 from engine.progress import Progress, no_progress
-from engine.remote_code import check_loadable
-from engine.routing import NO_EXPERT, Selection
-from engine.streaming import Visit, stream_negative_log_likelihood
-from engine.tokenizer import load_tokenizer
-from engine.transformers_model import load_decoder
-
-PIECE = 512
-"""Positions whose logits an exported model gives at a time."""
-
-
-def perplexity(
-    checkpoint: Checkpoint,
-    tokens_SL: Tensor,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    visit: Visit = lambda index, layer: None,
-    directory: Path | None = None,
-    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-) -> float:
-    """exp of the mean negative log-likelihood of each sequence's tokens after its first, layer by layer.
-
-    `visit` may change a layer before it runs. What an interrupted pass has left in `directory` is gone on with. Several
-    processes share out the sequences, and all get the value.
-    """
-    rows = processes.own_rows(*tokens_SL.shape)
-    kept = None if directory is None else processes.own_directory(directory, rows)
-    total, count = processes.added_up(
-        stream_negative_log_likelihood(
-            checkpoint, tokens_SL[rows], dtype=dtype, device=device, visit=visit, directory=kept, progress=progress
-        )
-    )
-    if not math.isfinite(total):
-        raise CheckpointError(f"{checkpoint.directory}: the loss is not finite; activations overflow, try --dtype float32")
-    return math.exp(min(total / count, 700.0))
-
-
-def exported_perplexity(
-    model: ModelDirectory,
-    decoder: OnnxDecoder,
-    tokens_SL: Tensor,
-    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-) -> float:
-    """The same of an exported model and its decoder, sequence by sequence, PIECE positions at a time.
-
-    Where the angles of a long text are others, its first piece is as long as it takes to tell that it is one.
-    """
-    total, (sequences, length) = 0.0, tokens_SL.shape
-    switch = Rotary(decoder.config).switch
-    first = PIECE if switch is None or length <= switch else max(PIECE, switch + 1)
-    for row in progress(range(sequences)):
-        cache = KeyValueCache(decoder.config, 1, length, decoder.dtype)
-        for begin in (0, *range(first, length, PIECE)):
-            end = min(begin + PIECE if begin else first, length)
-            logits_LV = decoder(tokens_SL[row : row + 1, begin:end], None, cache)[0].float()
-            following_L = tokens_SL[row, begin + 1 : end + 1]
-            total += float(F.cross_entropy(logits_LV[: len(following_L)], following_L, reduction="sum"))
-    if not math.isfinite(total):
-        raise CheckpointError(f"{model.directory}: the loss is not finite; activations overflow, export it in float32")
-    return math.exp(min(total / (sequences * (length - 1)), 700.0))
-
-
-def routed_counts(counts: dict[int, list[int]], directory: Path | None = None) -> Visit:
-    """A `visit` that notes, by decoder layer index, the tokens routed to each expert; it costs next to nothing.
-
-    Of all processes together, where there are several. With a `directory` it is noted there too; what was is in `counts`.
-    """
-    noted = [] if directory is None else directory.glob("routed-*.json")
-    counts |= {int(path.stem.removeprefix("routed-")): read_value(path, "routed tokens") for path in noted}
-
-    def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
-        block = layer.feed_forward
-        if not isinstance(block, MoeBlock):
-            return None
-        experts = len(block.experts)
-        total_N = torch.zeros(experts, dtype=torch.long, device=block.router_ND.device)
-
-        def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
-            chosen = selection.experts[selection.experts != NO_EXPERT]
-            total_N.add_(torch.bincount(chosen, minlength=experts))
-
-        def finish() -> None:
-            processes.add_up([total_N])
-            counts[index] = total_N.tolist()
-            if directory is not None and processes.is_first():
-                write_value(directory / f"routed-{index}.json", counts[index])
-
-        block.observer = observe
-        return finish
-
-    return visit
+from engine.transformers_models.transformers_model import load_decoder
 
 
 def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None, device: str = "cpu") -> dict[str, Any]:

@@ -14,37 +14,37 @@ from torch import Tensor
 
 from calibrate.collect import held_bytes as collecting_bytes
 from calibrate.options import training_text
-from compress.alignment import held_bytes as aligning_bytes
-from compress.apply import check_fits
-from compress.card import training_lines
-from compress.claims import claims_output
-from compress.diep import DiepOptions, search
-from compress.diep_scores import save_scores, scores_of_state
-from compress.gate_gradients import fisher_scores, taylor_scores
-from compress.job import JobOptions, Made, Prepared, check_plain, check_weights, open_mixture, prepare, statistics_of
-from compress.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
-from compress.naee import SUBSET_LIMIT, naee, search_used
-from compress.naee import held_bytes as naee_bytes
-from compress.pictures import draw_training
-from compress.plan import Plan, plan_from_json, plan_to_json, pruning_plan
-from compress.quantiser import Quantiser, QuantiserOptions
-from compress.recover import RecoverOptions, recover
-from compress.result import carry_out, check_outputs, finished_before
-from compress.saliency import SCORES, scores
-from compress.selection import Budget, check_groups
-from compress.training import Trained
-from compress.whole_recovery import WholeRecoveryOptions, recover_all
-from compress.work_directory import WorkDirectory
-from engine import processes
+from compress.distillation.recover import RecoverOptions, recover
+from compress.distillation.whole_recovery import WholeRecoveryOptions, recover_all
+from compress.methods.alignment import held_bytes as aligning_bytes
+from compress.methods.diep import DiepOptions, search
+from compress.methods.diep_scores import save_scores, scores_of_state
+from compress.methods.gate_gradients import fisher_scores, taylor_scores
+from compress.methods.merging import MERGE_METHODS, Group, merge_groups, merge_pruned, merging_plan
+from compress.methods.naee import SUBSET_LIMIT, naee, search_used
+from compress.methods.naee import held_bytes as naee_bytes
+from compress.methods.saliency import SCORES, scores
+from compress.plans.apply import check_fits
+from compress.plans.plan import Plan, plan_from_json, plan_to_json, pruning_plan
+from compress.plans.selection import Budget, check_groups
+from compress.report.card import training_lines
+from compress.report.pictures import draw_training
+from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.run.claims import claims_output
+from compress.run.job import JobOptions, Made, Prepared, check_plain, check_weights, open_mixture, prepare, statistics_of
+from compress.run.result import carry_out, check_outputs, finished_before
+from compress.run.work_directory import WorkDirectory
+from compress.training.training import Trained
 from engine.architectures import MoeConfig
-from engine.checkpoint import Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
-from engine.json_file import load_json
-from engine.layerwise import AnyDecoder, LayerwiseDecoder
-from engine.memory_budget import current, limited
-from engine.memory_need import Work, budget_for
+from engine.files.json_file import load_json
+from engine.passes import processes
+from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder
+from engine.passes.memory_budget import current, limited
+from engine.passes.memory_need import Work, budget_for
 from engine.progress import Progress, no_progress
-from engine.tokenizer import load_tokenizer
 
 GRADIENT_METHODS = {"fisher": fisher_scores, "taylor": taylor_scores}
 METHODS = ("diep", "naee", *SCORES, *GRADIENT_METHODS, "random")
@@ -111,7 +111,7 @@ class Shared:
 def prune(options: PruneOptions, progress: Progress = no_progress, shared: Shared | None = None) -> dict[str, Any]:
     """Run the job; the figures of the result, with the keys of `compress prune --json`.
 
-    Several processes (engine/processes.py) share all that runs text through the model.
+    Several processes (engine/passes/processes.py) share all that runs text through the model.
     """
     started = time.monotonic()
     work = WorkDirectory(options.output, shared=None if shared is None else shared.work)

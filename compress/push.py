@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.claims import claiming
-from engine.artifact import FILE_NAME, check_checksums, written_here
+from compress.run.claims import claiming
+from engine.checkpoint.artifact import FILE_NAME, check_checksums, written_here
+from engine.checkpoint.hub import explained, split
 from engine.errors import CompressError, HubError, OptionError
-from engine.hub import explained, split
 
 _STAYS = ".gitattributes"
 """What the hub itself puts into every repository."""

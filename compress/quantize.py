@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from compress.activation_scales import Rescaling, activation_scales, load_rescaling
-from compress.claims import claims_output
-from compress.job import JobOptions, Made, Prepared, check_plain, check_weights, prepare
-from compress.plan import same_plan
-from compress.quantiser import Quantiser, QuantiserOptions
-from compress.result import carry_out, check_outputs, finished_before
-from compress.work_directory import WorkDirectory
-from engine.checkpoint import Checkpoint, resolve
+from compress.plans.plan import same_plan
+from compress.rounding.activation_scales import Rescaling, activation_scales, load_rescaling
+from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.run.claims import claims_output
+from compress.run.job import JobOptions, Made, Prepared, check_plain, check_weights, prepare
+from compress.run.result import carry_out, check_outputs, finished_before
+from compress.run.work_directory import WorkDirectory
+from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.decoder.skip_tables import load_skip_tables
 from engine.progress import Progress, no_progress
-from engine.skip_tables import FILE_NAME as SKIP_TABLES
-from engine.skip_tables import load_skip_tables
 
 
 @dataclass(frozen=True, kw_only=True)

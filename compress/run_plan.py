@@ -16,22 +16,22 @@ import torch
 
 from calibrate.collect import held_bytes
 from calibrate.options import CalibrationOptions
-from compress.devices import DEVICES, Device, measured
-from compress.diep import DiepOptions
-from compress.naee import SUBSET_LIMIT, compared_subsets
+from compress.cost.counts import Passes, Work
+from compress.cost.devices import DEVICES, Device, measured
+from compress.methods.diep import DiepOptions
+from compress.methods.naee import SUBSET_LIMIT, compared_subsets
 from compress.prune import DEFAULT_METHOD
-from compress.result import SKIP_TABLE_SEQUENCES
-from compress.work import Passes, Work
+from compress.run.result import SKIP_TABLE_SEQUENCES
 from engine.architectures import DecoderConfig, decoder_config, language_model
-from engine.attention import Rotary
-from engine.block_float8 import block_of
-from engine.checkpoint import DEMO, DEMO_DIRECTORY
+from engine.checkpoint.block_float8 import block_of
+from engine.checkpoint.checkpoint import DEMO, DEMO_DIRECTORY
+from engine.checkpoint.hub import is_hub_id, split
+from engine.checkpoint.mxfp4 import is_packed
+from engine.checkpoint.pack_quantized import schemes_of
 from engine.errors import CheckpointError, OptionError, UnsupportedError
-from engine.hub import is_hub_id, split
-from engine.json_file import load_json
-from engine.memory_budget import TOKENS_PER_BATCH
-from engine.mxfp4 import is_packed
-from engine.pack_quantized import schemes_of
+from engine.families.rotary_embedding import Rotary
+from engine.files.json_file import load_json
+from engine.passes.memory_budget import TOKENS_PER_BATCH
 
 PICTURE_SECONDS = 1.0, 0.1
 """Of the pictures of a result, and more for each layer."""
@@ -285,7 +285,7 @@ def _gate_gradients(sampled: bool, passes: Passes, tokens: int, length: int, wei
 
 
 def _search(diep: DiepOptions, passes: Passes, tokens: int, length: int, weights: _Resident) -> Iterator[Phase]:
-    """compress.diep: F(x) once, then epochs of passes with gradients through the relaxed layer."""
+    """compress.methods.diep: F(x) once, then epochs of passes with gradients through the relaxed layer."""
     whole = weights.whole(passes)
     if diep.start == "fisher":
         yield _gate_gradients(True, passes, tokens, length, weights)
@@ -301,7 +301,7 @@ def _search(diep: DiepOptions, passes: Passes, tokens: int, length: int, weights
 
 def shown(figures: Mapping[str, Any]) -> list[list[str]]:
     """A table for people: phases, then all of them together."""
-    from compress.columns import size
+    from compress.report.columns import size
 
     def cells(name: str, row: Mapping[str, Any], memory: int) -> list[str]:
         return [name, f"{row['flops'] / 1e12:,.2f}", size(row["bytes_moved"]), f"{row['seconds']:,.1f}", size(memory)]

@@ -11,18 +11,18 @@ import torch
 
 from calibrate.collect import collect, held_bytes
 from calibrate.options import CalibrationOptions, calibration_texts
-from compress.claims import claiming
-from compress.job import check_weights
-from compress.work_directory import WorkDirectory
-from engine import processes
-from engine.artifact import check_file_output
-from engine.checkpoint import Checkpoint, resolve
+from compress.run.claims import claiming
+from compress.run.job import check_weights
+from compress.run.work_directory import WorkDirectory
+from engine.checkpoint.artifact import check_file_output
+from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
-from engine.memory_budget import limited
-from engine.memory_need import Work, budget_for
+from engine.generation.report import peak_memory_bytes
+from engine.passes import processes
+from engine.passes.memory_budget import limited
+from engine.passes.memory_need import Work, budget_for
 from engine.progress import Progress, no_progress
-from engine.report import peak_memory_bytes
-from engine.tokenizer import load_tokenizer
 
 
 def calibrate_to_file(

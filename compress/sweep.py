@@ -15,17 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compress.claims import claiming
 from compress.compare import COMPARISON, CompareOptions, compare
-from compress.job import check_weights, fingerprints
 from compress.prune import DEFAULT_SCOPE, PruneOptions, Shared, check_shard, checked_budget, prepare_pruning, prune
-from compress.result import check_outputs
-from compress.work_directory import WorkDirectory
-from engine import processes
-from engine.artifact import check_output
+from compress.run.claims import claiming
+from compress.run.job import check_weights, fingerprints
+from compress.run.result import check_outputs
+from compress.run.work_directory import WorkDirectory
+from engine.checkpoint.artifact import check_output
 from engine.errors import OptionError
+from engine.generation.report import peak_memory_bytes
+from engine.passes import processes
 from engine.progress import Progress, no_progress
-from engine.report import peak_memory_bytes
 
 COMPARISON_DIRECTORY = "comparison"
 

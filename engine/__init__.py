@@ -6,7 +6,7 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     """`Engine`, loaded when it is asked for: the vLLM plugin and other parts of this package do without torch."""
     if name == "Engine":
-        from engine.generate import Engine
+        from engine.generation.generate import Engine
 
         return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from engine.errors import CheckpointError, UnsupportedError
-from engine.json_file import shown
+from engine.files.json_file import shown
 
 GATE_WIDTH_KEY = "gate_network_width"
 """Config key of our own: hidden units of a gate network that are not as many as experts."""
@@ -31,7 +31,7 @@ class GateNetwork:
     hidden: str
     """W1 [hidden units, D]."""
     noise: str
-    """W_noise [experts, D] of noisy top-k (engine/routing.py)."""
+    """W_noise [experts, D] of noisy top-k (engine/decoder/routing.py)."""
     noise_key: str
     """Config key that says whether there is a W_noise."""
     epsilon_key: str
@@ -148,7 +148,7 @@ class Architecture:
     """The sigmoid of an expert's router logit multiplies what the expert is given, and nothing what it gives."""
     always_normalises_top_k: bool = False
     mixer_jitter_key: str | None = None
-    """Config key of ε, where experts are chosen one after the other by sparsemixer (engine/routing.py)."""
+    """Config key of ε, where experts are chosen one after the other by sparsemixer (engine/decoder/routing.py)."""
     least_experts: int = 1
     """Experts that a layer must keep: the family's own router always takes so many."""
     sparse_step: bool = False
@@ -197,9 +197,9 @@ class Architecture:
     rotary_dimension_key: str | None = None
     """Config key of how many dimensions of a head are rotated, where it is not a share of them."""
     latent_attention: bool = False
-    """Keys and values are made of a latent vector (engine/latent_attention.py)."""
+    """Keys and values are made of a latent vector (engine/decoder/latent_attention.py)."""
     lightning_attention: bool = False
-    """Layers that are `linear_attention` by "layer_types" have it (engine/lightning_attention.py)."""
+    """Layers that are `linear_attention` by "layer_types" have it (engine/decoder/lightning_attention.py)."""
     residual_keys: tuple[tuple[str, str], ...] = ()
     """What is added to is the norm's output, not its input: config keys of what it and what is added are multiplied by, of
     attention, of lightning attention, and of the feed-forward block."""

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from engine.artifact import FILE_NAME, compare_checksums, read_provenance
-from engine.checkpoint import Checkpoint, ModelDirectory, resolve
-from engine.classifier import ClassifierCheckpoint, ClassifierDirectory, is_classifier
-from engine.encoder_decoder import (
+from engine.checkpoint.artifact import FILE_NAME, compare_checksums, read_provenance
+from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint.hub import describe, is_hub_id, lacks_weights, outline
+from engine.decoder.skip_tables import load_skip_tables
+from engine.errors import CheckpointError, CompressError
+from engine.onnx.classifier import OnnxClassifier
+from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder
+from engine.onnx.runtime import is_exported, open_exported
+from engine.transformers_models.classifier import ClassifierCheckpoint, ClassifierDirectory, is_classifier
+from engine.transformers_models.encoder_decoder import (
     EncoderDecoderCheckpoint,
     EncoderDecoderDirectory,
     is_encoder_decoder,
     is_exported_encoder_decoder,
 )
-from engine.errors import CheckpointError, CompressError
-from engine.hub import describe, is_hub_id, lacks_weights, outline
-from engine.onnx_classifier import OnnxClassifier
-from engine.onnx_encoder_decoder_runtime import OnnxEncoderDecoder
-from engine.onnx_runtime import is_exported, open_exported
-from engine.skip_tables import load_skip_tables
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from naive_llama_moe import NaiveLlamaMoe
 from torch import Tensor
 
 from engine.architectures import ARCHITECTURES
-from engine.checkpoint import Checkpoint
-from engine.stacks import joined, stored_tensors
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.stacks import joined, stored_tensors
 
+# Test files use helpers of each other, whatever folder they are in.
+sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("test_*.py")}))
+pytest_plugins = ["allowed_skips"]
 os.environ.setdefault("COMPRESS_KERNELS", "compiled")  # tests compare bits, which no trial of speed should decide
 
 SIZES: dict[str, Any] = {

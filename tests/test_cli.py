@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers_for_tests import add_tokenizer
 
 import cli
-import compress.result
+import compress.run.result
 
 FIGURES = (
     "artifact method sparsity experts_before experts_after experts_per_layer parameters_before parameters_after "
@@ -39,7 +39,7 @@ TEXT = ["--data", "{text}", "--samples", "4", "--sequence-length", "32"]
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of artifacts: other tests look at them, and they take longer than all else here."""
-    monkeypatch.setattr(compress.result, "draw", lambda *given: [])
+    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,8 @@ def test_pruned_experts_are_merged_into_those_that_stay(place: Path, tmp_path: P
 
 
 def test_merging_goes_on_where_it_was_interrupted(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress import job, prune, result
+    from compress import prune
+    from compress.run import job, result
 
     arguments = ["merge", "{model}", "--experts", "2", *TEXT]
     with monkeypatch.context() as patch:

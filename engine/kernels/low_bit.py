@@ -2,8 +2,8 @@
 
 A weight is scale · (stored − 2^(bits−1)), with one bfloat16 scale for each group of 32 or 128 weights. Each 32 values of a
 vector are rounded to 8 bits and share a scale, so that processors that have one instruction for it (VNNI) multiply four
-pairs of integers in a lane at once. What is stored is multiplied as it is, without a sign, and the vector's sums are taken off in
-the end.
+pairs of integers in a lane at once. What is stored is multiplied as it is, without a sign, and the vector's sums are taken
+off in the end.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ LAYER = np.dtype(
 """One layer; addresses unless said otherwise."""
 layer_at = record_at(LAYER)
 LAYER_BYTES = LAYER.itemsize
-_QUERY, _OUTPUT, _ROUTER, _SHARED_GATE = (
-    int(LAYER.fields[name][1]) for name in ("query", "output", "router", "shared_gate")
-)
+_FIELDS: Any = LAYER.fields
+_QUERY, _OUTPUT, _ROUTER, _SHARED_GATE = (_FIELDS[name][1] for name in ("query", "output", "router", "shared_gate"))
+"""Where matrices begin in the record of a layer."""
 CACHE = np.dtype([("keys", np.int64), ("values", np.int64)])
 """Addresses of a layer's keys and values, [G, slots, E]."""
 cache_at = record_at(CACHE)

@@ -1,0 +1,158 @@
+"""How often a classifier is right, and how good its features are for another task.
+
+Shape suffixes: N examples, B batch, C classes, D features.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from calibrate.labelled import DIGITS, Labelled, Part, labelled
+from compress.training.training import batch_rows
+from engine.checkpoint.checkpoint import resolve
+from engine.errors import CheckpointError, DataError, OptionError
+from engine.onnx.classifier import open_classifier
+from engine.progress import Progress, no_progress
+from engine.transformers_models.classifier import Classifier, ClassifierDirectory
+from engine.transformers_models.classifier_inputs import Examples, ImageInputs, TextInputs
+
+GROUP = 64
+"""Examples that are run at a time where nothing is trained."""
+Inputs = ImageInputs | TextInputs
+Bar = Callable[[Iterable[int]], Iterable[int]]
+
+
+def examples_for(directory: ClassifierDirectory, source: str | None, length: int | None = None) -> tuple[Labelled, Inputs]:
+    """The examples of a source, the digits where none is named, and what makes a model's inputs of them."""
+    inputs = directory.inputs(length)
+    size = inputs.size if isinstance(inputs, ImageInputs) else None
+    found = labelled(source or DIGITS, size)
+    if found.what != directory.what:
+        raise DataError(
+            f"{found.name}: has {found.what}, and {directory.directory} classifies {directory.what}; give others"
+        )
+    return found, inputs
+
+
+def on(inputs: Inputs, examples: Examples, device: torch.device | str) -> dict[str, Tensor]:
+    """A model's inputs, on its device."""
+    if isinstance(examples, Tensor):
+        examples = examples.to(device)
+    return {name: value.to(device) for name, value in inputs(examples).items()}
+
+
+def groups(examples: Labelled, inputs: Inputs, device: torch.device | str, bar: Bar = iter) -> Iterator[dict[str, Tensor]]:
+    """Inputs of all examples in their order, GROUP at a time."""
+    for start in bar(range(0, len(examples), GROUP)):
+        yield on(inputs, examples.read(range(start, min(start + GROUP, len(examples)))), device)
+
+
+@torch.no_grad()
+def accuracy(
+    classify: Callable[..., Tensor],
+    examples: Labelled,
+    inputs: Inputs,
+    labels_N: Tensor,
+    device: torch.device | str = "cpu",
+    bar: Bar = iter,
+) -> float:
+    """The share of examples whose likeliest class is theirs. Raises CheckpointError where logits are no numbers."""
+    right, start = 0, 0
+    for given in groups(examples, inputs, device, bar):
+        logits_BC = classify(**given)
+        if not bool(logits_BC.isfinite().all()):
+            raise CheckpointError(f"{examples.name}: the model's logits are not finite; try --dtype float32")
+        right += int((logits_BC.argmax(dim=-1).cpu() == labels_N[start : start + len(logits_BC)]).sum())
+        start += len(logits_BC)
+    return right / len(examples)
+
+
+def evaluate_accuracy(
+    model: str,
+    data: str | None,
+    *,
+    split: Part = "held-out",
+    samples: int | None = None,
+    length: int | None = None,
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: str = "auto",
+    probes: bool = False,
+    seed: int = 0,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """`compress evaluate` of a classifier: the share of examples that it is right about, or its features are good for.
+
+    data: None for those that the classifier was distilled on, the digits where none were.
+    """
+    started = time.monotonic()
+    described, classify, where = open_classifier(resolve(model), backend, device, dtype)
+    found, inputs = examples_for(described, data or described.data, length)
+    part = found.part("held-out" if probes else split)
+    part = part if samples is None else part.only(range(min(samples, len(part))))
+    if not probes:
+        labels_N = part.numbers(described.class_names)
+        value = accuracy(classify, part, inputs, labels_N, where, lambda rows: progress(rows, "accuracy (batches)"))
+    elif isinstance(classify, Classifier):
+        value = probe(classify, found.name, inputs, where, seed)
+    else:
+        raise OptionError(f"{model}: an export gives no features to probe; take the model it was made from")
+    return {
+        "metric": "probe" if probes else "accuracy",
+        "value": value,
+        "tokens": None,
+        "examples": len(part),
+        "seconds": time.monotonic() - started,
+        "data": found.name,
+        "split": "held-out" if probes else split,
+    }
+
+
+# Linear probing
+
+PROBE_EPOCHS, PROBE_BATCH, PROBE_RATE, PROBE_FALLS = 100, 64, 0.1, (30, 60, 90)
+"""MoE-KD's appendix B: SGD with momentum 0.9, no weight decay, the rate divided by 10 at these epochs."""
+
+
+def probe(classifier: Classifier, source: str, inputs: Inputs, device: torch.device | str, seed: int = 0) -> float:
+    """Accuracy of a linear classifier on the frozen features z of other examples, on those of them it was not trained on.
+
+    MoE-KD §5.3, table 5. The examples' classes are their own, not the model's.
+    """
+    examples = labelled(source, inputs.size if isinstance(inputs, ImageInputs) else None)
+    names = sorted({str(label) for label in examples.labels})
+    numbers = {name: number for number, name in enumerate(names)}
+    parts = []
+    for split in ("calibration", "held-out"):
+        part = examples.part(split)
+        labels_N = torch.tensor([numbers[str(label)] for label in part.labels])
+        parts.append((_features(classifier, part, inputs, device), labels_N))
+    (train_ND, labels_N), (held_out_ND, held_out_N) = parts
+    linear = _linear(train_ND, labels_N, len(names), seed)
+    return float((linear(held_out_ND).argmax(dim=-1) == held_out_N).float().mean())
+
+
+@torch.no_grad()
+def _features(classifier: Classifier, examples: Labelled, inputs: Inputs, device: torch.device | str) -> Tensor:
+    return torch.cat([classifier.split(**given).features_BD.float().cpu() for given in groups(examples, inputs, device)])
+
+
+def _linear(features_ND: Tensor, labels_N: Tensor, classes: int, seed: int) -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        linear = nn.Linear(features_ND.shape[1], classes)
+    optimiser = torch.optim.SGD(linear.parameters(), lr=PROBE_RATE, momentum=0.9)
+    per_epoch = max(1, len(features_ND) // PROBE_BATCH)
+    for step in range(PROBE_EPOCHS * per_epoch):
+        optimiser.param_groups[0]["lr"] = PROBE_RATE * 0.1 ** sum(step // per_epoch >= epoch for epoch in PROBE_FALLS)
+        rows_B = batch_rows(len(features_ND), PROBE_BATCH, step, seed)
+        optimiser.zero_grad()
+        F.cross_entropy(linear(features_ND[rows_B]), labels_N[rows_B]).backward()
+        optimiser.step()
+    return linear.requires_grad_(False)

@@ -1,0 +1,437 @@
+"""`compress distill` of classifiers: a student of images or texts trained towards a teacher (MoE-KD)."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from calibrate.labelled import DIGITS, Labelled, is_nameless
+from compress.classifiers.accuracy import Inputs, accuracy, examples_for, on, probe
+from compress.classifiers.distillation import (
+    ABLATIONS,
+    AUGMENTATIONS,
+    CLASSIFIER_RECIPES,
+    DistillationLoss,
+    Mixture,
+    Recipe,
+    Side,
+    Taught,
+    ask,
+    mixture_for,
+)
+from compress.classifiers.training import ClassifierTrainer
+from compress.plans.apply import carried_files
+from compress.report import plots
+from compress.report.pictures import draw_training
+from compress.run.claims import claims_output
+from compress.run.job import JobOptions, teacher_identity
+from compress.run.result import check_outputs, finished_before
+from compress.run.work_directory import WorkDirectory
+from compress.training.training import TrainingOptions
+from engine.checkpoint.artifact import whole_or_nothing, write_provenance
+from engine.checkpoint.checkpoint import resolve
+from engine.errors import OptionError
+from engine.files.json_file import write_json
+from engine.files.safetensors_writer import write_tensors
+from engine.generation.report import peak_memory_bytes
+from engine.passes import processes
+from engine.progress import Progress, no_progress
+from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, Classifier, ClassifierCheckpoint
+from engine.transformers_models.classifier_inputs import PREPROCESSOR, ImageInputs
+from engine.transformers_models.transformers_model import quiet_transformers
+
+OPTIMISERS = ("sgd", "adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierOptions(JobOptions):
+    """One run; `model` is the student. Defaults are those of MoE-KD §5.1 on CIFAR-100."""
+
+    method: str = "distill"
+    teacher: str | None = None
+    """None only for recipe sft."""
+    recipe: str = "kd"
+    ablation: str | None = None
+    """A key of ABLATIONS; None for the whole method."""
+    temperature: float = 4.0
+    """τ."""
+    epochs: int = 240
+    batch_size: int = 64
+    optimiser: str = "sgd"
+    learning_rate: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    augment: str = "none"
+    max_length: int = 512
+    """Tokens of a text at most."""
+    evaluation_samples: int | None = None
+    """Held-out examples of the figures; None for all."""
+    probe: str | None = None
+    """Other examples with classes, on which the features are probed."""
+    save_every: int = 200
+
+    def check(self) -> None:
+        """Raise OptionError for what no training can use."""
+        if processes.started_together():
+            raise OptionError("classifiers are distilled in one process, as norms are of whole batches; leave out torchrun")
+        for name, value, known in (
+            ("recipe", self.recipe, CLASSIFIER_RECIPES),
+            ("ablation", self.ablation, (None, *ABLATIONS)),
+            ("augment", self.augment, AUGMENTATIONS),
+            ("optimiser", self.optimiser, OPTIMISERS),
+        ):
+            if value not in known:
+                raise OptionError(f"{name} is {value!r}; of classifiers it must be one of {', '.join(filter(None, known))}")
+        if self.ablation is not None and self.recipe != "moe-kd":
+            raise OptionError(f"ablations are of recipe moe-kd; leave out --ablation, or take that for {self.recipe}")
+        if (self.teacher is None) != (self.recipe == "sft"):
+            raise OptionError("recipe sft has no teacher, and all others have one: give --teacher or --recipe sft")
+        if (
+            not 0.0 < self.temperature < math.inf
+            or not 0.0 <= self.momentum < 1.0
+            or not 0.0 <= self.weight_decay < math.inf
+        ):
+            raise OptionError("temperature must be above 0, momentum from 0 to below 1, weight-decay at least 0")
+        if self.epochs < 1 or self.batch_size < 2 or (self.evaluation_samples is not None and self.evaluation_samples < 1):
+            raise OptionError("epochs and evaluation-samples must be at least 1, and batch-size 2, for norms of a batch")
+        self.training(1).check()
+
+    def training(self, steps: int) -> TrainingOptions:
+        """For the loop."""
+        return TrainingOptions(
+            steps,
+            self.learning_rate,
+            self.batch_size,
+            self.batch_size,
+            weight_decay=self.weight_decay,
+            seed=self.calibration.seed,
+            save_every=self.save_every,
+        )
+
+    @property
+    def taught(self) -> Recipe:
+        """How the student is."""
+        return Recipe(self.recipe, self.temperature, self.ablation, self.augment)
+
+
+@dataclass
+class Pair:
+    """Inputs that were found to be good."""
+
+    student: ClassifierCheckpoint
+    teacher: ClassifierCheckpoint | None
+    inputs: Inputs
+    training: Labelled
+    held_out: Labelled
+    labels_N: Tensor
+    held_out_N: Tensor
+    class_names: tuple[str, ...]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Which models and which examples, as JSON."""
+        texts = {"training": self.training.fingerprint(), "held_out": self.held_out.fingerprint()}
+        return _identities(self.student, self.teacher) | texts
+
+
+def _identities(student: ClassifierCheckpoint, teacher: ClassifierCheckpoint | None) -> dict[str, str]:
+    return student.identity() | teacher_identity(teacher)
+
+
+@claims_output
+def distill_classifier(options: ClassifierOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """Run the job; the figures of the result, with the keys of `compress distill --json`."""
+    started = time.monotonic()
+    options = replace(options, calibration=replace(options.calibration, data=options.calibration.data or DIGITS))
+    options.check()
+    work = WorkDirectory(options.output)
+    student = ClassifierCheckpoint(resolve(options.model))
+    if (done := finished_before(options, work, lambda: _identities(student, _teacher(options)))) is not None:
+        return done
+    check_outputs(options)
+    pair = prepare(options, student)
+    for checkpoint in (pair.student, pair.teacher):
+        if checkpoint is not None:
+            checkpoint.check_finite()
+    with work.until_whole(options.output):
+        work.begin(options.deciding() | pair.fingerprints(), options.resume)
+        return _make(options, pair, work, progress, started)
+
+
+def _teacher(options: ClassifierOptions) -> ClassifierCheckpoint | None:
+    return None if options.teacher is None else ClassifierCheckpoint(resolve(options.teacher))
+
+
+def prepare(options: ClassifierOptions, student: ClassifierCheckpoint) -> Pair:
+    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    teacher = _teacher(options)
+    if student.experts:
+        raise OptionError(
+            f"{student.directory}: is a mixture of experts already; distil into the plain student it was made of"
+        )
+    class_names = student.class_names if teacher is None else _common_names(teacher, student)
+    examples, inputs = examples_for(student, options.calibration.data, options.max_length)
+    training, held_out = examples.part("calibration"), examples.part("held-out")
+    if options.evaluation_samples is not None:
+        held_out = held_out.only(range(min(options.evaluation_samples, len(held_out))))
+    if len(training) < 2:
+        raise OptionError(f"{examples.name}: has one example to train on; give more")
+    labels_N, held_out_N = (part.numbers(class_names) for part in (training, held_out))
+    names = _names_of(examples, class_names)
+    return Pair(student, teacher, inputs, training, held_out, labels_N, held_out_N, names)
+
+
+def _common_names(teacher: ClassifierCheckpoint, student: ClassifierCheckpoint) -> tuple[str, ...]:
+    """The classes of both. Raises OptionError where they are not the same."""
+    own, other = teacher.class_names, student.class_names
+    if teacher.what != student.what or len(own) != len(other):
+        raise OptionError(
+            f"{teacher.directory} tells {len(own)} classes of {teacher.what} and {student.directory} {len(other)} of "
+            f"{student.what}; a student needs a teacher of the same classes"
+        )
+    if own != other and not is_nameless(own) and not is_nameless(other):
+        raise OptionError(f"{teacher.directory} and {student.directory} name their classes differently; make id2label one")
+    return other if is_nameless(own) else own
+
+
+def _names_of(examples: Labelled, class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """With the names of the data, where the models have none."""
+    found = sorted({label for label in examples.labels if isinstance(label, str)})
+    return tuple(found) if is_nameless(class_names) and len(found) == len(class_names) else class_names
+
+
+@dataclass
+class Trained:
+    """What training gave."""
+
+    student: Classifier
+    mixture: Mixture | None
+    taught: Taught | None
+    trainer: ClassifierTrainer
+    before: dict[str, float | None]
+    """Figures before any step."""
+
+
+def _train(options: ClassifierOptions, pair: Pair, work: WorkDirectory, progress: Progress) -> Trained:
+    device, recipe = options.device, options.taught
+    student = pair.student.load(torch.float32, device)
+    teacher = None
+    if pair.teacher is not None:
+        _, own_inputs = examples_for(pair.teacher, options.calibration.data, options.max_length)
+        teacher = Side(pair.teacher.load(options.dtype, device), own_inputs)
+    before = work.once("before", lambda: _before(options, pair, student, teacher, progress))
+    taught, mixture = None, None
+    if teacher is not None:
+        taught = ask(teacher.model, recipe, pair.training, teacher.inputs, device, lambda rows: progress(rows, "teacher"))
+    if recipe.has_gate:
+        assert teacher is not None and taught is not None
+        gated = _gated(student, pair, device)
+        mixture = mixture_for(recipe, student, teacher.model, taught.means_KE, gated, options.calibration.seed).to(device)
+    parameters = dict(student.model.requires_grad_(True).named_parameters(prefix="student"))
+    buffers = dict(student.model.named_buffers(prefix="student"))
+    if mixture is not None:
+        own = mixture.named_parameters(prefix="mixture")
+        parameters |= {name: parameter for name, parameter in own if parameter.requires_grad}
+        buffers |= dict(mixture.named_buffers(prefix="mixture"))
+    loss = DistillationLoss(
+        recipe, Side(student, pair.inputs), teacher, mixture, taught, pair.training, pair.labels_N, device
+    )
+    steps = options.epochs * max(1, len(pair.training) // options.batch_size)
+    momentum = options.momentum if options.optimiser == "sgd" else None
+    trainer = ClassifierTrainer(parameters, buffers, loss, options.training(steps), len(pair.training), momentum)
+    for module in (student, mixture):
+        if module is not None:
+            module.train()
+    with torch.random.fork_rng(devices=[]):
+        trainer.run(
+            state_path=work.path / "distill.safetensors",
+            resume=options.resume,
+            progress=lambda rows: progress(rows, f"{options.recipe} (steps)"),
+        )
+    for module in (student, mixture):
+        if module is not None:
+            module.eval()
+    return Trained(student, mixture, taught, trainer, before)
+
+
+@torch.no_grad()
+def _gated(student: Classifier, pair: Pair, device: str) -> Tensor:
+    return student.split(**on(pair.inputs, pair.training.read([0]), device)).gated
+
+
+def _before(
+    options: ClassifierOptions, pair: Pair, student: Classifier, teacher: Side | None, progress: Progress
+) -> dict[str, float | None]:
+    def of(side: Side, name: str) -> float:
+        return accuracy(
+            side.model, pair.held_out, side.inputs, pair.held_out_N, options.device, lambda rows: progress(rows, name)
+        )
+
+    own = Side(student, pair.inputs)
+    return {
+        "accuracy": of(own, "accuracy before"),
+        "teacher": None if teacher is None else of(teacher, "accuracy of the teacher"),
+        "probe": _probe(options, own),
+    }
+
+
+def _probe(options: ClassifierOptions, side: Side) -> float | None:
+    if options.probe is None:
+        return None
+    return probe(side.model, options.probe, side.inputs, options.device, options.calibration.seed)
+
+
+# The artifact
+
+
+def _make(options: ClassifierOptions, pair: Pair, work: WorkDirectory, progress: Progress, started: float) -> dict[str, Any]:
+    done = _train(options, pair, work, progress)
+    with whole_or_nothing(options.output, options.overwrite) as directory:
+        _write_model(directory, pair, done)
+        result = ClassifierCheckpoint(directory)
+        figures = _figures(options, pair, done, result, progress)
+        if plots.available():
+            draw_training(directory, options.output.name, {options.recipe: (done.trainer.history, [])}, "accuracy")
+        figures |= {"seconds": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()}
+        (directory / "README.md").write_text(_card(options, figures), encoding="utf-8")
+        write_provenance(directory, _provenance(options, pair, figures))
+    return figures
+
+
+@torch.no_grad()
+def _write_model(directory: Path, pair: Pair, done: Trained) -> None:
+    """The student, and the mixture in a file of its own.
+
+    The mean prototype goes into the head's bias and out of all prototypes. That changes nothing of the mixture, and the
+    student alone is then the classifier that all experts come down to on average.
+    """
+    source, model = pair.student, cast(Any, done.student.model)
+    config = source.raw_config | _named(pair.class_names)
+    if done.mixture is not None and done.mixture.means_KE is not None:
+        assert done.taught is not None
+        prototypes_KD = done.mixture.prototypes().detach().cpu()
+        head = done.student.head
+        if head.bias is not None:
+            mean_D = done.taught.shares_K.cpu() @ prototypes_KD
+            head.bias.add_(head.weight @ mean_D.to(head.weight.device))
+            prototypes_KD = prototypes_KD - mean_D
+        gate = {name: tensor.cpu().contiguous() for name, tensor in done.mixture.gate.state_dict().items()}
+        write_tensors(directory / MIXTURE_NAME, {PROTOTYPES: prototypes_KD} | gate, {"format": "pt"}, "the mixture")
+        config[MIXTURE_KEY] = len(prototypes_KD)
+    with quiet_transformers():
+        model.to(source.model_dtype).save_pretrained(directory)
+    write_json(directory / "config.json", config)
+    for path in carried_files(source.directory):
+        shutil.copyfile(path, directory / path.name)
+    if isinstance(pair.inputs, ImageInputs) and not (directory / PREPROCESSOR).is_file():
+        images = pair.training.read([0])
+        assert isinstance(images, Tensor)
+        write_json(directory / PREPROCESSOR, pair.inputs.described((images.shape[2], images.shape[3])))
+
+
+def _named(class_names: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "id2label": {str(number): name for number, name in enumerate(class_names)},
+        "label2id": {name: number for number, name in enumerate(class_names)},
+    }
+
+
+def _figures(
+    options: ClassifierOptions, pair: Pair, done: Trained, result: ClassifierCheckpoint, progress: Progress
+) -> dict[str, Any]:
+    made, history = result.load(options.dtype, options.device), done.trainer.history
+    side = Side(made, pair.inputs)
+    after = accuracy(
+        made, pair.held_out, pair.inputs, pair.held_out_N, options.device, lambda rows: progress(rows, "accuracy after")
+    )
+    alone = None
+    if made.mixture is not None:
+        made.mixture, mixture = None, made.mixture
+        alone = accuracy(made, pair.held_out, pair.inputs, pair.held_out_N, options.device)
+        made.mixture = mixture
+    first, last = history[0], history[-1]
+    return {
+        "artifact": str(options.output),
+        "teacher": options.teacher,
+        "recipe": options.recipe,
+        "ablation": options.ablation,
+        "steps": len(history),
+        "epochs": options.epochs,
+        **{f"{name}_{when}": terms[name] for name in first for when, terms in (("first", first), ("last", last))},
+        "metric_name": "accuracy",
+        "metric_before": done.before["accuracy"],
+        "metric_after": after,
+        "accuracy_without_mixture": alone,
+        "teacher_accuracy": done.before["teacher"],
+        "probe_before": done.before["probe"],
+        "probe_after": _probe(options, side),
+        "training_examples": len(pair.training),
+        "held_out_examples": len(pair.held_out),
+        "evaluation": f"{len(pair.held_out)} held-out examples of {pair.held_out.name}",
+        "classes": len(pair.class_names),
+        "experts": result.experts,
+        "parameters_before": pair.student.parameters,
+        "parameters_after": result.parameters,
+        "bytes_before": pair.student.bytes,
+        "bytes_after": result.bytes,
+        "examples_per_second": done.trainer.tokens_per_second or None,
+    }
+
+
+def _card(options: ClassifierOptions, figures: Mapping[str, Any]) -> str:
+    """README.md of the artifact."""
+    rows = [("accuracy", figures["metric_before"], figures["metric_after"])]
+    if options.probe is not None:
+        rows.append((f"linear probe on {options.probe}", figures["probe_before"], figures["probe_after"]))
+    whom = "on the labels alone" if options.teacher is None else f"from `{options.teacher}`"
+    ablation = f", ablation ({options.ablation}): {ABLATIONS[options.ablation]}" if options.ablation else ""
+    teacher = figures["teacher_accuracy"]
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "tags: [classifier, distilled, moe-compress]",
+            "---",
+            f"# {options.model}, distilled",
+            "",
+            f"Distilled {whom} by recipe `{options.recipe}`{ablation}: {figures['steps']} steps, loss "
+            f"{figures['loss_first']:.3f} to {figures['loss_last']:.3f}. Every option and the checksums of all files are in",
+            "`compression.json`.",
+            "",
+            "| | before | after |",
+            "| --- | ---: | ---: |",
+            *(f"| {name} | {before:.4f} | {after:.4f} |" for name, before, after in rows),
+            "",
+            f"On {figures['evaluation']}" + (f"; the teacher has {teacher:.4f}." if teacher is not None else "."),
+            f"It took {figures['seconds']:.0f} s and at most {figures['peak_memory_bytes'] / 1e9:.2f} GB of memory.",
+            "",
+            *(_mixture_lines(figures) if figures["experts"] else []),
+        ]
+    )
+
+
+def _mixture_lines(figures: Mapping[str, Any]) -> list[str]:
+    return [
+        f"`{MIXTURE_NAME}` holds {figures['experts']} experts behind the student's head and their gate; moe-compress runs",
+        f"them. Without that file this is an ordinary classifier, of accuracy {figures['accuracy_without_mixture']:.4f}.",
+        "",
+    ]
+
+
+def _provenance(options: ClassifierOptions, pair: Pair, figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "source": {"model": options.model} | _identities(pair.student, pair.teacher),
+        "method": f"distill-{options.recipe}",
+        "options": options.recorded(),
+        "seed": options.calibration.seed,
+        "figures": dict(figures),
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "numpy")},
+    }

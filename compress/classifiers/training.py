@@ -1,0 +1,60 @@
+"""Training of a classifier: by default gradient descent with momentum, at a rate that falls in steps (MoE-KD §5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.training.training import Loss, State, Trainer, TrainingOptions
+from engine.files.safetensors_file import SafetensorsFile
+
+FALLS = (5 / 8, 6 / 8, 7 / 8)
+"""Shares of the training after which the rate is divided by 10: of 240 epochs, every 30 after 150."""
+BUFFER = "buffer."
+
+
+class ClassifierTrainer(Trainer):
+    """The loop of training.py with this schedule, and with what a network notes while it is trained (running norms)."""
+
+    unit = "examples"
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        loss: Loss,
+        options: TrainingOptions,
+        examples: int,
+        momentum: float | None = 0.9,
+    ) -> None:
+        """buffers: changed in place by the loss's forward passes; they are saved with the parameters.
+
+        momentum: of gradient descent; None for AdamW.
+        """
+        super().__init__(parameters, loss, options, examples, 1)
+        self.buffers = dict(buffers)
+        if momentum is not None:
+            self.optimiser = torch.optim.SGD(
+                self.masters.values(), lr=options.learning_rate, momentum=momentum, weight_decay=options.weight_decay
+            )
+
+    def update(self, step: int) -> None:
+        """Move the parameters against the gradients."""
+        passed = sum(step >= share * self.options.steps for share in FALLS)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.options.learning_rate * 0.1**passed
+        self.optimiser.step()
+        self.take(self.masters)
+
+    def state(self, step: int) -> State:
+        """With the buffers."""
+        tensors, header = super().state(step)
+        return tensors | {f"{BUFFER}{name}": own.to("cpu", copy=True) for name, own in self.buffers.items()}, header
+
+    def _restore(self, file: SafetensorsFile, header: Mapping[str, Any], prefix: str) -> None:
+        super()._restore(file, header, prefix)
+        for name, own in self.buffers.items():
+            own.copy_(file.tensor(f"{prefix}{BUFFER}{name}"))

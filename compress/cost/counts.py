@@ -1,0 +1,309 @@
+"""What passes over a decoder cost, counted from its config: operations, bytes, and memory beside the weights.
+
+Products are counted exactly, 2·rows·columns for each row of input; what lies between them as the tensors that it reads and
+writes, which are a handful for every vector of hidden size and are given as constants here.
+
+Letters in comments: T tokens, L length, D hidden, F expert width, N experts, K experts of a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+
+from calibrate.collect import SIMILARITY_TOKENS
+from compress.cost.devices import Device
+from compress.methods.naee import OUTPUT_BYTES, SAMPLE_TOKENS
+from engine.architectures import DecoderConfig, MoeConfig, expected_tensors, expert_shapes, layer_tensors
+from engine.decoder.lightning_attention import BLOCK
+from engine.passes.memory_budget import KEPT_BYTES, TOKENS_PER_BATCH, sequences_per_batch
+from engine.passes.streaming import chunk_tokens
+
+RESIDUAL_VECTORS, SLOT_VECTORS, WIDTH_VECTORS, HEAD_VECTORS, SCORE_PASSES = 30, 10, 6, 10, 6
+"""Elements that a layer's forward reads and writes between its products: for each token's vector of hidden size (two norms,
+two sums), for each of its slots (gathered, weighted, summed), for each slot's hidden units (silu, product), for each of
+its queries and keys (rotated, copied), and for each score."""
+GRADIENT_PASSES = 4
+"""Of those in a pass with gradients: forward, recomputed, and twice in the backward pass."""
+LAYER_CALLS, EXPERT_CALLS = 60, 12
+"""Operations of a layer, and of an expert, however small."""
+SUBSET_PASSES = 30
+"""Elements that routing one token past one subset reads and writes, for each expert."""
+GRAM_PASSES = 12
+"""Elements in double precision that similarities read and write, for each entry of a Gram matrix."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counts, which add up."""
+
+    flops: float = 0.0
+    """Of products in the model's dtype."""
+    single_flops: float = 0.0
+    """Of products in float32, and the next in float64, whatever the model's dtype."""
+    double_flops: float = 0.0
+    weight_bytes: float = 0.0
+    """Of weights that products read from memory."""
+    moved_bytes: float = 0.0
+    """Read and written between products."""
+    read_bytes: float = 0.0
+    """From the checkpoint's files."""
+    written_bytes: float = 0.0
+    """To the result's."""
+    draws: float = 0.0
+    """Numbers of distributions that tokens are drawn from."""
+    calls: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+
+    def __mul__(self, times: float) -> Work:
+        return Work(**{name: value * times for name, value in vars(self).items()})
+
+    @property
+    def all_flops(self) -> float:
+        """In whatever dtype."""
+        return self.flops + self.single_flops + self.double_flops
+
+    @property
+    def all_bytes(self) -> float:
+        """Through memory and files."""
+        return self.weight_bytes + self.moved_bytes + self.read_bytes + self.written_bytes
+
+    def seconds(self, device: Device, dtype: torch.dtype) -> float:
+        """On this device: products or the weights that they read, whatever takes longer, and then all else."""
+        return (
+            max(self.flops / device.rate(dtype), self.weight_bytes / device.bandwidth)
+            + self.single_flops / device.rate(torch.float32)
+            + self.double_flops / device.rate(torch.float64)
+            + self.moved_bytes / (device.bandwidth * device.bandwidth_efficiency)
+            + self.read_bytes / device.read_bytes_per_second
+            + self.written_bytes / device.write_bytes_per_second
+            + self.draws / device.draws_per_second
+            + self.calls * device.call_seconds
+        )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Counts of passes over one model, `tokens` in sequences of `length`, about TOKENS_PER_BATCH at a time."""
+
+    config: DecoderConfig
+    bytes_per_element: int
+    """Of what is computed in."""
+    bytes_per_weight: float
+    """As the files have the layers' matrices."""
+
+    @cached_property
+    def _parameters(self) -> list[tuple[int, int]]:
+        """Of each layer, all of them and those of matrices."""
+        layers = [layer_tensors(self.config, index).values() for index in range(len(self.config.layers))]
+        return [(sum(map(prod, own)), sum(prod(shape) for shape in own if len(shape) == 2)) for own in layers]
+
+    def layer_weights(self, index: int) -> int:
+        """Parameters of a layer."""
+        return self._parameters[index][0]
+
+    @cached_property
+    def weights(self) -> int:
+        """Parameters of the model."""
+        return sum(map(prod, expected_tensors(self.config).values()))
+
+    def token_flops(self, index: int, length: int, slots: int | None = None) -> float:
+        """Of one token in a layer: 2 for each weight that it meets, and its part of the scores.
+
+        slots: experts that it meets, if they are not the model's own K.
+        """
+        config, layer = self.config, self.config.layers[index]
+        active = self._parameters[index][1]
+        if layer.moe is not None:
+            idle = layer.moe.experts - (layer.moe.experts_per_token if slots is None else slots)
+            active -= idle * _expert_weights(config, index)
+        return 2.0 * (active + config.attention_heads * sum(self._head_sizes) * self.keys(index, length))
+
+    def keys(self, index: int, length: int) -> float:
+        """Positions that one looks at, its own included, as a mean over a sequence.
+
+        With lightning attention it meets its block, and in the state and for it as much as E positions more.
+        """
+        if self.config.layers[index].is_lightning:
+            return min(BLOCK, length) + self.config.head_dimension
+        window = self.config.layers[index].window
+        if window is None or (size := window if isinstance(window, int) else window.size) >= length:
+            return (length + 1) / 2
+        if isinstance(window, int):
+            return (size * (size + 1) / 2 + (length - size) * size) / length
+        return (size + 1) / 2
+
+    @property
+    def _head_sizes(self) -> tuple[int, int]:
+        latent = self.config.latent
+        return self.config.head_dimension, self.config.head_dimension if latent is None else latent.value_dimension
+
+    def layer_moved(self, index: int, length: int, slots: int | None = None) -> float:
+        """Bytes of one token that a layer's forward moves between its products."""
+        config, hidden = self.config, self.config.hidden_size
+        width, met = _slots(config, index, slots)
+        heads = (config.attention_heads + 2 * config.key_value_heads) * config.head_dimension
+        scores = config.attention_heads * self.keys(index, length)
+        elements = RESIDUAL_VECTORS * hidden + SLOT_VECTORS * met * hidden + WIDTH_VECTORS * met * width
+        return self.bytes_per_element * (elements + HEAD_VECTORS * heads + SCORE_PASSES * scores)
+
+    def layer(self, index: int, tokens: int, length: int, slots: int | None = None) -> Work:
+        """One forward of a layer over all tokens."""
+        moe, batches = self.config.layers[index].moe, _batches(tokens, length)
+        experts = 1 if moe is None else moe.experts
+        return Work(
+            flops=tokens * self.token_flops(index, length, slots),
+            weight_bytes=batches * self.layer_weights(index) * self.bytes_per_element,
+            moved_bytes=tokens * self.layer_moved(index, length, slots),
+            calls=batches * (LAYER_CALLS + experts * EXPERT_CALLS),
+        )
+
+    def forward(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> Work:
+        """All layers."""
+        return self._sum(lambda index: self.layer(index, tokens, length, None if slots is None else slots.get(index)))
+
+    def streamed(self, tokens: int, length: int) -> Work:
+        """All layers, one after the other from the files."""
+        return self.forward(tokens, length) + Work(read_bytes=self.file_bytes)
+
+    @property
+    def file_bytes(self) -> float:
+        """Of the checkpoint."""
+        return self.weights * self.bytes_per_weight
+
+    def gradient(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> Work:
+        """Forward, the same again in the backward pass, and gradients of activations alone: weights are frozen."""
+        once = self.forward(tokens, length, slots)
+        return replace(once * 3, moved_bytes=GRADIENT_PASSES * once.moved_bytes)
+
+    def head(self, tokens: int, products: int = 1) -> Work:
+        """Logits of all tokens: one product, or with the gradient two."""
+        elements = self.config.vocabulary_size * tokens
+        flops = 2.0 * elements * self.config.hidden_size * products
+        return Work(flops=flops, moved_bytes=elements * (self.bytes_per_element + 4 * 4) * products)
+
+    def sampling(self, tokens: int) -> Work:
+        """One token drawn from the model's prediction at each place."""
+        return self.head(tokens) + Work(draws=self.config.vocabulary_size * tokens)
+
+    def statistics(self, tokens: int, length: int) -> Work:
+        """calibrate.collect: a streamed pass, every expert on a sample, similarities of their outputs."""
+        sample = min(SIMILARITY_TOKENS, tokens)
+        return self.streamed(tokens, length) + self._sum(lambda index: self._layer_statistics(index, sample))
+
+    def _layer_statistics(self, index: int, sample: int) -> Work:
+        moe, hidden = self.config.layers[index].moe, self.config.hidden_size
+        if moe is None:
+            return Work()
+        count, before = moe.experts, self._experts_before(index)
+        products = 2 * 2.0 * count * sample**2 * hidden + 2 * 2.0 * count**2 * sample**2
+        grams = GRAM_PASSES * 8 * count * sample**2 + 10 * 8 * count * sample * hidden
+        return self._all_experts(index, sample) + Work(
+            double_flops=products, single_flops=2.0 * count * before * sample**2, moved_bytes=grams
+        )
+
+    def _all_experts(self, index: int, tokens: int) -> Work:
+        """Every expert of a layer on the same tokens."""
+        moe, hidden = self.config.layers[index].moe, self.config.hidden_size
+        assert moe is not None
+        return Work(
+            flops=2.0 * tokens * moe.experts * _expert_weights(self.config, index),
+            weight_bytes=moe.experts * _expert_weights(self.config, index) * self.bytes_per_element,
+            moved_bytes=self.bytes_per_element
+            * tokens
+            * moe.experts
+            * (WIDTH_VECTORS * moe.expert_width + SLOT_VECTORS * hidden),
+            calls=moe.experts * EXPERT_CALLS,
+        )
+
+    def _experts_before(self, index: int) -> int:
+        before = [layer for layer in self.config.moe_layers if layer < index]
+        return self.config.experts_by_layer[before[-1]] if before else 0
+
+    def subsets(self, tokens: int, length: int, compared: Mapping[int, int]) -> Work:
+        """compress.methods.naee: a streamed pass, every expert on a sample, and so many subsets of each layer."""
+        sample = min(SAMPLE_TOKENS, tokens)
+
+        def layer(index: int) -> Work:
+            moe = self.config.layers[index].moe
+            if moe is None:
+                return Work()
+            pairs = float(sample * moe.experts)
+            products = 2.0 * pairs * moe.experts * (self.config.hidden_size + compared[index])
+            moved = 4 * pairs * (moe.experts + SUBSET_PASSES) * compared[index]
+            return self._all_experts(index, sample) + Work(single_flops=products, moved_bytes=moved)
+
+        return self.streamed(tokens, length) + self._sum(layer)
+
+    def _sum(self, of_layer: Callable[[int], Work]) -> Work:
+        total = Work()
+        for index in range(len(self.config.layers)):
+            total += of_layer(index)
+        return total
+
+    # Memory beside the weights
+
+    def batch_bytes(self, tokens: int, length: int, slots: int | None = None) -> float:
+        """Of one layer's forward: the residual stream, slots, and hidden units, of the tokens of a batch."""
+        batch, hidden = _in_batch(tokens, length), self.config.hidden_size
+        widest = max(self._batch_elements(index, slots) for index in range(len(self.config.layers)))
+        return self.bytes_per_element * batch * (6 * hidden + widest)
+
+    def _batch_elements(self, index: int, slots: int | None) -> float:
+        width, met = _slots(self.config, index, slots)
+        experts = 1 if (moe := self.config.layers[index].moe) is None else moe.experts
+        return 5 * met * self.config.hidden_size + 3 * met * width / experts * 2
+
+    def kept_bytes(self, tokens: int) -> float:
+        """Of the hidden states between layers, which beyond a limit are in a file."""
+        whole = self.bytes_per_element * tokens * self.config.hidden_size
+        return whole if whole <= KEPT_BYTES else self.bytes_per_element * TOKENS_PER_BATCH * self.config.hidden_size
+
+    def gradient_bytes(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> float:
+        """Of a pass with gradients: each layer's input, all that one layer keeps for its backward pass, and logits."""
+        batch, hidden = _in_batch(tokens, length), self.config.hidden_size
+        kept = 0.0
+        for index in range(len(self.config.layers)):
+            width, met = _slots(self.config, index, None if slots is None else slots.get(index))
+            heads = 4 * self.config.attention_heads * self.config.head_dimension
+            kept = max(kept, 10 * hidden + heads + met * (6 * hidden + 6 * width))
+        logits = (
+            chunk_tokens(self.config.vocabulary_size) * self.config.vocabulary_size * (4 * 3 + 2 * self.bytes_per_element)
+        )
+        return self.bytes_per_element * batch * (len(self.config.layers) * hidden + kept) + logits
+
+    def subset_bytes(self, tokens: int) -> float:
+        """Of NAEE's sample: inputs, a piece of all experts' outputs twice, and T · N² inner products, if not in a file."""
+        sample, most = min(SAMPLE_TOKENS, tokens), max(self.config.experts_per_layer)
+        outputs = min(float(OUTPUT_BYTES), 4.0 * sample * most * self.config.hidden_size)
+        products = 4.0 * sample * most**2
+        kept = products if products <= KEPT_BYTES else 0.0
+        return 2 * outputs + kept + self.bytes_per_element * sample * self.config.hidden_size
+
+
+def _slots(config: DecoderConfig, index: int, slots: int | None) -> tuple[float, float]:
+    """(hidden units of an expert, experts of a token) of a layer; the shared expert as the part of one that it is."""
+    layer = config.layers[index]
+    moe: MoeConfig | None = layer.moe
+    if moe is None:
+        return layer.dense_width, 1.0
+    met = moe.experts_per_token if slots is None else slots
+    return moe.expert_width, met + moe.shared_width / moe.expert_width
+
+
+def _expert_weights(config: DecoderConfig, index: int) -> int:
+    return sum(prod(shape) for shape in expert_shapes(config, index) if len(shape) == 2)
+
+
+def _in_batch(tokens: int, length: int) -> int:
+    return min(tokens, sequences_per_batch(length) * length)
+
+
+def _batches(tokens: int, length: int) -> int:
+    return -(-tokens // _in_batch(tokens, length))

@@ -1,0 +1,106 @@
+"""MoE→dense (Cruz Salinas et al.): which experts of a layer become its one FFN, with which a_i: a Plan.
+
+F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (eq. 5). The paper takes the experts that most tokens were routed to and says nothing of the
+first a_i. Here a_i is expert i's share of the router probability that the K chosen experts get, times the
+mean over tokens of the sum of a token's routed weights: 1 where the model normalises its top-k. So experts that are all
+alike give the layer that they came from.
+
+A shared expert becomes one more FFN, with the calibration mean of its gate for a_i.
+
+Shape suffixes: N routed experts of the layer, K chosen ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from calibrate.statistics import LayerStatistics, Statistics
+from compress.methods.merging import Group, aligned_sources, dominated
+from compress.methods.saliency import scores
+from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.errors import OptionError
+
+SELECTIONS = ("usage", "reap", "average", "random")
+_SCORES = {"usage": "frequency", "reap": "reap", "random": "random"}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One layer's experts, best first; each stands for its `members`, whose even mean becomes one FFN."""
+
+    members: Mapping[int, list[int]]
+
+    @property
+    def experts(self) -> list[int]:
+        """Every expert whose weights the result holds, ascending."""
+        return sorted(expert for members in self.members.values() for expert in members)
+
+
+def check_ffns(ffns: int, experts: Mapping[int, int] | Mapping[str, int]) -> None:
+    """Raise OptionError unless every layer has so many experts. `experts`: their number by layer."""
+    if ffns < 1:
+        raise OptionError(f"ffns is {ffns}; a dense layer is made of at least one expert")
+    for layer, count in experts.items():
+        if count < ffns:
+            raise OptionError(f"layer {layer} has {count} experts, fewer than the {ffns} FFNs asked for; lower --ffns")
+
+
+def choose(select: str, statistics: Statistics, ffns: int, seed: int = 0) -> dict[int, Chosen]:
+    """K experts of every MoE layer by decoder layer.
+
+    usage: most tokens routed to (the paper's). reap: highest REAP score. random: any. average: the mean of all experts; with
+    several FFNs, the K most used experts each gather those with the most similar router logits.
+    """
+    if select == "average":
+        return {index: Chosen(dominated(layer, ffns)) for index, layer in statistics.layers.items()}
+    ranked = scores(_SCORES[select], statistics, seed)
+    best = {index: values.argsort(descending=True, stable=True)[:ffns].tolist() for index, values in ranked.items()}
+    return {index: Chosen({expert: [expert] for expert in experts}) for index, experts in best.items()}
+
+
+def first_scales(layer: LayerStatistics, chosen: Chosen) -> list[float]:
+    """a_K before any training: w̄ · Σ_members p_i / Σ_chosen p_j, w̄ the mean over tokens of their routed weights' sum."""
+    amounts_K = torch.stack([layer.probability_sum[members].sum() for members in chosen.members.values()])
+    total, count = float(amounts_K.sum()), len(amounts_K)
+    shares_K = amounts_K / total if total > 0 else torch.full((count,), 1.0 / count)
+    weight = float(layer.weight_sum.sum() / layer.tokens.clamp_min(1))
+    return (weight * shares_K).tolist()
+
+
+def dense_plan(
+    chosen: Mapping[int, Chosen],
+    statistics: Statistics,
+    shared_gates: Mapping[int, float],
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str = "cpu",
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Plan:
+    """The plan; `shared_gates`: mean gate of the shared expert by layer, where there is one (block_error.py).
+
+    Experts that are averaged have their hidden units aligned to the most used one of their group first (alignment.py).
+    """
+    layers = {}
+    for index in progress(sorted(chosen)):
+        scales = first_scales(statistics.layers[index], chosen[index])
+        parts = [
+            Part(_sources(centre, members, checkpoint, index, device), scale)
+            for (centre, members), scale in zip(chosen[index].members.items(), scales, strict=True)
+        ]
+        if index in shared_gates:
+            parts.append(Part((Source(SHARED_EXPERT),), shared_gates[index]))
+        layers[index] = (PlannedExpert(tuple(parts)),)
+        checkpoint.release()
+    return Plan(layers, kind="dense")
+
+
+def _sources(
+    centre: int, members: list[int], checkpoint: Checkpoint, layer: int, device: torch.device | str
+) -> tuple[Source, ...]:
+    if members == [centre]:
+        return (Source(centre),)
+    return aligned_sources(Group(centre, dict.fromkeys(members, 1.0 / len(members))), checkpoint, layer, device)

@@ -1,0 +1,141 @@
+"""Training and measuring of an encoder-decoder on pairs: layer distillation, then fine-tuning (Cruz Salinas et al. §3).
+
+L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S) over the sparse layers l of both stacks; the last
+term is not the paper's (layer_distillation.py). Padding is in none of it. The model is in eval mode all the time: no
+dropout, so that a resumed training ends in the same bits.
+
+Shape suffixes: B pairs of a batch, L positions, V vocabulary, T tokens without padding, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from calibrate.pairs import PADDING, Pairs
+from compress.dense.dense_training import DenseTrainingOptions, train_parts
+from compress.dense.encoder_decoder import GROUP, dense_row, logits, without_padding
+from compress.training.divergences import forward_kl
+from compress.training.layer_distillation import LossWeights, outputs_of
+from compress.training.losses import layer_distance
+from compress.training.training import Batch, Trained
+from engine.progress import Progress, no_progress
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model under teacher forcing, over all target tokens that are no padding."""
+
+    token_accuracy: float
+    """Share of tokens whose likeliest prediction is the right one."""
+    perplexity: float
+
+
+@torch.no_grad()
+def measure(model: nn.Module, pairs: Pairs, config: Any) -> Measured:
+    """Quality on pairs; NaN as perplexity where the model gives no number."""
+    right, entropy, tokens = 0, 0.0, 0
+    for batch in pairs.split(GROUP):
+        logits_TV, targets_T = predictions(model, batch, config)
+        right += int((logits_TV.argmax(-1) == targets_T).sum())
+        entropy += float(F.cross_entropy(logits_TV, targets_T, reduction="sum"))
+        tokens += len(targets_T)
+    mean = entropy / tokens
+    return Measured(right / tokens, math.exp(min(mean, 700.0)) if math.isfinite(mean) else math.nan)
+
+
+def predictions(model: nn.Module, pairs: Pairs, config: Any) -> tuple[Tensor, Tensor]:
+    """(logits [T, V] in float32, targets [T]) of the target tokens that are no padding."""
+    kept_BL = pairs.target_PM != PADDING
+    logits_BLV = logits(model, pairs, config)
+    return logits_BLV[kept_BL.to(logits_BLV.device)].float(), pairs.target_PM[kept_BL].to(logits_BLV.device)
+
+
+class PairLoss:
+    """The loss of a student, by its terms; with no teacher that of plain fine-tuning."""
+
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: nn.Module | None,
+        checkpoint: EncoderDecoderCheckpoint,
+        pairs: Pairs,
+        weights: LossWeights,
+    ) -> None:
+        """checkpoint: of the mixture, whose sparse layers the two models share."""
+        self.student, self.teacher, self.checkpoint, self.pairs = student, teacher, checkpoint, pairs
+        self.weights = weights
+        self.names = list(checkpoint.experts)
+        self._sparse = [checkpoint.block(name) for name in self.names]
+        self._dense = [checkpoint.block(name, dense_row(checkpoint.row)) for name in self.names]
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        """The group's part of the means over the step: of cross-entropy per token, of squared distance per element, of
+        divergence per token."""
+        step, group, weights = self.pairs.take(batch.rows_B), self.pairs.take(batch.group_G), self.weights
+        targets, taught_TV = self._taught(group)
+        with outputs_of({index: self.student.get_submodule(self._dense[index]) for index in targets}) as outputs:
+            logits_TV, targets_T = predictions(self.student, group, self.checkpoint.config)
+        terms, tokens = {}, int((step.target_PM != PADDING).sum())
+        if weights.supervised:
+            terms["supervised"] = weights.supervised * F.cross_entropy(logits_TV, targets_T, reduction="sum") / tokens
+        if weights.layer and targets:
+            distances = [self._distance(self.names[i], targets[i], outputs[i], group, step) for i in targets]
+            terms["layers"] = weights.layer * torch.stack(distances).sum()
+        if weights.prediction and taught_TV is not None:
+            divergence_T = forward_kl(taught_TV.log_softmax(-1), logits_TV.log_softmax(-1))
+            terms["predictions"] = weights.prediction * divergence_T.sum() / tokens
+        return terms
+
+    @torch.no_grad()
+    def _taught(self, group: Pairs) -> tuple[dict[int, Tensor], Tensor | None]:
+        """y_l^T, [B, L, D], by number of the sparse layer; the logits [T, V] of the teacher's predictions."""
+        if self.teacher is None:
+            return {}, None
+        with outputs_of({i: self.teacher.get_submodule(block) for i, block in enumerate(self._sparse)}) as outputs:
+            logits_TV, _ = predictions(self.teacher, group, self.checkpoint.config)
+        return outputs, logits_TV
+
+    def _distance(self, name: str, teacher_BLD: Tensor, student_BLD: Tensor, group: Pairs, step: Pairs) -> Tensor:
+        """The group's share of the step's mean."""
+        ids_PL = step.source_PS if name.startswith("encoder.") else step.target_PM
+        teacher_TD, student_TD = (without_padding(y_BLD, name, group) for y_BLD in (teacher_BLD, student_BLD))
+        return layer_distance(teacher_TD, student_TD) * len(teacher_TD) / int((ids_PL != PADDING).sum())
+
+
+def train(
+    student: nn.Module,
+    teacher: nn.Module,
+    checkpoint: EncoderDecoderCheckpoint,
+    training: Pairs,
+    validation: Pairs,
+    options: DenseTrainingOptions,
+    *,
+    directory: Path | None = None,
+    resume: bool = False,
+    progress: Progress = no_progress,
+) -> Trained:
+    """Distil from the mixture, then fine-tune. `directory`: where states are kept, which `resume` goes on from."""
+
+    def loss_of(weights: LossWeights) -> PairLoss:
+        return PairLoss(student, teacher if weights.needs_teacher else None, checkpoint, training, weights)
+
+    return train_parts(
+        dict(student.named_parameters()),
+        loss_of,
+        options,
+        len(training),
+        max(1, training.tokens // len(training)),
+        checkpoint.config.d_model,
+        validate=lambda: measure(student, validation, checkpoint.config).perplexity,
+        directory=directory,
+        resume=resume,
+        progress=progress,
+    )

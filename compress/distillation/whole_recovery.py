@@ -1,0 +1,85 @@
+"""Recovery of all weights after pruning: the smaller mixture is distilled from the full one, on text (recipe kd).
+
+Unlike recover.py, which trains routers and norms, this trains experts too, and needs memory for the gradients and moments of
+every weight that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.dense.dense_training import DenseTrainingOptions, recompute_if_large
+from compress.distillation.inputs import TextExamples, careful_rate
+from compress.distillation.recipes import RECIPES
+from compress.distillation.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
+from compress.distillation.response_perplexity import response_perplexity
+from compress.plans.apply import planned_decoder
+from compress.plans.plan import Plan
+from compress.run.clock import Clock
+from compress.training.training import Trained, Trainer, figures
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.model import Decoder
+from engine.decoder.parameters import parameters_on_disk
+
+NAME, RECIPE = "distill", RECIPES["kd"]
+
+
+@dataclass(frozen=True)
+class WholeRecoveryOptions:
+    """How long and how fast."""
+
+    steps: int = 0
+    """0 trains nothing."""
+    learning_rate: float | None = None
+    """None as in `compress distill`."""
+    batch_size: int = 16
+    validation_samples: int = 64
+    seed: int = 0
+
+    def training(self, hidden_size: int) -> DenseTrainingOptions:
+        """As options of a training from start to end."""
+        rate = careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate
+        return DenseTrainingOptions(self.steps, learning_rate=rate, batch_size=self.batch_size, seed=self.seed)
+
+    def check(self) -> None:
+        """Raise OptionError for what no training can use."""
+        self.training(1).check()
+
+
+def recover_all(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    recovered: Mapping[str, Tensor],
+    training_SL: Tensor,
+    validation_VL: Tensor,
+    options: WholeRecoveryOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    state_path: Path | None = None,
+    resume: bool = False,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Trained:
+    """Train what is left by `plan`, which begins with the tensors in `recovered` where there are such; resumable."""
+    student, clock = planned_decoder(plan, checkpoint, dtype, device), Clock()
+    hidden_size = checkpoint.config.hidden_size
+    part = options.training(hidden_size).part(NAME, training_SL.shape[1], hidden_size)
+    recompute_if_large(student, part.group_size * training_SL.shape[1])
+    examples, held = TextExamples(training_SL, 1), TextExamples(validation_VL, 1)
+    teacher = Decoder(checkpoint.config, checkpoint.weights(dtype, device))
+    taught = ResponseTeacher(teacher, RECIPE, KnowledgeAugmentation(), clock)
+    loss = ResponseLoss(student, taught, Responses(examples, clock), RECIPE)
+    trainer = Trainer(parameters_on_disk(student), loss, part, *training_SL.shape)
+    trainer.take_whole(recovered)
+    tensors = trainer.run(
+        state_path=state_path,
+        resume=resume,
+        validate=lambda: response_perplexity(student, held, part.group_size),
+        progress=progress,
+    )
+    return Trained(tensors, {NAME: figures(trainer)}, {NAME: (trainer.history, trainer.validations)})

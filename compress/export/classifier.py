@@ -1,0 +1,244 @@
+"""`compress export` of a classifier: an ONNX graph of student and mixture, compared with the engine before it gets its name.
+
+Shape suffixes: B batch, C classes.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.classifiers.accuracy import examples_for, groups
+from compress.export.parity import Allowed
+from compress.plans.apply import carried_files
+from compress.run.claims import claims_output
+from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
+from engine.checkpoint.checkpoint import ONNX_NAME, resolve
+from engine.errors import DataError, ExportError, OptionError
+from engine.files.json_file import write_json
+from engine.generation.report import peak_memory_bytes
+from engine.onnx.classifier import MIXTURE_SCOPE, OnnxClassifier, write_classifier
+from engine.transformers_models.classifier import Classifier, ClassifierCheckpoint, ClassifierDirectory
+from engine.transformers_models.classifier_inputs import SMALL_SIZE, image_inputs
+
+PRECISIONS = {"float32": Allowed(1e-4, 1e-4), "int8": Allowed(math.inf, 0.3)}
+"""How far logits may be from the engine's in float32, each example's mean taken off. Of int8 activations are rounded too."""
+COMPARED = 256
+"""Examples of the data on which logits and predictions are compared, and ranges of activations found."""
+BATCHES = (1, 2, 7)
+LENGTHS = (3, 8, 21)
+"""Of random inputs: how many, and tokens of texts."""
+Given = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierExportOptions:
+    """One export. Raises OptionError for what no classifier can be exported as."""
+
+    model: str
+    output: Path
+    precision: str = "float32"
+    data: str | None = None
+    """Examples to calibrate int8 on and to compare predictions; None for those that the artifact was distilled on."""
+    threads: int | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise OptionError(f"precision is {self.precision!r}; of classifiers it must be one of {', '.join(PRECISIONS)}")
+        missing = [package for package in ("onnx", "onnxscript", "onnxruntime") if find_spec(package) is None]
+        if missing:
+            raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
+
+
+@claims_output
+def export_classifier(options: ClassifierExportOptions) -> dict[str, Any]:
+    """Write the ONNX directory and compare it with the engine; its figures. Nothing is left where they differ."""
+    started = time.monotonic()
+    check_output(options.output, options.overwrite, ONNX_NAME)
+    checkpoint = ClassifierCheckpoint(resolve(options.model))
+    checkpoint.check_finite()
+    classifier = checkpoint.load(torch.float32)
+    chance, real = random_inputs(checkpoint), _real(options, checkpoint)
+    is_convolutional = classifier.split(**chance[1]).map is not None
+    if options.precision == "int8" and is_convolutional and not real:
+        raise OptionError(f"{options.model}: int8 of convolutions needs the ranges of activations; give images as --data")
+    with whole_or_nothing(options.output, options.overwrite, ONNX_NAME) as directory:
+        graph = directory / ONNX_NAME
+        write_classifier(classifier, checkpoint.what, chance[1], graph)
+        if options.precision == "int8":
+            quantise(graph, real if is_convolutional else None)
+        write_json(directory / "config.json", checkpoint.raw_config)
+        for path in carried_files(checkpoint.directory):
+            shutil.copyfile(path, directory / path.name)
+        described = ClassifierDirectory(directory)
+        exported = OnnxClassifier(described, options.threads)
+        # Noise is no image: what few bits make of it says nothing.
+        compared = [*chance, *real] if options.precision == "float32" or not real else real
+        found = compare(classifier, exported, compared)
+        _check(options, found)
+        figures = {
+            "artifact": str(options.output),
+            "format": "onnx",
+            "precision": options.precision,
+            "experts": checkpoint.experts,
+            "parameters": checkpoint.parameters,
+            "weights_bytes": described.bytes,
+            "max_abs_logit_difference": found.largest,
+            "typical_relative_difference": found.typical,
+            "predictions_equal_share": found.equal_predictions,
+            "compared_examples": found.examples,
+            "bytes": sum(path.stat().st_size for path in directory.iterdir()),
+            "seconds": time.monotonic() - started,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        write_provenance(directory, _provenance(options, checkpoint, figures))
+    return figures
+
+
+def random_inputs(checkpoint: ClassifierCheckpoint) -> list[Given]:
+    """Batches of several sizes and, of texts, of several lengths with padding."""
+    generator = torch.Generator().manual_seed(0)
+    made: list[Given] = []
+    for count, length in zip(BATCHES, LENGTHS, strict=True):
+        if checkpoint.what == "images":
+            inputs = image_inputs(checkpoint.directory, checkpoint.config)
+            shape = (count, inputs.channels, *(inputs.size or SMALL_SIZE))
+            made.append(inputs(torch.randint(256, shape, generator=generator, dtype=torch.uint8)))
+            continue
+        real = torch.ones(count, length, dtype=torch.long)
+        real[0, length // 2 :] = int(count == 1)
+        made.append(
+            {
+                "input_ids": torch.randint(checkpoint.config.vocab_size, (count, length), generator=generator) * real,
+                "attention_mask": real,
+            }
+        )
+    return made
+
+
+def _real(options: ClassifierExportOptions, checkpoint: ClassifierCheckpoint) -> list[Given]:
+    """Batches of the data that was named or, if that is still there, of what the artifact was distilled on."""
+    source = options.data or checkpoint.data
+    if source is None:
+        return []
+    try:
+        examples, inputs = examples_for(checkpoint, source)
+    except DataError:
+        if options.data is not None:
+            raise
+        return []
+    few = examples.part("calibration").only(range(min(COMPARED, len(examples.part("calibration")))))
+    return list(groups(few, inputs, "cpu"))
+
+
+class Compared(NamedTuple):
+    """An export beside the engine, over some inputs."""
+
+    largest: float
+    """Difference of a logit, as a share of its example's largest logit where that is above 1."""
+    typical: float
+    """Median over examples of the root mean square of the differences over that of the logits."""
+    equal_predictions: float
+    """Share of the examples."""
+    examples: int
+
+
+@torch.no_grad()
+def compare(classifier: Classifier, exported: OnnxClassifier, batches: Sequence[Given]) -> Compared:
+    """Both on the same inputs. Each example's mean is taken off its logits: it changes no prediction and no probability."""
+    largest, typical, equal, count = 0.0, [], 0, 0
+    for given in batches:
+        own_BC, other_BC = (
+            logits_BC - logits_BC.mean(dim=1, keepdim=True) for logits_BC in _both(classifier, exported, given)
+        )
+        away_BC = other_BC - own_BC
+        size_B = own_BC.abs().amax(dim=1).clamp_min(1.0)
+        largest = max(largest, float((away_BC.abs().amax(dim=1) / size_B).nan_to_num(math.inf).max()))
+        typical += (away_BC.norm(dim=1) / own_BC.norm(dim=1).clamp_min(1e-9)).nan_to_num(math.inf).tolist()
+        equal += int((own_BC.argmax(dim=1) == other_BC.argmax(dim=1)).sum())
+        count += len(own_BC)
+    return Compared(largest, statistics.median(typical), equal / count, count)
+
+
+def _both(classifier: Classifier, exported: OnnxClassifier, given: Given) -> tuple[Tensor, Tensor]:
+    return classifier(**given), exported(**given)
+
+
+def _check(options: ClassifierExportOptions, found: Compared) -> None:
+    """Raise ExportError where an export is too far from the engine."""
+    allowed = PRECISIONS[options.precision]
+    if not (found.largest <= allowed.single and found.typical <= allowed.typical):
+        raise ExportError(
+            f"{options.output}: the export differs from the engine: logits by up to {found.largest:.1e}, typically by "
+            f"{found.typical:.1e}; it was removed"
+        )
+
+
+def quantise(path: Path, real: Sequence[Given] | None) -> None:
+    """Weights and products of a graph to int8 by onnxruntime's own tools, in place; the mixture stays as it is.
+
+    real: inputs that tell the ranges of activations (static quantisation); None finds them anew in each run (dynamic).
+    """
+    import onnx
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    model = onnx.load(path)
+    kept = [node.name for node in model.graph.node if node.name.startswith(MIXTURE_SCOPE)]
+    del model.graph.value_info[:]  # shapes of weights too, which the tools turn round without telling
+    onnx.save(model, path)
+    prepared = path.with_suffix(".prepared")
+    quant_pre_process(path, prepared, skip_symbolic_shape=True)
+    if real is None:
+        quantization.quantize_dynamic(
+            prepared, path, op_types_to_quantize=["MatMul", "Gemm", "Gather"], per_channel=True, nodes_to_exclude=kept
+        )
+    else:
+        quantization.quantize_static(
+            prepared,
+            path,
+            _Ranges(real),
+            per_channel=True,
+            nodes_to_exclude=kept,
+            op_types_to_quantize=["Conv", "Gemm", "MatMul"],
+        )
+    prepared.unlink()
+
+
+class _Ranges:
+    """Inputs one batch after another, as onnxruntime's tool asks for them."""
+
+    def __init__(self, batches: Sequence[Given]) -> None:
+        self._left = iter(batches)
+
+    def get_next(self) -> dict[str, Any] | None:
+        given = next(self._left, None)
+        return None if given is None else {name: value.numpy() for name, value in given.items()}
+
+
+def _provenance(
+    options: ClassifierExportOptions, checkpoint: ClassifierCheckpoint, figures: dict[str, Any]
+) -> dict[str, Any]:
+    made_by = checkpoint.provenance or {}
+    recorded = asdict(replace(options, data=options.data or checkpoint.data))
+    exported = {"model": options.model, "fingerprint": checkpoint.fingerprint()}
+    return {
+        "source": made_by.get("source", exported),
+        "exported": exported | {"method": made_by.get("method")},
+        "method": "export",
+        "options": {key: value for key, value in recorded.items() if key not in ("overwrite", "output", "threads")},
+        "figures": figures,
+        "versions": {name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")},
+    }

@@ -1,0 +1,358 @@
+"""DiEP: differentiable expert pruning (Bai et al.).
+
+The model's weights are frozen. Per MoE layer there are intra-layer scores α ∈ R^N and one inter-layer score β; they are
+trained on L = CE(next token) + λ·‖F'(x; α, β) − F(x)‖_F through a relaxed layer, three α-steps to one β-step, and all
+experts of all layers are then ranked by α·β.
+
+Deviations from the paper, each an option: two more relaxations; α may start from gate Fisher instead of
+zero; the score may be the normalised N·ᾱ·β, since α is defined only up to a constant per layer under the softmax.
+
+Several processes share out the sequences of each step, and the gradients of α or β are added up over them: steps are those
+of one process, and all have the same scores. (`routed` begins where F' = F and ‖F' − F‖_F has no gradient; what it gets
+there is rounding, which is the same only where a step has a group of sequences for each process.)
+
+Shape suffixes: S sequences, B batch, L positions, D hidden, N experts of a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.methods.gate_gradients import fisher_scores
+from compress.training.losses import next_token_loss, reconstruction_loss
+from compress.training.moments import restore, with_moments
+from engine.decoder.model import Decoder, Outer
+from engine.decoder.routing import Gated, MixedExperts, Routing, ShiftedLogits
+from engine.errors import DataError, OptionError
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.state_file import check_digest, write_state
+from engine.passes import processes
+from engine.passes.activations import Activations, closed_on_error
+from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
+from engine.passes.memory_budget import batches
+
+ALPHA_STEPS = 3
+"""α-steps to each β-step (DiEP, setting)."""
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """What differs between the relaxations beside the layer itself."""
+
+    routing: Callable[[Routing, Tensor, Tensor], Routing]
+    """(the model's own rule, α_N, β) to the relaxed layer's Routing."""
+    learning_rate: float
+    start: str
+    """α starts at "zero" or from "fisher"."""
+    score: str
+    """"raw" α·β or "normalised" N·ᾱ·β."""
+    is_shift_invariant: bool = True
+    """A constant added to all α of a layer changes nothing, so their mean is kept at zero."""
+    pressure: float = 0.0
+    """μ: weight of the mean gate in the loss, which asks every expert to justify itself."""
+
+
+def gate(alpha_N: Tensor) -> Tensor:
+    """The gate of the `gated` relaxation: σ(α + 2), 0.88 at α = 0."""
+    return torch.sigmoid(alpha_N + 2.0)
+
+
+RELAXATIONS: dict[str, Relaxation] = {
+    "paper": Relaxation(lambda base, alpha, beta: MixedExperts(alpha, beta), 5e-3, "zero", "normalised"),
+    "routed": Relaxation(ShiftedLogits, 5e-3, "zero", "raw"),
+    "gated": Relaxation(
+        lambda base, alpha, beta: Gated(base, gate(alpha), beta),
+        3e-2,
+        "fisher",
+        "raw",
+        is_shift_invariant=False,
+        pressure=0.5,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class DiepOptions:
+    """None stands for the relaxation's own default."""
+
+    relaxation: str = "gated"
+    epochs: int = 10
+    batch_size: int = 16
+    learning_rate: float | None = None
+    reconstruction_weight: float = 0.01
+    """λ."""
+    pressure: float | None = None
+    """μ."""
+    start: str | None = None
+    score: str | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise OptionError for a number that no search can use."""
+        filled = self.filled()
+        for name in ("learning_rate", "reconstruction_weight", "pressure"):
+            value = getattr(filled, name)
+            if not 0.0 <= value < math.inf:
+                raise OptionError(f"{name.replace('_', '-')} is {value}; it must be a number from 0")
+
+    def filled(self) -> DiepOptions:
+        """The same with every None replaced."""
+        default = RELAXATIONS[self.relaxation]
+        return DiepOptions(
+            **asdict(self)
+            | {
+                name: getattr(default, name)
+                for name in ("learning_rate", "pressure", "start", "score")
+                if getattr(self, name) is None
+            }
+        )
+
+
+@dataclass
+class DiepState:
+    """Everything that a search needs to go on: scores, both optimisers, and how far it is."""
+
+    alphas: list[Tensor]
+    betas: list[Tensor]
+    alpha_optimiser: torch.optim.Adam
+    beta_optimiser: torch.optim.Adam
+    epoch: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+def search(
+    decoder: AnyDecoder,
+    tokens_SL: Tensor,
+    options: DiepOptions,
+    *,
+    state_path: Path | None = None,
+    resume: bool = False,
+    fisher: Callable[[], dict[int, Tensor]] | None = None,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> dict[int, Tensor]:
+    """Scores s [N] by decoder layer index. With `state_path` the state is saved each epoch and `resume` goes on from it.
+
+    Layer by layer the state is saved each step, with what the layers have given beside it, so that `resume` goes on from the
+    layer where the search was. `fisher`: gives `fisher_scores` of this decoder, tokens and seed where they are known.
+    """
+    options = options.filled()
+    kept = None
+    if isinstance(decoder, Decoder):
+        decoder.checkpoint_activations = True
+    elif state_path is not None:
+        kept = state_path.with_suffix("")
+        if not resume and processes.is_first():
+            shutil.rmtree(kept, ignore_errors=True)
+    if state_path is not None and processes.told(resume and state_path.exists()):
+        state = load_state(state_path, decoder, options)
+    else:
+        state = new_state(starting_alphas(decoder, tokens_SL, options, fisher), options)
+    remaining = range(state.epoch, options.epochs)
+    if remaining:
+        with full_hidden_states(decoder, tokens_SL, kept) as full:
+            for epoch in progress(remaining):
+                run_epoch(decoder, tokens_SL, full, state, options, epoch, state_path if kept else None)
+                state.epoch = epoch + 1
+                if state_path is not None and processes.is_first():
+                    save_state(state, state_path)
+    if kept is not None and processes.is_first():
+        shutil.rmtree(kept, ignore_errors=True)
+    return discrete_scores(decoder, state, options)
+
+
+def discrete_scores(decoder: AnyDecoder, state: DiepState, options: DiepOptions) -> dict[int, Tensor]:
+    """s = α·β (DiEP §4.2), or N·ᾱ·β."""
+    result = {}
+    for layer, alpha, beta in zip(decoder.config.moe_layers, state.alphas, state.betas, strict=True):
+        alpha, beta = alpha.detach(), beta.detach()
+        if options.score == "normalised":
+            result[layer] = len(alpha) * alpha.softmax(0) * beta
+        else:
+            result[layer] = alpha * beta
+    return result
+
+
+def starting_alphas(
+    decoder: AnyDecoder,
+    tokens_SL: Tensor,
+    options: DiepOptions,
+    fisher: Callable[[], dict[int, Tensor]] | None = None,
+) -> list[Tensor]:
+    """α at the start, [N] per MoE layer: zero (ᾱ uniform), or half the z-score of log gate Fisher over all experts."""
+    device = decoder.device
+    if options.start == "zero":
+        return [torch.zeros(count, device=device) for count in decoder.config.experts_per_layer]
+    squares = fisher_scores(decoder, tokens_SL, options.seed) if fisher is None else fisher()
+    logs = [(square + 1e-30).log() for square in squares.values()]
+    every = torch.cat(logs)
+    # An expert that was never routed to has no gradient: its floor would swamp the spread of all others.
+    floor = every[every > math.log(1e-29)].min() if bool((every > math.log(1e-29)).any()) else every.min()
+    every = every.clamp_min(floor)
+    spread = every.std().clamp_min(1e-6)
+    return [(0.5 * (log.clamp_min(floor) - every.mean()) / spread).float().to(device) for log in logs]
+
+
+def new_state(alphas: list[Tensor], options: DiepOptions) -> DiepState:
+    """β = 1 and fresh Adam optimisers; adaptive rates matter, the scores are few and badly scaled."""
+    alphas = [alpha.clone().requires_grad_(True) for alpha in alphas]
+    betas = [torch.ones((), device=alpha.device, requires_grad=True) for alpha in alphas]
+    assert options.learning_rate is not None
+    return DiepState(
+        alphas,
+        betas,
+        torch.optim.Adam(alphas, lr=options.learning_rate),
+        torch.optim.Adam(betas, lr=options.learning_rate),
+    )
+
+
+@torch.no_grad()
+def full_hidden_states(decoder: AnyDecoder, tokens_SL: Tensor, directory: Path | None = None) -> Activations:
+    """F(x): the full model's hidden states after the last norm, computed once per sequence, by one process for all.
+
+    Layer by layer each process computes all of them, and goes on with what a pass before this one has left in `directory`.
+    """
+    if isinstance(decoder, LayerwiseDecoder):
+        every = slice(0, len(tokens_SL))
+        return decoder.hidden_states(tokens_SL, directory and processes.own_directory(directory / "full", every))
+
+    def compute(rows: slice) -> Tensor:
+        return decoder.hidden_states(tokens_SL[rows].to(decoder.device))
+
+    full = Activations((*tokens_SL.shape, decoder.config.hidden_size), decoder.dtype)
+    with closed_on_error(full):
+        together = processes.is_spread(decoder)
+        for rows, hidden in processes.in_turn(list(batches(*tokens_SL.shape)), compute, together=together):
+            full[rows] = hidden
+    return full
+
+
+def run_epoch(
+    decoder: AnyDecoder,
+    tokens_SL: Tensor,
+    full: Activations,
+    state: DiepState,
+    options: DiepOptions,
+    epoch: int,
+    state_path: Path | None = None,
+) -> None:
+    """One pass over the sequences, in an order that depends on seed and epoch alone, so that a resumed run repeats it.
+
+    Steps that the state has seen are left out. With `state_path` it is saved after each, and what the layers have given is
+    beside it during one.
+    """
+    count = tokens_SL.shape[0]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed * 100_003 + epoch))
+    per_epoch = math.ceil(count / options.batch_size)
+    for index, rows in enumerate(order.split(options.batch_size)):
+        step = epoch * per_epoch + index
+        if step < len(state.losses):
+            continue
+        kept = None if state_path is None else state_path.with_suffix("") / f"step-{step}"
+        is_alpha = step % (ALPHA_STEPS + 1) < ALPHA_STEPS
+        optimiser = state.alpha_optimiser if is_alpha else state.beta_optimiser
+        assert options.learning_rate is not None
+        cosine = 0.5 * (1.0 + math.cos(math.pi * step / (per_epoch * options.epochs)))
+        for group in optimiser.param_groups:
+            group["lr"] = options.learning_rate * cosine
+        state.losses.append(gradients(decoder, tokens_SL, full, rows.tolist(), state, options, is_alpha, kept))
+        optimiser.step()
+        if is_alpha and RELAXATIONS[options.relaxation].is_shift_invariant:
+            with torch.no_grad():
+                for alpha in state.alphas:
+                    alpha -= alpha.mean()
+        if state_path is not None and kept is not None and processes.is_first():
+            save_state(state, state_path)
+            shutil.rmtree(kept, ignore_errors=True)
+
+
+def gradients(
+    decoder: AnyDecoder,
+    tokens_SL: Tensor,
+    full: Activations,
+    rows: list[int],
+    state: DiepState,
+    options: DiepOptions,
+    is_alpha: bool,
+    directory: Path | None = None,
+) -> float:
+    """Set .grad of α or of β to the batch's mean gradient, accumulated over small groups of sequences; return the loss.
+
+    Both are of all processes together; `rows` too are the whole batch. `directory`: as of `backward`, inside it for several.
+    """
+    trained = state.alphas if is_alpha else state.betas
+    for parameter in state.alphas + state.betas:
+        parameter.grad = None
+        parameter.requires_grad_(any(parameter is other for other in trained))
+    own = processes.own_rows(len(rows), tokens_SL.shape[1])
+    own_rows, predictions = rows[own], len(rows) * (tokens_SL.shape[1] - 1)
+    own_BL = tokens_SL[own_rows]
+
+    def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
+        tokens, target = own_BL[part].to(decoder.device), full.select(own_rows[part]).to(decoder.device)
+        entropy = next_token_loss(hidden_BLD, model.head_VD, tokens, model.head_bias_V) / predictions
+        return entropy + options.reconstruction_weight * reconstruction_loss(hidden_BLD, target) / len(rows)
+
+    route, named = relaxed(state, options), _named("alpha" if is_alpha else "beta", trained)
+    kept = directory and processes.own_directory(directory, own)
+    with in_company(decoder, len(list(batches(*own_BL.shape))), tokens_SL[:1], route, named):
+        total = backward(decoder, own_BL, route, loss, trained=named, directory=kept)
+    if processes.count() > 1:
+        total = _add_up_processes(trained, total)
+    if options.pressure and is_alpha:
+        pressure = options.pressure * torch.cat([gate(alpha) for alpha in state.alphas]).mean()
+        pressure.backward(inputs=trained)
+        total += float(pressure.detach())
+    return total
+
+
+def _add_up_processes(trained: list[Tensor], loss: float) -> float:
+    """Make gradients, and return the loss, of all processes together; one without a sequence of the batch has none."""
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    processes.add_up([parameter.grad for parameter in trained if parameter.grad is not None])
+    return processes.added_up([loss])[0]
+
+
+def relaxed(state: DiepState, options: DiepOptions) -> Route:
+    """The relaxed layer's Routing for every MoE layer."""
+    make = RELAXATIONS[options.relaxation].routing
+    return lambda number, own, part: make(own, state.alphas[number], state.betas[number])
+
+
+def save_state(state: DiepState, path: Path) -> None:
+    """Write scores and optimiser moments as one safetensors file, replacing the last one only when whole."""
+    tensors = with_moments(_named("alpha", state.alphas), state.alpha_optimiser)
+    tensors |= with_moments(_named("beta", state.betas), state.beta_optimiser)
+    header = json.dumps({"epoch": state.epoch, "losses": state.losses})
+    write_state(path, tensors, {"diep": header}, "the state of the search")
+
+
+def load_state(path: Path, decoder: AnyDecoder, options: DiepOptions) -> DiepState:
+    """The inverse of `save_state`. Raises DataError for another file."""
+    with SafetensorsFile(path) as file:
+        try:
+            header = json.loads(file.metadata["diep"])
+        except (KeyError, ValueError) as error:
+            raise DataError(f"{path}: is not the state of a search; leave out --resume") from error
+        check_digest(file)
+        count = len(decoder.config.moe_layers)
+        device = decoder.device
+        alphas = [file.tensor(f"alpha.{index}").clone().to(device) for index in range(count)]
+        state = new_state(alphas, options)
+        restore(_named("alpha", state.alphas), state.alpha_optimiser, file)
+        restore(_named("beta", state.betas), state.beta_optimiser, file)
+    state.epoch, state.losses = header["epoch"], header["losses"]
+    return state
+
+
+def _named(name: str, values: list[Tensor]) -> dict[str, Tensor]:
+    """As the state file names them."""
+    return {f"{name}.{index}": value for index, value in enumerate(values)}

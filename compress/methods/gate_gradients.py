@@ -1,0 +1,191 @@
+"""Gate gradients: a factor g_i = 1 on each expert's contribution, differentiated and never trained.
+
+Fisher: Σ over sequences of (∂L/∂g_i)², L the negative log-likelihood of the model's own samples. Taylor: |Σ ∂L/∂g_i|,
+L that of the text itself. One forward and one backward pass, gradients of the gates alone: sequences go through together
+and each has gates of its own, so its gradient is its own too.
+
+Several processes share out the sequences. Each draws the random numbers of those before its own too, so that the samples of
+all are those of one process.
+
+Shape suffixes: S sequences, B sequences of one batch, L positions, N experts of a layer, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.training.losses import next_token_loss
+from engine.decoder.model import Decoder, Outer
+from engine.decoder.routing import Gated, Routing
+from engine.errors import DataError
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.state_file import check_digest, write_state
+from engine.kernels.linear import linear
+from engine.passes import processes
+from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
+from engine.passes.memory_budget import sequences_per_batch
+from engine.passes.streaming import chunk_tokens
+
+SAVE_EVERY_SECONDS = 20.0
+SWEEP_TOKENS = 32768
+"""Layer by layer, tokens that go through all layers together: each layer is read twice for so many."""
+
+
+@dataclass
+class Sums:
+    """Of the gradients of this process's sequences so far; what an interrupted pass goes on from."""
+
+    first: list[Tensor]
+    """Σ_s ∂L_s/∂g, [N] float64 for each MoE layer."""
+    second: list[Tensor]
+    """Σ_s (∂L_s/∂g)², likewise."""
+    generator: torch.Generator
+    """Of the model's own samples."""
+    sequences: int = 0
+
+    def add(self, gradients: list[Tensor]) -> None:
+        """Those of some sequences, [B, N] for each MoE layer."""
+        for first, second, gradient_BN in zip(self.first, self.second, gradients, strict=True):
+            gradient_BN = gradient_BN.double().cpu()
+            first += gradient_BN.sum(0)
+            second += gradient_BN.square().sum(0)
+        self.sequences += len(gradients[0])
+
+    def save(self, path: Path) -> None:
+        """Write the file, replacing an old one only when whole."""
+        tensors = {"first": torch.cat(self.first), "second": torch.cat(self.second), "random": self.generator.get_state()}
+        write_state(path, tensors, {"gate_gradients": str(self.sequences)}, "the state of gate gradients")
+
+    def load(self, path: Path) -> None:
+        """The inverse. Raises DataError for another file."""
+        counts = [len(first) for first in self.first]
+        with SafetensorsFile(path) as file:
+            seen = file.metadata.get("gate_gradients", "")
+            if not seen.isdecimal() or sum(counts) != file.tensor("first").numel():
+                raise DataError(f"{path}: is not the state of this pass; leave out --resume")
+            check_digest(file)
+            self.first, self.second = (list(file.tensor(name).clone().split(counts)) for name in ("first", "second"))
+            self.generator.set_state(file.tensor("random").clone())
+            self.sequences = int(seen)
+
+
+def gate_gradients(
+    decoder: AnyDecoder,
+    tokens_SL: Tensor,
+    *,
+    own_samples: bool,
+    seed: int = 0,
+    state_path: Path | None = None,
+    progress: Callable[[Iterable[slice]], Iterable[slice]] = iter,
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """(Σ_s ∂L_s/∂g, Σ_s (∂L_s/∂g)²), each [N] float64 by decoder layer index.
+
+    own_samples: L is of tokens sampled from the model's own predictions (true Fisher), not of the text's next tokens.
+    With `state_path` the sums are saved as the pass goes on, and one that was interrupted goes on from there; layer by layer
+    from the layer where it was. Each process has a file of its own.
+    """
+    layers, device = decoder.config.moe_layers, decoder.device
+    zeros = [torch.zeros(count, dtype=torch.float64) for count in decoder.config.experts_per_layer]
+    generator = torch.Generator(device=device).manual_seed(seed)
+    sums = Sums(zeros, [torch.zeros_like(zero) for zero in zeros], generator)
+    own = processes.own_rows(*tokens_SL.shape)
+    own_SL = tokens_SL[own]
+    if state_path is not None:
+        state_path = processes.own_directory(state_path.parent, own) / state_path.name
+    if state_path is not None and state_path.exists():
+        sums.load(state_path)
+    elif own_samples:
+        for _ in range(own.start):
+            _pass_over(tokens_SL.shape[1], decoder.config.vocabulary_size, generator)
+    saved, (count, length) = time.monotonic(), own_SL.shape
+    is_layerwise = isinstance(decoder, LayerwiseDecoder)
+    size = max(1, SWEEP_TOKENS // length) if is_layerwise else sequences_per_batch(length)
+    parts = [slice(start, min(start + size, count)) for start in range(sums.sequences, count, size)]
+    with in_company(decoder, len(parts), tokens_SL[:1], *_gated(decoder, 1)):
+        for rows in progress(parts):
+            kept = state_path.with_suffix("") / f"from-{rows.start}" if state_path is not None and is_layerwise else None
+            sums.add(_of_batch(decoder, own_SL[rows], sums.generator if own_samples else None, kept))
+            if state_path is not None and (kept or time.monotonic() - saved >= SAVE_EVERY_SECONDS):
+                sums.save(state_path)
+                saved = time.monotonic()
+            if kept is not None:
+                shutil.rmtree(kept, ignore_errors=True)
+    processes.add_up([*sums.first, *sums.second])
+    return dict(zip(layers, sums.first, strict=True)), dict(zip(layers, sums.second, strict=True))
+
+
+def _of_batch(
+    decoder: AnyDecoder, tokens_BL: Tensor, generator: torch.Generator | None, directory: Path | None
+) -> list[Tensor]:
+    """∂L_s/∂g of each sequence, [B, N] float64 for each MoE layer; of the model's own samples where a generator is given."""
+    route, gates = _gated(decoder, len(tokens_BL))
+
+    def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
+        targets_BL = tokens_BL[part].to(decoder.device)
+        if generator is not None:
+            rows = zip(hidden_BLD.detach().split(1), targets_BL.split(1), strict=True)
+            targets_BL = torch.cat(
+                [_sample_next(states, model.head_VD, tokens, generator, model.head_bias_V) for states, tokens in rows]
+            )
+        return next_token_loss(hidden_BLD, model.head_VD, targets_BL, model.head_bias_V)
+
+    backward(decoder, tokens_BL, route, loss, trained=gates, generator=generator, directory=directory)
+    return [torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in gates.values()]
+
+
+def _gated(decoder: AnyDecoder, sequences: int) -> tuple[Route, dict[str, Tensor]]:
+    """The model's own routings with gates of one, and those, [B, N] for each MoE layer."""
+    gates = [
+        torch.ones(sequences, count, device=decoder.device, requires_grad=True) for count in decoder.config.experts_per_layer
+    ]
+
+    def route(number: int, own: Routing, part: slice) -> Routing:
+        return Gated(own, gates[number][part])
+
+    return route, {f"gate.{number}": gate for number, gate in enumerate(gates)}
+
+
+@torch.no_grad()
+def _sample_next(
+    hidden_1LD: Tensor,
+    head_VD: Tensor,
+    tokens_1L: Tensor,
+    generator: torch.Generator,
+    bias_V: Tensor | None = None,
+) -> Tensor:
+    """The text with each next token replaced by one drawn from the model's prediction at its place."""
+    drawn = [tokens_1L[0, :1]]
+    for hidden in hidden_1LD[0, :-1].split(chunk_tokens(len(head_VD))):
+        probabilities = linear(hidden, head_VD, bias_V).float().softmax(-1)
+        drawn.append((probabilities / _waiting_times(probabilities.shape, generator)).argmax(-1))
+    return torch.cat(drawn)[None]
+
+
+def _waiting_times(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Exponential ones. Of outcomes with rates p, the first to come is each with probability p: argmax p / waiting time."""
+    return torch.empty(shape, device=generator.device).exponential_(generator=generator)
+
+
+def _pass_over(length: int, vocabulary: int, generator: torch.Generator) -> None:
+    """Draw the random numbers of one sequence's `_sample_next`, for nothing."""
+    for part in torch.empty(length - 1).split(chunk_tokens(vocabulary)):
+        _waiting_times((len(part), vocabulary), generator)
+
+
+def fisher_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
+    """Gate Fisher as pruning scores. pass_options: `state_path` and `progress` of `gate_gradients`."""
+    return gate_gradients(decoder, tokens_SL, own_samples=True, seed=seed, **pass_options)[1]
+
+
+def taylor_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
+    """First-order gate Taylor as pruning scores. pass_options: as for `fisher_scores`."""
+    sums, _ = gate_gradients(decoder, tokens_SL, own_samples=False, seed=seed, **pass_options)
+    return {layer: total.abs() for layer, total in sums.items()}

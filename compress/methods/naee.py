@@ -1,0 +1,232 @@
+"""NAEE: the best subset of each layer's experts, by enumeration (Lu et al., "Not All Experts are Equal", ACL 2024, §3.2).
+
+In each MoE layer the n experts are kept with which the layer's output changes least: argmin ‖y_full − y_subset‖_F over the
+inputs that the layer has in the full model. A subset's output is that of the layer's own routing with the other experts
+masked: their logits −∞, re-routed, renormalised where the model does so. Shared experts cancel out.
+
+The paper enumerates all C(N, n) subsets. We do so up to a limit; beyond it experts are removed one at a time, each time the
+one whose loss costs least (greedy backward elimination). Inputs are a random sample of the calibration tokens.
+
+Each expert runs once on the sample. With Δ the change of a token's weights, ‖y_full − y_subset‖² = Σ_t Δ_tᵀ G_t Δ_t, where
+G_t holds the inner products of the token's expert outputs; so a subset costs its routing and products as small as N × N,
+whatever the hidden size, and T · N² numbers are held instead of T · N · D.
+
+Several processes share out the text; each has the sampled tokens of its own sequences, and losses are added up over all.
+
+Shape suffixes: T sampled tokens, P tokens of one piece, N experts of the layer, D hidden, B subsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import combinations, islice
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.architectures import DecoderConfig
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.experts import MoeBlock
+from engine.decoder.model import DecoderLayer
+from engine.decoder.routing import NO_EXPERT, Masked, Selection
+from engine.errors import DataError
+from engine.passes import processes
+from engine.passes.activations import Activations, closed_on_error
+from engine.passes.streaming import stream_layers
+
+SAMPLE_TOKENS = 4096
+"""Calibration tokens, drawn at random, on whose layer inputs subsets are compared."""
+SUBSET_LIMIT = 10_000
+"""Up to this many subsets a layer is searched exhaustively: 8 experts always are, 16 when 12 stay, and not when 8 do."""
+OUTPUT_BYTES = 64 << 20
+"""Outputs of all experts are held for as many tokens at a time as fit into this, and twice."""
+SUBSETS_AT_ONCE = 32
+TOKENS_AT_ONCE = 512
+"""Whose products are read together when subsets are compared."""
+
+
+def held_bytes(config: DecoderConfig) -> int:
+    """The most that `naee` holds besides a layer and a batch: outputs, weights of the subsets that are compared together."""
+    experts = max(config.experts_per_layer, default=0)
+    weights = SAMPLE_TOKENS * experts * SUBSETS_AT_ONCE * 4
+    products = TOKENS_AT_ONCE * experts * (experts + 2 * SUBSETS_AT_ONCE) * 4
+    return max(3 * OUTPUT_BYTES, 2 * weights + products) + SAMPLE_TOKENS * config.hidden_size * 4
+
+
+def naee(
+    checkpoint: Checkpoint,
+    tokens_SL: Tensor,
+    kept: Mapping[int, int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    limit: int = SUBSET_LIMIT,
+    once: Callable[[str, Callable[[], list[int]]], list[int]] = lambda name, compute: compute(),
+    directory: Path | None = None,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> dict[int, list[int]]:
+    """The experts of each MoE layer that stay, ascending, by decoder layer index; `kept` says how many.
+
+    One layer is in memory at a time, its inputs as they are with the full model. `once` may remember a layer's result
+    under a name, so that an interrupted run need not search it again; with a `directory` beside it the pass goes on from its
+    layer too.
+    """
+    drawn = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
+    rows = processes.own_rows(*tokens_SL.shape)
+    sample_T = (drawn[:SAMPLE_TOKENS].sort().values - rows.start * tokens_SL.shape[1]).to(device)
+    result: dict[int, list[int]] = {}
+
+    def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
+        block = layer.feed_forward
+        if not isinstance(block, MoeBlock):
+            return None
+        inputs = LayerInputs(block, sample_T)
+
+        def finish() -> None:
+            result[index] = once(
+                f"naee_{index}", lambda: best_subset(block, *inputs.sampled(), keep=kept[index], limit=limit)
+            )
+
+        return finish
+
+    left = None if directory is None else processes.own_directory(directory, rows)
+    stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, directory=left, progress=progress).close()
+    for index in sorted(kept.keys() - result.keys()):  # from before the interruption
+        result[index] = once(f"naee_{index}", list)
+    return dict(sorted(result.items()))
+
+
+def search_used(counts: Mapping[int, int], kept: Mapping[int, int], limit: int) -> dict[str, Any]:
+    """What a search over layers of `counts` experts does: "greedy" where any layer is, and the most subsets of a layer."""
+    subsets = max(comb(count, kept[layer]) for layer, count in counts.items())
+    return {"search": "exhaustive" if subsets <= limit else "greedy", "subsets": subsets}
+
+
+def compared_subsets(experts: int, kept: int, limit: int) -> int:
+    """How many a search of one layer compares: all of them up to a limit, beyond it N + (N − 1) + … + (kept + 1)."""
+    if kept >= experts:
+        return 0
+    every = comb(experts, kept)
+    return every if every <= limit else sum(range(kept + 1, experts + 1))
+
+
+class LayerInputs:
+    """Watches one MoE block and keeps its inputs and router logits at the sampled tokens."""
+
+    def __init__(self, block: MoeBlock, sample_T: Tensor) -> None:
+        """sample_T: sorted indices into the flat sequence of all tokens, counted from the first of this process."""
+        self.block, self.sample_T, self.seen = block, sample_T, 0
+        self.pieces: list[tuple[Tensor, Tensor]] = []
+        block.observer = self.see
+
+    def see(self, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
+        """One batch."""
+        here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + x_TD.shape[0])] - self.seen
+        self.pieces.append((x_TD[here], logits_TN[here]))
+        self.seen += x_TD.shape[0]
+
+    def sampled(self) -> tuple[Tensor, Tensor]:
+        """Inputs [T, D] and logits [T, N]."""
+        if not self.pieces:  # of a process without a sequence
+            router_ND = self.block.router_ND
+            return router_ND.new_empty(0, self.block.hidden_size), router_ND.new_empty(0, len(self.block.experts))
+        inputs, logits = zip(*self.pieces, strict=True)
+        return torch.cat(inputs), torch.cat(logits)
+
+
+def best_subset(block: MoeBlock, x_TD: Tensor, logits_TN: Tensor, *, keep: int, limit: int = SUBSET_LIMIT) -> list[int]:
+    """The `keep` experts, ascending, with which the block's output on x changes least. Ties go to the lower indices."""
+    experts = len(block.experts)
+    if keep >= experts:
+        return list(range(experts))
+    losses = SubsetLosses(block, x_TD, logits_TN)
+    with losses.products_TNN:
+        return (exhaustive if comb(experts, keep) <= limit else greedy)(losses, experts, keep)
+
+
+class SubsetLosses:
+    """‖y_full − y_subset‖_F² for any subsets of one block's experts, on the same tokens; over those of all processes."""
+
+    @torch.no_grad()
+    def __init__(self, block: MoeBlock, x_TD: Tensor, logits_TN: Tensor) -> None:
+        """Run every expert on every token, once. Raises DataError where an output is NaN or infinite."""
+        self.routing, self.logits_TN = block.routing, logits_TN
+        self.full_TN = weight_of_each(block.routing(logits_TN), len(block.experts))
+        self.products_TNN = inner_products(block, x_TD)
+
+    @torch.no_grad()
+    def __call__(self, subsets: list[tuple[int, ...]]) -> list[float]:
+        """One number for each subset."""
+        count = self.full_TN.shape[1]
+        result = []
+        for start in range(0, len(subsets), SUBSETS_AT_ONCE):
+            change_TNB = torch.stack(
+                [self._weights(subset, count) - self.full_TN for subset in subsets[start : start + SUBSETS_AT_ONCE]], dim=-1
+            ).to(self.products_TNN.dtype)
+            squares_B = torch.zeros(change_TNB.shape[2], dtype=torch.float64, device=change_TNB.device)
+            for begin in range(0, len(change_TNB), TOKENS_AT_ONCE):
+                rows = slice(begin, begin + TOKENS_AT_ONCE)
+                products_TNB = self.products_TNN[rows].to(change_TNB.device) @ change_TNB[rows]
+                squares_B += (change_TNB[rows] * products_TNB).sum((0, 1), dtype=torch.float64)
+            result += squares_B.clamp_min(0.0).tolist()  # rounding may leave a zero below it
+        return processes.added_up(result)
+
+    def _weights(self, subset: tuple[int, ...], count: int) -> Tensor:
+        kept_N = torch.zeros(count, dtype=torch.bool, device=self.logits_TN.device)
+        kept_N[list(subset)] = True
+        return weight_of_each(Masked(self.routing, kept_N)(self.logits_TN), count)
+
+
+def weight_of_each(selection: Selection, experts: int) -> Tensor:
+    """A Selection as [T, N]: the weight of each expert, 0 for those that are not chosen."""
+    weights_TS = selection.weights.masked_fill(selection.experts == NO_EXPERT, 0.0)
+    zeros_TN = weights_TS.new_zeros(weights_TS.shape[0], experts)
+    return zeros_TN.scatter_add_(1, selection.experts.clamp_min(0), weights_TS)
+
+
+def inner_products(block: MoeBlock, x_TD: Tensor) -> Activations:
+    """⟨FFN_i(x_t), FFN_j(x_t)⟩, [T, N, N], in float32 or better. Raises DataError where one is NaN or infinite."""
+    experts, dtype = len(block.experts), torch.promote_types(x_TD.dtype, torch.float32)
+    result_TNN = Activations((x_TD.shape[0], experts, experts), dtype)
+    piece = max(1, OUTPUT_BYTES // (experts * x_TD.shape[1] * dtype.itemsize))
+    with closed_on_error(result_TNN):
+        for start in range(0, x_TD.shape[0], piece):
+            rows = slice(start, start + piece)
+            outputs_PND = torch.stack([output_PD.to(dtype) for output_PD in block.outputs(x_TD[rows])], dim=1)
+            products_PNN = outputs_PND @ outputs_PND.mT
+            if not bool(torch.isfinite(products_PNN).all()):
+                raise DataError(
+                    f"outputs of experts are not finite in {x_TD.dtype}; naee cannot compare them; try --dtype float32"
+                )
+            result_TNN[rows] = products_PNN
+    return result_TNN
+
+
+def exhaustive(losses: SubsetLosses, experts: int, keep: int) -> list[int]:
+    """The best of all subsets."""
+    best: tuple[int, ...] = ()
+    least = float("inf")
+    for subsets in _some_at_a_time(combinations(range(experts), keep)):
+        for subset, loss in zip(subsets, losses(subsets), strict=True):
+            if loss < least:
+                best, least = subset, loss
+    return list(best)
+
+
+def greedy(losses: SubsetLosses, experts: int, keep: int) -> list[int]:
+    """One expert at a time goes, the one without which the layer is nearest to the full one."""
+    kept = tuple(range(experts))
+    while len(kept) > keep:
+        # The last expert goes first, so that of equals the lower index stays.
+        without = [kept[:place] + kept[place + 1 :] for place in reversed(range(len(kept)))]
+        kept = min(zip(losses(without), without, strict=True), key=lambda pair: pair[0])[1]
+    return list(kept)
+
+
+def _some_at_a_time(subsets: Iterator[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    while some := list(islice(subsets, SUBSETS_AT_ONCE)):
+        yield some

@@ -1,0 +1,432 @@
+"""Carry out a Plan: read a checkpoint tensor by tensor, write the smaller one shard by shard, never holding a layer whole.
+
+Shape suffixes: F expert width, D hidden, M experts of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan
+from compress.rounding.quantizer import Quantiser
+from engine.architectures import (
+    DOWN,
+    DOWN_BIAS,
+    DecoderConfig,
+    architecture_of,
+    as_dense,
+    decoder_config,
+    dense_tensor,
+    expected_tensors,
+    expert_parts,
+    expert_rows,
+    expert_tensor,
+    is_router_bias,
+    shared_tensor,
+    stacks_on_disk,
+    with_experts,
+)
+from engine.checkpoint import remote_code
+from engine.checkpoint.checkpoint import Checkpoint, computed_dtype, in_parts
+from engine.checkpoint.mxfp4 import BLOCKS, METHOD, POWERS
+from engine.checkpoint.pack_quantized import CONFIG_KEY, Scheme, layout_of, tensors_of
+from engine.checkpoint.stacks import Stored, dense_names, joined, stacked_names, stored_tensors
+from engine.decoder.model import Decoder
+from engine.errors import PlanError, UnsupportedError
+from engine.files.json_file import write_json
+from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
+from engine.kernels.quantized_weight import QuantizedWeight, Weight
+
+_RELEASE_EVERY_BYTES = 64 << 20
+
+
+def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise PlanError unless the plan is for this checkpoint, UnsupportedError for one that its family cannot carry out."""
+    moes = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
+    experts = {index: moe.experts for index, moe in moes.items() if moe is not None}
+    width = next((moe.expert_width for moe in moes.values() if moe is not None), 0)
+    row = checkpoint.config.architecture
+    check_plan(plan, experts, width, any(moe is not None and moe.shared_width for moe in moes.values()))
+    if plan.kind == "dense" and row.not_dense is not None:
+        raise UnsupportedError(f"{checkpoint.directory}: a {row.model_type} cannot be made dense: {row.not_dense}")
+    for layer, planned in plan.layers.items():
+        if plan.kind == "moe" and len(planned) < row.least_experts:
+            needed = f"the router of a {row.model_type} takes {row.least_experts}"
+            raise PlanError(f"plan, layer {layer}: has {len(planned)} expert, and {needed}")
+    widths = set()
+    for layer, planned in plan.layers.items():
+        for index, expert in enumerate(planned):
+            parts = [{_width(source, layer, checkpoint) for source in part.sources} for part in expert.parts]
+            where = f"plan, layer {layer}, expert {index}"
+            if any(len(part) > 1 for part in parts):
+                raise PlanError(f"{where}: adds up experts that are {sorted(set.union(*parts))} hidden units wide")
+            widths.add(sum(part.pop() for part in parts))
+            if plan.kind == "moe" and widths != {width}:
+                raise PlanError(f"{where}: is {max(widths - {width})} hidden units wide; the model's are {width}")
+    if len(widths) > 1:
+        raise PlanError(f"the plan's dense layers are {sorted(widths)} hidden units wide; they must all be equal")
+    if checkpoint.schemes_used:
+        _check_nothing_is_mixed(plan, checkpoint)
+
+
+def _check_nothing_is_mixed(plan: Plan, checkpoint: Checkpoint) -> None:
+    """What is made of weights of few bits would have to be rounded again; copies need not."""
+    made = _made_tensors(plan, checkpoint).keys() - _origins(plan, checkpoint).keys()
+    mixed = sorted(name for name in made if name not in checkpoint.shapes or checkpoint.scheme(name) is not None)
+    if mixed:
+        raise UnsupportedError(
+            f"{checkpoint.directory}: {mixed[0]} would be made of weights of few bits; take the model that this one was "
+            "quantised from, and `compress quantize` the result"
+        )
+
+
+def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError unless the result takes every tensor outside of the plan's MoE blocks, and needs no other."""
+    config, own = decoder_config(planned_config(plan, checkpoint)), checkpoint.config
+    theirs, ours = config.architecture.model_type, own.architecture.model_type
+    shapes, made = expected_tensors(config), _made_tensors(plan, checkpoint).keys() | dense_ffns(checkpoint)
+    for name, shape in shapes.items():
+        if name not in made and checkpoint.shapes.get(name) != shape:
+            raise UnsupportedError(
+                f"{checkpoint.directory}: a {theirs} needs {name} of shape {list(shape)}, which this {ours} does not have; "
+                "make a plan of kind 'moe' instead"
+            )
+    blocks = tuple(f"{own.architecture.block.format(layer=layer)}." for layer in plan.layers)
+    for name in checkpoint.shapes:
+        if name not in shapes and not name.startswith(blocks):
+            raise UnsupportedError(
+                f"{checkpoint.directory}: a {theirs} has no place for {name}, which this {ours} has; make a plan of kind "
+                "'moe' instead"
+            )
+
+
+def _width(source: Source, layer: int, checkpoint: Checkpoint) -> int:
+    moe = checkpoint.config.layers[layer].moe
+    assert moe is not None
+    return moe.shared_width if source.expert == SHARED_EXPERT else moe.expert_width
+
+
+def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+    """config.json of the result."""
+    raw = checkpoint.raw_config
+    if not checkpoint.config.moe_layers:
+        return raw  # dense already: nothing is planned
+    if plan.kind == "dense":
+        return as_dense(raw, _dense_width(plan, checkpoint))
+    counts = [len(plan.layers[index]) if index in plan.layers else 0 for index in range(len(checkpoint.config.layers))]
+    groups = {layer: _groups(plan, checkpoint, layer) for layer in plan.layers}
+    changed = with_experts(raw, counts, {layer: own for layer, own in groups.items() if own})
+    changed["architectures"] = [checkpoint.config.architecture.causal_lm_class]
+    needs_code = "block_configs" in changed and architecture_of(changed).in_transformers
+    return changed | {"auto_map": remote_code.auto_map()} if needs_code else changed
+
+
+def _groups(plan: Plan, checkpoint: Checkpoint, layer: int) -> list[int]:
+    """The group of each expert of the result: that of the expert whose router row it has; nothing without groups."""
+    moe = checkpoint.config.layers[layer].moe
+    if moe is None or not moe.groups:
+        return []
+    rows = [max(expert.router, key=lambda row: row.coefficient) for expert in plan.layers[layer]]
+    return [moe.groups[int(row.expert)] for row in rows]
+
+
+def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
+    """Of every FFN of a dense sibling, which has one width for all: narrower ones get hidden units that are zero."""
+    layer, (expert,) = next(iter(plan.layers.items()))
+    width = sum(_width(part.sources[0], layer, checkpoint) for part in expert.parts)
+    if checkpoint.config.architecture.dense_sibling is None:
+        return width
+    return max([width, *(own.dense_width for own in checkpoint.config.layers if own.moe is None)])
+
+
+def dense_ffns(checkpoint: Checkpoint) -> set[str]:
+    """Names of the projections of layers that have no experts."""
+    dense = [index for index, layer in enumerate(checkpoint.config.layers) if layer.moe is None]
+    return {dense_tensor(index, projection) for index in dense for projection in range(3)}
+
+
+def _fitted(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Of an FFN that is narrower than the others, with hidden units of zero: they add nothing to its output."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    fitted = tensor.new_zeros(shape)
+    fitted[: tensor.shape[0], : tensor.shape[1]] = tensor
+    return fitted
+
+
+def apply(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    directory: Path,
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    replaced: Mapping[str, Tensor] | None = None,
+    quantiser: Quantiser | None = None,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> None:
+    """Write config, weights and, where layers differ in experts, the modelling file into an empty directory.
+
+    `replaced`: tensors of the result that are written as they are given, by name (what was trained). `quantiser` rounds
+    weights on the way. Those that have few bits already are copied.
+    """
+    check_fits(plan, checkpoint)
+    check_nothing_is_lost(plan, checkpoint)
+    raw = planned_config(plan, checkpoint)
+    made = _made_tensors(plan, checkpoint) | _given(replaced)
+    config = decoder_config(raw)
+    shapes, origins = expected_tensors(config), _origins(plan, checkpoint)
+    canonical = {on_disk: name for name, on_disk in dense_names(config).items()}
+    schemes = _schemes(config, checkpoint, origins, made, quantiser)
+    packed = {} if schemes else _kept_packed(plan, checkpoint, replaced or {})
+    raw |= _quantisation(config, checkpoint, quantiser) if schemes or packed else {}
+    # Weights of few bits lie one by one, whatever the family does.
+    one_by_one = {dense_names(config).get(name, name): Stored(shape) for name, shape in shapes.items()}
+    stored = one_by_one if schemes else stored_tensors(config)
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, one in stored.items():
+        own = canonical.get(name, name)
+        dtype = _dtype(one.parts[0][0] if one.parts else own, checkpoint)
+        if own in schemes:
+            layout |= layout_of(name, one.shape, schemes[own], dtype)
+        elif name + BLOCKS not in packed:
+            layout[name] = dtype, one.shape
+    layout |= {name: (torch.uint8, (len(kept), *whole.shape[1:])) for name, (whole, kept) in packed.items()}
+    layout |= checkpoint.derived
+
+    def given(name: str) -> Tensor:
+        tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
+        return tensor if quantiser is None or name in schemes else quantiser.rescaled(name, tensor)
+
+    def pieces_of(name: str) -> Mapping[str, Iterable[Tensor]]:
+        if name in packed:
+            return {name: _rows_of(*packed[name])}
+        own = canonical.get(name, name)
+        if own not in schemes:
+            return {name: _pieces(own, stored[name], given, layout[name][0])}
+        if quantiser is not None:
+            weight: Weight = quantiser(own, given(own), _dtype(own, checkpoint))
+        else:
+            weight = checkpoint.stored(origins.get(own, own))
+        assert isinstance(weight, QuantizedWeight)
+        return {part: [tensor] for part, tensor in tensors_of(name, weight).items()}
+
+    releasing = _Releasing(checkpoint)
+    with ShardWriter(directory, layout, shard_bytes) as writer:
+        for name in progress([*(name for name in stored if name + BLOCKS not in packed), *packed]):
+            for part, pieces in pieces_of(name).items():
+                writer.add_rows(part, releasing.after(pieces))
+        for name in checkpoint.derived:
+            writer.add_rows(name, releasing.after([checkpoint.derived_tensor(name)]))
+    write_json(directory / "config.json", raw)
+    if "auto_map" in raw:
+        source = remote_code.render(checkpoint.config.architecture)
+        (directory / remote_code.FILE_NAME).write_text(source, encoding="utf-8")
+
+
+def _schemes(
+    result: DecoderConfig,
+    checkpoint: Checkpoint,
+    origins: Mapping[str, str],
+    made: Mapping[str, Any],
+    quantiser: Quantiser | None,
+) -> dict[str, Scheme]:
+    """How each weight of few bits is stored in the result."""
+    if quantiser is not None:
+        return {name: quantiser.options.scheme_of(name) for name in quantiser.options.names(result)}
+    copied = {name: origins.get(name, name) for name in expected_tensors(result) if name in origins or name not in made}
+    return {name: scheme for name, origin in copied.items() if (scheme := checkpoint.scheme(origin)) is not None}
+
+
+def _quantisation(result: DecoderConfig, checkpoint: Checkpoint, quantiser: Quantiser | None) -> dict[str, Any]:
+    """What config.json says of the result's weights of few bits."""
+    if quantiser is not None:
+        return quantiser.options.config(result)
+    return {CONFIG_KEY: checkpoint.raw_config.get(CONFIG_KEY, {"quant_method": METHOD})}
+
+
+def _kept_packed(plan: Plan, checkpoint: Checkpoint, replaced: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, list[int]]]:
+    """Stacks of packed weights whose experts stay as they are, with those that stay: they are not unpacked."""
+    if not all(expert.is_copy for experts in plan.layers.values() for expert in experts):
+        return {}
+    found: dict[str, tuple[Tensor, list[int]]] = {}
+    for layer, experts in plan.layers.items():
+        kept = [int(expert.router[0].expert) for expert in experts]
+        for stack in stacks_on_disk(checkpoint.config.architecture, layer):
+            if replaced.keys() & set(stacked_names(checkpoint.config, layer, stack, 0)):
+                return {}
+            parts = {stack.name + part: checkpoint.packed(stack.name + part) for part in (BLOCKS, POWERS)}
+            found |= {name: (whole, kept) for name, whole in parts.items() if whole is not None}
+    return found
+
+
+def _rows_of(whole: Tensor, kept: Iterable[int]) -> Iterator[Tensor]:
+    for expert in kept:
+        yield whole[expert]
+
+
+def _pieces(name: str, stored: Stored, given: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """A tensor of the result as it is written: some rows after the other, or of a stack one expert after the other."""
+    if stored.stack is None:
+        yield from in_parts(given(name).to(dtype), _RELEASE_EVERY_BYTES)
+    else:
+        for names in stored.parts:
+            yield joined(stored.stack, [given(part).to(dtype) for part in names])
+
+
+class _Releasing:
+    """Lets go of the source's pages every now and then."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._read = checkpoint, 0
+
+    def after(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The same pieces."""
+        for piece in pieces:
+            yield piece
+            self._read += piece.numel() * piece.element_size()
+            if self._read >= _RELEASE_EVERY_BYTES:
+                del piece
+                self._checkpoint.release()
+                self._read = 0
+
+
+def planned_decoder(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    replaced: Mapping[str, Tensor] | None = None,
+) -> Decoder:
+    """What `apply` would write, as a decoder, without writing it; experts that are kept as they are stay mapped."""
+    made = _made_tensors(plan, checkpoint) | _given(replaced)
+    config = decoder_config(planned_config(plan, checkpoint))
+    shapes = expected_tensors(config)
+
+    origins, weights = _origins(plan, checkpoint), checkpoint.weights(dtype, device)
+
+    def source(name: str) -> Weight:
+        origin = origins.get(name, name)
+        if origin in checkpoint.shapes and checkpoint.scheme(origin) is not None:
+            return weights(origin)
+        tensor = _fitted(made[name]() if name in made else checkpoint.tensor(name), shapes[name])
+        return tensor.to(device=device, dtype=computed_dtype(config.architecture, name, dtype))
+
+    return Decoder(config, source)
+
+
+def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    """Unchanged tensors keep their dtype; experts and routers are stored as the model's first expert is."""
+    return checkpoint.dtype(name) if name in checkpoint.shapes else checkpoint.model_dtype
+
+
+def _origins(plan: Plan, checkpoint: Checkpoint) -> dict[str, str]:
+    """Names in the source of the tensors of experts that stay as they are, by their names in the result."""
+    row = checkpoint.config.architecture
+    return {
+        expert_tensor(row, layer, index, part): expert_tensor(row, layer, source, part)
+        for layer, experts in plan.layers.items()
+        for index, expert in enumerate(experts)
+        if expert.is_copy and isinstance(source := expert.parts[0].sources[0].expert, int)
+        for part in expert_parts(row)
+    }
+
+
+def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
+    """How to make each tensor that is not copied under its own name, without making any yet."""
+    row = checkpoint.config.architecture
+    made: dict[str, Callable[[], Tensor]] = {}
+    for layer, experts in plan.layers.items():
+        for index, expert in enumerate(experts):
+            for projection in expert_parts(row):
+                name = ffn_tensor(plan, checkpoint, layer, index, projection)
+                made[name] = _deferred(_projection, checkpoint, layer, expert, projection)
+        for name, (_, *inputs) in expert_rows(checkpoint.config, layer).items():
+            if plan.kind == "moe":
+                made[name] = _deferred(_rows, checkpoint, name, experts)
+            elif row.dense_sibling is None:  # the softmax of one logit is 1, whatever the logit
+                made[name] = _deferred(torch.zeros, 1, *inputs)
+    return made
+
+
+def ffn_tensor(plan: Plan, checkpoint: Checkpoint, layer: int, index: int, projection: int) -> str:
+    """Name in the result of a projection of expert `index`: of the one FFN, where the result is a dense sibling."""
+    row = checkpoint.config.architecture
+    if plan.kind == "dense" and row.dense_sibling is not None:
+        return dense_tensor(layer, projection)
+    return expert_tensor(row, layer, index, projection)
+
+
+def _given(replaced: Mapping[str, Tensor] | None) -> dict[str, Callable[[], Tensor]]:
+    return {name: _deferred(torch.clone, tensor) for name, tensor in (replaced or {}).items()}
+
+
+def _deferred(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], Tensor]:
+    return lambda: function(*arguments)
+
+
+def _projection(checkpoint: Checkpoint, layer: int, expert: PlannedExpert, projection: int) -> Tensor:
+    """One projection of a planned expert: its parts side by side along the hidden units."""
+    blocks = [part_tensor(checkpoint, layer, part, projection) for part in expert.parts]
+    return blocks[0] if len(blocks) == 1 else side_by_side(blocks, projection)
+
+
+def side_by_side(blocks: Sequence[Tensor], projection: int) -> Tensor:
+    """A tensor of the FFN that adds up what several FFNs give: the hidden units of all, which their last biases know not."""
+    if projection == DOWN_BIAS:
+        return torch.stack(list(blocks)).sum(0)
+    return torch.cat(list(blocks), dim=1 if projection == DOWN else 0)
+
+
+def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
+    """Σ coefficient · permuted source; of the down projection times the part's scale. A plain copy stays a mapped view."""
+    scale = part.scale if projection in (DOWN, DOWN_BIAS) else 1.0
+    tensors = [(source, _source_tensor(checkpoint, layer, source, projection)) for source in part.sources]
+    if len(tensors) == 1 and tensors[0][0].coefficient * scale == 1.0 and tensors[0][0].permutation is None:
+        return tensors[0][1]
+    total = torch.zeros(tensors[0][1].shape, dtype=torch.float32)
+    for source, tensor in tensors:
+        if source.permutation is not None and projection != DOWN_BIAS:
+            tensor = tensor.index_select(1 if projection == DOWN else 0, torch.tensor(source.permutation))
+        total += source.coefficient * scale * tensor.float()
+    return total
+
+
+def _source_tensor(checkpoint: Checkpoint, layer: int, source: Source, projection: int) -> Tensor:
+    row = checkpoint.config.architecture
+    if source.expert == SHARED_EXPERT:
+        return checkpoint.tensor(shared_tensor(row, layer, projection))
+    return checkpoint.tensor(expert_tensor(row, layer, int(source.expert), projection))
+
+
+def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...]) -> Tensor:
+    """The result's router, [M, D], or another tensor with a row for each expert: weighted sums of source rows, one-hot in
+    pruning."""
+    weight = checkpoint.tensor(name)
+    if weight.dim() > 1 and is_router_bias(checkpoint.config.architecture, name):  # [1, N]
+        return _rows_of_router(weight.T, experts).T
+    return _rows_of_router(weight, experts)
+
+
+def _rows_of_router(weight: Tensor, experts: tuple[PlannedExpert, ...]) -> Tensor:
+    if all(expert.is_copy for expert in experts):
+        return weight[[int(expert.router[0].expert) for expert in experts]]
+    rows = [sum(s.coefficient * weight[int(s.expert)].float() for s in expert.router) for expert in experts]
+    return torch.stack([row for row in rows if isinstance(row, Tensor)])
+
+
+def carried_files(source: Path) -> Iterator[Path]:
+    """Tokenizer, preprocessing and generation files in the source's directory, which the result takes over unchanged."""
+    names = (
+        "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model spiece.model special_tokens_map.json "
+        "added_tokens.json vocab.json vocab.txt merges.txt chat_template.jinja preprocessor_config.json"
+    )
+    for name in names.split():
+        path = source / name
+        if path.is_file():
+            yield path

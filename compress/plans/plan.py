@@ -1,0 +1,214 @@
+"""Plan: what the weights become.
+
+For each MoE layer, the experts of the smaller model. An expert is one or more parts side by side along the hidden units
+(concatenation, MoE→dense), each part a weighted sum of source experts whose hidden units may first be permuted (merging),
+and it keeps a weighted sum of source router rows. Pruning is the one-hot case. In JSON an expert kept as it is is just its
+number, so a pruning plan reads `"0": [0, 3, 5]`, and a permutation is one string of numbers.
+
+A plan is small, readable, diffable, and is the provenance in the artifact. `apply` (apply.py) carries out any plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import PlanError
+from engine.files.json_file import shown
+
+SCHEMA_VERSION = 1
+MAX_DIGITS = 9
+"""Of a layer's number: Python reads no integer of thousands."""
+SHARED_EXPERT = "shared"
+"""A source that names the layer's shared expert instead of a routed one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source expert in a weighted sum."""
+
+    expert: int | str
+    coefficient: float = 1.0
+    permutation: tuple[int, ...] | None = None
+    """Hidden unit `permutation[j]` of the source is added to unit j of the result; None keeps the order."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Σ coefficient · source, of the sources' own width; `scale` multiplies its block of the down projection."""
+
+    sources: tuple[Source, ...]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class PlannedExpert:
+    """One expert of the result: its parts, concatenated, and the router row it keeps (none in a dense result)."""
+
+    parts: tuple[Part, ...]
+    router: tuple[Source, ...] = ()
+
+    @property
+    def is_copy(self) -> bool:
+        """The source expert as it is, with its own router row: what pruning keeps."""
+        if len(self.parts) != 1 or len(self.parts[0].sources) != 1 or self.parts[0].scale != 1.0:
+            return False
+        source = self.parts[0].sources[0]
+        return source.permutation is None and source.coefficient == 1.0 and self.router == (Source(source.expert),)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The experts of every MoE layer, by decoder layer index. `kind` is "moe", or "dense" with one expert a layer."""
+
+    layers: Mapping[int, tuple[PlannedExpert, ...]]
+    kind: str = "moe"
+
+    @property
+    def experts_per_layer(self) -> tuple[int, ...]:
+        """Experts of each MoE layer, in the order of the layers."""
+        return tuple(len(self.layers[layer]) for layer in sorted(self.layers))
+
+
+def kept_expert(expert: int) -> PlannedExpert:
+    """A source expert as it is, with its router row."""
+    return PlannedExpert((Part((Source(expert),)),), (Source(expert),))
+
+
+def pruning_plan(kept: Mapping[int, Iterable[int]]) -> Plan:
+    """Keep these experts of each layer (one-hot rows), in the order of their indices."""
+    return Plan({layer: tuple(kept_expert(expert) for expert in sorted(experts)) for layer, experts in kept.items()})
+
+
+def same_plan(experts: Mapping[int, int]) -> Plan:
+    """Every expert stays. experts: their number by decoder layer index."""
+    return pruning_plan({layer: range(count) for layer, count in experts.items()})
+
+
+def concatenation_plan(selected: Mapping[int, Sequence[tuple[int | str, float]]]) -> Plan:
+    """MoE→dense: each layer becomes one FFN, the concatenation of (expert, scale a_i) pairs."""
+    return Plan(
+        {
+            layer: (PlannedExpert(tuple(Part((Source(expert),), scale) for expert, scale in experts)),)
+            for layer, experts in selected.items()
+        },
+        kind="dense",
+    )
+
+
+def check_plan(plan: Plan, experts: Mapping[int, int], expert_width: int, shared: bool = False) -> None:
+    """Raise PlanError unless the plan fits a model with `experts` routed experts by decoder layer index."""
+    if plan.kind not in ("moe", "dense"):
+        raise PlanError(f"plan kind is {plan.kind!r}; it must be 'moe' or 'dense'")
+    if set(plan.layers) != set(experts):
+        raise PlanError(
+            f"the plan is for layers {sorted(plan.layers)} and the model's MoE layers are {sorted(experts)}; "
+            "make the plan from this model"
+        )
+    for layer, planned in plan.layers.items():
+        where = f"plan, layer {layer}"
+        if not planned:
+            raise PlanError(f"{where}: no expert is kept; every layer needs at least one")
+        if plan.kind == "dense" and (len(planned) != 1 or planned[0].router):
+            raise PlanError(f"{where}: a dense plan has exactly one expert a layer and no router row")
+        for index, expert in enumerate(planned):
+            _check_expert(expert, f"{where}, expert {index}", experts[layer], expert_width, plan.kind, shared)
+
+
+def _check_expert(expert: PlannedExpert, where: str, experts: int, width: int, kind: str, shared: bool) -> None:
+    if not expert.parts or any(not part.sources for part in expert.parts):
+        raise PlanError(f"{where}: has no source; name at least one expert of the model")
+    if kind == "moe" and len(expert.parts) != 1:
+        raise PlanError(f"{where}: routed experts keep the model's width, so only a dense plan concatenates")
+    if kind == "moe" and not expert.router:
+        raise PlanError(f"{where}: keeps no router row, so no token could reach it")
+    for source in (*expert.router, *(source for part in expert.parts for source in part.sources)):
+        _check_source(source, where, experts, width, shared)
+    if any(source.permutation is not None or source.expert == SHARED_EXPERT for source in expert.router):
+        raise PlanError(f"{where}: router rows come from routed experts and have nothing to permute")
+    if not all(math.isfinite(part.scale) for part in expert.parts):
+        raise PlanError(f"{where}: a scale is not finite")
+
+
+def _check_source(source: Source, where: str, experts: int, width: int, shared: bool) -> None:
+    if source.expert == SHARED_EXPERT:
+        if not shared:
+            raise PlanError(f"{where}: names the shared expert, and this model has none")
+    elif not isinstance(source.expert, int) or not 0 <= source.expert < experts:
+        raise PlanError(f"{where}: names expert {source.expert}; the layer has experts 0 to {experts - 1}")
+    if not math.isfinite(source.coefficient):
+        raise PlanError(f"{where}: the coefficient of expert {source.expert} is not finite")
+    if source.permutation is not None and sorted(source.permutation) != list(range(width)):
+        raise PlanError(f"{where}: the permutation of expert {source.expert} is not one of {width} hidden units")
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON; the inverse of `plan_from_json`."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": plan.kind,
+        "layers": {str(layer): [_expert_to_json(e) for e in plan.layers[layer]] for layer in sorted(plan.layers)},
+    }
+
+
+def _expert_to_json(expert: PlannedExpert) -> Any:
+    if expert.is_copy:
+        return expert.parts[0].sources[0].expert
+    parts = [
+        {"sources": [_source_to_json(source) for source in part.sources]}
+        | ({} if part.scale == 1.0 else {"scale": part.scale})
+        for part in expert.parts
+    ]
+    return {"parts": parts} | ({"router": [_source_to_json(row) for row in expert.router]} if expert.router else {})
+
+
+def _source_to_json(source: Source) -> Any:
+    values: dict[str, Any] = {"expert": source.expert}
+    if source.coefficient != 1.0:
+        values["coefficient"] = source.coefficient
+    if source.permutation is not None:
+        # One string: as a list, each of an expert's thousands of hidden units would be a line of the indented file.
+        values["permutation"] = " ".join(map(str, source.permutation))
+    return values
+
+
+def plan_from_json(values: Any) -> Plan:
+    """Read a plan. Raises PlanError naming the first place that is not as the schema has it."""
+    if not isinstance(values, dict) or not isinstance(values.get("layers"), dict):
+        raise PlanError("not a plan: expected an object with schema_version, kind and layers")
+    version = values.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise PlanError(
+            f"plan has schema_version {shown(version)}; this version reads {SCHEMA_VERSION}; update moe-compress"
+        )
+    layers = {}
+    for name, experts in values["layers"].items():
+        if not name.isascii() or not name.isdigit() or len(name) > MAX_DIGITS or not isinstance(experts, list):
+            raise PlanError(f"plan, layer {shown(name)}: expected a layer number and a list of experts")
+        layers[int(name)] = tuple(_expert_from_json(e, f"plan, layer {name}, expert {i}") for i, e in enumerate(experts))
+    return Plan(layers, values.get("kind", "moe"))
+
+
+def _expert_from_json(values: Any, where: str) -> PlannedExpert:
+    if isinstance(values, int) and not isinstance(values, bool):
+        return kept_expert(values)
+    try:
+        parts = tuple(
+            Part(tuple(_source_from_json(source) for source in part["sources"]), float(part.get("scale", 1.0)))
+            for part in values["parts"]
+        )
+        return PlannedExpert(parts, tuple(_source_from_json(row) for row in values.get("router", ())))
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+        raise PlanError(f"{where}: expected an expert's number, or parts of sources and a router: {error}") from error
+
+
+def _source_from_json(values: Mapping[str, Any]) -> Source:
+    expert, permutation = values["expert"], values.get("permutation")
+    if isinstance(expert, bool) or not isinstance(expert, int | str):
+        raise ValueError(f"{expert!r} is no expert")
+    units = permutation.split() if isinstance(permutation, str) else permutation
+    return Source(
+        expert, float(values.get("coefficient", 1.0)), None if units is None else tuple(int(unit) for unit in units)
+    )

@@ -1,0 +1,101 @@
+"""The model card that an artifact carries: its figures, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compress.report.pictures import Picture
+from engine.checkpoint.hub import is_hub_id, split
+
+
+def model_card(
+    figures: Mapping[str, Any],
+    source: str,
+    layers: Sequence[int],
+    skipping: bool,
+    pictures: Sequence[Picture] = (),
+    title: str | None = None,
+    own: Sequence[str] = (),
+    loader: str = "AutoModelForCausalLM",
+) -> str:
+    """README.md of an artifact. `layers`: decoder layer index of each MoE layer; `pictures` lie beside it.
+
+    `title` stands for how many fewer experts there are; `own` are lines of what is particular to how it was made.
+    """
+    rows = [
+        ("experts", figures["experts_before"], figures["experts_after"]),
+        ("parameters", f"{figures['parameters_before']:,}", f"{figures['parameters_after']:,}"),
+        ("bytes of weights", f"{figures['bytes_before']:,}", f"{figures['bytes_after']:,}"),
+        ("perplexity", _number(figures["perplexity_before"]), _number(figures["perplexity_after"])),
+    ]
+    if "token_accuracy_before" in figures:
+        rows.append(("token accuracy", _number(figures["token_accuracy_before"]), _number(figures["token_accuracy_after"])))
+    kept = [f"| {layer} | {count} |" for layer, count in zip(layers, figures["experts_per_layer"], strict=True)]
+    heading = title or f"{source}, {figures['sparsity']:.0%} fewer experts"
+    return "\n".join(
+        [
+            "---",
+            *([] if figures.get("loading_note") else ["library_name: transformers"]),
+            *([f"base_model: {split(source)[0]}"] if is_hub_id(source) and not Path(source).exists() else []),
+            f"tags: [mixture-of-experts, {_kind(figures, title)}, moe-compress]",
+            "---",
+            f"# {heading}",
+            "",
+            f"Made by moe-compress with method `{figures['method']}`. Every option, the plan (what became of each",
+            "expert) and the checksums of all files are in `compression.json`.",
+            "",
+            "| | before | after |",
+            "| --- | ---: | ---: |",
+            *(f"| {name} | {before} | {after} |" for name, before, after in rows),
+            "",
+            f"Perplexity is on {figures['evaluation']}.",
+            f"It took {figures['seconds']:.0f} s and at most {figures['peak_memory_bytes'] / 1e9:.2f} GB of memory.",
+            "",
+            *_loading(figures, loader),
+            "",
+            *(
+                [
+                    "Tables for adaptive expert skipping are in `skip_tables.safetensors`; to use them:",
+                    "`compress generate … --skip-threshold 1`.",
+                    "",
+                ]
+                if skipping
+                else []
+            ),
+            *own,
+            *(["| layer | experts |", "| ---: | ---: |", *kept, ""] if kept else []),
+            *(line for picture in pictures for line in (f"![{picture.name}]({picture.path.name})", "", picture.about, "")),
+        ]
+    )
+
+
+def training_lines(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What each part of the training cost and gained; nothing where there was none."""
+    lines = []
+    for name, part in parts.items():
+        lines.append(f"`{name}`: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}.")
+        if part["best_step"] is not None:
+            best = dict(part["validation_perplexity"])[part["best_step"]]
+            lines.append(f"Kept is the state of step {part['best_step']}, perplexity {best:.3f} on text set aside for that.")
+    return [*lines, ""] if lines else []
+
+
+def _kind(figures: Mapping[str, Any], title: str | None) -> str:
+    kind = "pruned" if title is None else "dense"
+    return kind if "weight_bits" not in figures else "quantized" if title else f"{kind}, quantized"
+
+
+def _loading(figures: Mapping[str, Any], loader: str) -> list[str]:
+    """How it is loaded, and by whom where that is not transformers."""
+    if note := figures.get("loading_note"):
+        code = ["from engine.generate import Engine", 'engine = Engine.open("this directory")']
+        return [f"{note[0].upper()}{note[1:]}.", "", "```python", *code, "```"]
+    load = "" if len(set(figures["experts_per_layer"])) <= 1 else ", trust_remote_code=True"
+    code = [f"from transformers import {loader}", f'model = {loader}.from_pretrained("this directory"{load})']
+    return ["```python", *code, "```"]
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}"

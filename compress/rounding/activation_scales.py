@@ -1,0 +1,274 @@
+"""Scales of input channels by the size of their activations, which leave less error when weights are rounded (AWQ).
+
+AWQ, section 3.2: s* = argmin_s L(s), L(s) = ‖Q(W·diag(s))·(diag(s)⁻¹·X) − W·X‖ (eq. 4), with s = s_X^α, s_X the mean size of
+each channel's activations and α from a grid over [0, 1] (eq. 5). diag(s)⁻¹ is folded into what comes before, where that is
+exact:
+
+- the norm before attention: query, key and value share one s;
+- the norm before a feed-forward block: gate and up of all its experts share one s, and routers and the shared expert's
+  gate, which are not rounded, read columns times s;
+- the rows of up before down: each expert has its own s, because silu(gate) ⊙ up is linear in up.
+
+What attention's other matrices read is left as it is, such as mixtures of values that several heads share, and down where up
+is clamped or has a bias.
+
+Ours: L is summed over the matrices that share an s, each on those of a sample of tokens that reach it: an expert's on the
+tokens routed to it, by the model as it was.
+
+Shape suffixes: T tokens, D inputs, O outputs, F width, A exponents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.architectures import (
+    DecoderConfig,
+    dense_tensor,
+    expert_tensor,
+    noise_tensors,
+    router_tensors,
+    shared_gate_tensor,
+    shared_tensor,
+)
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.pack_quantized import Scheme
+from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.model import DecoderLayer
+from engine.decoder.parameters import attention_parameters
+from engine.decoder.routing import select
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.state_file import check_digest, write_state
+from engine.kernels.linear import linear
+from engine.kernels.quantized_weight import as_tensor, quantise
+from engine.passes.streaming import stream_layers
+
+EXPONENTS = tuple(step / 10 for step in range(11))
+"""α; with 0 nothing is scaled, so what is chosen is never worse on the sample."""
+READ_THE_NORM = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+"""Matrices of attention, ordinary and latent, that read what the norm before it gives."""
+SAMPLE_TOKENS = 2048
+"""Whose activations are kept, of a layer at a time."""
+
+
+class Fold(NamedTuple):
+    """One s and where it goes."""
+
+    before: tuple[str, ...]
+    """Whose rows, or whose entries of a norm, are divided by s."""
+    readers: tuple[str, ...]
+    """Whose columns are multiplied by it."""
+    s_D: Tensor
+
+
+@dataclass
+class Rescaling:
+    """What tensors are multiplied by before they are rounded; those not named stay as they are."""
+
+    folds: list[Fold] = field(default_factory=list)
+    exponents: dict[int, list[float]] = field(default_factory=dict)
+    """By decoder layer: α of attention's input, of the feed-forward block's, and the mean over its down projections."""
+    errors: list[tuple[float, float]] = field(default_factory=list)
+    """Of each s: the squared error of the outputs with α = 0, and with the one chosen."""
+
+    @cached_property
+    def _rows(self) -> dict[str, Tensor]:
+        return {name: 1.0 / fold.s_D for fold in self.folds for name in fold.before}
+
+    @cached_property
+    def _columns(self) -> dict[str, Tensor]:
+        return {name: fold.s_D for fold in self.folds for name in fold.readers}
+
+    def factor(self, name: str, like: Tensor) -> Tensor | None:
+        """What the tensor is multiplied by, in its shape or one that broadcasts to it."""
+        rows, columns = self._rows.get(name), self._columns.get(name)
+        if rows is not None and like.dim() == 2:
+            rows = rows[:, None]
+        if rows is None or columns is None:
+            return columns if rows is None else rows
+        return rows * columns
+
+    def save(self, path: Path) -> None:
+        """Write the file, replacing an old one only when whole."""
+        names = [[fold.before, fold.readers] for fold in self.folds]
+        about = json.dumps({"names": names, "exponents": list(self.exponents.items()), "errors": self.errors})
+        tensors = {f"s.{number}": fold.s_D for number, fold in enumerate(self.folds)}
+        write_state(path, tensors, {"activation_scales": about}, "scales of activations")
+
+
+def load_rescaling(path: Path) -> Rescaling:
+    """The inverse of `save`, of a file of our own."""
+    with SafetensorsFile(path) as file:
+        check_digest(file)
+        about = json.loads(file.metadata["activation_scales"])
+        folds = [
+            Fold(tuple(before), tuple(readers), file.tensor(f"s.{number}").clone())
+            for number, (before, readers) in enumerate(about["names"])
+        ]
+    return Rescaling(folds, dict(about["exponents"]), [(before, after) for before, after in about["errors"]])
+
+
+def activation_scales(
+    checkpoint: Checkpoint,
+    tokens_SL: Tensor,
+    scheme: Scheme,
+    *,
+    experts_only: bool,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Rescaling:
+    """s of every layer, one layer in memory at a time."""
+    chosen = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
+    sample_T = chosen[:SAMPLE_TOKENS].sort().values.to(device)
+    found = Rescaling()
+
+    def visit(index: int, layer: DecoderLayer) -> Callable[[], None]:
+        attention, feed_forward = Inputs(layer.attention, sample_T), Inputs(layer.feed_forward, sample_T)
+
+        def finish() -> None:
+            search = LayerSearch(checkpoint, index, scheme, found)
+            exponents = [0.0 if experts_only else search.attention(layer, attention.sample_TD)]
+            block = layer.feed_forward
+            if isinstance(block, MoeBlock) or not experts_only:
+                exponents += search.feed_forward(block, feed_forward.sample_TD)
+            found.exponents[index] = exponents
+
+        return finish
+
+    stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, progress=progress).close()
+    return found
+
+
+class Inputs:
+    """Watches what a module is given and keeps the rows of a sample."""
+
+    def __init__(self, module: nn.Module, sample_T: Tensor) -> None:
+        """sample_T: sorted indices into the flat sequence of all tokens."""
+        self.sample_T, self.seen = sample_T, 0
+        self._kept: list[Tensor] = []
+        module.register_forward_pre_hook(self._see)
+
+    def _see(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        x_TD = given[0].flatten(0, -2)
+        here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + len(x_TD))]
+        self._kept.append(x_TD[here - self.seen])
+        self.seen += len(x_TD)
+
+    @property
+    def sample_TD(self) -> Tensor:
+        """The rows, in order."""
+        return torch.cat(self._kept)
+
+
+class LayerSearch:
+    """The search for one layer's s, which are noted in a Rescaling."""
+
+    def __init__(self, checkpoint: Checkpoint, index: int, scheme: Scheme, found: Rescaling) -> None:
+        self.checkpoint, self.index, self.scheme, self.found = checkpoint, index, scheme, found
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model's."""
+        return self.checkpoint.config
+
+    def attention(self, layer: DecoderLayer, x_TD: Tensor) -> float:
+        """α of what attention reads."""
+        if layer.residuals is not None:
+            return 0.0  # the residual reads the norm too
+        prefix = f"model.layers.{self.index}"
+        own = {f"{prefix}.self_attn.{name}": weight for name, weight in attention_parameters(layer.attention)}
+        names = [f"{prefix}.self_attn.{name}.weight" for name in READ_THE_NORM]
+        names = [name for name in names if name in own]
+        alpha, s_D = self._best(x_TD, [(own[name], x_TD) for name in names], names[0])
+        self._fold(self._norm("input_layernorm"), names, s_D)
+        return alpha
+
+    def feed_forward(self, block: MoeBlock | Expert, x_TD: Tensor) -> list[float]:
+        """α of what gate and up read, and the mean of those of what down reads."""
+        used = [(names, ffn, rows_TD) for names, ffn, rows_TD in self._ffns(block, x_TD) if len(rows_TD)]
+        if self.config.layers[self.index].residuals is not None:
+            return [0.0, sum(self._down(*each) for each in used) / len(used)]
+        matrices = [(as_tensor(weight), rows_TD) for _, ffn, rows_TD in used for weight in ffn.projections[:2]]
+        alpha, s_D = self._best(x_TD, matrices, used[0][0][0])
+        readers = [name for names, _, _ in self._ffns(block, x_TD) for name in names[:2]]
+        self._fold(self._norm("post_attention_layernorm"), [*readers, *self._unrounded()], s_D)
+        return [alpha, sum(self._down(*each) for each in used) / len(used)]
+
+    def _norm(self, name: str) -> list[str]:
+        parts = ("weight", "bias") if self.config.architecture.layer_norm else ("weight",)
+        return [f"model.layers.{self.index}.{name}.{part}" for part in parts]
+
+    def _down(self, names: list[str], ffn: Expert, x_TD: Tensor) -> float:
+        if not ffn.is_plain:
+            return 0.0
+        gate_FD, up_FD, down_DF = (as_tensor(weight) for weight in ffn.projections)
+        middle_TF = F.silu(linear(x_TD, gate_FD)) * linear(x_TD, up_FD)
+        alpha, s_F = self._best(middle_TF, [(down_DF, middle_TF)], names[2])
+        self._fold(names[1:2], names[2:], s_F)
+        return alpha
+
+    def _ffns(self, block: MoeBlock | Expert, x_TD: Tensor) -> Iterator[tuple[list[str], Expert, Tensor]]:
+        """Each FFN of the layer with the names of its matrices, and the tokens that reach it."""
+        row, index = self.config.architecture, self.index
+        if isinstance(block, Expert):
+            yield [dense_tensor(index, projection) for projection in range(3)], block, x_TD
+            return
+        chosen_TS = select(block.routing, x_TD, block.logits(x_TD)).experts
+        for number, expert in enumerate(block.experts):
+            assert isinstance(expert, Expert)
+            names = [expert_tensor(row, index, number, projection) for projection in range(3)]
+            yield names, expert, x_TD[(chosen_TS == number).any(dim=1)]
+        if block.shared is not None:
+            yield [shared_tensor(row, index, projection) for projection in range(3)], block.shared, x_TD
+
+    def _unrounded(self) -> list[str]:
+        """What else reads the norm before the feed-forward block."""
+        moe = self.config.layers[self.index].moe
+        if moe is None:
+            return []
+        router, *_ = router_tensors(self.config, self.index)  # of a gate network the first layer
+        gate = shared_gate_tensor(self.config.architecture, self.index) if moe.shared_width else None
+        return [router, *noise_tensors(self.config, self.index), *([] if gate is None else [gate])]
+
+    def _best(self, x_TD: Tensor, matrices: list[tuple[Tensor, Tensor]], name: str) -> tuple[float, Tensor]:
+        """(α, s) of the least L."""
+        s_AD = candidates(x_TD)
+        scale_dtype = self.checkpoint.dtype(name)
+        error_A = sum(errors(weight_OD, rows_TD, s_AD, self.scheme, scale_dtype) for weight_OD, rows_TD in matrices)
+        assert isinstance(error_A, Tensor)
+        best = int(error_A.argmin())
+        self.found.errors.append((float(error_A[0]), float(error_A[best])))
+        return EXPONENTS[best], s_AD[best].cpu()
+
+    def _fold(self, before: Iterable[str], readers: Iterable[str], s_D: Tensor) -> None:
+        """diag(s)⁻¹ goes to the rows of the ones, s to the columns of the others."""
+        self.found.folds.append(Fold(tuple(before), tuple(readers), s_D))
+
+
+def candidates(x_TD: Tensor) -> Tensor:
+    """s of each exponent, [A, D]: s_X^α, centred so that the largest and the smallest are as far from 1."""
+    size_D = x_TD.float().abs().mean(0)
+    size_D = size_D.clamp_min(float(size_D.mean()) * 1e-4 or 1.0)
+    s_AD = torch.stack([size_D**alpha for alpha in EXPONENTS])
+    return s_AD / (s_AD.amax(1, keepdim=True) * s_AD.amin(1, keepdim=True)).sqrt()
+
+
+def errors(weight_OD: Tensor, x_TD: Tensor, s_AD: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Tensor:
+    """L(s)² of each s, [A]."""
+    wide_OD, x_TD = weight_OD.float(), x_TD.float()
+    found = []
+    for s_D in s_AD:
+        rounded_OD = quantise(wide_OD * s_D, *scheme, scale_dtype).dequantised(torch.float32) / s_D
+        found.append(linear(x_TD, rounded_OD - wide_OD).square().sum(dtype=torch.float64))
+    return torch.stack(found)

@@ -1,0 +1,217 @@
+"""What every command that makes a smaller model starts from: its options, and inputs that were found to be good.
+
+Shape suffixes: S sequences, L positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypedDict
+
+import torch
+from torch import Tensor
+
+from calibrate.collect import collect
+from calibrate.options import CalibrationOptions, calibration_texts
+from calibrate.statistics import Statistics, load_statistics
+from compress.plans.plan import Plan
+from compress.report.pictures import Picture
+from compress.rounding.quantizer import Quantiser
+from compress.run.perplexity import perplexity, routed_counts
+from compress.run.work_directory import WorkDirectory
+from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.errors import DataError, OptionError
+from engine.passes import processes
+from engine.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """One run, whatever it makes of the model."""
+
+    model: str
+    output: Path
+    method: str
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    statistics: Path | None = None
+    plan_output: Path | None = None
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
+    overwrite: bool = False
+    resume: bool = False
+    memory_limit: int | None = None
+    """Bytes that may be resident; None for no limit."""
+
+    def deciding(self) -> dict[str, Any]:
+        """The options that decide the result, as JSON."""
+        values = asdict(self)
+        for key in ("resume", "overwrite", "plan_output", "memory_limit"):
+            del values[key]
+        return dict(json.loads(json.dumps(values, default=str)))
+
+    def recorded(self) -> dict[str, Any]:
+        """The same with all defaults filled in, as provenance has it."""
+        return self.deciding()
+
+
+@dataclass
+class Prepared:
+    """Inputs that were found to be good, before any work."""
+
+    checkpoint: Checkpoint
+    calibration: CalibrationOptions
+    tokens_SL: Tensor
+    held_out_SL: Tensor | None
+    statistics: Statistics | None
+    dtype: torch.dtype
+
+    @property
+    def texts(self) -> dict[str, Tensor]:
+        """All that the result is made from, by name."""
+        return {"tokens": self.tokens_SL}
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Fingerprints of all models that the result is made from, and the states of their files, by name."""
+        return self.checkpoint.identity()
+
+
+class Identified(Protocol):
+    """A model on disk of any kind."""
+
+    def identity(self) -> dict[str, str]:
+        """The fingerprint of the model and the state of its files."""
+
+
+def teacher_identity(teacher: Identified | None) -> dict[str, str]:
+    """The same of a teacher, under names of its own; nothing where there is none."""
+    found = {} if teacher is None else teacher.identity()
+    return {f"teacher_{name}": value for name, value in found.items()}
+
+
+class HeldOut(TypedDict):
+    """What a model did on the held-out text, as JSON; None where there was no such text."""
+
+    perplexity: float | None
+    routed: dict[str, list[int]] | None
+    """By decoder layer index, the tokens routed to each expert."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a command has decided about a model, ready to be written."""
+
+    plan: Plan
+    method: str
+    """What the artifact is said to be made by."""
+    trained: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of the result that training has changed, by name."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """The command's own, beside those of every artifact."""
+    title: str | None = None
+    """Of the model card; None says how many fewer experts there are."""
+    card: tuple[str, ...] = ()
+    """Lines of the model card, of what is particular to the command."""
+    add_files: Callable[[Path], None] = lambda directory: None
+    """Writes what else belongs into the artifact's directory."""
+    draw: Callable[[Path], Sequence[Picture]] = lambda directory: ()
+    """Draws the command's own pictures there."""
+    quantiser: Quantiser | None = None
+    """Rounds the result's weights to few bits."""
+
+
+def open_mixture(model: str) -> Checkpoint:
+    """The checkpoint of a mixture of experts. Raises a CompressError for anything else."""
+    checkpoint = Checkpoint(resolve(model))
+    if not checkpoint.config.moe_layers:
+        raise OptionError(
+            f"{model}: is not a mixture of experts ({checkpoint.config.architecture.model_type}), so it has no experts to "
+            "spare"
+        )
+    return checkpoint
+
+
+def check_plain(checkpoint: Checkpoint) -> None:
+    """Raise OptionError for weights of few bits, which are not trained, mixed or rounded again."""
+    if checkpoint.schemes_used:
+        bits = " and ".join(str(scheme.bits) for scheme in checkpoint.schemes_used)
+        raise OptionError(
+            f"{checkpoint.directory}: has weights of {bits} bits; take the model that it was quantised from, and "
+            "`compress quantize` the result"
+        )
+
+
+def check_weights(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Raise CheckpointError for NaN or infinity among the weights; several processes read a part each."""
+    checkpoint.check_finite(lambda names: progress(processes.share(list(names)), "checking weights"))
+
+
+def prepare(options: JobOptions, checkpoint: Checkpoint) -> Prepared:
+    """Check every input that a run will need; nothing is written. Raises a CompressError for bad input."""
+    calibration = options.calibration.filled(checkpoint)
+    statistics = None
+    if options.statistics is not None:
+        statistics = load_statistics(options.statistics, checkpoint.config)
+        if statistics.header.get("model") != checkpoint.fingerprint():
+            raise DataError(f"{options.statistics}: statistics of another model than {options.model}; calibrate again")
+    tokenizer = load_tokenizer(checkpoint)
+    tokens, held_out = calibration_texts(calibration, tokenizer, checkpoint.config.vocabulary_size)
+    dtype = options.dtype or checkpoint.model_dtype
+    return Prepared(checkpoint, calibration, tokens, held_out, statistics, dtype)
+
+
+def fingerprints(prepared: Prepared) -> dict[str, str]:
+    """Which model and which text, as JSON."""
+    digests = {name: hashlib.sha256(text_SL.numpy().tobytes()).hexdigest() for name, text_SL in prepared.texts.items()}
+    return prepared.models | digests | {"processes": str(processes.count())}
+
+
+def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Statistics:
+    """Statistics as given, or as calibration left them before an interruption, or by calibration now."""
+    if prepared.statistics is not None:
+        return prepared.statistics
+    saved, directory = work.statistics, work.shared / "calibration"
+    if processes.told(saved.is_file()):
+        return load_statistics(saved, prepared.checkpoint.config)
+    statistics = collect(
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        dtype=prepared.dtype,
+        device=options.device,
+        seed=options.calibration.seed,
+        directory=directory,
+        progress=lambda layers: progress(layers, "calibrating (layers)"),
+    )
+    if processes.is_first():
+        statistics.save(saved)
+    work.forget(directory)
+    return statistics
+
+
+def held_out(
+    checkpoint: Checkpoint,
+    options: JobOptions,
+    prepared: Prepared,
+    progress: Progress,
+    when: str,
+    directory: Path | None = None,
+) -> HeldOut:
+    """What the source or the result does on the held-out text; nothing where there is none. `directory`: of `perplexity`."""
+    if prepared.held_out_SL is None:
+        return {"perplexity": None, "routed": None}
+    counts: dict[int, list[int]] = {}
+    value = perplexity(
+        checkpoint,
+        prepared.held_out_SL,
+        dtype=prepared.dtype,
+        device=options.device,
+        visit=routed_counts(counts, directory),
+        directory=directory,
+        progress=lambda layers: progress(layers, f"perplexity {when} (layers)"),
+    )
+    return {"perplexity": value, "routed": {str(layer): own for layer, own in sorted(counts.items())}}

@@ -1,0 +1,109 @@
+"""Perplexity by the streaming forward of this project, and the tokens that each expert is given on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.run.work_directory import read_value, write_value
+from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
+from engine.decoder.experts import MoeBlock
+from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.model import DecoderLayer
+from engine.decoder.routing import NO_EXPERT, Selection
+from engine.errors import CheckpointError
+from engine.families.rotary_embedding import Rotary
+from engine.onnx.runtime import OnnxDecoder
+from engine.passes import processes
+from engine.passes.streaming import Visit, stream_negative_log_likelihood
+
+PIECE = 512
+"""Positions whose logits an exported model gives at a time."""
+
+
+def perplexity(
+    checkpoint: Checkpoint,
+    tokens_SL: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    visit: Visit = lambda index, layer: None,
+    directory: Path | None = None,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> float:
+    """exp of the mean negative log-likelihood of each sequence's tokens after its first, layer by layer.
+
+    `visit` may change a layer before it runs. What an interrupted pass has left in `directory` is gone on with. Several
+    processes share out the sequences, and all get the value.
+    """
+    rows = processes.own_rows(*tokens_SL.shape)
+    kept = None if directory is None else processes.own_directory(directory, rows)
+    total, count = processes.added_up(
+        stream_negative_log_likelihood(
+            checkpoint, tokens_SL[rows], dtype=dtype, device=device, visit=visit, directory=kept, progress=progress
+        )
+    )
+    if not math.isfinite(total):
+        raise CheckpointError(f"{checkpoint.directory}: the loss is not finite; activations overflow, try --dtype float32")
+    return math.exp(min(total / count, 700.0))
+
+
+def exported_perplexity(
+    model: ModelDirectory,
+    decoder: OnnxDecoder,
+    tokens_SL: Tensor,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> float:
+    """The same of an exported model and its decoder, sequence by sequence, PIECE positions at a time.
+
+    Where the angles of a long text are others, its first piece is as long as it takes to tell that it is one.
+    """
+    total, (sequences, length) = 0.0, tokens_SL.shape
+    switch = Rotary(decoder.config).switch
+    first = PIECE if switch is None or length <= switch else max(PIECE, switch + 1)
+    for row in progress(range(sequences)):
+        cache = KeyValueCache(decoder.config, 1, length, decoder.dtype)
+        for begin in (0, *range(first, length, PIECE)):
+            end = min(begin + PIECE if begin else first, length)
+            logits_LV = decoder(tokens_SL[row : row + 1, begin:end], None, cache)[0].float()
+            following_L = tokens_SL[row, begin + 1 : end + 1]
+            total += float(F.cross_entropy(logits_LV[: len(following_L)], following_L, reduction="sum"))
+    if not math.isfinite(total):
+        raise CheckpointError(f"{model.directory}: the loss is not finite; activations overflow, export it in float32")
+    return math.exp(min(total / (sequences * (length - 1)), 700.0))
+
+
+def routed_counts(counts: dict[int, list[int]], directory: Path | None = None) -> Visit:
+    """A `visit` that notes, by decoder layer index, the tokens routed to each expert; it costs next to nothing.
+
+    Of all processes together, where there are several. With a `directory` it is noted there too; what was is in `counts`.
+    """
+    noted = [] if directory is None else directory.glob("routed-*.json")
+    counts |= {int(path.stem.removeprefix("routed-")): read_value(path, "routed tokens") for path in noted}
+
+    def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
+        block = layer.feed_forward
+        if not isinstance(block, MoeBlock):
+            return None
+        experts = len(block.experts)
+        total_N = torch.zeros(experts, dtype=torch.long, device=block.router_ND.device)
+
+        def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
+            chosen = selection.experts[selection.experts != NO_EXPERT]
+            total_N.add_(torch.bincount(chosen, minlength=experts))
+
+        def finish() -> None:
+            processes.add_up([total_N])
+            counts[index] = total_N.tolist()
+            if directory is not None and processes.is_first():
+                write_value(directory / f"routed-{index}.json", counts[index])
+
+        block.observer = observe
+        return finish
+
+    return visit

@@ -1,0 +1,242 @@
+"""From what a command has decided to a whole artifact: written, measured, described, named; interruptions survived."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from calibrate.collect import collect
+from calibrate.skipping import skip_tables
+from calibrate.statistics import Statistics, load_statistics
+from compress.methods.diep_scores import load_scores
+from compress.plans.apply import apply, carried_files
+from compress.plans.plan import plan_to_json
+from compress.report import plots
+from compress.report.card import model_card
+from compress.report.pictures import Pictured, draw, kept_experts
+from compress.run.job import HeldOut, JobOptions, Made, Prepared, fingerprints, held_out
+from compress.run.work_directory import WorkDirectory
+from engine.architectures import loading_note
+from engine.checkpoint.artifact import (
+    check_checksums,
+    check_file_output,
+    check_output,
+    partial_path,
+    read_provenance,
+    whole_or_nothing,
+    write_provenance,
+)
+from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.files.json_file import write_json
+from engine.generation.report import peak_memory_bytes
+from engine.passes import processes
+from engine.progress import Progress
+
+SKIP_TABLE_SEQUENCES = 16
+"""Sequences on which the result's own skip tables are measured."""
+
+
+def finished_before(
+    options: JobOptions, work: WorkDirectory, identity: Callable[[], dict[str, str]] | None = None
+) -> dict[str, Any] | None:
+    """For `--resume` of a run whose result was already in place: its figures. None if there is still work to do.
+
+    `identity`: of all models that the result is made from, where that is not one decoder.
+    """
+    return processes.told(_finished_before(options, work, identity) if processes.is_first() else None)  # type: ignore[no-any-return]
+
+
+def _finished_before(
+    options: JobOptions, work: WorkDirectory, identity: Callable[[], dict[str, str]] | None
+) -> dict[str, Any] | None:
+    if not options.resume or options.overwrite or not os.path.isdir(options.output):
+        return None
+    provenance = read_provenance(options.output)
+    if provenance is None or provenance.get("options") != options.recorded():
+        return None
+    source = provenance.get("source")
+    wanted = Checkpoint(resolve(options.model)).identity() if identity is None else identity()
+    if not isinstance(source, dict) or any(source.get(key) != value for key, value in wanted.items()):
+        return None
+    check_checksums(options.output, provenance)
+    if options.plan_output is not None:
+        write_json(options.plan_output, provenance["plan"])
+    shutil.rmtree(partial_path(options.output), ignore_errors=True)
+    work.remove()
+    return dict(provenance["figures"])
+
+
+def check_outputs(options: JobOptions) -> None:
+    """Raise OutputError unless the results can be written, by the first of several processes."""
+    if not processes.is_first():
+        return
+    check_output(options.output, options.overwrite)
+    if options.plan_output is not None:
+        check_file_output(options.plan_output, options.overwrite)
+
+
+def carry_out(
+    options: JobOptions,
+    prepared: Prepared,
+    work: WorkDirectory,
+    make: Callable[[], Made],
+    progress: Progress,
+    started: float,
+) -> dict[str, Any]:
+    """Measure, make, write, measure again; the figures of the result.
+
+    `started`: when the run began, by time.monotonic(). After bad input nothing is left; after an interruption, what
+    `--resume` goes on from. Several processes make and measure together; the first writes, and all have the figures.
+    """
+    processes.wait()  # nothing is begun before all have found their input good
+    with work.until_whole(options.output):
+        work.begin(options.deciding() | fingerprints(prepared), options.resume)
+        before = work.once(
+            "held_out_before",
+            lambda: held_out(prepared.checkpoint, options, prepared, progress, "before", work.shared / "held_out"),
+            shared=True,
+        )
+        work.forget(work.shared / "held_out")
+        made = make()
+        figures = write_artifact(options, prepared, made, before, started, progress, work)
+        if options.plan_output is not None and processes.is_first():
+            write_json(options.plan_output, plan_to_json(made.plan))
+    return figures
+
+
+def write_artifact(
+    options: JobOptions,
+    prepared: Prepared,
+    made: Made,
+    before: HeldOut,
+    started: float,
+    progress: Progress,
+    work: WorkDirectory,
+) -> dict[str, Any]:
+    """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
+    source = prepared.checkpoint
+    if not processes.is_first():
+        _measured(Checkpoint(Path(processes.told())), options, prepared, progress)
+        return dict(processes.told())
+    with whole_or_nothing(options.output, options.overwrite) as directory:
+        apply(
+            made.plan,
+            source,
+            directory,
+            replaced=made.trained,
+            quantiser=made.quantiser,
+            progress=lambda names: progress(names, "writing"),
+        )
+        for path in carried_files(source.directory):
+            shutil.copyfile(path, directory / path.name)
+        processes.told(str(directory.absolute()))
+        result = Checkpoint(directory)
+        own, after = _measured(result, options, prepared, progress)
+        if own is not None:
+            skip_tables(own).save(directory / SKIP_TABLES)
+        made.add_files(directory)
+        models = [_before(options, prepared, before, work), _after(options, made, result, own, after)]
+        pictures = [*made.draw(directory), *draw(directory, models)] if plots.available() else []
+        seconds = time.monotonic() - started
+        figures = _figures(options, prepared, made, result, before["perplexity"], after["perplexity"], seconds)
+        figures["plots"] = [picture.path.name for picture in pictures]
+        skipping, lines = (directory / SKIP_TABLES).exists(), (*made.card, *(made.quantiser.card if made.quantiser else ()))
+        card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures, made.title, lines)
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        write_provenance(directory, _provenance(options, prepared, made, figures, skipping))
+    processes.told(figures)
+    return figures
+
+
+def _measured(
+    result: Checkpoint, options: JobOptions, prepared: Prepared, progress: Progress
+) -> tuple[Statistics | None, HeldOut]:
+    """The result's own statistics, where it has experts and there is text, and what it does on the held-out text."""
+    own, sample_SL = None, prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
+    if result.config.moe_layers and len(sample_SL):
+        own = collect(result, sample_SL, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
+    return own, held_out(result, options, prepared, progress, "after")
+
+
+def _before(options: JobOptions, prepared: Prepared, seen: HeldOut, work: WorkDirectory) -> Pictured:
+    """The source, with its statistics where the method needed them."""
+    config, statistics = prepared.checkpoint.config, prepared.statistics
+    if statistics is None and work.statistics.is_file():
+        statistics = load_statistics(work.statistics, config)
+    label = f"{Path(options.model).name} (before)"
+    return Pictured(label, config.experts_by_layer, statistics, routed=_routed(seen))
+
+
+def _after(options: JobOptions, made: Made, result: Checkpoint, statistics: Statistics | None, seen: HeldOut) -> Pictured:
+    return Pictured(
+        f"{options.output.name} (after)",
+        result.config.experts_by_layer,
+        statistics,
+        kept_experts(made.plan, result.config),
+        load_scores(result.directory),
+        _routed(seen),
+    )
+
+
+def _routed(seen: HeldOut) -> dict[int, list[int]] | None:
+    counts = seen["routed"]
+    return None if counts is None else {int(layer): own for layer, own in counts.items()}
+
+
+def _figures(
+    options: JobOptions,
+    prepared: Prepared,
+    made: Made,
+    result: Checkpoint,
+    before: float | None,
+    after: float | None,
+    seconds: float,
+) -> dict[str, Any]:
+    source = prepared.checkpoint
+    experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
+    calibration = prepared.calibration
+    return (
+        {
+            "artifact": str(options.output),
+            "method": made.method,
+            "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
+            "experts_before": experts_before,
+            "experts_after": experts_after,
+            "experts_per_layer": list(result.config.experts_per_layer),
+            "parameters_before": source.parameters,
+            "parameters_after": result.parameters,
+            "bytes_before": source.bytes,
+            "bytes_after": result.bytes,
+            "perplexity_before": before,
+            "perplexity_after": after,
+            "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
+            f"{calibration.data}",
+            "seconds": seconds,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "loading_note": loading_note(result.raw_config, bool(result.schemes)),
+        }
+        | made.figures
+        | (made.quantiser.figures(source, result) if made.quantiser else {})
+    )
+
+
+def _provenance(
+    options: JobOptions, prepared: Prepared, made: Made, figures: dict[str, Any], skipping: bool
+) -> dict[str, Any]:
+    return {
+        "source": {"model": options.model} | prepared.models,
+        "method": figures["method"],
+        "options": options.recorded(),
+        "seed": options.calibration.seed,
+        "plan": plan_to_json(made.plan),
+        "experts_per_layer": figures["experts_per_layer"],
+        "skip_tables": SKIP_TABLES if skipping else None,
+        "figures": figures,
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "numpy")},
+    }

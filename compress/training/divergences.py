@@ -1,0 +1,158 @@
+"""How far one next-token distribution is from another, per token, in float32 or better.
+
+p is the teacher's distribution, q the student's. Each divergence takes both as log-probabilities, so either may be the one
+that learns: gradients go wherever the tensors want them. Sources: forward and reverse KL (Every Expert Matters §3), skewed
+KL (DistiLLM, Ko et al. 2024, eq. 4 and 6), generalised Jensen–Shannon (GKD, Agarwal et al. 2024, eq. 1).
+
+Of a distribution only the K most probable tokens may be known, and how probable all others are together. Then both are
+compared as distributions over K + 1 outcomes, which are never further apart than the full ones.
+
+Shape suffixes: T tokens, t some of them, D hidden, V vocabulary, K most probable tokens, C outcomes: K, and all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.training.losses import head_loss, wide
+from engine.kernels.linear import linear
+from engine.passes.streaming import chunk_tokens
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""log p [T, V] and log q [T, V] to nats per token, [T]."""
+
+SKEW = 0.1
+"""α of the skewed forms: how much of the one distribution is mixed into the other. DistiLLM's choice."""
+JENSEN_SHANNON = 0.5
+"""β: the share of the teacher in the mean distribution."""
+
+
+def forward_kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    """KL(p ‖ q) = Σ p (log p − log q)."""
+    return _kl(p_TV, q_TV)
+
+
+def reverse_kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    """KL(q ‖ p)."""
+    return _kl(q_TV, p_TV)
+
+
+def skew_forward_kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    """KL(p ‖ αp + (1−α)q)."""
+    return _kl(p_TV, _mixed(p_TV, q_TV, SKEW))
+
+
+def skew_reverse_kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    """KL(q ‖ αq + (1−α)p)."""
+    return _kl(q_TV, _mixed(q_TV, p_TV, SKEW))
+
+
+def jensen_shannon(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    """β KL(p ‖ m) + (1−β) KL(q ‖ m), m = βp + (1−β)q."""
+    mean_TV = _mixed(p_TV, q_TV, JENSEN_SHANNON)
+    return JENSEN_SHANNON * _kl(p_TV, mean_TV) + (1.0 - JENSEN_SHANNON) * _kl(q_TV, mean_TV)
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward-kl": forward_kl,
+    "reverse-kl": reverse_kl,
+    "skew-forward-kl": skew_forward_kl,
+    "skew-reverse-kl": skew_reverse_kl,
+    "jensen-shannon": jensen_shannon,
+}
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Next-token predictions of a model at some places of the text, as what they are made of."""
+
+    hidden_TD: Tensor
+    """After the last norm."""
+    head_VD: Tensor
+    head_bias_V: Tensor | None = None
+
+    def logs(self, part: slice, temperature: float) -> Tensor:
+        """log p of some places at a temperature, [t, V]."""
+        return (wide(linear(self.hidden_TD[part], self.head_VD, self.head_bias_V)) / temperature).log_softmax(-1)
+
+    def outcomes(self, logs_tV: Tensor, part: slice) -> Tensor:
+        """Another model's log-probabilities at those places, of the outcomes that are told apart here: every token."""
+        return logs_tV
+
+
+@dataclass(frozen=True)
+class LargestPredictions:
+    """Of next-token predictions the K most probable tokens, and all others as one outcome."""
+
+    tokens_TK: Tensor
+    logs_TC: Tensor
+    """Log-probabilities at the temperature that they were taken at; the last is that of all others."""
+
+    def logs(self, part: slice, temperature: float) -> Tensor:
+        """[t, C], at the temperature that they were taken at."""
+        return self.logs_TC[part]
+
+    def outcomes(self, logs_tV: Tensor, part: slice) -> Tensor:
+        """[t, C]."""
+        return outcomes(logs_tV, self.tokens_TK[part].long())
+
+
+def outcomes(logs_TV: Tensor, tokens_TK: Tensor) -> Tensor:
+    """Log-probabilities of some tokens and of all others together, [T, C]; one minus the K would leave no digits of it."""
+    others_TV = logs_TV.scatter(-1, tokens_TK, -math.inf)
+    return torch.cat([logs_TV.gather(-1, tokens_TK), others_TV.logsumexp(-1, keepdim=True)], -1)
+
+
+@torch.no_grad()
+def largest_predictions(made: Predictions, count: int, temperature: float) -> LargestPredictions:
+    """The `count` most probable tokens, fewer than there are; logits are made for a chunk of tokens at a time."""
+    found, step = [], chunk_tokens(len(made.head_VD))
+    for start in range(0, len(made.hidden_TD), step):
+        logs_TV = made.logs(slice(start, start + step), temperature)
+        tokens_TK = logs_TV.topk(count).indices
+        found.append((tokens_TK, outcomes(logs_TV, tokens_TK)))
+    return LargestPredictions(*(torch.cat(each) for each in zip(*found, strict=True)))
+
+
+def weighted_divergence(
+    divergence: Divergence,
+    teacher: Predictions | LargestPredictions,
+    student: Predictions,
+    weights_T: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    teacher_learns: bool = False,
+) -> Tensor:
+    """Σ_t w_t · divergence(p_t, q_t), without weights their sum.
+
+    Gradients go into the student's predictions, or into the teacher's where it learns. `temperature` divides the logits of
+    both. Logits are made for a chunk of tokens at a time.
+    """
+    learner, other = student, teacher
+    if teacher_learns:
+        assert isinstance(teacher, Predictions)
+        learner, other = teacher, student
+
+    def measure(logits_TV: Tensor, part: slice) -> Tensor:
+        with torch.no_grad():
+            fixed_TC = other.logs(part, temperature)
+        own_TC = other.outcomes((logits_TV / temperature).log_softmax(-1), part)
+        values_T = divergence(own_TC, fixed_TC) if teacher_learns else divergence(fixed_TC, own_TC)
+        return values_T.sum() if weights_T is None else (weights_T[part].to(values_T.dtype) * values_T).sum()
+
+    return head_loss(learner.hidden_TD, learner.head_VD, measure, learner.head_bias_V)
+
+
+def _kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    return F.kl_div(q_TV, p_TV, reduction="none", log_target=True).sum(-1)
+
+
+def _mixed(one_TV: Tensor, other_TV: Tensor, share: float) -> Tensor:
+    """log(share · one + (1 − share) · other)."""
+    return torch.logaddexp(one_TV + math.log(share), other_TV + math.log1p(-share))

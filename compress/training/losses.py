@@ -1,0 +1,117 @@
+"""Losses, as pure functions.
+
+Logits are made for a chunk of tokens at a time, in float32 or better, and gradients in the same pass as the value:
+never are T·V logits held, and none are made twice.
+
+Shape suffixes: B sequences, L positions, D hidden, V vocabulary, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.linear import linear
+from engine.passes.streaming import chunk_tokens
+
+Measure = Callable[[Tensor, slice], Tensor]
+"""Logits [t, V] of some of the tokens, and which they are, to a sum over them."""
+
+
+def head_loss(hidden_TD: Tensor, head_VD: Tensor, measure: Measure, bias_V: Tensor | None = None) -> Tensor:
+    """Σ of what `measure` makes of the logits head · hidden + bias; differentiable once, in all three."""
+    loss: Tensor = _HeadLoss.apply(hidden_TD, head_VD, measure, bias_V)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Value and gradients chunk by chunk, in the forward pass; the backward pass scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor, measure: Measure, bias_V: Tensor | None) -> Tensor:
+        total = hidden_TD.new_zeros((), dtype=_wide_dtype(hidden_TD))
+        of_hidden, of_head, _, of_bias = ctx.needs_input_grad
+        grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
+        grad_VD = torch.zeros_like(head_VD, dtype=_wide_dtype(head_VD)) if of_head else None
+        grad_V = torch.zeros_like(bias_V, dtype=_wide_dtype(head_VD)) if of_bias and bias_V is not None else None
+        step = chunk_tokens(head_VD.shape[0])
+        for start in range(0, len(hidden_TD), step):
+            part = slice(start, start + step)
+            logits_TV = wide(linear(hidden_TD[part], head_VD, bias_V))
+            if not any(ctx.needs_input_grad):
+                total += measure(logits_TV, part)
+                continue
+            value, own_TV = _with_gradient(measure, logits_TV, part)
+            total += value
+            own_TV = own_TV.to(hidden_TD.dtype)
+            if grad_TD is not None:
+                grad_TD[part] = linear(own_TV, head_VD.T)
+            if grad_VD is not None:
+                grad_VD += linear(own_TV.T, hidden_TD[part].T)
+            if grad_V is not None:
+                grad_V += own_TV.sum(0, dtype=grad_V.dtype)
+        ctx.save_for_backward(grad_TD, grad_VD, grad_V)
+        ctx.dtype = head_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_TD, grad_VD, grad_V = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            None if grad_TD is None else grad_TD * scale,
+            None if grad_VD is None else (grad_VD * scale).to(ctx.dtype),
+            None,
+            None if grad_V is None else (grad_V * scale).to(ctx.dtype),
+        )
+
+
+@torch.enable_grad()
+def _with_gradient(measure: Measure, logits_TV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    value = measure(logits_TV.requires_grad_(), part)
+    (own_TV,) = torch.autograd.grad(value, logits_TV)
+    return value.detach(), own_TV
+
+
+def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    """Cross-entropy of each next token in nats, summed over the B·(L−1) predictions."""
+    hidden_TD = hidden_BLD[:, :-1].reshape(-1, hidden_BLD.shape[-1])
+    targets_T = tokens_BL[:, 1:].reshape(-1)
+
+    def measure(logits_TV: Tensor, part: slice) -> Tensor:
+        return F.cross_entropy(logits_TV, targets_T[part], reduction="sum")
+
+    return head_loss(hidden_TD, head_VD, measure, bias_V)
+
+
+def layer_distance(teacher_TD: Tensor, student_TD: Tensor, weights_T: Tensor | None = None) -> Tensor:
+    """MSE(LN(y^T), LN(y^S)) of one layer (Cruz Salinas et al. eq. 2), the mean over tokens and dimensions, in float32.
+
+    With weights Σ_t w_t · the mean over dimensions.
+
+    LN is a layer norm without parameters, so that layers of large outputs do not outweigh the others.
+    """
+    teacher, student = (F.layer_norm(wide(y_TD), y_TD.shape[-1:]) for y_TD in (teacher_TD, student_TD))
+    if weights_T is None:
+        return F.mse_loss(student, teacher)
+    return (weights_T * (student - teacher).square().mean(-1)).sum()
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 or better, whatever the model's dtype."""
+    return x.to(_wide_dtype(x))
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def reconstruction_loss(hidden_BLD: Tensor, full_BLD: Tensor) -> Tensor:
+    """Φ = ‖F'(x) − F(x)‖_F per sequence (DiEP §4.2), summed over the batch."""
+    difference = wide(hidden_BLD) - wide(full_BLD)
+    norms_B: Tensor = torch.linalg.vector_norm(difference, dim=(1, 2))
+    return norms_B.sum()

@@ -1,0 +1,392 @@
+"""The training loop: parameters, a loss of a batch and an order of the data in; trained parameters out, resumably.
+
+AdamW works on float32 masters, whatever dtype the model computes in. A step's sequences come in groups that fit in memory,
+whose gradients add up in float32. The learning rate rises briefly and falls as a cosine; gradients are clipped to a length.
+Every `validate_every` steps a measure decides which state is the best, and training ends with that one.
+
+Several processes (processes.py) train as one does with as many times the batch: a step's sequences are shared out, gradients
+add up over processes, and the first process writes the states.
+
+A state on disk is that before a step whose loss was found to be finite, so it is always one to go on from. Order of the data
+and whatever a loss draws at random depend on seed and step alone: a resumed training ends in the same bits.
+
+Shape suffixes: B sequences of a step, G of a group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.training.moments import restore, with_moments
+from engine.errors import CheckpointError, DataError, OptionError, TrainingError
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.state_file import check_digest, write_state
+from engine.passes import processes
+from engine.progress import note
+
+BEST, FIRST = "best.", "first."
+"""Before the names of tensors in a state file: those of the best state, and of the training that is taken first."""
+State = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors by name, and the rest as JSON."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How long, how fast, on how much at once."""
+
+    steps: int
+    learning_rate: float
+    batch_size: int = 16
+    """Sequences a step, of each process."""
+    group_size: int = 16
+    """Sequences in memory at a time; gradients of a step's groups are added up."""
+    warm_up_steps: int = 10
+    clip_norm: float = math.inf
+    """Longest gradient, over all parameters together."""
+    weight_decay: float = 0.0
+    seed: int = 0
+    earlier_steps: int = 0
+    """Steps of an earlier training on the same sequences: this one goes on in their order."""
+    steps_per_batch: int = 1
+    """Steps on the same sequences, one after another; states are saved between them only."""
+    save_every: int = 25
+    validate_every: int = 0
+    """0 never: training ends with its last state."""
+
+    def check(self) -> None:
+        """Raise OptionError for what no training can use."""
+        if self.steps < 0 or self.batch_size < 1 or not 0.0 < self.learning_rate < math.inf or not self.clip_norm > 0.0:
+            raise OptionError(
+                "steps must be at least 0, batch-size at least 1, the learning rate and the gradient's length positive"
+            )
+        if self.steps_per_batch < 1 or self.save_every % self.steps_per_batch:
+            raise OptionError(
+                f"save-every is {self.save_every}; as {self.steps_per_batch} steps share a batch, make it a multiple"
+            )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loss is asked for."""
+
+    step: int
+    rows_B: Tensor
+    """Indices of all sequences of the step, in all processes."""
+    group_G: Tensor
+    """Those that the loss is to be of now."""
+    generator: torch.Generator
+    """For whatever the loss draws at random; it depends on seed, step and group alone."""
+    turn: int = 0
+    """Counts the batches: the same for steps that share one."""
+
+
+Loss = Callable[[Batch], Mapping[str, Tensor]]
+"""Named terms of the step's loss, which add up to it over terms and groups: each is to be divided by what `rows_B` have."""
+
+
+class Trainer:
+    """One training of some parameters."""
+
+    unit = "tokens"
+    """What a sequence's length is counted in."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        loss: Loss,
+        options: TrainingOptions,
+        sequences: int,
+        length: int,
+        first: Trainer | None = None,
+    ) -> None:
+        """parameters: of a decoder, by any names. sequences: how many there are to draw from; length: tokens of one.
+
+        first: another training, each step of which is taken before this one's on the same sequences; its states are in this
+        one's. Raises DataError where several processes have no full step to share.
+        """
+        self.parameters, self.loss, self.options = dict(parameters), loss, options
+        self.sequences, self.length, self.first = sequences, length, first
+        self.step_size = options.batch_size * processes.count()
+        if processes.count() > 1 and sequences < self.step_size:
+            raise DataError(
+                f"{sequences} sequences to train on are fewer than the {self.step_size} of a step of all processes; lower "
+                "--batch-size, or give more text"
+            )
+        for parameter in self.parameters.values():
+            if not processes.is_sharded(parameter):
+                # Own copies: a decoder's tensors may be views of the mapped checkpoint, which is never written to.
+                parameter.data = parameter.data.clone()
+            parameter.requires_grad_(True)
+        self.masters = {
+            name: processes.piece(parameter.detach()).float().clone() for name, parameter in self.parameters.items()
+        }
+        """Of a sharded parameter this process's piece."""
+        self.optimiser: torch.optim.Optimizer = torch.optim.AdamW(
+            self.masters.values(), lr=options.learning_rate, weight_decay=options.weight_decay
+        )
+        self.history: list[dict[str, float]] = []
+        """Of each step its terms and their sum, `loss`."""
+        self.validations: list[tuple[int, float]] = []
+        """(steps taken, measure), lower is better."""
+        self.best: dict[str, Tensor] = {}
+        self.tokens_per_second = 0.0
+        self._saved: Path | None = None
+
+    def run(
+        self,
+        *,
+        state_path: Path | None = None,
+        resume: bool = False,
+        validate: Callable[[], float] | None = None,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    ) -> dict[str, Tensor]:
+        """Take all steps; the trained tensors by name, float32, on the CPU: the best where `validate` says which.
+
+        With `state_path` the state is saved as training goes, and `resume` goes on from it. Raises TrainingError where the
+        loss is not finite; the state on disk is then the last one that was good.
+        """
+        steps, every = self.options.steps, self.options.validate_every
+        first = self.load(state_path) if resume and state_path is not None and state_path.exists() else 0
+        started, bar = time.monotonic(), progress(range(first, steps))
+        for step in bar:
+            if validate is not None and every and step % every == 0:
+                self._validate(validate, step)
+            saves = state_path is not None and step > first and step % self.options.save_every == 0
+            state = self.state(step) if saves else None
+            if self.first is not None:
+                self.first.history.append(self.first.gradients(step))
+                self.first.update(step)
+            terms = self.gradients(step)
+            if state_path is not None and state is not None:
+                self.save(state_path, state)
+            self.update(step)
+            self.history.append(terms)
+            taken = (step + 1 - first) * self.step_size * self.length
+            self.tokens_per_second = taken / max(time.monotonic() - started, 1e-9)
+            note(bar, f"loss {terms['loss']:.4f}, {self.tokens_per_second:,.0f} {self.unit}/s")
+        if validate is not None and every and first < steps:
+            self._validate(validate, steps)
+        self.take(self.best)
+        if state_path is not None and first < steps:
+            self.save(state_path, self.state(steps))
+        return {name: self._whole(name, master.detach()).cpu() for name, master in self.masters.items()}
+
+    def gradients(self, step: int) -> dict[str, float]:
+        """Set the masters' gradients of a step, clipped; its loss and the terms of it.
+
+        Raises TrainingError unless both are finite.
+        """
+        turn = (step + self.options.earlier_steps) // self.options.steps_per_batch
+        rows_B = batch_rows(self.sequences, self.step_size, turn, self.options.seed)
+        own_B = rows_B.tensor_split(processes.count())[processes.rank()]
+        groups = own_B.split(self.options.group_size)
+        self.optimiser.zero_grad()
+        total: dict[str, float] = {}
+        for place, group_G in enumerate(groups, len(groups) * processes.rank()):
+            terms = self._terms(Batch(step, rows_B, group_G, self._generator(step, place), turn))
+            loss = torch.stack([term.float() for term in terms.values()]).sum()
+            loss.backward()
+            self._accumulate()
+            for name, term in (*terms.items(), ("loss", loss)):
+                total[name] = total.get(name, 0.0) + float(term.detach())
+        self._add_up_processes()
+        total = dict(zip(total, processes.added_up(total.values()), strict=True))
+        if not math.isfinite(total["loss"]):
+            raise self._broken(step, f"the loss is {total['loss']}")
+        length = self._gradient_length()
+        if not bool(length.isfinite()):
+            raise self._broken(step, f"the gradient's length is {float(length)}")
+        if float(length) > self.options.clip_norm:
+            nn.utils.clip_grads_with_norm_(self.masters.values(), self.options.clip_norm, length)
+        return total
+
+    def _terms(self, batch: Batch) -> Mapping[str, Tensor]:
+        try:
+            return self.loss(batch)
+        except CheckpointError as error:  # a model in training that gives no numbers is no damaged file
+            raise self._broken(batch.step, str(error)) from error
+
+    def update(self, step: int) -> None:
+        """Move the parameters along the gradients."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.options.learning_rate * rate_at(step, self.options.steps, self.options.warm_up_steps)
+        self.optimiser.step()
+        self.take(self.masters)
+
+    def state(self, step: int) -> State:
+        """What `load` takes, as it is now: masters, moments, the best state and what was measured; on the CPU."""
+        tensors = with_moments(self.masters, self.optimiser, self._copy)
+        tensors |= {f"{BEST}{name}": self._copy(name, own) for name, own in self.best.items()}
+        header: dict[str, Any] = {"step": step, "history": list(self.history), "validations": list(self.validations)}
+        if self.first is not None:
+            others, header["first"] = self.first.state(step)
+            tensors |= {f"{FIRST}{name}": tensor for name, tensor in others.items()}
+        return tensors, header
+
+    def save(self, path: Path, state: State) -> None:
+        """Write a state as one safetensors file, replacing the last when whole."""
+        if processes.is_first():
+            write_state(path, state[0], {"training": json.dumps(state[1])}, "the state of the training")
+        self._was_saved(path)
+
+    def _was_saved(self, path: Path) -> None:
+        self._saved = path
+        if self.first is not None:
+            self.first._was_saved(path)
+
+    @torch.no_grad()
+    def load(self, path: Path) -> int:
+        """The inverse of `save`; the step to go on with. Raises DataError for another file."""
+        with SafetensorsFile(path) as file:
+            if "training" not in file.metadata or not set(self.masters) <= set(file.entries):
+                raise DataError(f"{path}: is not the state of this training; leave out --resume")
+            check_digest(file)
+            header = json.loads(file.metadata["training"])
+            self._restore(file, header, "")
+        self._was_saved(path)
+        return int(header["step"])
+
+    def _restore(self, file: SafetensorsFile, header: Mapping[str, Any], prefix: str) -> None:
+        restore(self.masters, self.optimiser, file, self._piece, prefix)
+        self.best = {
+            name: self._piece(name, file.tensor(f"{prefix}{BEST}{name}")).cpu().clone()
+            for name in self.masters
+            if f"{prefix}{BEST}{name}" in file.entries
+        }
+        self.take(self.masters)
+        self.history = header["history"]
+        self.validations = [(step, value) for step, value in header["validations"]]
+        if self.first is not None:
+            self.first._restore(file, header["first"], f"{prefix}{FIRST}")
+
+    def _accumulate(self) -> None:
+        """Add the parameters' gradients to the masters'."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            master, grad = self.masters[name], processes.piece(parameter.grad).float()
+            if processes.is_sharded(parameter):
+                grad = grad * processes.count()  # FSDP gives the mean over processes
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _add_up_processes(self) -> None:
+        """Make the gradients of whole tensors those of all processes together; zero where no token had a use."""
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+        whole = [name for name, parameter in self.parameters.items() if not processes.is_sharded(parameter)]
+        processes.add_up([grad for name in whole if (grad := self.masters[name].grad) is not None])
+
+    @torch.no_grad()
+    def _gradient_length(self) -> Tensor:
+        """Of all gradients as one vector."""
+        lengths = []
+        for sharded in (False, True):
+            names = [name for name, parameter in self.parameters.items() if processes.is_sharded(parameter) == sharded]
+            gradients = [grad for name in names if (grad := self.masters[name].grad) is not None]
+            length = nn.utils.get_total_norm(gradients)
+            if sharded and names:
+                length = length.square()
+                processes.add_up([length])
+                length = length.sqrt()
+            lengths.append(length)
+        return torch.hypot(*lengths) if float(lengths[1]) else lengths[0]
+
+    def _whole(self, name: str, own: Tensor) -> Tensor:
+        """A parameter's master or moment, of which `own` is this process's piece."""
+        return processes.whole(own, self.parameters[name])
+
+    def _copy(self, name: str, own: Tensor) -> Tensor:
+        """The same for a file, on the CPU; nothing in a process that writes none."""
+        full = self._whole(name, own)
+        if not processes.is_first():
+            return full.new_empty(0, device="cpu")
+        return full.to("cpu", copy=True)
+
+    def _piece(self, name: str, full: Tensor) -> Tensor:
+        """This process's piece of it."""
+        return processes.cut(full, self.parameters[name])
+
+    def take_whole(self, tensors: Mapping[str, Tensor]) -> None:
+        """`take`, of tensors as `run` gives them."""
+        self.take({name: self._piece(name, tensor) for name, tensor in tensors.items()})
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make these the masters, and from them the parameters; of sharded ones this process's pieces."""
+        for name, tensor in tensors.items():
+            if tensor is not self.masters[name]:
+                self.masters[name].copy_(tensor)
+            processes.piece(self.parameters[name]).copy_(self.masters[name])
+
+    @torch.no_grad()
+    def _validate(self, measure: Callable[[], float], step: int) -> None:
+        if self.validations and self.validations[-1][0] == step:
+            return  # before the interruption
+        try:
+            own = measure()
+        except CheckpointError as error:
+            raise self._broken(step, str(error)) from error
+        value = processes.added_up([own])[0] / processes.count()
+        if not math.isfinite(value):
+            raise self._broken(step, f"the measure of validation is {value}")
+        if value < min((old for _, old in self.validations), default=math.inf):
+            self.best = {name: master.detach().cpu().clone() for name, master in self.masters.items()}
+        self.validations.append((step, value))
+
+    def _generator(self, step: int, place: int) -> torch.Generator:
+        mixed = (self.options.seed * 1_000_003 + step + self.options.earlier_steps) * 1_009 + place
+        return torch.Generator().manual_seed(mixed % 2**63)
+
+    def _broken(self, step: int, what: str) -> TrainingError:
+        kept = f"the last good state is in {self._saved}" if self._saved else "no step before it was saved"
+        return TrainingError(
+            f"training stopped at step {step}: {what}; {kept}; try a lower learning rate, or --dtype float32"
+        )
+
+
+@dataclass
+class Trained:
+    """What training gave."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By name, float32."""
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Figures of each part, such as "distill" and "finetune"."""
+    histories: dict[str, tuple[list[dict[str, float]], list[tuple[int, float]]]] = field(default_factory=dict)
+    """Of the same: the terms of the loss at each step; (step, perplexity) of validation."""
+
+
+def figures(trainer: Trainer) -> dict[str, Any]:
+    """What a training cost and gained, as JSON."""
+    first, last = trainer.history[0], trainer.history[-1]
+    values: dict[str, Any] = {"steps": len(trainer.history), "learning_rate": trainer.options.learning_rate}
+    for name in first:
+        values |= {f"{name}_first": first[name], f"{name}_last": last[name]}
+    values["tokens_per_second"] = trainer.tokens_per_second or None
+    values["validation_perplexity"] = [list(pair) for pair in trainer.validations]
+    values["best_step"] = min(trainer.validations, key=lambda pair: pair[1])[0] if trainer.validations else None
+    return values
+
+
+def rate_at(step: int, steps: int, warm_up_steps: int = 10) -> float:
+    """The learning rate's factor: a short rise, then a cosine to zero."""
+    return min(1.0, (step + 1) / warm_up_steps) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+
+
+def batch_rows(count: int, batch_size: int, step: int, seed: int) -> Tensor:
+    """Which sequences a step sees: epochs of a fresh order each, the same for the same seed and step."""
+    per_epoch = max(1, count // batch_size)
+    epoch, place = divmod(step, per_epoch)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + 7919 * epoch))
+    return order[place * batch_size : (place + 1) * batch_size]

@@ -1,0 +1,4 @@
+"""Many requests at once: schedule, run, postprocess.
+
+Nothing here knows HTTP. Start with `scheduler.py`, then `loop.py`, which runs it in a thread.
+"""

@@ -1,0 +1,141 @@
+"""One request from its arrival to its last update: its tokens, its text, its place in the cache, its random draws.
+
+Shape suffixes: L positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.batching.request import Listener, Request, Timings, TokenLogprob, Update
+from engine.decoder.block_pool import BlockTable
+from engine.generation.sampling import penalised, sample
+from engine.generation.text_stream import TextStream
+
+HEAD_ROWS = 64
+"""Positions whose logits are held at a time where a whole prompt's are asked for."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all requests of an engine share."""
+
+    end_tokens: frozenset[int]
+    decode: Callable[[list[int]], str]
+    device: torch.device
+
+
+class RequestState:
+    """Waiting, running or ended; it alone calls its listener, and never again after the last update."""
+
+    def __init__(self, number: int, request: Request, listener: Listener, shared: Surroundings) -> None:
+        self.number, self.request, self._listener = number, request, listener
+        self.tokens = list(request.prompt)
+        """The prompt and what followed it."""
+        self.table = BlockTable()
+        self.timings = Timings(prompt_tokens=len(request.prompt))
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.finished = False
+        self._told_prompt = False
+        end_tokens = frozenset() if request.ignore_end_tokens else shared.end_tokens
+        self._stream = TextStream(list(request.prompt), request.max_new_tokens, end_tokens, request.stop, shared.decode)
+        self._generator = request.sampling.generator(shared.device)
+        self._counts: Counter[int] = Counter()
+
+    def start(self, cached: int) -> bool:
+        """It leaves the queue with so many tokens in the cache; whether for the first time."""
+        if self.timings.started is not None:
+            return False
+        self.timings.started = time.monotonic()
+        self.timings.cached_tokens = cached
+        return True
+
+    @property
+    def unread(self) -> int:
+        """Tokens that are not in the cache."""
+        return len(self.tokens) - self.table.length
+
+    @property
+    def asks_for_prompt(self) -> bool:
+        """Log-probabilities of prompt tokens are still to be computed."""
+        return self.request.prompt_logprobs and len(self.prompt_logprobs) < len(self.request.prompt) - 1
+
+    def take_prompt(self, start: int, end: int, logits: Callable[[int, int], Tensor]) -> None:
+        """Keep what the positions from `start` to `end` say of the prompt tokens that follow them.
+
+        `logits`: [L, V] of some of these positions, which are counted from `start`.
+        """
+        begin = len(self.prompt_logprobs)
+        following = self.request.prompt[begin + 1 : end + 1]
+        for first in range(0, len(following), HEAD_ROWS):
+            targets = following[first : first + HEAD_ROWS]
+            place = begin - start + first
+            logits_LV = logits(place, place + len(targets))
+            self.prompt_logprobs += described(logits_LV, targets, self.request.top_logprobs or 0)
+
+    def next_token(self, logits_V: Tensor, greedy: int) -> int:
+        """The token to go on with; `greedy` is the most probable one."""
+        options = self.request.sampling
+        adjusted_V = penalised(logits_V, self._counts, options)
+        if options.temperature == 0 and adjusted_V is logits_V:
+            return greedy
+        return int(sample(adjusted_V[None], options, self._generator))
+
+    def take(self, logits_V: Tensor, greedy: int) -> None:
+        """Go on by one token and tell the listener."""
+        if self.timings.first_token is None:
+            self.timings.first_token = time.monotonic()
+        if self.request.max_new_tokens == 0:
+            self._tell(finish_reason="length")
+            return
+        token = self.next_token(logits_V, greedy)
+        top = self.request.top_logprobs
+        logprobs = () if top is None else tuple(described(logits_V[None], [token], top))
+        self.tokens.append(token)
+        self._counts[token] += 1
+        self._stream.append(token)
+        self.timings.generated_tokens += 1
+        self._tell(self._stream.finish_reason, self._stream.take(), (token,), logprobs)
+
+    def end(self, finish_reason: str, error: str = "") -> None:
+        """Tell the listener that nothing more will come, unless it knows."""
+        if not self.finished:
+            self._tell(finish_reason, error=error)
+
+    def _tell(
+        self,
+        finish_reason: str,
+        text: str = "",
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        error: str = "",
+    ) -> None:
+        self.finished = bool(finish_reason)
+        if self.finished:
+            self.timings.finished = time.monotonic()
+        prompt = None
+        if self.request.prompt_logprobs and not self._told_prompt and self.timings.first_token is not None:
+            prompt, self._told_prompt = tuple(self.prompt_logprobs), True
+        timings = self.timings if self.finished else None
+        try:
+            self._listener(Update(text, tokens, logprobs, prompt, finish_reason, error, timings))
+        except Exception:  # nobody can be told of this one any more, and the others go on
+            logging.getLogger(__name__).exception("the listener of request %d failed; the request ends", self.number)
+            self.finished = True
+
+
+def described(logits_LV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """How probable each token was at its position, and the `top` most probable ones there."""
+    logprobs_LV = F.log_softmax(logits_LV.float(), dim=-1)
+    chosen = logprobs_LV.gather(1, torch.tensor(tokens, device=logits_LV.device)[:, None])[:, 0].tolist()
+    best = logprobs_LV.topk(min(top, logits_LV.shape[-1]), dim=-1)
+    tops = [tuple(zip(ids, values, strict=True)) for ids, values in zip(*(x.tolist() for x in best[::-1]), strict=True)]
+    return [TokenLogprob(*each) for each in zip(tokens, chosen, tops, strict=True)]

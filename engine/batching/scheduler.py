@@ -1,0 +1,291 @@
+"""Continuous batching: schedule, run, postprocess, again and again, while requests come and go.
+
+Every step gives each running sequence one token and reads a piece of the prompts that wait to be read. What a request
+gets does not depend on what runs beside it: a prompt is always cut at the same places, sequences never share a product of
+attention, and each has its own random draws. A Runner knows the model; nothing here does.
+
+Shape suffixes: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.batching.onnx_runner import OnnxRunner
+from engine.batching.paged_runner import PagedRunner
+from engine.batching.request import Request
+from engine.batching.request_state import RequestState
+from engine.decoder.block_pool import BlockPool, BlockTable, OutOfBlocksError
+from engine.decoder.kv_cache import position_bytes, state_bytes
+from engine.decoder.paged_cache import BLOCK_SIZE
+from engine.errors import OptionError
+from engine.generation.generate import Engine
+from engine.generation.sampling import NOT_FINITE
+from engine.onnx.runtime import OnnxDecoder
+
+
+class Runner(Protocol):
+    """What reads tokens and gives logits: a model with its cache."""
+
+    @property
+    def pool(self) -> BlockPool:
+        """Whose the blocks of the cache are."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all blocks."""
+
+    @property
+    def counts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Experts evaluated and experts skipped, for each MoE layer; one for each token that asked for it."""
+
+    def clear(self) -> None:
+        """Forget everything that the cache holds, whoever used it."""
+
+    def check(self, threshold: float | None) -> None:
+        """Raises OptionError for a skip threshold that this model cannot honour."""
+
+    def kind(self, state: RequestState) -> bytes:
+        """What else than tokens decides on keys and values, and who may share them."""
+
+    def piece_end(self, state: RequestState, end: int) -> int:
+        """Where the next piece of a prompt may end in place of `end`, at least one token on."""
+
+    def decode(self, states: Sequence[RequestState]) -> Tensor:
+        """Read the one unread token of each; logits [B, V]."""
+
+    def read(self, state: RequestState, end: int) -> Tensor | None:
+        """Read the tokens up to `end`, and take what the prompt asks of them; logits [1, V] where none is left to read."""
+
+
+class Step(NamedTuple):
+    """What one step does."""
+
+    decoding: list[RequestState]
+    """One token is left to read of each."""
+    reading: list[tuple[RequestState, int]]
+    """Prompts of which the tokens up to the given one are read."""
+
+
+class Scheduler:
+    """The requests of one engine. Not for several threads: EngineLoop gives it one of its own."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        kv_cache_bytes: int,
+        max_batch_size: int,
+        max_model_length: int | None,
+        prefill_chunk: int,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        """Raises OptionError for limits that cannot be kept, CheckpointError for damaged skip tables."""
+        for name, value in (("the batch", max_batch_size), ("the chunk of a prompt", prefill_chunk)):
+            if value < 1:
+                raise OptionError(f"{name} is {value}; it must be at least 1")
+        self._vocabulary = engine.checkpoint.config.vocabulary_size
+        self._max_batch_size, self._prefill_chunk = max_batch_size, prefill_chunk
+        states = max_batch_size * state_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
+        self.max_model_length = _resolved_length(engine, max_model_length, kv_cache_bytes, states, block_size)
+        self.runner = _runner(engine, kv_cache_bytes - states, block_size, max_batch_size)
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
+        """Oldest first."""
+        self.preemptions = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self._unused_when_full = -1
+        """Unused blocks when the first of the queue found no room: there is no use in looking again before that changes."""
+
+    def check(self, request: Request) -> None:
+        """Raises OptionError for a request that can never run here."""
+        prompt, new = len(request.prompt), request.max_new_tokens
+        vocabulary = self._vocabulary
+        if not prompt:
+            raise OptionError("the prompt has no tokens; give at least one")
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise OptionError(f"the prompt has a token outside the vocabulary of {vocabulary}; use the model's tokenizer")
+        if new < 0:
+            raise OptionError(f"the number of new tokens is {new}; it must be 0 (the prompt only) or more")
+        if prompt + new > self.max_model_length:
+            raise OptionError(
+                f"a prompt of {prompt} tokens and {new} new ones make {prompt + new}, and {self.max_model_length} "
+                "positions are served; shorten the prompt or ask for fewer tokens"
+            )
+        if not all(request.stop):
+            raise OptionError("a stop string is empty; leave it out to generate up to the limit")
+        if request.top_logprobs is not None and not 0 <= request.top_logprobs <= vocabulary:
+            raise OptionError(f"{request.top_logprobs} most probable tokens were asked for; ask for 0 to {vocabulary}")
+        self.runner.check(request.skip_threshold)
+
+    def add(self, state: RequestState) -> None:
+        """Put a request at the end of the queue."""
+        self.waiting.append(state)
+
+    def step(self) -> None:
+        """One token for every running sequence, and a piece of a prompt. Whatever it raises is a bug or want of memory."""
+        with torch.inference_mode():
+            self._postprocess(self._run(self._schedule()))
+
+    def cancel(self, state: RequestState) -> None:
+        """End a request that waits or runs."""
+        if state in self.waiting:
+            self.waiting.remove(state)
+            self._unused_when_full = -1
+        self._end(state, "cancelled")
+
+    def fail(self, error: str) -> None:
+        """After a step that raised: end every running request, or the first of the queue where none was running.
+
+        What the cache holds of them cannot be trusted, so it is emptied.
+        """
+        for state in self.running or [self.waiting.popleft() for _ in range(min(1, len(self.waiting)))]:
+            state.end("error", error)
+        self.running.clear()
+        self.runner.clear()
+        self._unused_when_full = -1
+
+    @property
+    def used_share(self) -> float:
+        """Of the cache, by running requests."""
+        pool = self.runner.pool
+        return 1 - pool.unused / pool.count
+
+    def _schedule(self) -> Step:
+        preemptions = self.preemptions
+        for state in list(self.running):
+            if state.unread == 1 and state in self.running:
+                self._make_room(state)
+        if self.preemptions == preemptions:
+            self._admit()
+        return Step([state for state in self.running if state.unread == 1], self._chunks())
+
+    def _make_room(self, state: RequestState) -> None:
+        """For one more position; the youngest go back to the queue until there is."""
+        while state in self.running:
+            try:
+                self.runner.pool.extend(state.table, len(state.tokens))
+                return
+            except OutOfBlocksError:
+                self._preempt(self.running[-1])
+
+    def _preempt(self, state: RequestState) -> None:
+        """Back to the head of the queue. What it generated stays, and will be read again with its prompt."""
+        self.running.remove(state)
+        self.runner.pool.release(state.table)
+        state.table = BlockTable()  # the old one's state goes with it
+        self.waiting.appendleft(state)
+        self.preemptions += 1
+
+    def _admit(self) -> None:
+        """From the queue, in order, while there is room for the tokens so far and a block more for each that runs."""
+        pool = self.runner.pool
+        while self.waiting and len(self.running) < self._max_batch_size and pool.unused != self._unused_when_full:
+            state = self.waiting[0]
+            known = [] if state.asks_for_prompt else state.tokens
+            found = pool.find(known, self.runner.kind(state))
+            if pool.missing(found, len(state.tokens)) + len(self.running) > pool.unused:
+                self._unused_when_full = pool.unused
+                return
+            self._unused_when_full = -1
+            pool.take(found)
+            pool.extend(found, len(state.tokens))
+            state.table = found
+            self.running.append(self.waiting.popleft())
+            self._note_start(state, found.length)
+
+    def _note_start(self, state: RequestState, cached: int) -> None:
+        if state.start(cached):
+            self.prompt_tokens += len(state.request.prompt)
+            self.cached_tokens += cached
+
+    def _chunks(self) -> list[tuple[RequestState, int]]:
+        """Pieces of prompts, in order, of one chunk together, or one longer piece. Each prompt has its own places to cut."""
+        chunk = left = self._prefill_chunk
+        chosen: list[tuple[RequestState, int]] = []
+        for state in self.running:
+            if state.unread > 1:
+                begin = state.table.length
+                end = self.runner.piece_end(state, min(len(state.tokens), (begin // chunk + 1) * chunk))
+                left -= end - begin
+                if chosen and left < 0:
+                    break
+                chosen.append((state, end))
+        return chosen
+
+    def _run(self, step: Step) -> list[tuple[list[RequestState], Tensor]]:
+        """Forward everything; sequences that are read to their ends, and the logits [B, V] that follow."""
+        results: list[tuple[list[RequestState], Tensor]] = []
+        if step.decoding:
+            results.append((step.decoding, self.runner.decode(step.decoding)))
+        for state, end in step.reading:
+            if (logits_1V := self.runner.read(state, end)) is not None:
+                results.append(([state], logits_1V))
+        return results
+
+    def _postprocess(self, results: list[tuple[list[RequestState], Tensor]]) -> None:
+        """Choose tokens, tell listeners, and let go of those that have ended."""
+        for states, logits_BV in results:
+            wide_BV = logits_BV.float()  # argmax is several times as fast as in half precision
+            finite, greedy = wide_BV.isfinite().all(dim=-1).tolist(), wide_BV.argmax(dim=-1).tolist()
+            for row, (state, usable, token) in enumerate(zip(states, finite, greedy, strict=True)):
+                if usable:
+                    self._take(state, wide_BV[row], token)
+                else:
+                    self._end_in_doubt(state, NOT_FINITE)
+
+    def _take(self, state: RequestState, logits_V: Tensor, greedy: int) -> None:
+        generated = state.timings.generated_tokens
+        try:
+            state.take(logits_V, greedy)
+        except Exception as error:  # of one request, such as a temperature that no number can be divided by
+            self._end_in_doubt(state, described_error(error))
+        self.generated_tokens += state.timings.generated_tokens - generated
+        if state.finished:
+            self._end(state, "")
+
+    def _end_in_doubt(self, state: RequestState, error: str) -> None:
+        """What this sequence left in the cache must serve no other."""
+        self.runner.pool.forget(state.table)
+        self._end(state, "error", error)
+
+    def _end(self, state: RequestState, finish_reason: str, error: str = "") -> None:
+        if state in self.running:
+            self.running.remove(state)
+            self.runner.pool.release(state.table)
+            self._unused_when_full = -1
+        state.end(finish_reason, error)
+
+
+def described_error(error: BaseException) -> str:
+    """One line on something that nobody expected."""
+    words = " ".join(str(error).split())[:200]
+    return f"the engine failed on this request ({type(error).__name__}: {words}); others go on, so it may be tried again"
+
+
+def _runner(engine: Engine, kv_cache_bytes: int, block_size: int, sequences: int) -> Runner:
+    if isinstance(engine.decoder, OnnxDecoder):
+        return OnnxRunner(engine.decoder, kv_cache_bytes, block_size)
+    return PagedRunner(engine, engine.decoder, kv_cache_bytes, block_size, sequences)
+
+
+def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, states: int, block_size: int) -> int:
+    """The longest sequence that is served, where so many bytes are of states."""
+    positions, each = engine.checkpoint.config.max_positions, position_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
+    room = max(0, kv_cache_bytes - states) // (each * block_size) * block_size
+    length = min(positions, max(room, block_size)) if asked is None else asked
+    if not 1 <= length <= positions:
+        raise OptionError(
+            f"the length to serve is {length} positions and the model has {positions}; ask for 1 to {positions}"
+        )
+    if length > room:
+        needed = -(-length // block_size) * block_size * each + states
+        raise OptionError(
+            f"a key-value cache of {kv_cache_bytes:,} bytes holds {room:,} positions and one sequence may have {length:,}; "
+            f"give it {needed:,} bytes or more, or serve shorter sequences"
+        )
+    return length

@@ -1,0 +1,283 @@
+"""What is benchmarked: one model on one backend, and one case on it.
+
+`python -m engine.bench.backends SPEC` is a worker (engine/worker.py), asked for `warm pp 512 0`, `run tg 128 0`, `memory`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.decoder.kv_cache import KeyValueCache
+from engine.errors import OptionError
+from engine.generation.generate import Engine, resolve_dtype
+from engine.generation.report import memory_split, peak_memory_bytes
+from engine.kernels.devices import resolve_device, set_threads
+from engine.kernels.linear import SHAPES_KEPT
+from engine.onnx.runtime import backend_of
+from engine.transformers_models.transformers_model import load_decoder
+from engine.worker import Answer, Spec, serve_requests
+
+KINDS = ("pp", "tg")
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One test: `tokens` to read at once (pp) or to generate one by one (tg), after `depth` tokens."""
+
+    kind: str
+    tokens: int
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.tokens < 1 or self.depth < 0:
+            raise OptionError(
+                f"test {self.kind!r} of {self.tokens} tokens at depth {self.depth} cannot be run; "
+                "tests are pp or tg, of at least 1 token, at depth 0 or more"
+            )
+
+    @property
+    def name(self) -> str:
+        """As in the table: `pp512`, or `tg128 @ d1024` after 1,024 tokens."""
+        return f"{self.kind}{self.tokens}" + (f" @ d{self.depth}" if self.depth else "")
+
+
+@dataclass(frozen=True)
+class BenchSpec(Spec):
+    """One language model. Raises OptionError for what no backend honours."""
+
+    skip_threshold: float = 0.0
+    skip_min_experts: int = 1
+    kv_cache_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise OptionError(f"backend {self.backend!r} is not known; choose {', '.join(BACKENDS)}")
+        if self.batch < 1:
+            raise OptionError(f"batch is {self.batch}; it must be at least 1")
+        if self.backend != "torch" and self.kv_cache_dtype != "auto":
+            raise OptionError(f"backend {self.backend!r} has a KV cache of its own; leave --kv-cache-dtype at auto for it")
+        if self.backend != "torch" and self.skip_threshold != 0:
+            raise OptionError(f"backend {self.backend!r} cannot skip experts; leave the skip threshold at 0 for it")
+
+
+class Backend(Protocol):
+    """What a worker drives: something that reads tokens and gives the most probable next ones."""
+
+    checkpoint: Any
+    """A ModelDirectory."""
+    device: torch.device
+    dtype: torch.dtype
+    weights_bytes: int
+    load_seconds: float
+
+    @property
+    def weights_resident_bytes(self) -> int:
+        """Of the weights, what is in memory."""
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Of the case run last."""
+
+    @property
+    def experts_skipped_share(self) -> float:
+        """Since the last `count_skips(True)`."""
+
+    @property
+    def bytes_read_per_token(self) -> float | None:
+        """Of weights, by a token that is decoded alone; None where only the runtime knows."""
+
+    def count_skips(self, counting: bool) -> None:
+        """Start counting from zero, or stop: counting is not part of what is timed."""
+
+    def start(self, batch: int, capacity: int) -> None:
+        """Forget what was read; up to `capacity` tokens will follow."""
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """Read tokens, after those before; the most probable next ones, [B, 1]."""
+
+
+class TorchBackend:
+    """This engine."""
+
+    def __init__(self, spec: BenchSpec) -> None:
+        self._engine = Engine.open(
+            spec.model,
+            device=spec.device,
+            dtype=spec.dtype,
+            threads=spec.threads,
+            skip_threshold=spec.skip_threshold,
+            skip_min_experts=spec.skip_min_experts,
+            kv_cache_dtype=spec.kv_cache_dtype,
+        )
+        self.load_seconds = self._engine.load_seconds
+        self.checkpoint, self.device, self.dtype = self._engine.checkpoint, self._engine.device, self._engine.dtype
+        self.weights_bytes = self._engine.weights_bytes
+        self._cache: KeyValueCache | None = None
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return 0 if self._cache is None else self._cache.bytes
+
+    @property
+    def weights_resident_bytes(self) -> int:
+        return self._engine.weights_resident_bytes
+
+    @property
+    def experts_skipped_share(self) -> float:
+        counter = self._engine.skip_counter
+        return 0.0 if counter is None else counter.share
+
+    @property
+    def bytes_read_per_token(self) -> float | None:
+        return self._engine.bytes_read_per_token
+
+    def count_skips(self, counting: bool) -> None:
+        counter = self._engine.skip_counter
+        if counter is not None and counting:
+            counter.reset()
+            counter.attach()
+        elif counter is not None:
+            counter.detach()
+
+    def start(self, batch: int, capacity: int) -> None:
+        self._cache = self._engine.new_cache(batch, capacity)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        assert self._cache is not None, "forward before start"
+        if tokens_BL.shape[1] == 1:
+            return self._engine.step(tokens_BL[:, 0], None, self._cache).argmax(dim=-1, keepdim=True)
+        return self._engine.prefill(tokens_BL, None, self._cache).argmax(dim=-1, keepdim=True)
+
+
+class TransformersBackend:
+    """transformers as it comes, and as its own `generate` drives it: cached, with the last position's logits only."""
+
+    experts_skipped_share = 0.0
+    bytes_read_per_token = None
+
+    def __init__(self, spec: BenchSpec) -> None:
+        for name in SHAPES_KEPT:
+            os.environ.pop(name, None)
+        set_threads(spec.threads)
+        started = time.perf_counter()
+        self.checkpoint = Checkpoint(resolve(spec.model))
+        self.device = resolve_device(spec.device)
+        self.dtype = resolve_dtype(spec.dtype, self.checkpoint)
+        model = load_decoder(self.checkpoint.directory, self.checkpoint.raw_config, self.dtype)
+        self._model: Any = model.to(self.device)
+        self.weights_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        self.weights_resident_bytes = self.weights_bytes if self.device.type == "cpu" else 0
+        self.load_seconds = time.perf_counter() - started
+        self._past: Any = None
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        layers = () if self._past is None else self._past.layers
+        return sum(part.numel() * part.element_size() for layer in layers for part in (layer.keys, layer.values))
+
+    def count_skips(self, counting: bool) -> None:
+        pass
+
+    def start(self, batch: int, capacity: int) -> None:
+        self._past = None
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        with torch.inference_mode():
+            output = self._model(tokens_BL, past_key_values=self._past, use_cache=True, logits_to_keep=1)
+        self._past = output.past_key_values
+        next_B1: Tensor = output.logits[:, -1].argmax(dim=-1, keepdim=True)
+        return next_B1
+
+
+class OnnxBackend(TorchBackend):
+    """An exported model in onnxruntime, driven as this engine drives it."""
+
+    def __init__(self, spec: BenchSpec) -> None:
+        backend_of(resolve(spec.model), "onnx")
+        super().__init__(spec)
+
+
+BACKENDS: dict[str, Callable[[BenchSpec], Backend]] = {
+    "torch": TorchBackend,
+    "transformers": TransformersBackend,
+    "onnx": OnnxBackend,
+}
+
+
+def run_case(backend: Backend, case: BenchCase, tokens_BL: Tensor) -> float:
+    """Seconds of one case. tokens_BL: at least depth + tokens (pp) or depth + 1 (tg) of them."""
+    backend.start(tokens_BL.shape[0], case.depth + case.tokens)
+    if case.depth:
+        backend.forward(tokens_BL[:, : case.depth])
+    prompt_BL = tokens_BL[:, case.depth : case.depth + (case.tokens if case.kind == "pp" else 1)]
+    _wait(backend.device)
+    started = time.perf_counter()
+    next_B1 = backend.forward(prompt_BL)
+    for _ in range(case.tokens - prompt_BL.shape[1]):
+        next_B1 = backend.forward(next_B1)
+    _wait(backend.device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _answer(backend: Backend, spec: BenchSpec, request: str) -> dict[str, Any]:
+    """The reply to one request line."""
+    verb, *words = request.split()
+    if verb == "memory":
+        return {"peak_memory_bytes": peak_memory_bytes()} | memory_split(
+            backend.weights_resident_bytes, backend.kv_cache_bytes
+        )
+    case = BenchCase(words[0], int(words[1]), int(words[2]))
+    positions, available = case.depth + case.tokens, backend.checkpoint.config.max_positions
+    if positions > available:
+        raise OptionError(
+            f"{spec.model}: test {case.name} needs {positions} positions and the model has {available}; "
+            "ask for fewer tokens with -p, -n or -d"
+        )
+    generator = torch.Generator().manual_seed(spec.seed)
+    shape = (spec.batch, positions)
+    tokens_BL = torch.randint(backend.checkpoint.config.vocabulary_size, shape, generator=generator).to(backend.device)
+    backend.count_skips(verb == "warm")
+    seconds = run_case(backend, case, tokens_BL)
+    share = backend.experts_skipped_share
+    return {
+        "seconds": seconds,
+        "kv_cache_bytes": backend.kv_cache_bytes,
+        "experts_skipped_share": share,
+        "weights_read_bytes_per_token": backend.bytes_read_per_token,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """A worker of one BenchSpec."""
+
+    def start() -> tuple[dict[str, Any], Answer]:
+        spec = BenchSpec(**json.loads(arguments[0]))
+        backend = BACKENDS[spec.backend](spec)
+        scheme = backend.checkpoint.fewest_bits
+        about = {"parameters": backend.checkpoint.parameters, "weights_bytes": backend.weights_bytes}
+        about["weight_bits"] = None if scheme is None else scheme.bits
+        about["load_seconds"] = backend.load_seconds
+        machine = {"threads": torch.get_num_threads(), "device": backend.device.type}
+        dtype = {"dtype": str(backend.dtype).removeprefix("torch.")}
+        return about | machine | dtype, lambda request: _answer(backend, spec, request)
+
+    return serve_requests(start)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

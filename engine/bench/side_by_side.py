@@ -1,0 +1,186 @@
+"""Speed and memory of several models side by side, with the tests and columns that GGUF runtimes made customary.
+
+Tests: `pp512` reads 512 tokens, `tg128` generates 128 one by one, both after `depth` tokens that are not timed. Each
+has a warm-up, then repetitions; mean and standard deviation of tokens per second are reported.
+
+Each (model, backend) lives in a process of its own, so that its memory is the operating system's figure for it alone.
+The workers (engine/bench/backends.py) stay alive and take turns in every repetition, so that what else the machine does
+falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from engine.bench.backends import KINDS, BenchCase, BenchSpec
+from engine.checkpoint.checkpoint import resolve
+from engine.errors import OptionError
+from engine.onnx.runtime import backend_of
+from engine.worker import Worker
+
+FORMATS = ("md", "csv", "json", "jsonl")
+HEAD = ("model", "size", "params", "backend", "threads", "test", "t/s", "peak memory", "skipped")
+"""Of the table that people read."""
+Cells = Callable[[dict[str, Any]], list[str]]
+
+
+def cases_for(prompt_tokens: int = 512, generated_tokens: int = 128, depth: int = 0) -> list[BenchCase]:
+    """The tests that `-p`, `-n` and `-d` ask for; 0 tokens leaves a test out. Raises OptionError where none is left."""
+    asked = [(kind, tokens) for kind, tokens in zip(KINDS, (prompt_tokens, generated_tokens), strict=True) if tokens]
+    if not asked:
+        raise OptionError("both tests are turned off; ask for prompt tokens, generated tokens, or both")
+    return [BenchCase(kind, tokens, depth) for kind, tokens in asked]
+
+
+def bench(
+    specs: Sequence[BenchSpec],
+    cases: Sequence[BenchCase],
+    repetitions: int = 5,
+    progress: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> list[dict[str, Any]]:
+    """Run every case on every spec; one row for each pair, in that order.
+
+    `progress` wraps the list of rounds, the warm-up among them. Raises whatever error of input a worker met, in its
+    words; OptionError for fewer than one repetition.
+    """
+    if repetitions < 1:
+        raise OptionError(f"repetitions is {repetitions}; it must be at least 1")
+    for spec in specs:
+        resolve(spec.model)  # a download is shown, and a wrong name refused, before any worker starts
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(spec, "engine.bench.backends")) for spec in specs]
+        pairs = [(case, worker) for case in cases for worker in workers]
+        seconds: dict[tuple[BenchCase, Worker[BenchSpec]], list[float]] = {pair: [] for pair in pairs}
+        warm: dict[tuple[BenchCase, Worker[BenchSpec]], dict[str, Any]] = {}
+        for round_number in progress(range(repetitions + 1)):
+            for case, worker in pairs:
+                request = f"{case.kind} {case.tokens} {case.depth}"
+                if round_number == 0:
+                    warm[case, worker] = worker.ask(f"warm {request}")
+                else:
+                    seconds[case, worker].append(worker.ask(f"run {request}")["seconds"])
+        memory = {worker: worker.ask("memory") for worker in workers}
+        return [
+            _row(worker, case, seconds[case, worker], warm[case, worker], memory[worker])
+            for worker in workers
+            for case in cases
+        ]
+
+
+def bench_models(
+    models: Sequence[str],
+    backends: Sequence[str] = (),
+    *,
+    prompt_tokens: int = 512,
+    generated_tokens: int = 128,
+    depth: int = 0,
+    repetitions: int = 5,
+    skip_threshold: float = 0.0,
+    progress: Callable[[Sequence[int]], Iterable[int]] = iter,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """`bench` of each model on each backend; `options` are the other fields of BenchSpec.
+
+    With no backend named each model has its own: onnx where it was exported, otherwise torch. Where backends are compared,
+    only `torch` skips experts, as the rows' `skip_threshold` says; asking for skipping with no backend that can is refused.
+    """
+    pairs = [(model, name) for model in models for name in backends or [backend_of(resolve(model), "auto")]]
+    can_skip = any(name == "torch" for _, name in pairs)
+    skips = {name: skip_threshold if name == "torch" or not can_skip else 0.0 for _, name in pairs}
+    specs = [BenchSpec(model, name, skip_threshold=skips[name], **options) for model, name in pairs]
+    return bench(specs, cases_for(prompt_tokens, generated_tokens, depth), repetitions, progress)
+
+
+def _row(
+    worker: Worker[BenchSpec], case: BenchCase, seconds: list[float], warm: dict[str, Any], memory: dict[str, int]
+) -> dict[str, Any]:
+    spec, about = worker.spec, worker.about
+    rates = [case.tokens * spec.batch / each for each in seconds]
+    return {
+        "model": spec.model,
+        "backend": spec.backend,
+        "test": case.name,
+        "tokens_per_second_mean": statistics.mean(rates),
+        "tokens_per_second_sd": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        "peak_memory_bytes": memory["peak_memory_bytes"],
+        "weights_bytes": about["weights_bytes"],
+        "kv_cache_bytes": warm["kv_cache_bytes"],
+        "experts_skipped_share": warm["experts_skipped_share"],
+        "weights_read_bytes_per_token": warm["weights_read_bytes_per_token"],
+        "tokens_per_second_median": statistics.median(rates),
+        "parameters": about["parameters"],
+        "threads": about["threads"],
+        "batch": spec.batch,
+        "dtype": about["dtype"],
+        "weight_bits": about["weight_bits"],
+        "device": about["device"],
+        "skip_threshold": spec.skip_threshold,
+        "load_seconds": about["load_seconds"],
+        "resident_memory_bytes": memory["resident_memory_bytes"],
+        "weights_resident_bytes": memory["weights_resident_bytes"],
+        "other_memory_bytes": memory["other_memory_bytes"],
+        "kv_cache_dtype": spec.kv_cache_dtype,
+    }
+
+
+def format_rows(rows: Sequence[dict[str, Any]], form: str, head: Sequence[str] = HEAD, cells: Cells | None = None) -> str:
+    """Rows as a Markdown table, CSV with a header, one JSON object, or a JSON object on each line."""
+    if form == "json":
+        return json.dumps({"rows": list(rows)}, indent=2)
+    if form == "jsonl":
+        return "\n".join(map(json.dumps, rows))
+    if form == "csv":
+        return _csv(rows)
+    if form == "md":
+        return _markdown(rows, head, cells or _cells)
+    raise OptionError(f"format {form!r} is not known; choose {', '.join(FORMATS)}")
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().rstrip("\n")
+
+
+def _markdown(rows: Sequence[dict[str, Any]], head: Sequence[str], cells: Cells) -> str:
+    table = [list(head), *(cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(head))]
+    sides = ["<" if name in ("model", "backend", "test") else ">" for name in head]
+    columns = list(zip(widths, sides, strict=True))
+    lines = [[f"{cell:{side}{width}}" for cell, (width, side) in zip(line, columns, strict=True)] for line in table]
+    rule = ["-" * (width - 1) + (":" if side == ">" else "-") for width, side in columns]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
+
+
+def about_model(row: dict[str, Any]) -> list[str]:
+    """The cells before what was measured."""
+    return [
+        row["model"].replace("|", "\\|") + (f" ({row['weight_bits']} bits)" if row.get("weight_bits") else ""),
+        f"{row['weights_bytes'] / 2**20:.2f} MiB" if row["weights_bytes"] < 2**30 else gib(row["weights_bytes"]),
+        f"{row['parameters'] / 1e6:.2f} M" if row["parameters"] < 1e9 else f"{row['parameters'] / 1e9:.2f} B",
+        row["backend"],
+        str(row["threads"]),
+        row["test"],
+    ]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *about_model(row),
+        f"{row['tokens_per_second_mean']:.2f} ± {row['tokens_per_second_sd']:.2f}",
+        gib(row["peak_memory_bytes"]),
+        f"{100 * row['experts_skipped_share']:.1f} %",
+    ]
+
+
+def gib(size: int) -> str:
+    """For people."""
+    return f"{size / 2**30:.2f} GiB"

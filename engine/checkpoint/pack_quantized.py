@@ -1,0 +1,198 @@
+"""Weights of few bits on disk, in the form that compressed-tensors calls "pack-quantized" and that vLLM reads.
+
+In the place of a weight X [O, D] are X_packed, int32 [O, W], a row's weights one after the other from the lowest bit of its
+first word on, each stored as its value + 2^(bits−1); X_scale [O, C], one for each group of a row; and X_shape, int64 [2].
+`quantization_config` in config.json says how many bits and how large groups are. Its targets and its list of what to ignore
+are not evaluated: which weights are packed is seen from the tensors, and each must be as one of the config's groups says.
+
+Shape suffixes: O outputs, D inputs, W words of a row, C groups of a row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError, UnsupportedError
+from engine.files.json_file import shown
+from engine.files.safetensors_file import SafetensorsFile
+from engine.kernels.quantized_weight import WHOLE_ROW, QuantizedWeight
+
+CONFIG_KEY = "quantization_config"
+PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
+"""What the names of the three tensors end in, after the weight's own name."""
+BITS = (8, 4)
+_METHOD, _FORMAT = "compressed-tensors", "pack-quantized"
+_SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SHAPE_DTYPES = (torch.int64, torch.int32)
+_WORD_BITS = 32
+
+
+class Scheme(NamedTuple):
+    """How a weight is stored."""
+
+    bits: int
+    group_size: int
+    """Inputs that share a scale, or WHOLE_ROW."""
+
+    def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of the packed tensor and of the scales, for a weight [O, D]."""
+        outputs, inputs = shape
+        groups = 1 if self.group_size == WHOLE_ROW else inputs // self.group_size
+        return (outputs, -(-inputs * self.bits // _WORD_BITS)), (outputs, groups)
+
+    def fits(self, inputs: int) -> bool:
+        """Whether groups of so many inputs are whole, and whole words."""
+        size = inputs if self.group_size == WHOLE_ROW else self.group_size
+        return inputs % size == 0 and size * self.bits % _WORD_BITS == 0
+
+
+def schemes_of(config: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """Of a raw config.json, one for each of its groups; none where weights are not stored in this form.
+
+    Raises UnsupportedError naming the first setting that the engine does not read.
+    """
+    values = config.get(CONFIG_KEY)
+    if not isinstance(values, dict) or values.get("quant_method") != _METHOD:
+        return ()
+    _honour(values, "", quantization_status=("compressed", None), kv_cache_scheme=(None,))
+    sparsity = values.get("sparsity_config")
+    if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
+        _honour(values, "", sparsity_config=(None, {}))
+    _honour(values, "", transform_config=(None, {}), moe_sparsity_config=(None,))
+    groups = values.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise CheckpointError(f"config.json: {CONFIG_KEY}.config_groups is {shown(groups)}; it must be an object of groups")
+    return tuple(_scheme(group, f"config_groups.{name}.", values.get("format")) for name, group in groups.items())
+
+
+def _scheme(group: Any, where: str, common_format: Any) -> Scheme:
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"config.json: {CONFIG_KEY}.{where}weights is {shown(weights)}; it must be an object")
+    form = group.get("format")
+    _honour({"format": common_format if form is None else form}, "", format=(_FORMAT,))
+    _honour(group, where, input_activations=(None,), output_activations=(None,))
+    where += "weights."
+    _honour(weights, where, type=("int",), num_bits=BITS, symmetric=(True,), strategy=("group", "channel"))
+    _honour(weights, where, dynamic=(False, None), actorder=(None, False, "weight", "static"), block_structure=(None,))
+    size = weights.get("group_size")
+    if weights["strategy"] == "channel":
+        _honour(weights, where, group_size=(None, WHOLE_ROW))
+        size = WHOLE_ROW
+    elif type(size) is not int or size < 1:
+        raise CheckpointError(f"config.json: {CONFIG_KEY}.{where}group_size is {shown(size)}; it must be a number from 1")
+    return Scheme(weights["num_bits"], size)
+
+
+def _honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> None:
+    """Raise UnsupportedError for the first of these settings that is none of the known ones."""
+    for key, choices in known.items():
+        value = values.get(key)
+        # JSON's true and 1 are equal in Python.
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            readable = " or ".join("null" if choice is None else shown(choice) for choice in choices)
+            raise UnsupportedError(
+                f"config.json: {CONFIG_KEY}.{where}{key} is {shown(value)}, and the engine reads {readable}; quantise the "
+                "original model with `compress quantize`"
+            )
+
+
+def config_of(scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Scheme] | None = None) -> dict[str, Any]:
+    """`quantization_config` of a model whose linear layers are all stored so, but for weights in `ignored` and `others`."""
+    groups = {"group_0": _group(scheme, ["Linear"])}
+    for place, (name, own) in enumerate((others or {}).items(), start=1):
+        groups[f"group_{place}"] = _group(own, [f"re:.*{re.escape(name.removesuffix('.weight'))}$"])
+    return {
+        "quant_method": _METHOD,
+        "format": _FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [name.removesuffix(".weight") for name in ignored],
+        "kv_cache_scheme": None,
+    }
+
+
+def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    whole = scheme.group_size == WHOLE_ROW
+    weights = {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel" if whole else "group",
+        "group_size": None if whole else scheme.group_size,
+        "dynamic": False,
+    }
+    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+
+
+def layout_of(
+    name: str, shape: tuple[int, ...], scheme: Scheme, scale_dtype: torch.dtype
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of the three tensors of a weight [O, D]."""
+    packed, scales = scheme.shapes(shape)
+    return {name + PACKED: (torch.int32, packed), name + SCALE: (scale_dtype, scales), name + SHAPE: (torch.int64, (2,))}
+
+
+def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The three tensors themselves."""
+    return {
+        name + PACKED: weight.packed_OB.view(torch.int32),
+        name + SCALE: weight.scales_OC,
+        name + SHAPE: torch.tensor(weight.shape),
+    }
+
+
+class QuantizedView:
+    """Where a packed weight is."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], by_name: Mapping[str, SafetensorsFile], schemes: Iterable[Scheme]
+    ) -> None:
+        """Raises CheckpointError unless the three tensors are there and are as one of the schemes says."""
+        self.name, self.shape = name, shape
+        self.stored_names = (name + PACKED, name + SCALE, name + SHAPE)
+        missing = [stored for stored in self.stored_names if stored not in by_name]
+        if missing:
+            raise CheckpointError(f"tensor {missing[0]} is missing, which belongs to {self.stored_names[0]}")
+        self._files = tuple(by_name[stored] for stored in self.stored_names)
+        packed, scales, stored_shape = (
+            file.entries[stored] for file, stored in zip(self._files, self.stored_names, strict=True)
+        )
+        self.dtype = scales.dtype
+        """What the weight is dequantised to where nothing else is asked for."""
+        self.bytes = packed.nbytes + scales.nbytes + stored_shape.nbytes
+        if packed.dtype != torch.int32 or scales.dtype not in _SCALE_DTYPES or stored_shape.dtype not in _SHAPE_DTYPES:
+            raise CheckpointError(
+                f"tensors {', '.join(self.stored_names)} are {packed.dtype}, {scales.dtype} and {stored_shape.dtype}; "
+                "packed weights are int32, their scales bfloat16, float16 or float32, their shapes int64"
+            )
+        fitting = [scheme for scheme in schemes if self._is_as(scheme, packed.shape, scales.shape)]
+        if not fitting or stored_shape.shape != (2,):
+            raise CheckpointError(
+                f"tensors {', '.join(self.stored_names)} have shapes {list(packed.shape)}, {list(scales.shape)} and "
+                f"{list(stored_shape.shape)}, which no group of {CONFIG_KEY} makes of a weight {list(shape)}"
+            )
+        self.scheme = fitting[0]
+
+    def _is_as(self, scheme: Scheme, packed: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+        divides = scheme.group_size == WHOLE_ROW or self.shape[-1] % scheme.group_size == 0
+        return len(self.shape) == 2 and divides and scheme.shapes(self.shape) == (packed, scales)
+
+    def weight(self) -> QuantizedWeight:
+        """The weight, mapped. Raises CheckpointError where its stored shape is another than the config's."""
+        packed, scales, shape = (file.tensor(name) for file, name in zip(self._files, self.stored_names, strict=True))
+        if tuple(shape.tolist()) != self.shape:
+            raise CheckpointError(
+                f"{self._files[2].path}: tensor {self.stored_names[2]} holds {shape.tolist()}, and config.json says "
+                f"{list(self.shape)}; config.json and the weights must be of the same model"
+            )
+        return QuantizedWeight(packed.view(torch.uint8), scales, self.scheme.bits, self.shape[1])
+
+    def read(self) -> Tensor:
+        """The weight as a plain tensor, dequantised."""
+        return self.weight().dequantised(self.dtype)

@@ -1,0 +1,191 @@
+"""The modelling file that travels with a checkpoint whose layers keep different numbers of experts.
+
+transformers builds every layer with the one count in `config.json`. The file written here subclasses the family's own
+class and shrinks each layer to its entry in `block_configs`, so the directory loads with `trust_remote_code=True`
+where this package is not installed. Here nobody loads it so: that flag would let transformers run whatever else lies in
+the directory, so it is given the class that the same text makes in memory. The config stays of the family's own class.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from engine.architectures import ARCHITECTURES, Architecture, otherwise_in_transformers
+from engine.checkpoint.pack_quantized import CONFIG_KEY
+from engine.errors import OptionError
+from engine.files.json_file import load_json, shown
+from engine.files.model_files import code_in, named
+
+FILE_NAME = "modeling_compressed.py"
+_MODULES = "compressed_models"
+"""Before the name of a family, the name of the module that its class is of."""
+_ADAPTER = "adapter_config.json"
+_IMPLEMENTATIONS = frozenset(
+    f"{what}_implementation{end}" for what in ("attn", "experts") for end in ("", "_internal", "_autoset")
+)
+"""Keys, without the underscores around them, by which a config.json may name kernels to be fetched from the hub."""
+_HARMLESS = (None, False, True, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+
+_TEMPLATE = '''\
+# SPDX-License-Identifier: Apache-2.0
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# Distributed on an "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+"""A pruned mixture-of-experts model whose layers keep different numbers of experts.
+
+`block_configs[i].ffn.moe.num_local_experts` in config.json is the count of layer i; a layer without that entry has
+no experts and is left as it is. `expert_groups` beside it is the group of each expert, where a router has groups.
+Load with `AutoModelForCausalLM.from_pretrained(dir, trust_remote_code=True)`.
+"""
+
+import functools
+
+import torch
+from torch import nn
+from transformers import {base}
+
+
+def _resize(block, count, top_k, groups):
+    """Keep the first `count` rows: only shapes matter here, the checkpoint brings the values."""
+    for module in (block, *block.experts.modules(), *block.{router}.modules()):
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            along = int(tensor.dim() > 1 and tensor.shape[0] == 1)  # a bias may be [1, experts]
+            if count > tensor.shape[along]:
+                raise ValueError(f"block_configs asks for {{count}} experts, config.json has {{tensor.shape[along]}}")
+            kept = tensor.detach().narrow(along, 0, count).clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(module, name, nn.Parameter(kept, tensor.requires_grad) if is_parameter else kept)
+        module.num_experts = count
+    block.{router}.top_k = min(top_k, count)
+    if groups or hasattr(block.{router}, "e_score_correction_bias"):
+        # The family's own rule has groups of equal size, of two experts or more.
+        block.{router}.forward = functools.partial(_route, block.{router}, groups or [0] * count)
+
+
+def _route(gate, groups, hidden_states):
+    """The family's rule for groups of any size: one is judged by those of its experts that are left."""
+    states = hidden_states.reshape(-1, hidden_states.shape[-1]).float()
+    logits = nn.functional.linear(states, gate.weight.float())
+    bias = getattr(gate, "e_score_correction_bias", None)
+    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if len(set(groups)) > 1:
+        members = [[expert for expert, own in enumerate(groups) if own == group] for group in sorted(set(groups))]
+        best = [choice[:, own].topk(min(1 if bias is None else 2, len(own)))[0].sum(-1) for own in members]
+        best = torch.stack(best, dim=1)
+        allowed = torch.zeros_like(best).scatter_(1, best.topk(min(gate.topk_group, len(members)))[1], 1.0).bool()
+        place = {{expert: index for index, own in enumerate(members) for expert in own}}
+        choice = choice.masked_fill(~allowed[:, [place[expert] for expert in range(len(groups))]], -torch.inf)
+    found, experts = choice.topk(gate.top_k)
+    weights = scores.gather(1, experts).masked_fill(found == -torch.inf, 0.0)
+    if getattr(gate, "norm_topk_prob", False):
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return logits, weights * gate.routed_scaling_factor, experts
+
+
+class CompressedForCausalLM({base}):
+    def __init__(self, config):
+        super().__init__(config)
+        config.output_router_logits = False
+        for layer, block_config in zip(self.model.layers, config.block_configs, strict=True):
+            moe = (block_config.get("ffn") or {{}}).get("moe")
+            if moe:
+                _resize(layer.{block}, moe["num_local_experts"], config.num_experts_per_tok, moe.get("expert_groups"))
+
+    @functools.wraps({base}.forward)
+    def forward(self, *args, **kwargs):
+        if kwargs.get("output_router_logits"):
+            raise ValueError("output_router_logits needs the same number of experts in every layer")
+        return super().forward(*args, **kwargs)
+'''
+
+
+def render(row: Architecture) -> str:
+    """The source of `modeling_compressed.py` for a family."""
+    block, router = row.modules
+    return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router)
+
+
+def auto_map() -> dict[str, str]:
+    """The `auto_map` entry of `config.json` that makes transformers load the file."""
+    return {"AutoModelForCausalLM": "modeling_compressed.CompressedForCausalLM"}
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether the directory's modelling file is, byte for byte, one that this module writes."""
+    config, source = directory / "config.json", directory / FILE_NAME
+    if not config.is_file() or not source.is_file():
+        return False
+    row = ARCHITECTURES.get(str(load_json(config, "model config").get("model_type")))
+    return row is not None and source.read_bytes() == render(row).encode()
+
+
+def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raise OptionError where transformers cannot load a decoder by its own classes and the one written here alone.
+
+    As `check_no_code` does too.
+    """
+    row = ARCHITECTURES.get(str(config.get("model_type")))
+    if row is not None and not row.in_transformers:
+        raise OptionError(f"{directory}: transformers has no {row.model_type}; use our own engine")
+    if row is not None and (reason := otherwise_in_transformers(config)) is not None:
+        raise OptionError(f"{directory}: {reason}; use our own engine")
+    if config.get(CONFIG_KEY) and find_spec("compressed_tensors") is None:
+        raise OptionError(
+            f"{directory}: transformers reads weights of few bits only where compressed-tensors is installed; use our own "
+            "engine"
+        )
+    if config.get("auto_map"):
+        tokenizer = directory / "tokenizer_config.json"
+        brings_more = tokenizer.is_file() and load_json(tokenizer, "tokenizer config").get("auto_map")
+        if config["auto_map"] != auto_map() or not is_ours(directory) or brings_more:
+            raise OptionError(
+                f"{directory}: auto_map asks transformers to run code from this directory that this version did not write "
+                "(trust_remote_code); use our own engine, or write the artifact again"
+            )
+    check_no_code(directory)
+
+
+def check_no_code(directory: Path) -> None:
+    """Raise OptionError for what transformers, or a library that it calls, may run or fetch at the word of a directory.
+
+    That is code besides the file written here, and keys of config.json and files that name other places.
+    """
+    for path in code_in(directory):
+        if str(path) != FILE_NAME or not is_ours(directory):
+            raise OptionError(
+                f"{named(directory, directory / path)}: is code that this version did not write, and transformers may run "
+                "it (trust_remote_code); use our own engine, or remove it"
+            )
+    if os.path.lexists(directory / _ADAPTER):
+        raise OptionError(f"{directory / _ADAPTER}: names another model for transformers to load; remove it, or merge it")
+    for key, value in _nested(load_json(directory / "config.json", "model config")):
+        if key.strip("_") in _IMPLEMENTATIONS and value not in _HARMLESS:
+            raise OptionError(f"{directory}: config.json: {key} is {shown(value)}, which may be code of the hub; remove it")
+        if key == "transformers_weights":
+            raise OptionError(f"{directory}: config.json: {key} names other weights than those that were checked; remove it")
+
+
+def _nested(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every key with its value, at any depth."""
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, Mapping):
+            yield from found.items()
+            pending += found.values()
+        elif isinstance(found, list):
+            pending += found
+
+
+def own_class(row: Architecture) -> Any:
+    """The class of the modelling file, made of the text that is written here and never of a file."""
+    name = f"{_MODULES}.{row.model_type}"
+    if name not in sys.modules:
+        module = ModuleType(name)
+        exec(compile(render(row), f"<{FILE_NAME} of {row.model_type}>", "exec"), module.__dict__)
+        sys.modules[name] = module  # transformers looks up the module of a class there
+    return sys.modules[name].CompressedForCausalLM

@@ -1,0 +1,178 @@
+"""Where each tensor of a checkpoint is: alone, one projection of one expert in a stack, or packed in few bits there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.architectures import (
+    DecoderConfig,
+    Stack,
+    expert_shapes,
+    router_in_memory,
+    router_tensor,
+    shared_stacks,
+    stacks_in_memory,
+    stacks_on_disk,
+)
+from engine.checkpoint.block_float8 import FLOAT8, dequantised
+from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
+from engine.checkpoint.stacks import (
+    dense_names,
+    packed_shapes,
+    shared_names,
+    shared_stack_shape,
+    stack_shape,
+    stacked_names,
+    taken,
+)
+from engine.errors import CheckpointError, UnsupportedError
+from engine.files.safetensors_file import SafetensorsFile
+
+SAME_MODEL = "config.json and the weights must be of the same model"
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Where the scales of a weight in 8-bit floating point are."""
+
+    file: SafetensorsFile
+    name: str
+    block: tuple[int, int]
+
+    def check(self, view: StoredView, where: str) -> None:
+        """Raise a CompressError unless these are scales of the weight's blocks."""
+        entry, shape = self.file.entries[self.name], view.shape
+        is_matrix = len(shape) == 2 and not isinstance(view, _StackedView)
+        if view.dtype != FLOAT8 or entry.dtype != torch.float32 or not is_matrix:
+            raise UnsupportedError(
+                f"{where}: is {view.dtype} with scales of {entry.dtype}; quantised weights are read where they are {FLOAT8} "
+                "matrices with scales of torch.float32; take the model's weights in bfloat16"
+            )
+        asked = tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
+        if entry.shape != asked:
+            raise CheckpointError(
+                f"{where}: has scales of shape {list(entry.shape)}, and {list(shape)} in blocks of {list(self.block)} asks "
+                f"for {list(asked)}; {SAME_MODEL}"
+            )
+
+    def applied(self, values_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight."""
+        return dequantised(values_OI, self.file.tensor(self.name), self.block, dtype)
+
+
+class StoredView:
+    """Where a tensor is: a whole stored tensor, or one projection of one expert in a stack."""
+
+    scales: Scales | None = None
+    """Of a weight in 8-bit floating point, which is read as one of `dtype`."""
+
+    def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
+        self.file, self.stored_name, self.shape = file, stored_name, shape
+        self.dtype = file.entries[stored_name].dtype
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        return (self.stored_name,) if self.scales is None else (self.stored_name, self.scales.name)
+
+    @property
+    def bytes(self) -> int:
+        """As stored."""
+        if self.scales is None:
+            return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) + self.scales.file.entries[self.scales.name].nbytes
+
+    def read(self) -> Tensor:
+        tensor = self.file.tensor(self.stored_name)
+        return tensor if self.scales is None else self.scales.applied(tensor, self.dtype)
+
+
+class _StackedView(StoredView):
+    def __init__(self, file: SafetensorsFile, stack: Stack, expert: int | None, place: int, shape: tuple[int, ...]) -> None:
+        """expert: None in a stack of the shared one."""
+        super().__init__(file, stack.name, shape)
+        self.stack, self.expert, self.place = stack, expert, place
+
+    def read(self) -> Tensor:
+        whole = super().read()
+        return taken(self.stack, whole if self.expert is None else whole[self.expert], self.place)
+
+
+class _PackedView(StoredView):
+    """One projection of one expert in a stack of MXFP4: unpacked when it is read."""
+
+    def __init__(
+        self, files: Mapping[str, SafetensorsFile], stack: Stack, expert: int, place: int, shape: tuple[int, ...]
+    ) -> None:
+        super().__init__(files[stack.name + BLOCKS], stack.name + BLOCKS, shape)
+        self.powers, self.dtype = files[stack.name + POWERS], torch.bfloat16
+        self.stack, self.expert, self.place = replace(stack, transposed=False), expert, place
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        return self.stored_name, self.stack.name + POWERS
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) // 2 + math.prod(self.shape) // BLOCK
+
+    def read(self) -> Tensor:
+        stored = zip((self.file, self.powers), self.stored_names, strict=True)
+        parts = [taken(self.stack, file.tensor(name)[self.expert], self.place) for file, name in stored]
+        return unpacked(*parts)
+
+
+def views_of(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, StoredView]:
+    """Every name that can be served: stored ones as they are, stacked experts one by one."""
+    views = {name: StoredView(file, name, file.entries[name].shape) for name, file in by_name.items()}
+    row = config.architecture
+    views |= {name: views[stored] for name, stored in dense_names(config).items() if stored in views}
+    for layer in config.moe_layers:
+        for stacks in (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
+            if all(stack.name in by_name or stack.name + BLOCKS in by_name for stack in stacks):
+                views |= _of_stacks(config, layer, stacks, by_name)
+        for stack in shared_stacks(row, layer):
+            for place, name in enumerate(shared_names(config, layer, stack) if stack.name in by_name else ()):
+                _check_stack(by_name, stack.name, shared_stack_shape(config, layer, stack), False)
+                own = replace(stack, projections=stack.projections[place : place + 1])
+                shape = shared_stack_shape(config, layer, own)
+                views[name] = _StackedView(by_name[stack.name], stack, None, place, shape)
+        stacked_router = router_in_memory(row, layer)
+        if router_tensor(row, layer) not in views and stacked_router in by_name:
+            views[router_tensor(row, layer)] = views[stacked_router]
+    return views
+
+
+def _of_stacks(
+    config: DecoderConfig, layer: int, stacks: Iterable[Stack], by_name: Mapping[str, SafetensorsFile]
+) -> dict[str, StoredView]:
+    """A layer's experts. Raises CheckpointError for a stack of another shape."""
+    views: dict[str, StoredView] = {}
+    shapes = expert_shapes(config, layer)
+    for stack in stacks:
+        packed = stack.name not in by_name
+        expected = packed_shapes(config, layer, stack) if packed else {stack.name: stack_shape(config, layer, stack)}
+        for name, shape in expected.items():
+            _check_stack(by_name, name, shape, packed)
+        for expert in range(config.experts_by_layer[layer]):
+            for place, name in enumerate(stacked_names(config, layer, stack, expert)):
+                shape = shapes[stack.projections[place]]
+                if packed:
+                    views[name] = _PackedView(by_name, stack, expert, place, shape)
+                else:
+                    views[name] = _StackedView(by_name[stack.name], stack, expert, place, shape)
+    return views
+
+
+def _check_stack(by_name: Mapping[str, SafetensorsFile], name: str, shape: tuple[int, ...], packed: bool) -> None:
+    if name not in by_name:
+        raise CheckpointError(f"tensor {name} is missing")
+    entry = by_name[name].entries[name]
+    if entry.shape != shape:
+        raise CheckpointError(f"tensor {name} has shape {list(entry.shape)} and config.json says {list(shape)}")
+    if packed and entry.dtype != torch.uint8:
+        raise CheckpointError(f"tensor {name} is {entry.dtype}; packed weights are torch.uint8")

@@ -1,0 +1,96 @@
+"""A checkpoint's tokenizer, checked against its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
+from engine.checkpoint.tokenizer_checks import check_tokenizer_files
+from engine.errors import CheckpointError, CompressError, OptionError, is_panic
+from engine.files.json_file import load_json, shown
+
+
+def load_tokenizer(checkpoint: ModelDirectory) -> Any:
+    """The checkpoint's transformers tokenizer; CheckpointError where it is missing or of another vocabulary."""
+    # transformers would look at a config.json that it has no class for.
+    config = None if checkpoint.config.architecture.in_transformers else checkpoint.config.transformers_config
+    return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size, config)
+
+
+def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> Any:
+    """The same for the model in a directory that knows so many tokens; `config`: None for what config.json says."""
+    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+    if not any((directory / name).is_file() for name in names):
+        raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
+    check_tokenizer_files(directory, vocabulary)
+    from transformers import AutoTokenizer
+
+    with tokenizing(directory):
+        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True, trust_remote_code=False)
+        length = tokenizer.model_max_length
+        if isinstance(length, bool) or not isinstance(length, int | float) or not length >= 1:
+            raise CheckpointError(
+                f"{directory}: tokenizer_config.json: model_max_length is {shown(length)}; it must be a number of tokens"
+            )
+        tokenizer.decode(tokenizer("a b", verbose=False)["input_ids"])
+        largest = max(tokenizer.get_vocab().values(), default=-1)
+    # Models pad their vocabulary a little; a tokenizer that is larger, or much smaller, belongs to another model.
+    if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; it is of another model"
+        )
+    if largest >= vocabulary:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has token {largest} and the model {vocabulary} tokens; it is of another model"
+        )
+    return tokenizer
+
+
+@contextmanager
+def tokenizing(directory: Path) -> Iterator[None]:
+    """Turn whatever a damaged tokenizer raises in the body into a CheckpointError."""
+    try:
+        yield
+    except CompressError:
+        raise
+    except BaseException as error:
+        # tokenizers raises plain Exception, and where it panics what is none.
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read: {reason}") from error
+
+
+def check_same_tokens(first: Checkpoint, second: Checkpoint) -> None:
+    """Raise OptionError unless what both predict is of the same tokens."""
+    sizes = first.config.vocabulary_size, second.config.vocabulary_size
+    vocabularies = [load_tokenizer(checkpoint).get_vocab() for checkpoint in (first, second)]
+    if vocabularies[0] != vocabularies[1]:
+        raise OptionError(
+            f"{first.directory} and {second.directory} have different tokenizers ({sizes[0]} and {sizes[1]} tokens), so "
+            "their predictions cannot be compared; take two models with one tokenizer"
+        )
+    if sizes[0] != sizes[1]:
+        raise OptionError(
+            f"{first.directory} and {second.directory} have one tokenizer, and {sizes[0]} and {sizes[1]} rows of "
+            "embeddings; cut or pad those of one to the other's"
+        )
+
+
+def end_tokens(checkpoint: ModelDirectory) -> frozenset[int]:
+    """Tokens that end a sequence, from the first place that names any. Raises CheckpointError where they are none."""
+    directory = checkpoint.directory
+    found = None
+    if (directory / "generation_config.json").is_file():
+        found = load_json(directory / "generation_config.json", "generation config").get("eos_token_id")
+    if found is None:
+        found = getattr(checkpoint.config.transformers_config, "eos_token_id", None)
+    if found is None:
+        found = load_tokenizer(checkpoint).eos_token_id
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(token) is int for token in ids):
+        raise CheckpointError(f"{directory}: eos_token_id is {found!r:.80}; it must be a token id or a list of ids")
+    return frozenset(ids)

@@ -1,0 +1,396 @@
+"""Grouped-query attention with rotary positions, optional qk-norm, biases, clipping and sliding window.
+
+Shape suffixes: B batch, L new positions, P all positions so far, H query heads, G key-value heads, E head dimension,
+R its rotated dimensions, V a value's dimensions, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.architectures import Chunk, DecoderConfig
+from engine.decoder.kv_cache import Kept, KeyValueCache, Scaled
+from engine.decoder.paged_cache import PagedBatch
+from engine.kernels.linear import (
+    any_kernels,
+    as_bfloat16,
+    compiled_kernels,
+    is_emulated,
+    linear,
+    linears,
+    multiplies_bfloat16,
+)
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
+
+Cache = KeyValueCache | PagedBatch
+
+QUERY_BLOCK = 128
+"""Queries that meet their keys at a time."""
+KEY_BLOCK = 1024
+"""Positions of a cache in another dtype that are widened at a time."""
+MAX_SCORES = 1 << 24
+"""Scores held at a time, where the keys allow it: 32 MB in bfloat16."""
+
+
+class Positions(NamedTuple):
+    """What every layer of one forward shares."""
+
+    cosine: Tensor
+    """[B or 1, 1, L, R] in the model's dtype."""
+    sine: Tensor
+    is_padded: bool
+    """Some positions are padding."""
+    masks: dict[int | Chunk | None, Tensor | None]
+    """By sliding window or chunk: bool [B or 1, 1, L, P], True where a query may look; None where plain causal says all."""
+    one_by_one: bool = False
+    """A few are read together that could have come alone."""
+    temperature: Tensor | None = None
+    """[B or 1, 1, L, 1] that queries are multiplied by in layers that do not rotate; None for nothing."""
+    real_BL: Tensor | None = None
+    """Which of the new positions are not padding; None for all."""
+
+
+def half_by_half(x_BHLE: Tensor, rotated: int) -> Tensor:
+    """Pairs of neighbours among the rotated dimensions put half against half: in queries and keys alike, so scores stay."""
+    halves = x_BHLE[..., :rotated].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves if rotated == x_BHLE.shape[-1] else torch.cat((halves, x_BHLE[..., rotated:]), dim=-1)
+
+
+def rotate(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Apply rotary positions to the first R dimensions, of which each half is paired with the other."""
+    rotated = x_BHLE[..., : cosine.shape[-1]]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cosine + torch.cat((-second, first), dim=-1) * sine
+    if rotated.shape == x_BHLE.shape:
+        return rotated
+    return torch.cat((rotated, x_BHLE[..., cosine.shape[-1] :]), dim=-1)
+
+
+def attention_mask(
+    real_BP: Tensor | None, new: int, total: int, window: int | Chunk | None, device: torch.device | str = "cpu"
+) -> Tensor | None:
+    """Who may look at whom: causal, within the sliding window or the chunk, never at padding.
+
+    real_BP: bool [B, P], False at padding; None when there is none. Returns bool [B or 1, 1, L, P], or None where
+    nothing but "new positions are causal among themselves" needs saying (the kernel's own causal mask then serves).
+    """
+    narrow = window is not None and total > (window.size if isinstance(window, Chunk) else window)
+    if real_BP is None and not narrow and (new == 1 or new == total):
+        return None
+    key = torch.arange(total, device=device)
+    query = torch.arange(total - new, total, device=device)[:, None]
+    allowed_LP = key <= query
+    if isinstance(window, Chunk):
+        # Chunks are of real positions, so padding shifts them.
+        counted_BP = key[None] if real_BP is None else (real_BP.long().cumsum(-1) - 1).clamp_min(0)
+        chunks_BP = counted_BP // window.size
+        allowed_LP = allowed_LP & (chunks_BP[:, None, :] == chunks_BP[:, total - new :, None])
+    elif window is not None:
+        allowed_LP = allowed_LP & (key > query - window)
+    if real_BP is None and allowed_LP.dim() == 3:
+        return allowed_LP[:, None]
+    if real_BP is None:
+        return allowed_LP[None, None]
+    # A padding query looks at nothing real; letting it look at itself keeps its softmax finite.
+    return (allowed_LP & real_BP[:, None, :])[:, None] | (key == query)[None, None]
+
+
+def first_seen(past: int, window: int | Chunk | None) -> int:
+    """The first position that a new one, after `past` others, may look at."""
+    if isinstance(window, Chunk):
+        return past // window.size * window.size
+    return 0 if window is None else max(0, past + 1 - window)
+
+
+class Attention(nn.Module):
+    """One layer's self-attention."""
+
+    def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
+        super().__init__()
+        prefix = f"model.layers.{layer}.self_attn"
+        self.layer = layer
+        self.window = config.layers[layer].window
+        self.rotates, self.unit_norm = config.layers[layer].rotates, config.layers[layer].unit_norm
+        self.head_dimension = config.head_dimension
+        self.pairs, self.rotated = config.rotary_pairs, config.rotary_dimension
+        self.scale = config.multipliers.attention or config.head_dimension**-0.5
+        self.query_heads, self.key_heads = config.attention_heads, config.key_value_heads
+        self.clip = config.clip_qkv
+        self.epsilon = config.norm_epsilon
+        self.qk_norm = config.qk_norm
+
+        def weight(name: str) -> nn.Parameter | QuantizedWeight:
+            return frozen(tensor(f"{prefix}.{name}"))
+
+        def optional(name: str, present: bool) -> nn.Parameter | None:
+            return nn.Parameter(as_tensor(tensor(f"{prefix}.{name}")), requires_grad=False) if present else None
+
+        self.query, self.key, self.value = weight("q_proj.weight"), weight("k_proj.weight"), weight("v_proj.weight")
+        self.output = weight("o_proj.weight")
+        self.query_bias = optional("q_proj.bias", config.qkv_bias)
+        self.key_bias = optional("k_proj.bias", config.qkv_bias)
+        self.value_bias = optional("v_proj.bias", config.qkv_bias)
+        self.output_bias = optional("o_proj.bias", config.output_bias)
+        self.query_norm = optional("q_norm.weight", self.qk_norm != "none")
+        self.key_norm = optional("k_norm.weight", self.qk_norm != "none")
+        self.sinks = optional("sinks", config.architecture.sinks)
+
+    def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
+        """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
+        weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
+        projected = linears(x_BLD, weights, biases)
+        query = self._paired(self._heads(projected[0], self.query_norm, self.query_heads))
+        key = self._paired(self._heads(projected[1], self.key_norm, self.key_heads))
+        value = self._heads(projected[2], None, self.key_heads)
+        if (kernels := self._kernels(query, positions, cache)) is not None:
+            assert cache is not None
+            angles = positions.cosine, positions.sine
+            if not self._is_turned_whole(positions):  # the kernel turns whole heads: others come to it as they are to be
+                query, key = (x.contiguous() for x in self._placed(query, key, positions))
+                angles = torch.ones_like(query[:1, :1]), torch.zeros_like(query[:1, :1])
+            mixed = self._attend_compiled(kernels, (query, key, value, *angles), cache)
+            return linear(mixed, self.output, self.output_bias)
+        query, key = self._placed(query, key, positions)
+        if isinstance(cache, PagedBatch):
+            cache.append(self.layer, key, value)
+            mixed = self._attend_each(query, positions, cache)
+        else:
+            kept: tuple[Kept, Kept] = (key, value) if cache is None else cache.append(self.layer, key, value)
+            mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
+        batch, _, length, _ = query.shape
+        return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+
+    def _placed(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Queries and keys with what depends on their positions."""
+        if not self.rotates:
+            return (query if positions.temperature is None else query * positions.temperature), key
+        query, key = (rotate(x, positions.cosine, positions.sine) for x in (query, key))
+        if not self.unit_norm:
+            return query, key
+        ones = query.new_ones(self.head_dimension)
+        return rms_norm(query, ones, self.epsilon), rms_norm(key, ones, self.epsilon)
+
+    def _is_turned_whole(self, positions: Positions) -> bool:
+        """Whether all that positions do to queries and keys is to rotate all of a head's dimensions."""
+        return self.rotates and not self.unit_norm and positions.cosine.shape[-1] == self.head_dimension
+
+    def _paired(self, x_BHLE: Tensor) -> Tensor:
+        if not self.pairs:
+            return x_BHLE
+        # Laid out position by position, as the projections are: the kernels read all heads of one in a row.
+        return half_by_half(x_BHLE.transpose(1, 2), self.rotated).transpose(1, 2)
+
+    def _attend_each(self, query_BHLE: Tensor, positions: Positions, cache: PagedBatch) -> Tensor:
+        """One sequence after the other, because each has keys of its own number and place."""
+        mixed = []
+        for row, past in enumerate(cache.past):
+            kept = cache.of_sequence(self.layer, row, first_seen(past, self.window))
+            query, mask = query_BHLE[row : row + 1], positions.masks[self.window]
+            mixed.append(attend(query, *kept, mask, self.scale, self.sinks))
+        return torch.cat(mixed)
+
+    def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
+        """The compiled kernels, for the next few positions of a few sequences."""
+        if cache is None or positions.is_padded or not query.dtype == cache.dtype == torch.bfloat16:
+            return None
+        return compiled_kernels(query.shape[0] * query.shape[2], positions.cosine)
+
+    def _attend_compiled(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache) -> Tensor:
+        """One position after the other: each attends to those before it, and is computed as if it had come alone.
+
+        parts: query, key, value, cosine and sine.
+        """
+        places = cache.places
+        if parts[0].shape[2] == 1:
+            return self._attend_next(kernels, parts, cache, places)
+        blocks, filled, block_size = places
+        # The kernels read all heads of a position in a row, which rotating in torch may have taken apart.
+        steps = enumerate(zip(*([each.contiguous() for each in part.split(1, dim=2)] for part in parts), strict=True))
+        mixed = [self._attend_next(kernels, step, cache, (blocks, filled + done, block_size)) for done, step in steps]
+        return torch.cat(mixed, dim=1)
+
+    def _attend_next(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache, places: tuple[Any, Any, int]) -> Tensor:
+        *query_key_value, cosine, sine = parts
+        batch, heads, _, size = query_key_value[0].shape
+        angles = [angle.expand(batch, 1, 1, size).contiguous() for angle in (cosine, sine)]
+        mixed = kernels.attend(
+            [tensor.data_ptr() for tensor in (*query_key_value, *angles)],
+            [tensor.stride(0) for tensor in query_key_value],
+            cache.addresses(self.layer),
+            (batch, heads, self.key_heads, size),
+            cache.group_stride,
+            places,
+            -self.window.size if isinstance(self.window, Chunk) else self.window,
+            self.scale,
+            None if self.sinks is None else self.sinks.detach().float().numpy(),
+        )
+        return as_bfloat16(mixed).view(batch, 1, -1)
+
+    def _heads(self, projected: Tensor, norm: Tensor | None, heads: int) -> Tensor:
+        if norm is not None and self.qk_norm == "full":
+            projected = rms_norm(projected, norm, self.epsilon)
+        if self.clip is not None:
+            projected = projected.clamp(-self.clip, self.clip)
+        split = projected.view(*projected.shape[:2], heads, self.head_dimension)
+        if norm is not None and self.qk_norm == "head":
+            split = rms_norm(split, norm, self.epsilon)
+        return split.transpose(1, 2)
+
+
+def attend(
+    query_BHLE: Tensor,
+    key_BGPE: Kept,
+    value_BGPV: Kept,
+    mask: Tensor | None,
+    scale: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of H query heads over G key-value heads, [B, H, L, V]; `scale`: of the scores, None for 1/√E.
+
+    sinks_H: for each head one more score, whose share of the softmax goes nowhere.
+    """
+    if isinstance(key_BGPE, Scaled) or isinstance(value_BGPV, Scaled) or key_BGPE.dtype != query_BHLE.dtype:
+        widened = query_BHLE.float() if is_emulated(query_BHLE) else query_BHLE
+        if sinks_H is not None:
+            return attend_with_sinks(widened, key_BGPE, value_BGPV, mask, scale, sinks_H).to(query_BHLE.dtype)
+        return attend_in_blocks(widened, key_BGPE, value_BGPV, mask, scale).to(query_BHLE.dtype)
+    if is_emulated(query_BHLE):
+        wide = (query_BHLE.float(), key_BGPE.float(), value_BGPV.float())
+        return attend(*wide, mask, scale, sinks_H).to(query_BHLE.dtype)
+    if sinks_H is not None:
+        return attend_with_sinks(query_BHLE, key_BGPE, value_BGPV, mask, scale, sinks_H)
+    batch, heads, length, size = query_BHLE.shape
+    groups = key_BGPE.shape[1]
+    if length == 1:
+        # The query heads of one group become its query positions: no key or value is copied or expanded.
+        grouped = query_BHLE.reshape(batch, groups, heads // groups, size)
+        mixed = F.scaled_dot_product_attention(grouped, key_BGPE, value_BGPV, attn_mask=mask, scale=scale)
+        return mixed.reshape(batch, heads, 1, -1)
+    if multiplies_bfloat16(query_BHLE) and not torch.is_grad_enabled():
+        return attend_in_blocks(query_BHLE, key_BGPE, value_BGPV, mask, scale)
+    if heads != groups:
+        key_BGPE = key_BGPE.repeat_interleave(heads // groups, dim=1)
+        value_BGPV = value_BGPV.repeat_interleave(heads // groups, dim=1)
+    return F.scaled_dot_product_attention(
+        query_BHLE, key_BGPE, value_BGPV, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+
+
+def attend_in_blocks(
+    query_BHLE: Tensor, key_BGPE: Kept, value_BGPV: Kept, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
+    """The same for a processor with bfloat16 products: three times as fast as torch's own kernel at 512 positions.
+
+    A block of queries meets only the keys that it may look at, all query heads of a group in one product; scores are
+    rounded to bfloat16 between the two products, as transformers' eager attention does, and softmax is in float32.
+    """
+    batch, heads, length, size = query_BHLE.shape
+    (groups, total), value_size = _plain(key_BGPE).shape[1:3], _plain(value_BGPV).shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    mixed_BHLV = query_BHLE.new_empty(batch, heads, length, value_size)
+    for start, end, seen in query_blocks(batch * heads, length, total):
+        query = (query_BHLE[:, :, start:end] * scale).reshape(batch, groups, -1, size)
+        scores = scores_of(query, key_BGPE, seen).view(batch, heads, end - start, seen)
+        if mask is None:  # causal, no past: what a block may not see lies in the square on its own diagonal
+            allowed = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).tril_()
+            scores[..., start:].masked_fill_(~allowed, -torch.inf)
+        else:
+            scores.masked_fill_(~mask[:, :, start:end, :seen], -torch.inf)
+        probabilities = scores.softmax(-1).view(batch, groups, -1, seen)
+        mixed_BHLV[:, :, start:end] = mixture_of(probabilities, value_BGPV, seen).view(batch, heads, end - start, -1)
+    return mixed_BHLV
+
+
+def attend_with_sinks(
+    query_BHLE: Tensor, key_BGPE: Kept, value_BGPE: Kept, mask: Tensor | None, scale: float | None, sinks_H: Tensor
+) -> Tensor:
+    """The same with sinks, a block of queries at a time; differentiable."""
+    batch, heads, length, size = query_BHLE.shape
+    groups, total = _plain(key_BGPE).shape[1:3]
+    mixed = []
+    for start, end, seen in query_blocks(batch * heads, length, total):
+        query = (query_BHLE[:, :, start:end] * (scale or size**-0.5)).reshape(batch, groups, -1, size)
+        scores = scores_of(query, key_BGPE, seen).view(batch, heads, end - start, seen)
+        if mask is None:
+            place = torch.arange(seen, device=scores.device)
+            allowed = place <= place[seen - (end - start) :, None]
+        else:
+            allowed = mask[:, :, start:end, :seen]
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        sinks = sinks_H.to(scores.dtype)[:, None, None].expand(batch, heads, end - start, 1)
+        shares = torch.cat((scores, sinks), dim=-1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        shares = shares[..., :-1].to(query.dtype).reshape(batch, groups, -1, seen)
+        mixed.append(mixture_of(shares, value_BGPE, seen).view(batch, heads, -1, size))
+    return torch.cat(mixed, dim=2)
+
+
+def scores_of(query_BGLE: Tensor, key_BGPE: Kept, seen: int) -> Tensor:
+    """Products with the first keys, [B, G, L, seen]; keys in another dtype are widened KEY_BLOCK positions at a time.
+
+    Of keys in 8 bits, q·(s·k) = s·(q·k): the integers are exact in any float, and scores are scaled.
+    """
+    if not isinstance(key_BGPE, Scaled) and key_BGPE.dtype == query_BGLE.dtype:
+        return query_BGLE @ key_BGPE.transpose(2, 3)[..., :seen]
+    scores = query_BGLE.new_empty((*query_BGLE.shape[:3], seen))
+    for place, block, scales in key_blocks(key_BGPE, seen, query_BGLE.dtype):
+        products = query_BGLE @ block.transpose(2, 3)
+        scores[..., place] = products if scales is None else products * scales[:, :, None]
+    return scores
+
+
+def mixture_of(probabilities_BGLP: Tensor, value_BGPE: Kept, seen: int) -> Tensor:
+    """Values weighted by probabilities, [B, G, L, E], in the same way: p·(s·v) = (p·s)·v."""
+    if not isinstance(value_BGPE, Scaled) and value_BGPE.dtype == probabilities_BGLP.dtype:
+        return probabilities_BGLP @ value_BGPE[:, :, :seen]
+    mixed: Tensor | None = None
+    for place, block, scales in key_blocks(value_BGPE, seen, probabilities_BGLP.dtype):
+        weights = probabilities_BGLP[..., place]
+        weights = weights if scales is None else (weights * scales[:, :, None]).to(block.dtype)
+        products = (weights @ block).float()
+        mixed = products if mixed is None else mixed.add_(products)
+    assert mixed is not None
+    return mixed.to(probabilities_BGLP.dtype)
+
+
+def _plain(kept: Kept) -> Tensor:
+    return kept.integers if isinstance(kept, Scaled) else kept
+
+
+def key_blocks(kept: Kept, seen: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Blocks of positions: where they are, in `dtype`, and of 8 bits their scales [B, G, positions]."""
+    whole, scales = kept if isinstance(kept, Scaled) else (kept, None)
+    for start in range(0, seen, KEY_BLOCK):
+        place = slice(start, min(start + KEY_BLOCK, seen))
+        yield place, whole[:, :, place].to(dtype), None if scales is None else scales[:, :, place]
+
+
+def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int, int]]:
+    """(first, last + 1, keys they may see) of blocks of queries; the more keys, the fewer queries, down to 16.
+
+    rows: sequences times heads. The new positions are the last `length` of `total`.
+    """
+    size = min(QUERY_BLOCK, max(16, MAX_SCORES // (rows * total)))
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        yield start, end, total - length + end
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """A layer norm where there is a bias (Ba et al. 2016), `rms_norm` where there is none."""
+    return rms_norm(x, weight, epsilon) if bias is None else F.layer_norm(x, weight.shape, weight, bias, epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension, the mean square taken in float32 or better (Zhang & Sennrich 2019)."""
+    if (kernels := any_kernels(x, weight)) is not None:
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)
+    if x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)

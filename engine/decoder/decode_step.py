@@ -1,0 +1,261 @@
+"""A whole step of decoding in one compiled call, for decoders that the kernels know all parts of.
+
+Layer after layer in Python costs as much time as a fifth of a small model's weights. The kernels do all that
+`model.DecoderLayer` does, product by product and rounding by rounding. What they do not know goes through the layers: latent
+attention, routers other than the top-k of a softmax, heads rotated in part, observers of experts.
+
+Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.architectures import Chunk, DecoderConfig
+from engine.decoder.attention import Attention, Positions
+from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.paged_cache import PagedBatch
+from engine.decoder.routing import Routing, Selection, Skipping, TopK
+from engine.kernels.linear import addresses, as_bfloat16, compiled_kernels, kernel_form
+from engine.kernels.quantized_weight import Weight
+
+
+@dataclass
+class _Tables:
+    """Everything that the kernels read of the layers."""
+
+    layers: Any
+    """Records of `step.LAYER`, with addresses in the others."""
+    experts: Any
+    shared: Any
+    sinks: list[Tensor]
+    """Widened to float32, which is where they lie."""
+
+
+class DecodeStep:
+    """The layers of one decoder."""
+
+    def __init__(self, config: DecoderConfig, layers: Any) -> None:
+        self._config, self._layers = config, layers
+        self._blocks: list[MoeBlock] = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoeBlock)]
+        self._tables: _Tables | None = None
+        self._first: list[int] = []
+        self._routings: list[Routing] = []
+        self._is_served = False
+
+    def __call__(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch | None) -> Tensor | None:
+        """Final hidden states before the last norm, [B, L, D], written over x; None where the layers have to do it.
+
+        Of several sequences the next position, or the next few of one.
+        """
+        batch, length, hidden = x_BLD.shape
+        if cache is None or positions.is_padded or positions.temperature is not None or (batch > 1 and length > 1):
+            return None
+        kernels = compiled_kernels(batch * length, x_BLD, positions.cosine)
+        if kernels is None or cache.dtype != torch.bfloat16 or not self._knows(kernels):
+            return None
+        if positions.cosine.shape[-1] != self._config.head_dimension:
+            return None
+        tokens, attention = batch * length, self._layers[0].attention
+        size = attention.head_dimension
+        angles = [angle.expand(batch, 1, length, size).contiguous() for angle in (positions.cosine, positions.sine)]
+        caches = [cache.addresses(layer) for layer in range(len(self._layers))]
+        kinds = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}
+        seen = self._seen(tokens, hidden) if any(block.observer is not None for block in self._blocks) else None
+        assert self._tables is not None
+        kernels.decode(
+            x_BLD.data_ptr(),
+            self._tables.layers,
+            caches,
+            (angles[0].data_ptr(), angles[1].data_ptr()),
+            cache.places,
+            (attention.query_heads, attention.key_heads, size, cache.group_stride, kinds[attention.qk_norm]),
+            (attention.epsilon, attention.scale, self._config.multipliers.residual),
+            (tokens, hidden),
+            self._thresholds(tokens),
+            seen,
+        )
+        if seen is not None:
+            self._tell(*seen)
+        return x_BLD
+
+    def _knows(self, kernels: Any) -> bool:
+        """Whether the tables are of these weights and routings, made anew where they are not."""
+        routings = [block.routing for block in self._blocks]
+        first = [layer.attention_norm.data_ptr() for layer in (self._layers[0], self._layers[-1])]
+        if first != self._first:  # weights are moved all together or not at all
+            self._first, self._routings = first, []
+            self._is_served = all(_serves(kernels, layer) for layer in self._layers)
+            self._tables = _tables(kernels, self._layers) if self._is_served else None
+        if self._tables is None or any(block.expert_observer is not None for block in self._blocks):
+            return False
+        if len(routings) != len(self._routings) or any(a is not b for a, b in zip(routings, self._routings, strict=True)):
+            self._routings = routings
+            self._is_served = all(map(_is_known, routings))
+            if self._is_served:
+                self._route()
+        return self._is_served
+
+    def _route(self) -> None:
+        """Write the routings into the tables."""
+        assert self._tables is not None
+        for layer, block in self._moe_layers():
+            routing, rule, row = block.routing, _rule(block.routing), self._tables.layers[layer]
+            row["slots"] = min(rule.experts_per_token, len(block.experts))
+            row["normalizes"], row["restores"], row["gamma1"] = int(rule.normalise), 0, 0
+            row["weight_scale"] = rule.scale
+            if isinstance(routing, Skipping):
+                row["gamma1"], row["gamma2"] = routing.gamma1_K.data_ptr(), routing.gamma2_NN.data_ptr()
+                row["keep"], row["restores"] = routing.keep, int(routing.normalise)
+
+    def _moe_layers(self) -> list[tuple[int, MoeBlock]]:
+        blocks = ((index, layer.feed_forward) for index, layer in enumerate(self._layers))
+        return [(index, block) for index, block in blocks if isinstance(block, MoeBlock)]
+
+    def _thresholds(self, tokens: int) -> Any:
+        """Of adaptive skipping, one for each token."""
+        skipping = next((routing for routing in self._routings if isinstance(routing, Skipping)), None)
+        threshold = 0.0 if skipping is None else skipping.threshold
+        if isinstance(threshold, Tensor):
+            return threshold.float().numpy()
+        return np.full(tokens, threshold, np.float32)
+
+    def _seen(self, tokens: int, hidden: int) -> tuple[Any, Any, Any, Any]:
+        """Room for what observers are told: choices and weights, inputs and logits of the experts."""
+        layers, experts = len(self._layers), max(len(block.experts) for block in self._blocks)
+        slots = max(_rule(routing).experts_per_token for routing in self._routings)
+        inputs, logits = (np.empty((layers, tokens, width), np.uint16) for width in (hidden, experts))
+        return np.empty((layers, tokens, slots), np.int64), np.empty((layers, tokens, slots), np.float32), inputs, logits
+
+    def _tell(self, chosen: Any, weights: Any, inputs: Any, logits: Any) -> None:
+        for layer, block in self._moe_layers():
+            if block.observer is not None:
+                experts, slots = len(block.experts), min(_rule(block.routing).experts_per_token, len(block.experts))
+                selection = Selection(*(torch.from_numpy(part[layer, :, :slots].copy()) for part in (chosen, weights)))
+                own_logits = np.ascontiguousarray(logits[layer, :, :experts])
+                block.observer(as_bfloat16(inputs[layer]), as_bfloat16(own_logits), selection)
+
+
+def _is_known(routing: Routing) -> bool:
+    gammas = [routing.gamma1_K, routing.gamma2_NN] if isinstance(routing, Skipping) else []
+    plain = (gamma.dtype == torch.float32 and gamma.is_cpu and gamma.is_contiguous() for gamma in gammas)
+    return isinstance(_rule(routing), TopK) and all(plain)
+
+
+def _rule(routing: Routing) -> Any:
+    """What chooses, whatever is skipped afterwards."""
+    return routing.base if isinstance(routing, Skipping) else routing
+
+
+def _serves(kernels: Any, layer: Any) -> bool:
+    """Whether the kernels know all that this layer does."""
+    attention, ffn = layer.attention, layer.feed_forward
+    if not isinstance(attention, Attention) or layer.attention_norm_bias is not None or layer.residuals is not None:
+        return False
+    if not attention.rotates or attention.unit_norm or attention.pairs or attention.clip is not None:
+        return False
+    plain = [layer.attention_norm, layer.feed_forward_norm, *_attention_extras(attention)]
+    matrices = [[attention.query, attention.key, attention.value, attention.output]]
+    if isinstance(ffn, MoeBlock):
+        if ffn.router_in_float32 or ffn.scales_inputs or ffn.gate_hidden_HD is not None:
+            return False
+        plain += [ffn.router_ND, ffn.logit_bias_N, ffn.shared_gate_1D]
+        experts = [expert for expert in ffn.experts if isinstance(expert, Expert)]
+        plain += [bias for expert in experts for bias in expert.projections[3:] if isinstance(bias, Tensor)]
+        matrices += [[weight for expert in experts for weight in expert.projections[:3]]]
+        widths = {expert.gate_FD.shape[0] for expert in experts}
+    else:
+        widths = {ffn.gate_FD.shape[0]}
+    alone = _alone(ffn)
+    if len(widths) != 1 or (alone is not None and not alone.is_plain):
+        return False
+    matrices += [] if alone is None else [list(alone.projections)]
+    given = [weight for weight in plain if weight is not None]
+    return kernel_form(kernels, given) == kernels.PLAIN and all(kernel_form(kernels, each) for each in matrices)
+
+
+def _attention_extras(attention: Attention) -> list[Tensor | None]:
+    """Biases of query, key, value and output, and norms of query and key."""
+    biases = [attention.query_bias, attention.key_bias, attention.value_bias, attention.output_bias]
+    return [*biases, attention.query_norm, attention.key_norm]
+
+
+def _alone(ffn: MoeBlock | Expert) -> Expert | None:
+    """What every token goes through: the shared expert, or a dense layer's FFN."""
+    return ffn.shared if isinstance(ffn, MoeBlock) else ffn
+
+
+def _tables(kernels: Any, layers: Any) -> _Tables:
+    """All but the routings, of layers that the kernels serve."""
+    table = np.zeros(len(layers), kernels.LAYER)
+    routed = [_routed_experts(layer.feed_forward) for layer in layers]
+    alone = [_alone(layer.feed_forward) for layer in layers]
+    experts = kernels.expert_table(map(_projections, itertools.chain(*routed)))
+    shared = kernels.expert_table(_projections(expert) for expert in alone if expert is not None)
+    sinks: list[Tensor] = []
+    next_expert, next_shared = int(experts.ctypes.data), int(shared.ctypes.data)
+    for row, layer, own, one in zip(table, layers, routed, alone, strict=True):
+        _fill_attention(kernels, row, layer)
+        if layer.attention.sinks is not None:
+            sinks.append(layer.attention.sinks.detach().float().contiguous())
+            row["sinks"] = sinks[-1].data_ptr()
+        if isinstance(layer.feed_forward, MoeBlock):
+            _fill_experts(kernels, row, layer.feed_forward, own)
+            row["experts"] = next_expert
+            next_expert += len(own) * experts.itemsize
+        if one is not None:
+            row["shared"], row["shared_width"] = next_shared, one.gate_FD.shape[0]
+            row["shared_form"] = _form_address(kernels, one.projections)
+            next_shared += shared.itemsize
+    return _Tables(table, experts, shared, sinks)
+
+
+def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
+    """Norms, projections and the window."""
+    attention, parts = layer.attention, ("query", "key", "value", "output")
+    row["attention_norm"], row["ffn_norm"] = layer.attention_norm.data_ptr(), layer.feed_forward_norm.data_ptr()
+    matrices = [getattr(attention, part) for part in parts]
+    for part, matrix in zip(parts, matrices, strict=True):
+        row[part] = addresses(matrix)
+    extras = (*(f"{part}_bias" for part in parts), "query_norm", "key_norm")
+    for name, extra in zip(extras, _attention_extras(attention), strict=True):
+        row[name] = _address(extra)
+    row["form"] = _form_address(kernels, matrices)
+    row["window"] = -attention.window.size if isinstance(attention.window, Chunk) else attention.window or 0
+
+
+def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]) -> None:
+    """The router, and what the routed experts have in common."""
+    row["router"], row["router_bias"] = addresses(block.router_ND), _address(block.logit_bias_N)
+    row["shared_gate"] = _address(block.shared_gate_1D), 0
+    row["expert_count"], row["width"] = len(experts), experts[0].gate_FD.shape[0]
+    row["expert_form"] = _form_address(kernels, experts[0].projections[:3])
+    swiglu = experts[0].swiglu
+    row["alpha"], row["limit"] = (1.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
+
+
+def _routed_experts(ffn: MoeBlock | Expert) -> list[Expert]:
+    return [expert for expert in ffn.experts if isinstance(expert, Expert)] if isinstance(ffn, MoeBlock) else []
+
+
+def _projections(expert: Expert) -> list[tuple[int, int]]:
+    return [addresses(weight) for weight in expert.projections]
+
+
+def _form_address(kernels: Any, weights: Sequence[Weight]) -> int:
+    form = kernel_form(kernels, weights)
+    assert form is not None, "only layers that the kernels serve have tables"
+    address: int = kernels.form_address(form)
+    return address
+
+
+def _address(tensor: Weight | None) -> int:
+    return 0 if tensor is None else addresses(tensor)[0]

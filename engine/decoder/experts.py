@@ -1,0 +1,318 @@
+"""The MoE block: any Routing over a list of SwiGLU experts, on two paths that compute the same function.
+
+`grouped` sorts the slots by expert and runs one product per expert: prefill, calibration and everything that needs
+gradients. `sparse` walks the few experts of a few tokens as views, copying nothing: decode. A test holds them equal.
+Where the compiled kernels serve, decoding is one call.
+
+Shape suffixes: T tokens, D hidden, F expert width, S slots, N experts, R real (not skipped) slots, H hidden units of a
+gate network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.architectures import ClampedSwiglu
+from engine.decoder.routing import NO_EXPERT, Routing, Selection, select
+from engine.kernels.linear import (
+    addresses,
+    as_bfloat16,
+    kernel_form,
+    linear,
+    linears,
+    may_compile,
+    multiplies_bfloat16,
+    plain,
+    product_kernels,
+    serves_rows,
+    takes_many,
+)
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
+
+ExpertObserver = Callable[[int, Tensor, Tensor], None]
+
+SPARSE_MAX_TOKENS = 4
+"""Up to this many tokens the sparse path is taken when no gradient is needed: with more, experts begin to be shared."""
+
+MULTIPLE_OF_TOKENS = 16
+"""That prompts' experts are given, filled up with zeros."""
+TRANSPOSED_FROM_TOKENS = 16
+"""From this many tokens on, bfloat16 products have the weight on the left: oneDNN rearranges its right operand on each
+call, and so it is the tokens that are rearranged and not the weight."""
+
+
+class Expert(nn.Module):
+    """One SwiGLU feed-forward network: down(silu(gate·x) ⊙ up·x). Also the dense FFN and the shared expert.
+
+    With biases, all three products have one. `swiglu` stands in place of silu(g) ⊙ u.
+    """
+
+    def __init__(
+        self,
+        gate_FD: Weight,
+        up_FD: Weight,
+        down_DF: Weight,
+        gate_F: Weight | None = None,
+        up_F: Weight | None = None,
+        down_D: Weight | None = None,
+        *,
+        swiglu: ClampedSwiglu | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_FD, self.up_FD, self.down_DF = frozen(gate_FD), frozen(up_FD), frozen(down_DF)
+        self.gate_F, self.up_F, self.down_D = _frozen(gate_F), _frozen(up_F), _frozen(down_D)
+        self.swiglu = swiglu
+        self.is_plain = swiglu is None and gate_F is None
+        """Neither biases nor a clamp."""
+        self._compiled = CompiledExperts()
+
+    @property
+    def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
+        """Gate, up and down, and their biases where there are any, in the order that they are numbered in."""
+        biases = (self.gate_F, self.up_F, self.down_D)
+        return self.gate_FD, self.up_FD, self.down_DF, *(bias for bias in biases if bias is not None)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D] to [T, D]."""
+        tokens = x_TD.shape[0]
+        if may_compile():
+            alone, ones = np.zeros((tokens, 1), np.int64), np.ones((tokens, 1), np.float32)
+            if (y_TD := self._compiled(x_TD, (self,), alone, ones)) is not None:
+                return y_TD
+        is_large = x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS
+        if self.is_plain and is_large and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
+            # Every other number of tokens would be another shape, which oneDNN compiles code for.
+            x_DT, dtype = F.pad(x_TD, (0, 0, 0, -tokens % MULTIPLE_OF_TOKENS)).T, x_TD.dtype
+            gate_FT = F.silu(plain(self.gate_FD, dtype) @ x_DT, inplace=True)
+            return (plain(self.down_DF, dtype) @ gate_FT.mul_(plain(self.up_FD, dtype) @ x_DT)).T[:tokens]
+        gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (self.gate_F, self.up_F))
+        return linear(gated(gate_TF, up_TF, self.swiglu), self.down_DF, self.down_D)
+
+
+def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: ClampedSwiglu | None) -> Tensor:
+    """What an expert's last product is given."""
+    if swiglu is None:
+        return F.silu(gate_TF) * up_TF
+    gate_TF, up_TF = gate_TF.clamp(max=swiglu.limit), up_TF.clamp(-swiglu.limit, swiglu.limit)
+    return (up_TF + 1.0) * gate_TF * torch.sigmoid(swiglu.alpha * gate_TF)
+
+
+class CompiledExperts:
+    """All chosen experts of a few tokens in one compiled call. Remembers where their weights lie."""
+
+    def __init__(self) -> None:
+        self._experts: Any = None
+        self._weights: list[Weight] = []
+        self._table: Any = None
+        self._ends = (0, 0)
+        """Where the first and the last weight lie."""
+        self._clamp: tuple[float, float] | None = None
+        self._width = 0
+        self._form: tuple[int, int] | None = None
+        """None for experts that the kernels cannot serve."""
+
+    def __call__(self, x_TD: Tensor, experts: Any, chosen_TS: Any, weights_TS: Any, scales_TS: Any = None) -> Tensor | None:
+        """Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None where it is torch's turn.
+
+        experts: a list of modules, or a tuple; chosen_TS, weights_TS and scales_TS: NumPy arrays.
+        """
+        tokens, hidden = x_TD.shape
+        kernels = product_kernels(tokens, x_TD)
+        if kernels is None:
+            return None
+        if not self._knows(experts):
+            self._look_up(kernels, experts)
+        if self._form is None or not serves_rows(kernels, tokens, self._weights[:3]):
+            return None
+        kind = self._form, self._clamp
+        many = takes_many(tokens)
+        made = kernels.swiglu(
+            x_TD.data_ptr(), self._table, chosen_TS, weights_TS, (hidden, self._width), *kind, scales_TS, many=many
+        )
+        return as_bfloat16(made)
+
+    def _knows(self, experts: Any) -> bool:
+        """Whether these are still the same: weights are moved all together or not at all."""
+        if self._experts != experts or not self._weights:
+            return False
+        return self._ends == (addresses(self._weights[0])[0], addresses(self._weights[-1])[0])
+
+    def _look_up(self, kernels: Any, experts: Any) -> None:
+        every = [weight for expert in experts for weight in expert.projections]
+        self._experts, self._weights = experts, every
+        self._table = kernels.expert_table([[addresses(weight) for weight in expert.projections] for expert in experts])
+        self._ends = addresses(every[0])[0], addresses(every[-1])[0]
+        swiglu: ClampedSwiglu | None = experts[0].swiglu
+        self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
+        widths = {expert.gate_FD.shape[0] for expert in experts}
+        self._width = min(widths)
+        matrices = [weight for expert in experts for weight in expert.projections[:3]]
+        biases = [weight for expert in experts for weight in expert.projections[3:]]
+        served = len(widths) == 1 and (not biases or kernel_form(kernels, biases) == kernels.PLAIN)
+        self._form = kernel_form(kernels, matrices) if served else None
+
+
+class MoeBlock(nn.Module):
+    """Router, routed experts and, where the family has one, the shared expert, scaled by its gate where it has one.
+
+    `routing` is the layer's rule and may be replaced at any time by another Routing. `observer`, when set, is called
+    with (x_TD, logits_TN, selection) on each forward: this is how calibration and reports watch the layer. `noise_ND` is
+    what noisy top-k is trained with (routing.Noisy); nothing here reads it.
+    """
+
+    def __init__(
+        self,
+        router_ND: Tensor,
+        experts: list[Expert],
+        routing: Routing,
+        shared: Expert | None = None,
+        shared_gate_1D: Tensor | None = None,
+        gate_hidden_HD: Tensor | None = None,
+        noise_ND: Tensor | None = None,
+        router_in_float32: bool = False,
+        logit_bias_N: Tensor | None = None,
+        scales_inputs: bool = False,
+    ) -> None:
+        """router_ND: one row for each expert; [N, H] where `gate_hidden_HD` is the first layer of a gate network."""
+        super().__init__()
+        self.router_in_float32, self.scales_inputs = router_in_float32, scales_inputs
+        self.router_ND = nn.Parameter(router_ND, requires_grad=False)
+        self.experts = nn.ModuleList(experts)
+        self.routing = routing
+        self.shared = shared
+        self.shared_gate_1D = _frozen(shared_gate_1D)
+        self.gate_hidden_HD = _frozen(gate_hidden_HD)
+        self.noise_ND = _frozen(noise_ND)
+        self.logit_bias_N = _frozen(logit_bias_N)
+        self.observer: Callable[[Tensor, Tensor, Selection], None] | None = None
+        self.expert_observer: ExpertObserver | None = None
+        self.on_gpu: Callable[..., Tensor | None] | None = None
+        """What runs the routed experts on a GPU where torch does not (triton_experts.TritonExperts)."""
+        self._compiled = CompiledExperts()
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return (self.router_ND if self.gate_hidden_HD is None else self.gate_hidden_HD).shape[1]
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D] to [T, D]."""
+        logits_TN = self.logits(x_TD)
+        selection = select(self.routing, x_TD, logits_TN)
+        if self.observer is not None:
+            self.observer(x_TD, logits_TN, selection)
+        y_TD = self._routed(x_TD, selection, self.input_scales(logits_TN))
+        if self.shared is None:
+            return y_TD
+        shared_TD: Tensor = self.shared(x_TD)
+        if self.shared_gate_1D is None:
+            return y_TD + shared_TD
+        return y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * shared_TD
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """The router's, [T, N]."""
+        dtype = torch.promote_types(x_TD.dtype, torch.float32) if self.router_in_float32 else x_TD.dtype
+        bias_N = None if self.logit_bias_N is None else self.logit_bias_N.to(dtype)
+        return router_logits(x_TD.to(dtype), self.router_ND.to(dtype), self.gate_hidden_HD, bias_N)
+
+    def input_scales(self, logits_TN: Tensor) -> Tensor | None:
+        """What each expert's input is multiplied by, [T, N]; None for nothing."""
+        if not self.scales_inputs:
+            return None
+        return logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32)).sigmoid().to(logits_TN.dtype)
+
+    def outputs(self, x_TD: Tensor) -> Iterator[Tensor]:
+        """What each expert gives for these tokens, [T, D], whoever would choose it; with a weight of one."""
+        scales_TN = self.input_scales(self.logits(x_TD)) if self.scales_inputs else None
+        for index, expert in enumerate(self.experts):
+            yield expert(x_TD if scales_TN is None else x_TD * scales_TN[:, index, None].to(x_TD.dtype))
+
+    def _routed(self, x_TD: Tensor, selection: Selection, scales_TN: Tensor | None) -> Tensor:
+        scales_TS = None if scales_TN is None else scales_TN.gather(1, selection.experts.clamp_min(0))
+        if may_compile() and self.expert_observer is None and selection.experts.is_cpu:
+            chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
+            scales = None if scales_TS is None else np.ascontiguousarray(scales_TS.detach().float().numpy())
+            if (y_TD := self._compiled(x_TD, self.experts, chosen, weights, scales)) is not None:
+                return y_TD
+        on_gpu = None if self.expert_observer is not None or torch.is_grad_enabled() else self.on_gpu
+        if on_gpu is not None and (y_TD := on_gpu(x_TD, selection, self.experts, scales_TS)) is not None:
+            return y_TD
+        return route_through(x_TD, selection, self.experts, self.expert_observer, scales_TS)
+
+
+def router_logits(
+    x_TD: Tensor, router_ND: Tensor, gate_hidden_HD: Tensor | None = None, logit_bias_N: Tensor | None = None
+) -> Tensor:
+    """[T, N] W·x + b; of a gate network W2·tanh(W1·x), where W2 [N, H] is the router and W1 the hidden layer."""
+    if gate_hidden_HD is None:
+        return linear(x_TD, router_ND, logit_bias_N)
+    return linear(torch.tanh(linear(x_TD, gate_hidden_HD)), router_ND)
+
+
+def _frozen(weight: Weight | None) -> nn.Parameter | None:
+    return None if weight is None else nn.Parameter(as_tensor(weight), requires_grad=False)
+
+
+def route_through(
+    x_TD: Tensor,
+    selection: Selection,
+    experts: nn.ModuleList,
+    observer: ExpertObserver | None = None,
+    scales_TS: Tensor | None = None,
+) -> Tensor:
+    """The routed output Σ_slots weight · FFN_expert(scale · x), [T, D]; empty slots cost nothing. Scales of one if None."""
+    if x_TD.shape[0] <= SPARSE_MAX_TOKENS and observer is None and not torch.is_grad_enabled():
+        return sparse(x_TD, selection, experts, scales_TS)
+    return grouped(x_TD, selection, experts, observer, scales_TS)
+
+
+def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, scales_TS: Tensor | None = None) -> Tensor:
+    """Token by token, only the chosen experts' weights are touched."""
+    rows = []
+    for row, (indices, weights) in enumerate(zip(selection.experts.tolist(), selection.weights.tolist(), strict=True)):
+        x_1D = x_TD[row : row + 1]
+        x_SD = x_1D if scales_TS is None else x_1D * scales_TS[row, :, None].to(x_1D.dtype)
+        slots = zip(indices, weights, x_SD.expand(len(indices), -1).split(1), strict=True)
+        outputs = [experts[index](x) * weight for index, weight, x in slots if index != NO_EXPERT]
+        rows.append(sum(outputs[1:], outputs[0]) if outputs else torch.zeros_like(x_1D))
+    return torch.cat(rows)
+
+
+def grouped(
+    x_TD: Tensor,
+    selection: Selection,
+    experts: nn.ModuleList,
+    observer: ExpertObserver | None = None,
+    scales_TS: Tensor | None = None,
+) -> Tensor:
+    """One product per expert over its tokens.
+
+    Slots are sorted by expert once and the results put back by the inverse permutation: gathers in both directions,
+    whose backward is far cheaper than that of a scatter-add into the output.
+    """
+    tokens, slots = selection.experts.shape
+    flat = selection.experts.reshape(-1)
+    order = flat.argsort(stable=True)
+    empty, *counts = torch.bincount(flat + 1, minlength=len(experts) + 1).tolist()
+    order_R = order[empty:]
+    x_RD = x_TD[order_R // slots]
+    if scales_TS is not None:
+        x_RD = x_RD * scales_TS.reshape(-1)[order_R, None].to(x_RD.dtype)
+    pieces = x_RD.split(counts)
+    weights = selection.weights.reshape(-1)[order_R].to(x_TD.dtype).split(counts)
+    outputs = [x_TD.new_zeros(empty, x_TD.shape[1])]
+    for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
+        if piece.shape[0]:
+            output = experts[index](piece)
+            if observer is not None:
+                observer(index, output, weight)
+            outputs.append(output * weight[:, None])
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return torch.cat(outputs)[inverse].view(tokens, slots, -1).sum(dim=1)

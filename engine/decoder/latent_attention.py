@@ -1,0 +1,168 @@
+"""Multi-head latent attention (arXiv 2405.04434, §2.1): keys and values of all heads are made of one vector of a position.
+
+    c^KV = norm(W^DKV·h)    k^R = RoPE(W^KR·h)    k_i = [W^UK_i·c^KV; k^R]    v_i = W^UV_i·c^KV        (eq. 9-16)
+
+c^KV and k^R, which all heads share, are what is cached. Many positions are read with keys and values of each head made of
+them. One position is read without making any (§2.1.2, "absorbed"): q·(W^UK c) = (W^UKᵀ q)·c, so its queries are compared
+with the latent vectors, and what they mix of those becomes values afterwards. A test holds the two equal.
+
+Shape suffixes: B batch, L new positions, P all positions so far, H heads, D hidden, C the latent vector's dimensions,
+R rotated dimensions, N the others of a query and key, E both, V a value's dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.architectures import LATENT_UP, DecoderConfig
+from engine.decoder.attention import Cache, Positions, attend, half_by_half, rms_norm, rotate
+from engine.decoder.kv_cache import Kept
+from engine.decoder.paged_cache import PagedBatch
+from engine.kernels.linear import is_emulated, linear, linears
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
+
+LATENT_NORM_EPSILON = 1e-6
+"""Of the norms of latent vectors, whatever the config says of the others."""
+
+
+class Queries(NamedTuple):
+    """Of the new positions."""
+
+    plain_BHLN: Tensor
+    rotated_BHLR: Tensor
+
+
+class LatentAttention(nn.Module):
+    """One layer's self-attention."""
+
+    def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
+        super().__init__()
+        assert config.latent is not None
+        prefix = f"model.layers.{layer}.self_attn"
+        self.layer, self.heads, self.sizes = layer, config.attention_heads, config.latent
+        self.pairs, self.scale = config.rotary_pairs, softmax_scale(config)
+
+        def parameter(name: str, present: bool = True) -> nn.Parameter | None:
+            return nn.Parameter(as_tensor(tensor(f"{prefix}.{name}")), requires_grad=False) if present else None
+
+        def weight(name: str) -> nn.Parameter | QuantizedWeight:
+            return frozen(tensor(f"{prefix}.{name}"))
+
+        has_rank = config.latent.query_rank > 0
+        self.query_down = weight("q_a_proj.weight") if has_rank else None
+        self.query_down_bias = parameter("q_a_proj.bias", has_rank and config.qkv_bias)
+        self.query_norm = parameter("q_a_layernorm.weight", has_rank)
+        self.query_up = weight("q_b_proj.weight" if has_rank else "q_proj.weight")
+        self.latent_down = weight("kv_a_proj_with_mqa.weight")
+        self.latent_down_bias = parameter("kv_a_proj_with_mqa.bias", config.qkv_bias)
+        self.latent_norm = _present(parameter("kv_a_layernorm.weight"))
+        self.latent_up = _present(parameter(LATENT_UP))
+        self.output = weight("o_proj.weight")
+        self.output_bias = parameter("o_proj.bias", config.output_bias)
+
+    def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
+        """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
+        batch, length, _ = x_BLD.shape
+        queries, latent_B1LC, key_B1LR = self._projected(x_BLD, positions)
+        mask = positions.masks[None]
+        if isinstance(cache, PagedBatch):
+            cache.append(self.layer, latent_B1LC, key_B1LR)
+            mixed = [
+                self.attend(
+                    Queries(*(each[row : row + 1] for each in queries)), *_whole(cache.of_sequence(self.layer, row)), mask
+                )
+                for row in range(batch)
+            ]
+            mixed_BHLV = torch.cat(mixed)
+        else:
+            if cache is not None:
+                latent_B1LC, key_B1LR = _whole(cache.append(self.layer, latent_B1LC, key_B1LR))
+            way = self._attend_next_ones if positions.one_by_one else self.attend
+            mixed_BHLV = way(queries, latent_B1LC, key_B1LR, mask)
+        return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+
+    def _projected(self, x_BLD: Tensor, positions: Positions) -> tuple[Queries, Tensor, Tensor]:
+        """Queries, latent vectors and rotated keys of the new positions."""
+        sizes, down, biases = self.sizes, [self.latent_down], [self.latent_down_bias]
+        if self.query_down is not None:
+            down, biases = [*down, self.query_down], [*biases, self.query_down_bias]
+        latent_BLE, *query = linears(x_BLD, down, biases)
+        query_BLD = rms_norm(query[0], _present(self.query_norm), LATENT_NORM_EPSILON) if query else x_BLD
+        query_BHLE = linear(query_BLD, self.query_up).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        plain_BHLN, rotary_BHLR = query_BHLE.split((sizes.plain_dimension, sizes.rotary_dimension), dim=-1)
+        latent_BLC, key_BLR = latent_BLE.split((sizes.key_value_rank, sizes.rotary_dimension), dim=-1)
+        latent_BLC = rms_norm(latent_BLC.contiguous(), self.latent_norm, LATENT_NORM_EPSILON)
+        queries = Queries(plain_BHLN, self._rotate(rotary_BHLR, positions))
+        return queries, latent_BLC[:, None], self._rotate(key_BLR[:, None], positions)
+
+    def _rotate(self, x_BHLR: Tensor, positions: Positions) -> Tensor:
+        if self.pairs:
+            x_BHLR = half_by_half(x_BHLR, x_BHLR.shape[-1])
+        return rotate(x_BHLR, positions.cosine, positions.sine)
+
+    def attend(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, H, L, V]."""
+        way = self.absorbed if queries.plain_BHLN.shape[2] == 1 else self.expanded
+        return way(queries, latent_B1PC, key_B1PR, mask)
+
+    def _attend_next_ones(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
+        """One position after the other, so that no keys and values are made of all those before."""
+        length, total = queries.plain_BHLN.shape[2], latent_B1PC.shape[2]
+        mixed = []
+        for place in range(length):
+            own, seen = slice(place, place + 1), total - length + place + 1
+            query = Queries(*(each[:, :, own] for each in queries))
+            own_mask = None if mask is None else mask[:, :, own, :seen]
+            mixed.append(self.absorbed(query, latent_B1PC[:, :, :seen], key_B1PR[:, :, :seen], own_mask))
+        return torch.cat(mixed, dim=2)
+
+    def expanded(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
+        """With keys and values of each head."""
+        sizes = self.sizes
+        made_BPHE = linear(latent_B1PC[:, 0], self.latent_up).unflatten(-1, (self.heads, -1))
+        plain_BHPN, value_BHPV = made_BPHE.transpose(1, 2).split((sizes.plain_dimension, sizes.value_dimension), dim=-1)
+        key_BHPE = torch.cat((plain_BHPN, key_B1PR.expand(-1, self.heads, -1, -1)), dim=-1)
+        return attend(torch.cat(queries, dim=-1), key_BHPE, value_BHPV, mask, self.scale)
+
+    def absorbed(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
+        """Of one position, with the latent vectors as they are: all heads' queries are positions of one head."""
+        if is_emulated(latent_B1PC):
+            wide = Queries(*(each.float() for each in queries))
+            return self.absorbed(wide, latent_B1PC.float(), key_B1PR.float(), mask).to(latent_B1PC.dtype)
+        sizes, dtype = self.sizes, latent_B1PC.dtype
+        up_HEC = self.latent_up.to(dtype).view(self.heads, -1, sizes.key_value_rank)
+        up_key_HNC, up_value_HVC = up_HEC.split((sizes.plain_dimension, sizes.value_dimension), dim=1)
+        query_B1HC = (queries.plain_BHLN @ up_key_HNC).transpose(1, 2)
+        scores_B1HP = query_B1HC @ latent_B1PC.mT + queries.rotated_BHLR.transpose(1, 2) @ key_B1PR.mT
+        scores_B1HP = scores_B1HP.to(torch.promote_types(dtype, torch.float32)) * self.scale
+        if mask is not None:
+            scores_B1HP = scores_B1HP.masked_fill(~mask, -torch.inf)
+        mixed_B1HC = scores_B1HP.softmax(-1).to(dtype) @ latent_B1PC
+        mixed_BHLV: Tensor = mixed_B1HC.transpose(1, 2) @ up_value_HVC.mT
+        return mixed_BHLV
+
+
+def softmax_scale(config: DecoderConfig) -> float:
+    """1/√E, and under YaRN what `mscale_all_dim` adds to it (Peng et al. 2023, §3.4)."""
+    rope = config.transformers_config.rope_parameters
+    factor, share = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
+    stretched = rope.get("rope_type", "default") != "default" and factor > 1
+    mscale = 0.1 * share * math.log(factor) + 1.0 if stretched else 1.0
+    return float(config.head_dimension**-0.5 * mscale**2)
+
+
+def _present(parameter: nn.Parameter | None) -> nn.Parameter:
+    assert parameter is not None
+    return parameter
+
+
+def _whole(kept: tuple[Kept, Kept]) -> tuple[Tensor, Tensor]:
+    """Latent vectors are kept in the dtype that is computed in: Engine.open refuses any other."""
+    latent, key = kept
+    assert isinstance(latent, Tensor) and isinstance(key, Tensor)
+    return latent, key

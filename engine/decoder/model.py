@@ -1,0 +1,376 @@
+"""Our decoder: one assembly for every family, from a DecoderConfig and a function that gives tensors by name.
+
+The same layers serve inference (weights mapped from disk), streaming (one layer at a time) and training (parameters that
+require gradients); nothing here names a family or reads a file.
+
+Shape suffixes: B batch, L new positions, P all positions so far, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from engine.architectures import (
+    Chunk,
+    DecoderConfig,
+    MoeConfig,
+    dense_tensor,
+    expert_parts,
+    expert_tensor,
+    gate_hidden_tensor,
+    logit_bias_tensor,
+    router_bias_tensor,
+    router_noise_tensor,
+    router_tensor,
+    shared_gate_tensor,
+    shared_tensor,
+)
+from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen, norm
+from engine.decoder.decode_step import DecodeStep
+from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.latent_attention import LatentAttention
+from engine.decoder.lightning_attention import LightningAttention
+from engine.decoder.paged_cache import PagedBatch
+from engine.decoder.routing import (
+    BiasedTopK,
+    Gate,
+    GroupedTopK,
+    Routing,
+    SigmoidTopK,
+    SparseMixer,
+    TopK,
+    UnweightedTopK,
+    sigmoid_shares,
+    softmax,
+)
+from engine.families.rotary_embedding import Rotary
+from engine.kernels.linear import is_decoding, linear, plain
+from engine.kernels.quantized_weight import Weight, as_tensor, frozen
+
+TensorSource = Callable[[str], Weight]
+FINAL_NORM = "model.norm"
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then the MoE block or the dense FFN, each after its norm and added to the residual."""
+
+    def __init__(self, config: DecoderConfig, layer: int, tensor: TensorSource) -> None:
+        super().__init__()
+        prefix = f"model.layers.{layer}"
+        self.epsilon = config.norm_epsilon
+        self.residual = config.multipliers.residual
+        self.attention_norm, self.attention_norm_bias = _norm(config, f"{prefix}.input_layernorm", tensor)
+        self.residuals = config.layers[layer].residuals
+        kind = LatentAttention if config.latent is not None else Attention
+        self.attention = (LightningAttention if config.layers[layer].is_lightning else kind)(config, layer, tensor)
+        self.feed_forward_norm, self.feed_forward_norm_bias = _norm(config, f"{prefix}.post_attention_layernorm", tensor)
+        self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
+
+    def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
+        """[B, L, D] to [B, L, D]."""
+        normed = norm(x_BLD, self.attention_norm, self.attention_norm_bias, self.epsilon)
+        x_BLD = self._added(0, x_BLD, normed, self.attention(normed, positions, cache))
+        normed = norm(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, self.epsilon)
+        y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]))
+        return self._added(1, x_BLD, normed, y_TD.view_as(x_BLD))
+
+    def _added(self, part: int, x_BLD: Tensor, normed_BLD: Tensor, y_BLD: Tensor) -> Tensor:
+        """What attention (0) or the feed-forward block (1) gives, added to the residual."""
+        if self.residuals is None:
+            return x_BLD + times(y_BLD, self.residual)
+        return times(normed_BLD, self.residuals[part].alpha) + times(y_BLD, self.residuals[part].beta)
+
+
+class Decoder(nn.Module):
+    """A whole language model."""
+
+    def __init__(
+        self, config: DecoderConfig, tensor: TensorSource, made: Callable[[int, DecoderLayer], None] | None = None
+    ) -> None:
+        """made: is given each layer, with its index, before the next one is made."""
+        super().__init__()
+        self.config = config
+        self.embedding_VD = _frozen(tensor("model.embed_tokens.weight"))
+        self.layers = nn.ModuleList()
+        for index in range(len(config.layers)):
+            layer = DecoderLayer(config, index, tensor)
+            self.layers.append(layer)
+            if made is not None:
+                made(index, layer)
+        self.norm, self.norm_bias = _norm(config, FINAL_NORM, tensor)
+        self.head = self.embedding_VD if config.tied_embeddings else frozen(tensor("lm_head.weight"))
+        self.head_bias_V = _frozen(tensor("lm_head.bias")) if config.head_bias else None
+        self.rotary = Rotary(config)
+        self._step = DecodeStep(config, self.layers)
+        self.checkpoint_activations = False
+        """Recompute each layer in the backward pass, so that only one layer's activations are held at a time."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding_VD.device
+
+    @property
+    def head_VD(self) -> Tensor:
+        """The output head as a plain matrix; one of few bits is dequantised at each call."""
+        return plain(self.head, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self.embedding_VD.dtype
+
+    @cached_property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights as they are computed with, those of few bits as they are stored; tied ones count once."""
+        return _weights_bytes(self)
+
+    def bytes_read_per_token(self, skipped_shares: Sequence[float]) -> float:
+        """Bytes of weights that one token alone reads: of a layer's experts those that it chose and did not skip.
+
+        skipped_shares: one for each MoE layer. Of the embeddings one row, of tied ones all as the head.
+        """
+        read: float = _weights_bytes(self)
+        if not self.config.tied_embeddings:
+            read -= self.embedding_VD.nbytes - self.embedding_VD[0].nbytes
+        moes = [layer.moe for layer in self.config.layers if layer.moe is not None]
+        for block, moe, skipped in zip(self.moe_blocks, moes, skipped_shares, strict=True):
+            used = min(moe.experts_per_token, moe.experts) * (1.0 - skipped)
+            read -= _weights_bytes(block.experts) * (1.0 - used / moe.experts)
+        return read
+
+    @property
+    def moe_blocks(self) -> list[MoeBlock]:
+        """The MoE blocks in the order of their layers."""
+        return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
+
+    def hidden_states(
+        self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None, *, one_by_one: bool = False
+    ) -> Tensor:
+        """Final hidden states after the last norm, as the head takes them, [B, L, D].
+
+        real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow what it holds.
+        one_by_one: each is read as the last of its text, where rotary scalings look at the length.
+        """
+        x_BLD = embedded(self.config, tokens_BL, self.embedding_VD)
+        if isinstance(cache, PagedBatch):
+            positions = paged_positions(self.config, self.rotary, cache, x_BLD)
+        else:
+            past = cache.length if cache is not None else 0
+            read_as = cache.read_as if cache is not None else 0
+            dtype = x_BLD.dtype
+            positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, dtype, read_as, one_by_one)
+        if is_decoding() and (final_BLD := self._step(x_BLD, positions, cache)) is not None:
+            x_BLD = final_BLD
+        else:
+            for layer in self.layers:
+                if self.checkpoint_activations and torch.is_grad_enabled():
+                    x_BLD = checkpoint(layer, x_BLD, positions, use_reentrant=False)
+                else:
+                    x_BLD = layer(x_BLD, positions, cache)
+        if isinstance(cache, KeyValueCache):
+            cache.advance(tokens_BL.shape[1])
+        return final_norm(self.config, x_BLD, self.norm, self.norm_bias)
+
+    def forward(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Logits of every new position, [B, L, V]."""
+        return self.logits(self.hidden_states(tokens_BL, real_BP, cache))
+
+    def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Logits of the last position only, [B, V]: what generation needs, without L·V logits in memory."""
+        return self.logits(self.hidden_states(tokens_BL, real_BP, cache)[:, -1])
+
+    def step_logits(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
+        """Logits [B, L, V] of new tokens that are read together, and each as if it came after those before it were read."""
+        return self.logits(self.hidden_states(tokens_BL, None, cache, one_by_one=True))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[…, V] of final hidden states [..., D]."""
+        return linear(hidden, self.head, self.head_bias_V)
+
+
+def _weights_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in (*module.parameters(), *module.buffers()))
+
+
+def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> Tensor:
+    """What the first layer is given, [B, L, D]."""
+    return times(F.embedding(tokens_BL, embedding_VD), config.multipliers.embedding)
+
+
+def final_norm(config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
+    """What the head is given for the last layer's output: a divisor of the logits divides here, where numbers are few."""
+    return times(norm(x_BLD, weight_D, bias_D, config.norm_epsilon), 1.0 / config.multipliers.logits)
+
+
+class Outer:
+    """What follows the last layer, from a tensor source: for those that run layers one by one."""
+
+    def __init__(self, config: DecoderConfig, tensor: TensorSource) -> None:
+        self._config = config
+        self._norm, self._norm_bias = _norm(config, FINAL_NORM, tensor)
+        self.head_VD = as_tensor(tensor("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"))
+        self.head_bias_V = as_tensor(tensor("lm_head.bias")) if config.head_bias else None
+
+    def hidden_states(self, x_BLD: Tensor) -> Tensor:
+        """As `Decoder.hidden_states` gives them, [B, L, D]."""
+        return final_norm(self._config, x_BLD, self._norm, self._norm_bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[…, V] of final hidden states [..., D]."""
+        return linear(hidden, self.head_VD, self.head_bias_V)
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    """factor · x."""
+    return x if factor == 1.0 else x * factor
+
+
+def positions_for(
+    config: DecoderConfig,
+    rotary: Rotary,
+    tokens_BL: Tensor,
+    real_BP: Tensor | None,
+    past: int,
+    dtype: torch.dtype,
+    read_as: int = 0,
+    one_by_one: bool = False,
+) -> Positions:
+    """Rotary angles and masks of one forward. Positions count real tokens only, so left padding shifts nothing.
+
+    read_as: the length of the text that they are part of, where it is more than this forward tells.
+    """
+    new, total = tokens_BL.shape[1], past + tokens_BL.shape[1]
+    if real_BP is not None and bool(real_BP.all()):
+        real_BP = None
+    if real_BP is None:
+        index_BL = torch.arange(past, total, device=tokens_BL.device)[None]
+    else:
+        index_BL = (real_BP.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
+    lengths_BL = index_BL + 1 if one_by_one else None
+    if lengths_BL is None and rotary.varies and read_as:
+        lengths_BL = torch.full_like(index_BL, max(read_as, int(index_BL.max()) + 1))
+    cosine, sine = rotary(index_BL, dtype, lengths_BL)
+    windows = {layer.window for layer in config.layers}
+    return Positions(
+        cosine,
+        sine,
+        real_BP is not None,
+        {window: attention_mask(real_BP, new, total, window, tokens_BL.device) for window in windows},
+        one_by_one,
+        _temperatures(config, index_BL, dtype),
+        None if real_BP is None else real_BP[:, past:total],
+    )
+
+
+def _temperatures(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What queries that are not rotated are multiplied by, [B or 1, 1, L, 1]; None for nothing."""
+    if config.temperature is None:
+        return None
+    steps_BL = torch.floor((positions_BL.float() + 1.0) / config.temperature.floor)
+    return (torch.log1p(steps_BL) * config.temperature.slope + 1.0).to(dtype)[:, None, :, None]
+
+
+def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_BLD: Tensor) -> Positions:
+    """The same for sequences of different lengths; what lies before a window is not even among their keys."""
+    lengths_BL = cache.lengths_BL if rotary.varies else None
+    cosine, sine = rotary(cache.positions_BL.to(x_BLD.device), x_BLD.dtype, lengths_BL)
+    windows = {layer.window for layer in config.layers}
+    masks: dict[int | Chunk | None, Tensor | None] = dict.fromkeys(windows)
+    if cache.new > 1:
+        (past,) = cache.past  # chunks of prompts come alone
+        for window in windows:
+            total = past + cache.new - first_seen(past, window)
+            masks[window] = attention_mask(None, cache.new, total, window, x_BLD.device)
+    temperature = _temperatures(config, cache.positions_BL.to(x_BLD.device), x_BLD.dtype)
+    return Positions(cosine, sine, False, masks, temperature=temperature)
+
+
+def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
+    """The model's own rule; `bias_N` is of a router that has one (router_bias_tensor)."""
+    groups = tuple(tuple(e for e, own in enumerate(moe.groups) if own == group) for group in sorted(set(moe.groups)))
+    if moe.scales_inputs:
+        return UnweightedTopK(moe.experts_per_token)
+    if moe.scores == "sigmoid":
+        assert bias_N is not None
+        return SigmoidTopK(
+            moe.experts_per_token, moe.normalise_top_k, bias_N, moe.weight_scale, groups, moe.groups_per_token
+        )
+    if groups:
+        return GroupedTopK(moe.experts_per_token, groups, moe.groups_per_token, moe.weight_scale)
+    if bias_N is not None:
+        return BiasedTopK(moe.experts_per_token, bias_N, moe.least_sum)
+    if moe.mixer_jitter is not None:
+        return SparseMixer(moe.experts_per_token, moe.mixer_jitter)
+    return TopK(moe.experts_per_token, moe.normalise_top_k, moe.weight_scale)
+
+
+def gate_of(moe: MoeConfig) -> Gate:
+    """What the router makes of its logits, as shares that add up to one."""
+    return sigmoid_shares if moe.scores == "sigmoid" else softmax
+
+
+def own_routings(config: DecoderConfig, tensor: TensorSource) -> list[Routing]:
+    """The same of every MoE layer; `tensor` is asked for their biases, where they have any."""
+    moes = {layer: config.layers[layer].moe for layer in config.moe_layers}
+    return [_own_routing(config, layer, moe, tensor) for layer, moe in moes.items() if moe is not None]
+
+
+def _own_routing(config: DecoderConfig, layer: int, moe: MoeConfig, tensor: TensorSource) -> Routing:
+    bias = router_bias_tensor(config.architecture, layer)
+    return own_routing(moe) if bias is None else own_routing(moe, as_tensor(tensor(bias)).flatten())
+
+
+@contextmanager
+def routed_by(decoder: Decoder, routings: Sequence[Routing]) -> Iterator[None]:
+    """Let the MoE blocks use other Routings, one per MoE layer, inside the `with`."""
+    blocks = decoder.moe_blocks
+    own = [block.routing for block in blocks]
+    for block, routing in zip(blocks, routings, strict=True):
+        block.routing = routing
+    try:
+        yield
+    finally:
+        for block, routing in zip(blocks, own, strict=True):
+            block.routing = routing
+
+
+def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> MoeBlock | Expert:
+    row, moe = config.architecture, config.layers[layer].moe
+    if moe is None:
+        return Expert(*(tensor(dense_tensor(layer, projection)) for projection in range(3)))
+    experts = [
+        Expert(*(tensor(expert_tensor(row, layer, i, p)) for p in expert_parts(row)), swiglu=moe.swiglu)
+        for i in range(moe.experts)
+    ]
+    shared = [tensor(shared_tensor(row, layer, projection)) for projection in range(3)] if moe.shared_width else []
+    shared_gate = shared_gate_tensor(row, layer) if shared else None
+    return MoeBlock(
+        as_tensor(tensor(router_tensor(row, layer))),
+        experts,
+        _own_routing(config, layer, moe, tensor),
+        Expert(*shared) if shared else None,
+        None if shared_gate is None else as_tensor(tensor(shared_gate)),
+        as_tensor(tensor(gate_hidden_tensor(row, layer))) if moe.gate_network_width else None,
+        as_tensor(tensor(router_noise_tensor(row, layer))) if moe.noise_epsilon is not None else None,
+        moe.router_in_float32,
+        as_tensor(tensor(logit_bias_tensor(row, layer))) if row.logit_bias is not None else None,
+        moe.scales_inputs,
+    )
+
+
+def _norm(config: DecoderConfig, name: str, tensor: TensorSource) -> tuple[nn.Parameter, nn.Parameter | None]:
+    bias = _frozen(tensor(f"{name}.bias")) if config.architecture.layer_norm else None
+    return _frozen(tensor(f"{name}.weight")), bias
+
+
+def _frozen(weight: Weight) -> nn.Parameter:
+    return nn.Parameter(as_tensor(weight), requires_grad=False)

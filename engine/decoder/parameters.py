@@ -1,0 +1,123 @@
+"""A decoder's parameters under the names that their tensors have on disk: what training changes and what is then written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from engine.architectures import (
+    LATENT_UP,
+    LIGHTNING,
+    dense_tensor,
+    expert_parts,
+    expert_tensor,
+    gate_hidden_tensor,
+    logit_bias_tensor,
+    router_noise_tensor,
+    router_tensor,
+    shared_gate_tensor,
+    shared_tensor,
+)
+from engine.decoder.attention import Attention
+from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.latent_attention import LatentAttention
+from engine.decoder.lightning_attention import LightningAttention
+from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
+from engine.kernels.quantized_weight import QuantizedWeight
+
+
+def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """Every parameter by its name on disk; of tied embeddings only the one. Blocks of other kinds are left out.
+
+    So are biases that only choose experts: no gradient reaches them; and weights of few bits, which no training changes.
+    """
+    found = {"model.embed_tokens.weight": decoder.embedding_VD}
+    for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer, DecoderLayer)
+        prefix = f"model.layers.{index}"
+        found |= _named(f"{prefix}.input_layernorm", layer.attention_norm, layer.attention_norm_bias)
+        found.update({f"{prefix}.self_attn.{name}": parameter for name, parameter in attention_parameters(layer.attention)})
+        found |= _named(f"{prefix}.post_attention_layernorm", layer.feed_forward_norm, layer.feed_forward_norm_bias)
+        found.update(_feed_forward(decoder, index, layer))
+    found |= _named(FINAL_NORM, decoder.norm, decoder.norm_bias)
+    if decoder.head is not decoder.embedding_VD and isinstance(decoder.head, nn.Parameter):
+        found["lm_head.weight"] = decoder.head
+    if decoder.head_bias_V is not None:
+        found["lm_head.bias"] = decoder.head_bias_V
+    return found
+
+
+def _named(name: str, weight: nn.Parameter, bias: nn.Parameter | None) -> dict[str, nn.Parameter]:
+    return {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
+
+
+def _projections(names: Iterable[str], expert: Expert) -> Iterator[tuple[str, nn.Parameter]]:
+    pairs = zip(names, expert.projections, strict=True)
+    return ((name, parameter) for name, parameter in pairs if isinstance(parameter, nn.Parameter))
+
+
+def attention_parameters(
+    attention: Attention | LatentAttention | LightningAttention,
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of a layer's attention, by their names within it."""
+    if isinstance(attention, LightningAttention):
+        own = (attention.qkv, attention.gate, attention.norm, attention.output)
+        named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))
+    elif isinstance(attention, LatentAttention):
+        named = _latent(attention)
+    else:
+        named = _grouped(attention)
+    return ((name, parameter) for name, parameter in named.items() if isinstance(parameter, nn.Parameter))
+
+
+def _latent(attention: LatentAttention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
+    return {
+        "q_a_proj.weight": attention.query_down,
+        "q_a_proj.bias": attention.query_down_bias,
+        "q_a_layernorm.weight": attention.query_norm,
+        "q_proj.weight" if attention.query_down is None else "q_b_proj.weight": attention.query_up,
+        "kv_a_proj_with_mqa.weight": attention.latent_down,
+        "kv_a_proj_with_mqa.bias": attention.latent_down_bias,
+        "kv_a_layernorm.weight": attention.latent_norm,
+        LATENT_UP: attention.latent_up,
+        "o_proj.weight": attention.output,
+        "o_proj.bias": attention.output_bias,
+    }
+
+
+def _grouped(attention: Attention) -> dict[str, nn.Parameter | QuantizedWeight | None]:
+    return {
+        "q_proj.weight": attention.query,
+        "q_proj.bias": attention.query_bias,
+        "k_proj.weight": attention.key,
+        "k_proj.bias": attention.key_bias,
+        "v_proj.weight": attention.value,
+        "v_proj.bias": attention.value_bias,
+        "o_proj.weight": attention.output,
+        "o_proj.bias": attention.output_bias,
+        "q_norm.weight": attention.query_norm,
+        "k_norm.weight": attention.key_norm,
+        "sinks": attention.sinks,
+    }
+
+
+def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator[tuple[str, nn.Parameter]]:
+    row, block = decoder.config.architecture, layer.feed_forward
+    if isinstance(block, Expert):
+        yield from _projections((dense_tensor(index, p) for p in range(3)), block)
+    elif isinstance(block, MoeBlock):
+        yield router_tensor(row, index), block.router_ND
+        if block.gate_hidden_HD is not None:
+            yield gate_hidden_tensor(row, index), block.gate_hidden_HD
+        if block.noise_ND is not None:
+            yield router_noise_tensor(row, index), block.noise_ND
+        if block.logit_bias_N is not None:
+            yield logit_bias_tensor(row, index), block.logit_bias_N
+        for number, expert in enumerate(block.experts):
+            assert isinstance(expert, Expert)
+            yield from _projections((expert_tensor(row, index, number, p) for p in expert_parts(row)), expert)
+        if block.shared is not None:
+            yield from _projections((shared_tensor(row, index, p) for p in range(3)), block.shared)
+        if block.shared_gate_1D is not None and (gate := shared_gate_tensor(row, index)) is not None:
+            yield gate, block.shared_gate_1D

@@ -1,0 +1,125 @@
+"""The tables of adaptive skipping, as they travel with a checkpoint, and the Routings they make.
+
+For each MoE layer, `gamma1_J` holds the calibration medians of w_ej / w_e0 for the ranks j = 1..K-1, and `gamma2_NN`
+the similarity of the outputs of two experts over the layer's mean similarity.
+
+Shape suffixes: J ranks after the first (K-1), N routed experts of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.architectures import DecoderConfig
+from engine.decoder.routing import Routing, Skipping
+from engine.errors import CheckpointError, OptionError
+from engine.files.json_file import writing
+from engine.files.safetensors_file import SafetensorsFile
+
+FILE_NAME = "skip_tables.safetensors"
+
+
+@dataclass(frozen=True)
+class SkipTables:
+    """One pair of tables for each MoE layer, in the order of the layers."""
+
+    gamma1_J: tuple[Tensor, ...]
+    """[K-1] float32 each, K the layer's own top-k."""
+    gamma2_NN: tuple[Tensor, ...]
+    """[N, N] float32 each."""
+
+    def save(self, path: Path) -> None:
+        """Write one safetensors file. Raises OutputError where that fails."""
+        from safetensors.torch import save
+
+        tensors: dict[str, Tensor] = {}
+        for layer, (gamma1_J, gamma2_NN) in enumerate(zip(self.gamma1_J, self.gamma2_NN, strict=True)):
+            tensors[_name(layer, "gamma1")] = _own(gamma1_J)
+            tensors[_name(layer, "gamma2")] = _own(gamma2_NN)
+        # Serialised first and written here, because safetensors' own writer reports a full disk as its private error.
+        content = save(tensors)
+        with writing(path, "skip tables"):
+            path.write_bytes(content)
+
+    @classmethod
+    def load(cls, path: Path, config: DecoderConfig) -> SkipTables:
+        """Read and check against the model. Raises CheckpointError for what is damaged or of another model."""
+        with SafetensorsFile(path) as file:
+            layers = [moe for layer in config.layers if (moe := layer.moe) is not None]
+            expected = {_name(layer, table) for layer in range(len(layers)) for table in ("gamma1", "gamma2")}
+            if set(file.entries) != expected:
+                odd = sorted(set(file.entries) ^ expected)[0]
+                raise CheckpointError(
+                    f"{path}: tensor {odd} is {'missing' if odd in expected else 'not expected'} for "
+                    f"{len(layers)} MoE layers; the skip tables are of another model, calibrate again"
+                )
+            gamma1 = [_read(file, _name(i, "gamma1"), (moe.experts_per_token - 1,)) for i, moe in enumerate(layers)]
+            gamma2 = [_read(file, _name(i, "gamma2"), (moe.experts, moe.experts)) for i, moe in enumerate(layers)]
+        return cls(tuple(gamma1), tuple(gamma2))
+
+
+def load_skip_tables(directory: Path, config: DecoderConfig) -> SkipTables | None:
+    """The tables in a checkpoint's directory, None where it has none."""
+    path = directory / FILE_NAME
+    return SkipTables.load(path, config) if path.is_file() else None
+
+
+def skipping_routings(
+    config: DecoderConfig,
+    tables: SkipTables | None,
+    threshold: float,
+    minimum_experts: int = 1,
+    device: torch.device | str = "cpu",
+    *,
+    own: Sequence[Routing],
+) -> list[Routing]:
+    """For each MoE layer its own rule with skipping around it; threshold 0 gives the own rules themselves.
+
+    own: those rules (`model.own_routings`). `minimum_experts` of each token are never skipped. Raises OptionError for
+    a threshold that is negative or that the model cannot honour.
+    """
+    if not 0 <= threshold < float("inf"):
+        raise OptionError(f"skip threshold is {threshold}; it must be 0 (off) or more, 1 is the calibrated rule")
+    if minimum_experts < 1:
+        raise OptionError(f"skip minimum is {minimum_experts}; at least 1 expert of each token is always computed")
+    layers = [layer.moe for layer in config.layers if layer.moe is not None]
+    if threshold == 0:
+        return list(own)
+    if not layers:
+        raise OptionError("a skip threshold needs a model with experts, and this one is dense; leave it at 0")
+    if tables is None:
+        raise OptionError(
+            f"a skip threshold above 0 needs calibrated tables, and the checkpoint has no {FILE_NAME}; "
+            "`compress prune` calibrates and stores them"
+        )
+    return [
+        Skipping(base, gamma1_J.to(device), gamma2_NN.to(device), threshold, moe.normalise_top_k, minimum_experts)
+        for base, moe, gamma1_J, gamma2_NN in zip(own, layers, tables.gamma1_J, tables.gamma2_NN, strict=True)
+    ]
+
+
+def _name(layer: int, table: str) -> str:
+    return f"moe_layers.{layer}.{table}"
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy for the file: safetensors refuses tensors that share memory, as tables of ones may."""
+    return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _read(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Tensor:
+    entry = file.entries[name]
+    if entry.shape != shape or entry.dtype != torch.float32:
+        raise CheckpointError(
+            f"{file.path}: tensor {name} is {entry.dtype} {list(entry.shape)} and the model asks for torch.float32 "
+            f"{list(shape)}; the skip tables are of another model, calibrate again"
+        )
+    tensor = file.tensor(name).clone()  # the map is closed after reading
+    if not bool(tensor.isfinite().all()):
+        raise CheckpointError(f"{file.path}: tensor {name} holds NaN or infinity; the file is damaged, calibrate again")
+    return tensor

@@ -1,0 +1,213 @@
+"""The MoE block on a GPU: where Triton's kernels run the experts, and where torch does.
+
+Nothing here waits for the device: how many slots an expert has is known there alone, and launches are as large as the worst
+case. Whether the kernels serve is decided once, when a model is loaded, on its own experts.
+
+Shape suffixes: T tokens, D hidden, F expert width, S slots (of a token), N experts, A tensors of an expert, R slots of all
+tokens, M tiles.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.decoder.experts import SPARSE_MAX_TOKENS, Expert, MoeBlock, route_through
+from engine.decoder.routing import NO_EXPERT, Selection, select
+from engine.kernels.linear import wanted_kernels
+
+_log = logging.getLogger(__name__)
+
+FEW = {"ROWS": 8, "COLUMNS": 512}
+"""Of a program for a few tokens: rows of a matrix, and how much of them is read at a time. As the blocks below not tuned."""
+MANY = {"ROWS": 64, "OUTPUTS": 64}
+"""Of a program for many tokens: slots of one expert, and outputs."""
+BYTES = 128
+"""Of each of their rows that are multiplied at a time."""
+TRIALS = 1, 512
+"""Tokens: the first decides on a few, the second on many."""
+TRIAL_ROUNDS = 5
+
+
+class TritonExperts:
+    """A layer's experts in two launches. Remembers where their weights lie."""
+
+    def __init__(self, serves_few: bool = True, serves_many: bool = True) -> None:
+        self.serves_few, self.serves_many = serves_few, serves_many
+        self._ends = 0, 0
+        self._table_NA = torch.empty(0, 0, dtype=torch.int64)
+
+    def __call__(self, x_TD: Tensor, selection: Selection, experts: Any, scales_TS: Tensor | None = None) -> Tensor | None:
+        """Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None where it is torch's turn. `experts`: such as `can_serve`."""
+        is_few = x_TD.shape[0] <= SPARSE_MAX_TOKENS
+        if not (self.serves_few if is_few else self.serves_many):
+            return None
+        if not selection.experts.numel():
+            return torch.zeros_like(x_TD)
+        self._look_up(experts)
+        slots = selection.experts.shape[1]
+        if scales_TS is not None:  # every slot then has an x of its own
+            x_TD, slots = (x_TD[:, None] * scales_TS[:, :, None].to(x_TD.dtype)).flatten(0, 1), 1
+        return (self.few if is_few else self.many)(x_TD.contiguous(), selection, experts[0], slots)
+
+    def few(self, x_TD: Tensor, selection: Selection, like: Expert, slots: int) -> Tensor:
+        """A few tokens. slots: how many in a row share a row of x."""
+        kernels, (tokens, per_token), (width, hidden) = _kernels(), selection.experts.shape, like.gate_FD.shape
+        experts_R, weights_R = _flat(selection)
+        h_RF = x_TD.new_empty(experts_R.numel(), width, dtype=torch.float32)
+        y_TD = x_TD.new_empty(tokens, hidden)
+        sizes = {"D": hidden, "F": width, "A": len(like.projections), **FEW}
+        grid = experts_R.numel(), _blocks(width, FEW["ROWS"])
+        kernels.gate_up_of_few[grid](x_TD, self._table_NA, experts_R, h_RF, slots, **_clamp(like), **sizes)
+        grid = tokens, _blocks(hidden, FEW["ROWS"])
+        kernels.down_of_few[grid](h_RF, self._table_NA, experts_R, weights_R, y_TD, per_token, **sizes)
+        return y_TD
+
+    def many(self, x_TD: Tensor, selection: Selection, like: Expert, slots: int) -> Tensor:
+        """Any number of tokens. slots: as above."""
+        kernels, (width, hidden) = _kernels(), like.gate_FD.shape
+        experts_R, weights_R = _flat(selection)
+        order_R, tiles_M3 = tiles(experts_R, len(self._table_NA), MANY["ROWS"])
+        h_RF = x_TD.new_empty(experts_R.numel(), width)
+        y_RD = x_TD.new_zeros(experts_R.numel(), hidden)  # slots without an expert stay so
+        sizes = {"D": hidden, "F": width, "A": len(like.projections), "COLUMNS": BYTES // x_TD.itemsize, **MANY}
+        of_tiles = self._table_NA, order_R, tiles_M3
+        grid = len(tiles_M3), _blocks(width, MANY["OUTPUTS"])
+        kernels.gate_up_of_many[grid](x_TD, *of_tiles, h_RF, slots, **_clamp(like), **sizes)
+        grid = len(tiles_M3), _blocks(hidden, MANY["OUTPUTS"])
+        kernels.down_of_many[grid](h_RF, *of_tiles, weights_R, y_RD, **sizes)
+        return y_RD.view(*selection.experts.shape, hidden).sum(dim=1)
+
+    def _look_up(self, experts: Any) -> None:
+        """Write the table, unless it is of these: weights are moved all together or not at all."""
+        ends = experts[0].gate_FD.data_ptr(), experts[-1].down_DF.data_ptr()
+        if self._ends != ends or len(self._table_NA) != len(experts):
+            addresses = [[weight.data_ptr() for weight in expert.projections] for expert in experts]
+            self._ends, self._table_NA = ends, torch.tensor(addresses, device=experts[0].gate_FD.device)
+
+
+def _flat(selection: Selection) -> tuple[Tensor, Tensor]:
+    return selection.experts.reshape(-1).contiguous(), selection.weights.reshape(-1).float().contiguous()
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _clamp(like: Expert) -> dict[str, float | None]:
+    swiglu = like.swiglu
+    return {"ALPHA": None, "LIMIT": None} if swiglu is None else {"ALPHA": swiglu.alpha, "LIMIT": swiglu.limit}
+
+
+def tiles(experts_R: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Slots sorted by expert, [R], and tiles of up to `rows` of them: expert, first and one after its last slot, [M, 3].
+
+    M is what the worst distribution needs. Tiles that are not needed come last and have no expert.
+    """
+    slots = experts_R.numel()
+    sorted_R, order_R = experts_R.sort(stable=True)
+    begins = torch.searchsorted(sorted_R, torch.arange(count + 1, device=experts_R.device))
+    tiles_N = (begins.diff() + rows - 1) // rows
+    ends_N = tiles_N.cumsum(0)
+    tile_M = torch.arange(min(slots, slots // rows + count), device=experts_R.device)
+    expert_M = torch.searchsorted(ends_N, tile_M, right=True)
+    is_used_M, expert_M = expert_M < count, expert_M.clamp_max(count - 1)
+    first_M = begins[expert_M] + (tile_M - (ends_N - tiles_N)[expert_M]) * rows
+    parts = expert_M.masked_fill(~is_used_M, NO_EXPERT), first_M, begins[expert_M + 1]
+    return order_R, torch.stack(parts, dim=1)
+
+
+def can_serve(experts: Any) -> bool:
+    """Whether these are what the kernels know: plain matrices of one shape and dtype, where 16 bytes can be read at once."""
+    weights = [weight for expert in experts for weight in expert.projections]
+    if not weights or not all(isinstance(weight, Tensor) for weight in weights):
+        return False
+    kinds = {(weight.dtype, weight.device, weight.is_contiguous()) for weight in weights}
+    shapes = {tuple(tuple(weight.shape) for weight in expert.projections) for expert in experts}
+    aligned = all(weight.data_ptr() % 16 == 0 for expert in experts for weight in expert.projections[:3])
+    first = weights[0]
+    known = first.dtype in (torch.bfloat16, torch.float16, torch.float32) and first.is_contiguous() and first.numel() < 2**31
+    return len(kinds) == len(shapes) == 1 and known and aligned
+
+
+@cache
+def _kernels() -> Any:
+    from engine.kernels import triton_kernels
+
+    return triton_kernels
+
+
+def use_triton(blocks: Sequence[MoeBlock]) -> None:
+    """Give the experts of a model that was loaded on a GPU to Triton's kernels, where those serve, are right and pay.
+
+    Experts of one shape have one trial. What hinders the kernels is said in one line, and torch computes instead.
+
+    Raises:
+        OptionError: `COMPRESS_KERNELS` is none of its values.
+    """
+    wanted = wanted_kernels()
+    if wanted == "torch":
+        return
+    decided: dict[Any, tuple[bool, bool]] = {}
+    for block in filter(lambda block: can_serve(block.experts), blocks):
+        first: Any = block.experts[0]
+        kind = tuple(first.gate_FD.shape), first.gate_FD.dtype, len(first.projections), first.swiglu
+        try:
+            if kind not in decided:
+                few, many = (_pays(block, tokens, wanted == "auto") for tokens in TRIALS)
+                decided[kind] = few, many
+        except ImportError:
+            _log.warning("experts run through torch: `pip install triton` brings the kernels that are made for the GPU")
+            return
+        except Exception as error:  # of Triton, its C compiler, ptxas, the driver: torch needs none of them
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            _log.warning("experts run through torch: Triton's kernels failed on this GPU (%s)", reason)
+            return
+        if any(decided[kind]):
+            block.on_gpu = TritonExperts(*decided[kind])
+
+
+@torch.inference_mode()
+def _pays(block: MoeBlock, tokens: int, is_timed: bool) -> bool:
+    """Whether the kernels give what torch gives for so many random tokens, and sooner. Compiles them."""
+    like = block.router_ND
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(tokens, block.hidden_size, generator=generator).to(like.device, like.dtype)
+    logits_TN = block.logits(x_TD)
+    selection, scales_TN = select(block.routing, x_TD, logits_TN), block.input_scales(logits_TN)
+    scales_TS = None if scales_TN is None else scales_TN.gather(1, selection.experts.clamp_min(0))
+    kernels = TritonExperts()
+
+    def by_kernels() -> Tensor:
+        made = kernels(x_TD, selection, block.experts, scales_TS)
+        assert made is not None
+        return made
+
+    def by_torch() -> Tensor:
+        return route_through(x_TD, selection, block.experts, None, scales_TS)
+
+    expected_TD = by_torch().float()
+    error = (by_kernels().float() - expected_TD).norm() / expected_TD.norm()
+    if not error <= max(1e-3, 4 * torch.finfo(like.dtype).eps):  # of bits that are not numbers too
+        _log.warning("experts run through torch: of %d tokens Triton's kernels are %.1e off", tokens, error)
+        return False
+    best = {by_kernels: math.inf, by_torch: math.inf}
+    for way in TRIAL_ROUNDS * list(best) if is_timed else ():
+        _wait(x_TD)
+        started = time.perf_counter()
+        way()
+        _wait(x_TD)
+        best[way] = min(best[way], time.perf_counter() - started)
+    return not is_timed or best[by_kernels] < best[by_torch]
+
+
+def _wait(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()

@@ -1,0 +1,100 @@
+"""Rotary embedding with the scalings that the families use; frequencies come from transformers.
+
+Shape suffixes: B batch, L new positions, R rotated dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.architectures import DecoderConfig
+from engine.errors import CheckpointError
+
+
+class Rotary:
+    """Rotary embedding (Su et al. 2021) with the scalings that the families use; frequencies come from transformers.
+
+    `dynamic` and `longrope` depend on the longest sequence of the call, so their frequencies are chosen per forward.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self._config = config.transformers_config
+        self._dimension = config.rotary_dimension
+        parameters = self._config.rope_parameters
+        self.kind: str = parameters.get("rope_type", "default")
+        self.varies = self.kind in ("dynamic", "longrope")
+        """Frequencies depend on the length of the text."""
+        self._theta: Any = parameters.get("rope_theta")
+        self._original_max: int = parameters.get("original_max_position_embeddings", config.max_positions)
+        self._max_positions = config.max_positions
+        self._frequencies, self._scaling = self._checked(None)
+        self._long: tuple[Tensor, float] | None = None
+        if self.kind == "longrope":
+            # transformers switches the frequencies and keeps the attention factor of the short form.
+            self._long = (self._checked(self._original_max + 1)[0], self._scaling)
+            if config.architecture.rope_mscales:
+                # transformers 5 keeps the short frequencies beyond the switch; older versions and the authors' code do not.
+                self._scaling, self._long = parameters["short_mscale"], (self._long[0], parameters["long_mscale"])
+
+    def _checked(self, length: int | None) -> tuple[Tensor, float]:
+        """Initialise. Raises CheckpointError for parameters that give no frequencies to rotate by."""
+        try:
+            frequencies, scaling = self._initialise(length)
+            usable = frequencies.shape == (self._dimension // 2,) and bool((frequencies > 0).all())
+            if not usable or not torch.isfinite(frequencies * scaling).all():
+                raise ValueError("the frequencies are not positive numbers, one for each pair of dimensions")
+        except Exception as error:  # transformers computes with whatever it finds there
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise CheckpointError(f"config.json: rope_parameters cannot be used ({reason}); correct them") from error
+        return frequencies, scaling
+
+    def _initialise(self, length: int | None) -> tuple[Tensor, float]:
+        if self.kind == "default":
+            exponents = torch.arange(0, self._dimension, 2, dtype=torch.float32) / self._dimension
+            return 1.0 / (self._theta**exponents), 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        initialise: Callable[..., Any] = ROPE_INIT_FUNCTIONS[self.kind]
+        frequencies, scaling = initialise(self._config, torch.device("cpu"), seq_len=length)
+        return frequencies, scaling
+
+    @property
+    def switch(self) -> int | None:
+        """Positions up to which a call has the short form's frequencies, beyond which the long form's; None for one form."""
+        return self._original_max if self._long is not None else None
+
+    def scale_of(self, length: int) -> int:
+        """A number for the frequencies that a text of this length is read with: equal ones mean the same frequencies."""
+        if self.kind == "dynamic" and length > self._max_positions:
+            return length
+        return int(self.kind == "longrope" and length > self._original_max)
+
+    def __call__(self, positions_BL: Tensor, dtype: torch.dtype, lengths_BL: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, 1, L, R] for integer positions [B, L].
+
+        lengths_BL: of the text that each position is read as part of; None for the longest of this call.
+        """
+        if not self.varies:
+            return self._turns(positions_BL, dtype, 0)
+        if lengths_BL is None:
+            return self._turns(positions_BL, dtype, self.scale_of(int(positions_BL.max()) + 1))
+        scales_BL = torch.tensor([[self.scale_of(length) for length in row] for row in lengths_BL.tolist()])
+        first, *others = scales_BL.unique().tolist()
+        cosine, sine = self._turns(positions_BL, dtype, first)
+        for scale in others:
+            here = (scales_BL == scale).to(cosine.device)[:, None, :, None]
+            other_cosine, other_sine = self._turns(positions_BL, dtype, scale)
+            cosine, sine = torch.where(here, other_cosine, cosine), torch.where(here, other_sine, sine)
+        return cosine, sine
+
+    def _turns(self, positions_BL: Tensor, dtype: torch.dtype, scale: int) -> tuple[Tensor, Tensor]:
+        frequencies, scaling = self._frequencies, self._scaling
+        if scale:
+            frequencies, scaling = self._long if self._long is not None else self._initialise(scale)
+        angles = positions_BL[:, None, :, None].float() * frequencies.to(positions_BL.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

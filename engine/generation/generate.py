@@ -1,0 +1,523 @@
+"""Text from a checkpoint: prefill the prompts, then step and postprocess until every sequence has ended.
+
+A batch moves in step: prompts of different lengths are padded on the left, and each sequence ends for itself at an end
+token, a stop string or its limit.
+
+Shape suffixes: B batch, L new positions, P all positions so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.artifact import compare_checksums
+from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint.tokenizer import check_same_tokens, end_tokens, load_tokenizer, tokenizing
+from engine.decoder.kv_cache import KV_CACHE_DTYPES, KeyValueCache
+from engine.decoder.model import Decoder, own_routings
+from engine.decoder.skip_tables import load_skip_tables, skipping_routings
+from engine.decoder.triton_experts import use_triton
+from engine.errors import OptionError
+from engine.generation.report import (
+    ExportedSkipCounter,
+    Report,
+    SkipCounter,
+    memory_split,
+    peak_memory_bytes,
+    rate,
+    resident_weights_bytes,
+)
+from engine.generation.sampling import SamplingOptions, penalised_rows, sample
+from engine.generation.speculative import Reader, Speculation
+from engine.generation.text_stream import TextStream, plain_text
+from engine.kernels.devices import resolve_device, set_threads
+from engine.kernels.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding, reading
+from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GREEDY = SamplingOptions()
+DRAFT_TOKENS = 4
+"""Drafted before the target looks at them."""
+PREFILL_CHUNK = 512
+"""Positions of a prompt that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one prompt was continued with."""
+
+    text: str
+    """Without the prompt, special tokens and whatever a stop string cut off."""
+    token_ids: tuple[int, ...]
+    """Every generated token, the end token included."""
+    prompt_tokens: int
+    generated_tokens: int
+    finish_reason: str
+    """"stop" at an end token or stop string, "length" at the limit."""
+
+
+class Engine:
+    """A loaded checkpoint that generates and reports what that cost."""
+
+    def __init__(self, checkpoint: ModelDirectory, decoder: Decoder | OnnxDecoder, skipping: bool = False) -> None:
+        """`skipping`: the decoder's routings leave slots empty and are to be counted."""
+        self.checkpoint = checkpoint
+        self.decoder = decoder
+        self.device = decoder.device
+        self.dtype = decoder.dtype
+        self.skip_counter: SkipCounter | None = None
+        if isinstance(decoder, OnnxDecoder):
+            self.skip_counter = ExportedSkipCounter(decoder) if decoder.skips else None
+        elif skipping:
+            self.skip_counter = SkipCounter(decoder.moe_blocks, self.device)
+        if self.skip_counter is not None:
+            self.skip_counter.attach()
+        self.draft: Engine | None = None
+        """Writes ahead, for this one to verify."""
+        self.draft_tokens = DRAFT_TOKENS
+        self.kv_cache_dtype = decoder.dtype
+        """What keys and values are kept in."""
+        self.load_seconds = 0.0
+        """What `open` took."""
+        self._last: _Batch | None = None
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        threads: int | None = None,
+        skip_threshold: float = 0.0,
+        skip_min_experts: int = 1,
+        backend: str = "auto",
+        checksums: bool = False,
+        draft: str | Path | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
+        kv_cache_dtype: str = "auto",
+    ) -> Engine:
+        """Open a directory, a hub id or `demo`; weights are mapped, not read, where device and dtype allow it.
+
+        Raises CheckpointError, UnsupportedError, and OptionError for what this machine or model cannot honour.
+        `threads` holds for the whole process. `backend`: "torch" for checkpoints, "onnx" for what was exported, or "auto".
+        `kv_cache_dtype`: what keys and values are kept in, "float16", "bfloat16" or "int8", or "auto" for what is computed
+        in; the compiled kernels attend to bfloat16 only. `checksums`: first compare every file with what was written.
+        `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a time; it never changes
+        what is written, only how fast (Leviathan et al. 2023).
+        """
+        started = time.perf_counter()
+        if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
+            raise OptionError(f"draft tokens are {draft_tokens}; they must be from 1 to {COMPILED_MAX_ROWS - 1}")
+        set_threads(threads)
+        directory = resolve(str(model))
+        if checksums:
+            compare_checksums(directory)
+        drafting = None if draft is None else resolve(str(draft))
+        if drafting is not None:
+            _check_pair(directory, drafting)
+        if backend_of(directory, backend) == "onnx":
+            if skip_threshold > 0:
+                raise OptionError("an exported model skips what it was exported to; give the skip threshold to the export")
+            if kv_cache_dtype != "auto":
+                raise OptionError("an exported model has a KV cache of its own; leave the KV cache dtype at auto")
+            exported = ModelDirectory(directory)
+            engine = cls(exported, open_exported(exported, device, dtype))
+            engine.load_seconds = time.perf_counter() - started
+            return engine
+        place = resolve_device(device)
+        checkpoint = Checkpoint(directory)
+        config = checkpoint.config
+        tables = load_skip_tables(checkpoint.directory, config) if skip_threshold > 0 else None
+        computed = resolve_dtype(dtype, checkpoint)
+        kept = resolve_kv_cache_dtype(kv_cache_dtype, computed, checkpoint)
+        own = own_routings(config, checkpoint.source(computed, place))
+        routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own)
+        decoder = Decoder(config, checkpoint.weights(computed, place)).eval()
+        if computed != checkpoint.model_dtype or place.type != "cpu":
+            checkpoint.release()  # all was copied
+        for block, routing in zip(decoder.moe_blocks, routings, strict=True):
+            block.routing = routing
+        if place.type == "cuda":
+            use_triton(decoder.moe_blocks)
+        engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
+        engine.kv_cache_dtype = kept
+        engine.load_seconds = time.perf_counter() - started
+        if drafting is not None:
+            engine.draft = cls.open(drafting, device=device, dtype=dtype, checksums=checksums)
+            engine.draft_tokens = draft_tokens
+        return engine
+
+    def new_cache(self, sequences: int, capacity: int) -> KeyValueCache:
+        """An empty cache of so many positions for each of a batch's sequences."""
+        return KeyValueCache(self.checkpoint.config, sequences, capacity, self.kv_cache_dtype, self.device)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, loaded when first needed."""
+        return load_tokenizer(self.checkpoint)
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+        return end_tokens(self.checkpoint)
+
+    @property
+    def weights_resident_bytes(self) -> int:
+        """Of the weights, what is in memory: all, or of mapped ones the pages that were used."""
+        if self.device.type != "cpu":
+            return 0
+        if not isinstance(self.checkpoint, Checkpoint) or not isinstance(self.decoder, Decoder):
+            return self.weights_bytes
+        return resident_weights_bytes(
+            (*self.decoder.parameters(), *self.decoder.buffers()), (file.path for file in self.checkpoint.files)
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights as they are computed with; tied ones count once."""
+        return self.decoder.weights_bytes
+
+    @property
+    def bytes_read_per_token(self) -> float | None:
+        """Of weights, by a token that is decoded alone, with what was skipped since counting began."""
+        if not isinstance(self.decoder, Decoder):
+            return None
+        blocks, counter = self.decoder.moe_blocks, self.skip_counter
+        return self.decoder.bytes_read_per_token([0.0] * len(blocks) if counter is None else counter.share_per_layer)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt. Raises OptionError for an empty one where the model has no token to begin with."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError("the prompt is not valid UTF-8; give it in that encoding") from error
+        with tokenizing(self.checkpoint.directory):
+            ids: list[int] = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        if not ids and self.tokenizer.bos_token_id is not None:
+            ids = [self.tokenizer.bos_token_id]
+        if not ids:
+            raise OptionError("the prompt is empty and this model has no token to begin with; give a prompt")
+        return ids
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 128,
+        sampling: SamplingOptions = GREEDY,
+        stop: str | Sequence[str] = (),
+    ) -> list[Generation]:
+        """Continue each prompt, all in one batch. OptionError for prompts or limits that do not fit the model."""
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        if not prompts:
+            return []
+        batch = self._start(prompts, max_new_tokens, sampling, stop)
+        for _ in self._run(batch):
+            pass
+        return [_generation(sequence) for sequence in batch.sequences]
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 128,
+        sampling: SamplingOptions = GREEDY,
+        stop: str | Sequence[str] = (),
+    ) -> Iterator[str]:
+        """The text of `generate` in pieces as it comes, in whole characters; the same errors, raised at once."""
+        batch = self._start([prompt], max_new_tokens, sampling, stop)
+        return (piece for _ in self._run(batch) if (piece := batch.sequences[0].take()))
+
+    def report(self) -> Report:
+        """What the last run cost. Raises OptionError before any run."""
+        if self._last is None:
+            raise OptionError("nothing was generated yet, so there is nothing to report")
+        return self._last.report()
+
+    def prefill(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
+        """Read the new tokens into the cache; logits [B, V] of the last position.
+
+        Activations do not grow with the prompt: PREFILL_CHUNK positions are read at a time, with the rotary angles of the
+        whole. An exported graph reads all at once.
+        """
+        decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
+        cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
+        with torch.inference_mode(), reading():
+            while isinstance(decoder, Decoder) and cache.length + PREFILL_CHUNK < last:
+                start, end = cache.length, cache.length + PREFILL_CHUNK
+                decoder.hidden_states(tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end), cache)
+            start = cache.length
+            return decoder.last_logits(tokens_BL[:, start - first :], self._seen(real_BP, start, last), cache)
+
+    def _seen(self, real_BP: Tensor | None, start: int, end: int) -> Tensor | None:
+        """Which positions before `end` are real; only such from `start` on are counted in the next forward."""
+        seen_BP = None if real_BP is None else real_BP[:, :end]
+        if self.skip_counter is not None:
+            self.skip_counter.counted_T = None if seen_BP is None else seen_BP[:, start:].flatten()
+        return seen_BP
+
+    def step(self, tokens_B: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
+        """One more token of each sequence; logits [B, V] that follow it."""
+        with torch.inference_mode(), decode_kernels(tokens_B.shape[0], self.dtype, self.device):
+            return self.decoder.last_logits(tokens_B[:, None], real_BP, cache)
+
+    def steps(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
+        """Several steps in one forward, of tokens that are known; logits [B, L, V] after each."""
+        assert isinstance(self.decoder, Decoder), "an exported model has no such forward"
+        with torch.inference_mode(), decode_kernels(tokens_BL.numel(), self.dtype, self.device):
+            return self.decoder.step_logits(tokens_BL, cache)
+
+    def _start(
+        self, prompts: Sequence[str], max_new_tokens: int, sampling: SamplingOptions, stop: str | Sequence[str]
+    ) -> _Batch:
+        _ = self.tokenizer, self.end_tokens  # loaded by the first run, and no part of what it took
+        for engine in self._engines:
+            prepare_decoding(engine.dtype, engine.device)
+        started = time.perf_counter()
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if any(not text for text in stops):
+            raise OptionError("a stop string is empty; leave it out to generate up to the limit")
+        ids = [self.encode(prompt) for prompt in prompts]
+        if self.draft is not None and len(ids) > 1:
+            raise OptionError(
+                f"a draft writes ahead for one prompt at a time, and {len(ids)} were given; give one, or no draft"
+            )
+        for engine in self._engines:
+            name = "the model" if engine is self else "the draft"
+            _check_room(max(map(len, ids)), max_new_tokens, engine.checkpoint.config.max_positions, name)
+        decode = partial(plain_text, self.tokenizer)
+        sequences = [TextStream(prompt, max_new_tokens, self.end_tokens, stops, decode) for prompt in ids]
+        if self.skip_counter is not None:
+            self.skip_counter.reset()
+        self._last = _Batch(self, sequences, max_new_tokens, sampling, started)
+        return self._last
+
+    def _run(self, batch: _Batch) -> Iterator[None]:
+        """The loop. Yields after each forward of the model, with no torch mode left switched over to the consumer."""
+        cache = batch.new_cache(self)
+        logits_BV = self.prefill(batch.tokens_BL, batch.real(cache), cache)
+        speculation = None if self.draft is None else batch.speculate(self.draft, cache)
+        tokens_B = batch.postprocess(logits_BV)
+        yield
+        while not batch.done:
+            batch.resume()
+            if speculation is None:
+                tokens_B = batch.postprocess(self.step(tokens_B, batch.real(cache), cache))
+            else:
+                (sequence,) = batch.sequences
+                batch.take([speculation.round(sequence.prompt, sequence.tokens, sequence.room)])
+            yield
+
+    @property
+    def _engines(self) -> list[Engine]:
+        """This one and its draft."""
+        return [self] if self.draft is None else [self, self.draft]
+
+
+class _Batch:
+    """Sequences that move in step: their tokens, their padding and their clock. It outlives the run, for the report."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequences: list[TextStream],
+        max_new_tokens: int,
+        sampling: SamplingOptions,
+        started: float,
+    ) -> None:
+        self.sequences = sequences
+        self._sampling = sampling
+        self._generator = sampling.generator(engine.device)
+        self._counter = engine.skip_counter
+        self._engine = engine
+        self._kv_cache_bytes = 0
+        self._speculation: Speculation | None = None
+        prompts, later = [sequence.prompt for sequence in sequences], max_new_tokens - 1  # the last token is not read again
+        self.tokens_BL, real_BP = left_padded(prompts, later)
+        self._padded = not bool(real_BP.all())
+        self.tokens_BL, self._real_BP = self.tokens_BL.to(engine.device), real_BP.to(engine.device)
+        self._evaluations = self.prompt_tokens  # tokens that went through the layers
+        self._started = self._resumed = started
+        self._prefill_started = time.perf_counter()
+        self._first_token_at: float | None = None
+        self._decode_seconds = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, padding not counted."""
+        return sum(len(sequence.prompt) for sequence in self.sequences)
+
+    @property
+    def done(self) -> bool:
+        """Every sequence has ended."""
+        return all(sequence.finish_reason for sequence in self.sequences)
+
+    def new_cache(self, engine: Engine) -> KeyValueCache:
+        """An empty cache as large as the batch can need."""
+        cache = engine.new_cache(*self._real_BP.shape)
+        self._kv_cache_bytes += cache.bytes
+        return cache
+
+    def speculate(self, draft: Engine, cache: KeyValueCache) -> Speculation:
+        """Let the draft read the prompt, as the target has; `cache` is the target's."""
+        own = self._engine
+        draft_cache = self.new_cache(draft)
+        draft.prefill(self.tokens_BL, None, draft_cache)
+        target, writer = Reader(own.steps, cache), Reader(draft.steps, draft_cache)
+        self._speculation = Speculation(target, writer, own.draft_tokens, self._sampling, self._generator)
+        return self._speculation
+
+    def real(self, cache: KeyValueCache) -> Tensor | None:
+        """Bool [B, P] for the next forward, None where nothing is padded."""
+        if not self._padded:
+            return None
+        new = 1 if cache.length else self.tokens_BL.shape[1]
+        return self._real_BP[:, : cache.length + new]
+
+    def postprocess(self, logits_BV: Tensor) -> Tensor:
+        """Choose the next token of each sequence and let those still going take it; int64 [B]."""
+        with torch.inference_mode():
+            logits_BV = penalised_rows(logits_BV, [sequence.tokens for sequence in self.sequences], self._sampling)
+            tokens_B = sample(logits_BV, self._sampling, self._generator)
+        self.take(tokens_B[:, None].tolist())
+        return tokens_B
+
+    def take(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Let each sequence take its next tokens, up to its end."""
+        for sequence, following in zip(self.sequences, tokens, strict=True):
+            for token in following:
+                if not sequence.finish_reason:
+                    sequence.append(token)
+        now = time.perf_counter()
+        if self._first_token_at is None:
+            self._first_token_at = now
+        else:
+            self._decode_seconds += now - self._resumed
+
+    def resume(self) -> None:
+        """Before a step: the consumer's time ends here, and ended sequences are no longer counted."""
+        self._resumed = time.perf_counter()
+        going = [not sequence.finish_reason for sequence in self.sequences]
+        self._evaluations += sum(going)
+        if self._counter is not None:
+            self._counter.counted_T = None if all(going) else torch.tensor(going, device=self._real_BP.device)
+
+    def report(self) -> Report:
+        """The figures so far."""
+        engine = self._engine
+        generated = sum(len(sequence.tokens) for sequence in self.sequences)
+        first_token_at = self._prefill_started if self._first_token_at is None else self._first_token_at
+        layers = [layer.moe for layer in engine.checkpoint.config.layers if layer.moe is not None]
+        speculation = self._speculation
+        proposed = 0 if speculation is None else speculation.proposed
+        asked = (self._evaluations + proposed) * sum(moe.experts_per_token for moe in layers)
+        counter = self._counter
+        return Report(
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=generated,
+            time_to_first_token_seconds=first_token_at - self._started,
+            prefill_tokens_per_second=rate(self.prompt_tokens, first_token_at - self._prefill_started),
+            tokens_per_second=rate(generated - len(self.sequences), self._decode_seconds),
+            peak_memory_bytes=peak_memory_bytes(),
+            weights_bytes=sum(each.weights_bytes for each in engine._engines),
+            **memory_split(sum(each.weights_resident_bytes for each in engine._engines), self._kv_cache_bytes),
+            load_seconds=sum(each.load_seconds for each in engine._engines),
+            experts_skipped_share=0.0 if counter is None else counter.share,
+            experts_skipped_share_per_layer=[0.0] * len(layers) if counter is None else counter.share_per_layer,
+            experts_read=asked if counter is None else counter.filled,
+            weights_read_bytes_per_token=engine.bytes_read_per_token,
+            draft_acceptance_rate=speculation.accepted / proposed if speculation and proposed else None,
+            tokens_per_target_forward=(generated - 1) / speculation.rounds if speculation and speculation.rounds else None,
+        )
+
+
+def left_padded(prompts: Sequence[Sequence[int]], more: int) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [B, L], and which of them and of `more` places behind them are real, bool [B, P]."""
+    longest = max(map(len, prompts))
+    tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    real_BP = torch.ones(len(prompts), longest + more, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        tokens_BL[row, longest - len(prompt) :] = torch.tensor(prompt)
+        real_BP[row, : longest - len(prompt)] = False
+    return tokens_BL, real_BP
+
+
+def _generation(sequence: TextStream) -> Generation:
+    """The result, once ended."""
+    prompt, new = len(sequence.prompt), len(sequence.tokens)
+    return Generation(sequence.text, tuple(sequence.tokens), prompt, new, sequence.finish_reason)
+
+
+@contextmanager
+def decode_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """The faster matrix products for few rows in half precision on a CPU: compiled ones, or torch's instead of oneDNN's.
+
+    With one row, oneDNN's products take up to twice as long as torch's own; with the many rows of prefill they are the
+    faster ones.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        yield
+        return
+    # torch.backends.mkldnn.flags is the public way, but warns about TF32 on each use, and warnings are errors here.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before and rows > 1)
+    try:
+        with decoding():
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def resolve_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    """`auto` is the checkpoint's own. Raises OptionError for what cannot be computed in."""
+    if name != "auto" and name not in DTYPES:
+        raise OptionError(f"dtype {name!r} is not known; choose auto, {', '.join(DTYPES)}")
+    dtype = checkpoint.model_dtype if name == "auto" else DTYPES[name]
+    if dtype not in (*DTYPES.values(), torch.float64):
+        raise OptionError(f"{checkpoint.directory} is stored in {dtype}; choose a dtype: {', '.join(DTYPES)}")
+    return dtype
+
+
+def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpoint) -> torch.dtype:
+    """`auto` is what is computed in. Raises OptionError for an unknown one, and for latent attention, which has no other."""
+    if name == "auto":
+        return computed
+    if checkpoint.config.latent is not None:
+        raise OptionError(
+            f"{checkpoint.directory}: latent attention keeps its vectors as they are; leave the KV cache dtype at auto"
+        )
+    if name not in KV_CACHE_DTYPES:
+        raise OptionError(f"KV cache dtype {name!r} is not known; choose auto, {', '.join(KV_CACHE_DTYPES)}")
+    return KV_CACHE_DTYPES[name]
+
+
+def _check_pair(target: Path, draft: Path) -> None:
+    """Raise OptionError unless the one can write ahead for the other."""
+    for directory in (target, draft):
+        if backend_of(directory, "auto") == "onnx":
+            raise OptionError(f"{directory}: is an exported model, and drafting takes checkpoints; give both as such")
+        if Checkpoint(directory).config.lightning_layers:
+            raise OptionError(
+                f"{directory}: lightning attention cannot take back what it has read, as drafts ask for; leave out the draft"
+            )
+    check_same_tokens(Checkpoint(target), Checkpoint(draft))
+
+
+def _check_room(prompt_tokens: int, max_new_tokens: int, max_positions: int, name: str) -> None:
+    if max_new_tokens < 1:
+        raise OptionError(f"the number of new tokens is {max_new_tokens}; it must be at least 1")
+    if prompt_tokens + max_new_tokens > max_positions:
+        raise OptionError(
+            f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones make {prompt_tokens + max_new_tokens}, "
+            f"and {name} has {max_positions} positions; shorten the prompt or ask for fewer tokens"
+        )

@@ -1,0 +1,332 @@
+"""x·Wᵀ for weights stored in half precision, at the speed that the processor allows.
+
+The few rows of decoding are bound by memory: in bfloat16 they go through compiled kernels where Numba is installed
+(engine/kernels), and through torch otherwise. Many rows go through torch, except on processors that only emulate bfloat16
+arithmetic (on AVX2 a product of 512 rows runs 8 times slower than the same in float32): there they widen the weight a block
+at a time into a small buffer that stays in cache and multiply in float32, which is also the more exact result.
+
+A weight of few bits is dequantised for its product and forgotten after it, so that of a model one matrix at a time is wide.
+
+Shape suffixes: T rows, I input features, O output features, D hidden, F expert width.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import OptionError
+from engine.kernels.quantized_weight import QuantizedWeight, Weight
+
+SHAPES_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""How many shapes of products oneDNN, and torch's layer above it, keep compiled code of, about 1 MB each, 1,024 by default:
+each expert of each batch has another number of tokens, and each block of a long prompt another number of keys."""
+for _name in SHAPES_KEPT:  # read when the first product is made
+    os.environ.setdefault(_name, "64")
+
+KERNELS = "COMPRESS_KERNELS"
+"""Environment variable for what decodes, and on a GPU runs experts: `compiled`, `torch`, or `auto`, which tries both when a
+model is loaded."""
+TRIAL_SHAPE = 4096, 4096
+"""Of the trial's matrix: 32 MB, more than most caches hold."""
+CLEARLY = 1.5
+"""Times as fast that torch must be to be taken: the kernels' sums then do not hang on what else runs during the trial."""
+MOST_TRIALS = 8
+COMPILED_MAX_ROWS = 64
+"""Up to so many rows the compiled kernels serve. With more, those for products do where the processor multiplies bfloat16,
+and torch does everything else."""
+WIDEN_FROM_ROWS = 4
+"""Fewer rows are multiplied one by one: each then costs one read of the weight, less than widening it."""
+BLOCK_ELEMENTS = 1 << 22
+_local = threading.local()
+
+
+@cache
+def has_half_arithmetic() -> bool:
+    """Whether this processor multiplies bfloat16 by itself."""
+    # torch 2.13 gives these under underscores only.
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def is_emulated(tensor: Tensor) -> bool:
+    """Whether arithmetic on this tensor is emulated, so that widening to float32 is faster."""
+    return tensor.is_cpu and tensor.dtype in (torch.bfloat16, torch.float16) and not has_half_arithmetic()
+
+
+def multiplies_bfloat16(tensor: Tensor) -> bool:
+    """Whether this is a bfloat16 tensor of a processor that multiplies such by itself."""
+    return tensor.is_cpu and tensor.dtype == torch.bfloat16 and has_half_arithmetic()
+
+
+def linear(x: Tensor, weight_OI: Weight, bias_O: Tensor | None = None) -> Tensor:
+    """x·Wᵀ + b over the last dimension, in x's dtype. Differentiable in x and in a plain weight."""
+    return linears(x, (weight_OI,), (bias_O,))[0]
+
+
+def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`linear` of one x with several weights: a few rows take one compiled call for all of them."""
+    rows = x.numel() // x.shape[-1]
+    kernels = product_kernels(rows, x)
+    form = None if kernels is None or not serves_rows(kernels, rows, weights) else kernel_form(kernels, weights)
+    if form is None:
+        return [_linear(x, plain(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
+    outputs = [weight.shape[0] for weight in weights]
+    many = takes_many(rows)
+    made = kernels.products(x.data_ptr(), rows, list(map(addresses, weights)), outputs, x.shape[-1], form, many=many)
+    y = as_bfloat16(made).view(*x.shape[:-1], -1)
+    pieces = (y,) if len(outputs) == 1 else y.split_with_sizes(outputs, dim=-1)
+    return [piece if bias is None else piece + bias for piece, bias in zip(pieces, biases, strict=True)]
+
+
+def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    if not is_emulated(weight_OI) or rows == 0:
+        return F.linear(x, weight_OI, bias_O)
+    if torch.is_grad_enabled() and (x.requires_grad or weight_OI.requires_grad):
+        y = F.linear(x.float(), weight_OI.float())
+    elif rows < WIDEN_FROM_ROWS:
+        y = torch.cat([F.linear(row, weight_OI) for row in x.reshape(rows, 1, -1)]).view(*x.shape[:-1], -1)
+    else:
+        y = _widened(x.reshape(rows, -1).float(), weight_OI).view(*x.shape[:-1], -1)
+    return (y if bias_O is None else y + bias_O).to(x.dtype)
+
+
+def is_decoding() -> bool:
+    """Whether this thread is inside `decoding`."""
+    return getattr(_local, "is_decoding", False)
+
+
+def is_reading() -> bool:
+    """Whether this thread is inside `reading`."""
+    return getattr(_local, "is_reading", False)
+
+
+def may_compile() -> bool:
+    """Whether this thread is inside `decoding` or `reading`."""
+    return is_decoding() or is_reading()
+
+
+def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
+    """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None."""
+    return any_kernels(*tensors) if is_decoding() and 1 <= rows <= COMPILED_MAX_ROWS else None
+
+
+def takes_many(rows: int) -> bool:
+    """Whether products of so many rows are for the kernels for many.
+
+    In prompts they all are: those kernels add up in their own order, and a prompt has the same bits in pieces and whole.
+    """
+    return is_reading() or rows > COMPILED_MAX_ROWS
+
+
+def product_kernels(rows: int, *tensors: Tensor) -> Any:
+    """`compiled_kernels` of products, which those for many rows serve too, in `decoding` or `reading`, where they pay."""
+    if not takes_many(rows):
+        return compiled_kernels(rows, *tensors)
+    return any_kernels(*tensors) if rows and may_compile() and _many_pay() else None
+
+
+def serves_rows(kernels: Any, rows: int, weights: Sequence[Weight]) -> bool:
+    """Whether `product_kernels` multiply these matrices with so many rows."""
+    return not takes_many(rows) or all(kernels.multiplies_many(*weight.shape) for weight in weights)
+
+
+def any_kernels(*tensors: Tensor) -> Any:
+    """The module of compiled kernels where it serves these tensors inside `decoding` or `reading`, else None."""
+    if not may_compile() or not all(map(_is_served, tensors)):
+        return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return None
+    kernels = _load_kernels()
+    threads = torch.get_num_threads()
+    if kernels is not None and getattr(_local, "threads", None) != threads:
+        kernels.use_threads(threads)
+        _local.threads = threads
+    return kernels
+
+
+def _is_served(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16 and tensor.is_cpu and tensor.is_contiguous()
+
+
+def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The matrix that a weight stands for: of few bits in `dtype`, otherwise as it is."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight
+    kernels = (
+        _loaded_kernels() if dtype == torch.bfloat16 and _is_served(weight.scales_OC) and _lies_packed(weight) else None
+    )
+    if kernels is not None and weight.group_size % kernels.ROUNDED == 0:
+        return as_bfloat16(kernels.dequantized(weight.addresses, weight.shape, (weight.bits, weight.group_size)))
+    return weight.dequantised(dtype)
+
+
+def _lies_packed(weight: QuantizedWeight) -> bool:
+    """Without gaps between rows."""
+    return weight.packed_OB.is_contiguous() and weight.packed_OB.shape[1] * 8 == weight.shape[1] * weight.bits
+
+
+def kernel_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int, int] | None:
+    """What the kernels have to know of these weights, which is one thing for all; None where they cannot serve them."""
+    forms = {
+        _packed_form(kernels, each) if isinstance(each, QuantizedWeight) else _plain_form(kernels, each) for each in weights
+    }
+    return forms.pop() if len(forms) == 1 else None
+
+
+def _plain_form(kernels: Any, weight: Tensor) -> tuple[int, int] | None:
+    trains = torch.is_grad_enabled() and weight.requires_grad
+    form: tuple[int, int] = kernels.PLAIN
+    return form if _is_served(weight) and not trains else None
+
+
+def _packed_form(kernels: Any, weight: QuantizedWeight) -> tuple[int, int] | None:
+    served = (
+        kernels.MULTIPLIES_INTEGERS
+        and _is_served(weight.scales_OC)
+        and _lies_packed(weight)
+        and weight.shape[0] % kernels.MULTIPLE_OF_OUTPUTS == 0
+        and weight.group_size in kernels.GROUP_SIZES
+    )
+    return (weight.bits, weight.group_size) if served else None
+
+
+def addresses(weight: Weight) -> tuple[int, int]:
+    """Where a weight's values and its scales begin; 0 where it has none."""
+    return weight.addresses if isinstance(weight, QuantizedWeight) else (weight.data_ptr(), 0)
+
+
+def prepare_decoding(dtype: torch.dtype, device: torch.device) -> None:
+    """Load what `decoding` will use, so that the first token does not wait for it; compiled once, then kept on disk."""
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        _many_pay()
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Let the compiled kernels serve in this thread: elsewhere, loading them would cost more than they save."""
+    with _set("is_decoding"):
+        yield
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Let those for many rows serve in this thread: around the prompts of a model that will decode."""
+    with _set("is_reading"):
+        yield
+
+
+@contextmanager
+def _set(name: str) -> Iterator[None]:
+    before = getattr(_local, name, False)
+    setattr(_local, name, True)
+    try:
+        yield
+    finally:
+        setattr(_local, name, before)
+
+
+def as_bfloat16(bits: Any) -> Tensor:
+    """A kernel's result as a tensor."""
+    return torch.from_numpy(bits).view(torch.bfloat16)
+
+
+def _loaded_kernels() -> Any:
+    """The compiled kernels if decoding has loaded them, else None."""
+    return _load_kernels() if _load_kernels.cache_info().currsize else None
+
+
+def wanted_kernels() -> str:
+    """`auto`, `compiled` or `torch`. Raises OptionError where `COMPRESS_KERNELS` is none of them."""
+    wanted = os.environ.get(KERNELS, "auto")
+    if wanted not in ("auto", "compiled", "torch"):
+        raise OptionError(f"{KERNELS} is {wanted!r}; it must be auto, compiled or torch")
+    return wanted
+
+
+@cache
+def _load_kernels() -> Any:
+    """The compiled kernels; None if they are not wanted, Numba is missing or has no place for its cache, or torch is faster.
+
+    Raises:
+        OptionError: `COMPRESS_KERNELS` is none of its values.
+    """
+    wanted = wanted_kernels()
+    if wanted == "torch":
+        return None
+    threads = torch.get_num_threads()
+    try:
+        from engine.kernels import compiled
+    except (ImportError, RuntimeError):
+        return None
+    nothing = torch.zeros(1, dtype=torch.bfloat16)
+    compiled.products(nothing.data_ptr(), 1, [(nothing.data_ptr(), 0)], [1], 1)
+    # Numba's start gives all cores to the OpenMP pool that it shares with torch; torch takes its own number back.
+    torch.set_num_threads(threads)
+    return compiled if wanted == "compiled" or _pays(compiled) else None
+
+
+@cache
+def _many_pay() -> bool:
+    """Whether the compiled kernels also serve more than `COMPILED_MAX_ROWS` rows."""
+    kernels = _load_kernels()
+    if kernels is None or not kernels.multiplies_many(*TRIAL_SHAPE):
+        return False
+    return wanted_kernels() == "compiled" or _pays(kernels, 2 * COMPILED_MAX_ROWS)
+
+
+def _pays(kernels: Any, rows: int = 1) -> bool:
+    """Whether the kernels multiply so many rows not clearly slower than torch does; 50 ms for one, 200 ms for 128."""
+    weight_OI = torch.ones(TRIAL_SHAPE, dtype=torch.bfloat16)
+    x = torch.ones(rows, TRIAL_SHAPE[1], dtype=torch.bfloat16)
+    kernels.use_threads(torch.get_num_threads())
+
+    def compiled() -> None:
+        outputs, inputs = TRIAL_SHAPE
+        kernels.products(x.data_ptr(), rows, [addresses(weight_OI)], [outputs], inputs, many=rows > COMPILED_MAX_ROWS)
+
+    def of_torch() -> None:
+        F.linear(x, weight_OI)
+
+    best = {compiled: math.inf, of_torch: math.inf}
+    for _ in range(MOST_TRIALS):  # more than a few only where other work disturbs them, or torch is faster indeed
+        for way in 3 * list(best):
+            started = time.perf_counter()
+            way()
+            best[way] = min(best[way], time.perf_counter() - started)
+        if best[compiled] <= CLEARLY * best[of_torch]:
+            return True
+    return False
+
+
+def _widened(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """float32 x·Wᵀ, the weight widened block of rows by block of rows."""
+    outputs, inputs = weight_OI.shape
+    y_TO = x_TI.new_empty(x_TI.shape[0], outputs)
+    step = max(1, BLOCK_ELEMENTS // inputs)
+    for start in range(0, outputs, step):
+        block = weight_OI[start : start + step]
+        wide = _buffer(block.numel())[: block.numel()].view_as(block)
+        wide.copy_(block)
+        y_TO[:, start : start + step] = x_TI @ wide.T
+    return y_TO
+
+
+def _buffer(elements: int) -> Tensor:
+    """This thread's float32 scratch of at least so many elements; fresh memory would cost more than the widening."""
+    buffer: Tensor | None = getattr(_local, "buffer", None)
+    if buffer is None or buffer.numel() < elements:
+        with torch.inference_mode(False):  # one that is made there can be written to nowhere else
+            buffer = torch.empty(max(elements, BLOCK_ELEMENTS), dtype=torch.float32)
+        _local.buffer = buffer
+    return buffer

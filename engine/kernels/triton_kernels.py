@@ -1,0 +1,196 @@
+"""A layer's chosen experts on a GPU, in two launches for a few tokens and two for many; all is decided on the device.
+
+Experts lie wherever they were loaded: a table of addresses leads to the matrices, so nothing is copied together. A slot is
+one expert that one token chose; a slot without an expert ends its program before anything is read. Sums are made in float32,
+each by one program in one order, so that equal inputs give equal bits.
+
+A few tokens (decoding) are bound by the bytes of the experts they chose: each program multiplies a few rows of one matrix
+with one vector. Many tokens (prompts) are sorted by expert and cut into tiles of slots of one expert, multiplied together.
+
+`engine/decoder/triton_experts.py` checks and launches them. Optional: CUDA builds of torch bring Triton, and without it
+the same is computed by torch.
+
+Shape suffixes: T tokens, D hidden, F expert width, N experts, A tensors of an expert (architectures.GATE, UP, DOWN, then
+biases where there are any), R slots of all tokens, M tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _matrix(table_NA, expert, part: tl.constexpr, A: tl.constexpr, like):
+    """Where an expert's matrix begins, in `like`'s dtype."""
+    # The promise of 16 bytes lets the compiler read that many at once.
+    return tl.multiple_of(tl.load(table_NA + expert * A + part).to(like.dtype), 16)
+
+
+@triton.jit
+def _biased(y, table_NA, expert, part: tl.constexpr, A: tl.constexpr, like, outputs, mask):
+    """y with the bias of these outputs, where experts have any; outputs lie along y's last dimension."""
+    if A == 6:
+        bias = tl.load(table_NA + expert * A + 3 + part).to(like.dtype)
+        y += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """silu(g)·u; with a limit (u + 1)·g·σ(α·g) of what it leaves (architectures.ClampedSwiglu)."""
+    if LIMIT is None:
+        h = gate * tl.sigmoid(gate) * up
+    else:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # unlike minimum and maximum, keeps NaN
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        h = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
+    return h
+
+
+@triton.jit
+def gate_up_of_few(
+    x_TD,
+    table_NA,
+    experts_R,
+    h_RF,
+    slots,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    A: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """h = swiglu(gate·x, up·x) in float32, ROWS of one slot's F; as many `slots` in a row share a row of x."""
+    slot = tl.program_id(0)
+    expert = tl.load(experts_R + slot)
+    if expert < 0:
+        return
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    x_D = x_TD + slot // slots * D
+    gate_FD, up_FD = _matrix(table_NA, expert, 0, A, x_TD), _matrix(table_NA, expert, 1, A, x_TD)
+    gates = tl.zeros((ROWS, COLUMNS), tl.float32)
+    ups = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, D, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        x = tl.load(x_D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+        places, mask = rows[:, None] * D + columns[None, :], (rows[:, None] < F) & (columns[None, :] < D)
+        gates += tl.load(gate_FD + places, mask=mask, other=0.0).to(tl.float32) * x
+        ups += tl.load(up_FD + places, mask=mask, other=0.0).to(tl.float32) * x
+    gate = _biased(tl.sum(gates, axis=1), table_NA, expert, 0, A, x_TD, rows, rows < F)
+    up = _biased(tl.sum(ups, axis=1), table_NA, expert, 1, A, x_TD, rows, rows < F)
+    tl.store(h_RF + slot * F + rows, _gated(gate, up, ALPHA, LIMIT), mask=rows < F)
+
+
+@triton.jit
+def down_of_few(
+    h_RF,
+    table_NA,
+    experts_R,
+    weights_R,
+    y_TD,
+    slots,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    A: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """y = Σ_slots weight · down·h, ROWS of one token's D."""
+    token = tl.program_id(0)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    y = tl.zeros((ROWS,), tl.float32)
+    for slot in range(token * slots, (token + 1) * slots):
+        expert = tl.load(experts_R + slot)
+        if expert >= 0:
+            down_DF = _matrix(table_NA, expert, 2, A, y_TD)
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for start in range(0, F, COLUMNS):
+                columns = start + tl.arange(0, COLUMNS)
+                h = tl.load(h_RF + slot * F + columns, mask=columns < F, other=0.0)[None, :]
+                mask = (rows[:, None] < D) & (columns[None, :] < F)
+                places = rows[:, None] * F + columns[None, :]
+                sums += tl.load(down_DF + places, mask=mask, other=0.0).to(tl.float32) * h
+            down = _biased(tl.sum(sums, axis=1), table_NA, expert, 2, A, y_TD, rows, rows < D)
+            y += tl.load(weights_R + slot) * down
+    tl.store(y_TD + token * D + rows, y.to(y_TD.dtype.element_ty), mask=rows < D)
+
+
+@triton.jit
+def gate_up_of_many(
+    x_TD,
+    table_NA,
+    order_R,
+    tiles_M3,
+    h_RF,
+    slots,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    A: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """h of a tile's slots, OUTPUTS of F, in the order of experts; a tile is an expert and its first and last slot there."""
+    tile = tiles_M3 + tl.program_id(0) * 3
+    expert, first, last = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if expert < 0:
+        return
+    rows = first + tl.arange(0, ROWS)
+    tokens = tl.load(order_R + rows, mask=rows < last, other=0) // slots
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    gate_FD, up_FD = _matrix(table_NA, expert, 0, A, x_TD), _matrix(table_NA, expert, 1, A, x_TD)
+    gate = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    up = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, D, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        mask = (rows[:, None] < last) & (columns[None, :] < D)
+        x = tl.load(x_TD + tokens[:, None] * D + columns[None, :], mask=mask, other=0.0)
+        places, mask = outputs[None, :] * D + columns[:, None], (outputs[None, :] < F) & (columns[:, None] < D)
+        gate = tl.dot(x, tl.load(gate_FD + places, mask=mask, other=0.0), gate, input_precision="ieee")
+        up = tl.dot(x, tl.load(up_FD + places, mask=mask, other=0.0), up, input_precision="ieee")
+    gate = _biased(gate, table_NA, expert, 0, A, x_TD, outputs[None, :], outputs[None, :] < F)
+    up = _biased(up, table_NA, expert, 1, A, x_TD, outputs[None, :], outputs[None, :] < F)
+    h = _gated(gate, up, ALPHA, LIMIT).to(h_RF.dtype.element_ty)
+    tl.store(h_RF + rows[:, None] * F + outputs[None, :], h, mask=(rows[:, None] < last) & (outputs[None, :] < F))
+
+
+@triton.jit
+def down_of_many(
+    h_RF,
+    table_NA,
+    order_R,
+    tiles_M3,
+    weights_R,
+    y_RD,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    A: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """weight · down·h of a tile's slots, OUTPUTS of D, each slot's back in its place."""
+    tile = tiles_M3 + tl.program_id(0) * 3
+    expert, first, last = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if expert < 0:
+        return
+    rows = first + tl.arange(0, ROWS)
+    slots = tl.load(order_R + rows, mask=rows < last, other=0)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    down_DF = _matrix(table_NA, expert, 2, A, h_RF)
+    y = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, F, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        mask = (rows[:, None] < last) & (columns[None, :] < F)
+        h = tl.load(h_RF + rows[:, None] * F + columns[None, :], mask=mask, other=0.0)
+        places, mask = outputs[None, :] * F + columns[:, None], (outputs[None, :] < D) & (columns[:, None] < F)
+        y = tl.dot(h, tl.load(down_DF + places, mask=mask, other=0.0), y, input_precision="ieee")
+    y = _biased(y, table_NA, expert, 2, A, h_RF, outputs[None, :], outputs[None, :] < D)
+    y *= tl.load(weights_R + slots, mask=rows < last, other=0.0)[:, None]
+    mask = (rows[:, None] < last) & (outputs[None, :] < D)
+    tl.store(y_RD + slots[:, None] * D + outputs[None, :], y.to(y_RD.dtype.element_ty), mask=mask)

@@ -1,0 +1,271 @@
+"""Gradients of what a decoder's routings are made of, with its weights in memory or with one layer's at a time.
+
+Layer by layer, all sequences go through a layer before the next one is read: forward, keeping what each layer was given, and
+then backward from the last layer to the first, each run again on its input. That is what recomputing activations does within
+autograd, in another order; so the gradients are the same, and no more than one layer's weights and one batch's activations
+are held. With a directory a pass that was interrupted goes on from the layer where it was.
+
+Shape suffixes: S sequences, B sequences of one batch, L positions, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.architectures import DecoderConfig
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.experts import MoeBlock
+from engine.decoder.model import Decoder, DecoderLayer, Outer, routed_by
+from engine.decoder.routing import Routing
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.state_file import check_digest, write_state
+from engine.passes import heap, processes
+from engine.passes.activations import Activations, Shelf, closed_on_error
+from engine.passes.memory_budget import batches
+from engine.passes.streaming import embed, layer_positions, one_layer, stream_layers
+
+Route = Callable[[int, Routing, slice], Routing]
+"""(number of the MoE layer, its own rule, which sequences) to the rule that they are routed by."""
+Loss = Callable[[Tensor, Decoder | Outer, slice], Tensor]
+"""(hidden states after the last norm [B, L, D], the model for its head, which sequences) to a part of the loss."""
+
+
+class LayerwiseDecoder:
+    """A language model of which one layer's weights are in memory at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, torch.device(device)
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model's."""
+        return self.checkpoint.config
+
+    @contextmanager
+    def outer(self) -> Iterator[Outer]:
+        """What follows the last layer, in memory inside the `with`."""
+        yield Outer(self.config, self.checkpoint.source(self.dtype, self.device))
+        self.checkpoint.release()
+        heap.give_back()
+
+    def layer(self, index: int) -> AbstractContextManager[DecoderLayer]:
+        """One layer, in memory inside the `with`."""
+        return one_layer(self.checkpoint, index, self.dtype, self.device)
+
+    @torch.no_grad()
+    def hidden_states(self, tokens_SL: Tensor, directory: Path | None = None) -> Activations:
+        """Final hidden states after the last norm, [S, L, D]; `directory`: as of `stream_layers`."""
+        with stream_layers(
+            self.checkpoint,
+            tokens_SL,
+            lambda index, layer: None,
+            dtype=self.dtype,
+            device=self.device,
+            directory=directory,
+        ) as states:
+            normed = Activations(states.shape, self.dtype)
+            with closed_on_error(normed), self.outer() as outer:
+                for rows in batches(*tokens_SL.shape):
+                    normed[rows] = outer.hidden_states(states[rows].to(self.device))
+        return normed
+
+
+AnyDecoder = Decoder | LayerwiseDecoder
+
+
+def backward(
+    model: AnyDecoder,
+    tokens_SL: Tensor,
+    route: Route,
+    loss: Loss,
+    *,
+    trained: Mapping[str, Tensor],
+    generator: torch.Generator | None = None,
+    directory: Path | None = None,
+) -> float:
+    """Add the gradient of Σ loss over batches of sequences to .grad of the `trained` tensors; the loss.
+
+    `trained` are leaves of `route`'s Routings. Of a LayerwiseDecoder, they have no gradients yet, and what a `directory`
+    holds of the same pass is gone on with, and is for the caller to remove; `generator` is the one that `loss` draws from.
+    """
+    if isinstance(model, LayerwiseDecoder):
+        return _Pass(model, tokens_SL, route, loss, trained, generator, directory).run()
+    total = 0.0
+    for rows in batches(*tokens_SL.shape):
+        routings = [route(number, block.routing, rows) for number, block in enumerate(model.moe_blocks)]
+        with routed_by(model, routings):  # checkpointed layers run again in the backward pass
+            value = loss(model.hidden_states(tokens_SL[rows].to(model.device)), model, rows)
+            value.backward()
+        total += float(value.detach())
+        del value
+        heap.give_back()
+    return total
+
+
+@contextmanager
+def in_company(
+    model: AnyDecoder, passes: int, tokens_1L: Tensor, route: Route, trained: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """After so many passes of `backward` inside the `with`, what others need of this process, whose sequences may be fewer.
+
+    All processes take part in gathering each layer of a model that is spread over them. Where another makes more passes,
+    this one goes on, over some sequence of the text, and adds nothing to the gradients.
+    """
+    missing = int(processes.largest(passes)) - passes if processes.is_spread(model) else 0
+    yield
+    for _ in range(missing):
+        backward(model, tokens_1L, route, lambda hidden_BLD, outer, rows: 0.0 * hidden_BLD.sum(), trained=trained)
+
+
+class _Pass:
+    """One forward and one backward pass of all sequences, layer by layer.
+
+    `input-K` is what layer K is given, `gradient-K` the gradient of that; the last layer's output counts as one more input.
+    """
+
+    def __init__(
+        self,
+        model: LayerwiseDecoder,
+        tokens_SL: Tensor,
+        route: Route,
+        loss: Loss,
+        trained: Mapping[str, Tensor],
+        generator: torch.Generator | None,
+        directory: Path | None,
+    ) -> None:
+        self.model, self.tokens_SL, self.route, self.loss = model, tokens_SL, route, loss
+        self.trained, self.generator = trained, generator
+        self.layers, self.total = len(model.config.layers), 0.0
+        shape = (*tokens_SL.shape, model.config.hidden_size)
+        self.shelf = Shelf(directory, shape, model.dtype, together=self.layers + 2)
+        self.positions = layer_positions(model.checkpoint, tokens_SL, model.dtype, model.device)
+        self.kept: dict[str, Activations] = {}
+
+    def run(self) -> float:
+        """The loss."""
+        try:
+            lowest = next((index for index in range(self.layers + 1) if self._is_there(f"gradient-{index}")), None)
+            if lowest is None:
+                self._forward()
+                lowest = self.layers
+                self._through_head()
+            else:
+                self._restore(lowest)
+            # Nothing below the first MoE layer is trained.
+            for index in reversed(range(self.model.config.moe_layers[0], lowest)):
+                self._back_through(index)
+        finally:
+            for activations in self.kept.values():
+                activations.close()
+        return self.total
+
+    def _forward(self) -> None:
+        last = next((index for index in reversed(range(self.layers + 1)) if self._is_there(f"input-{index}")), None)
+        if last is None:
+            last = 0
+            with self._made("input-0") as states:
+                embed(self.model.checkpoint, self.tokens_SL, states, self.model.device)
+        first = self.model.config.moe_layers[0]
+        for index in range(last, self.layers):
+            states = self._get(f"input-{index}")
+            with self.model.layer(index) as layer, self._made(f"input-{index + 1}") as after:
+                self.model.checkpoint.read_ahead(index + 1)
+                for rows in self._batches():
+                    # As within autograd: what rounds otherwise without gradients would be another model on the way back.
+                    x_BLD = states[rows].detach().requires_grad_(index > first)
+                    after[rows] = self._run(layer, index, x_BLD, rows).detach()
+                    del x_BLD
+                del layer
+
+    def _through_head(self) -> None:
+        states = self._get(f"input-{self.layers}")
+        with self.model.outer() as outer, self._made(f"gradient-{self.layers}") as gradients:
+            for rows in self._batches():
+                x_BLD = states[rows].detach().to(self.model.device).requires_grad_()
+                value = self.loss(outer.hidden_states(x_BLD), outer, rows)
+                value.backward()
+                assert x_BLD.grad is not None
+                gradients[rows] = x_BLD.grad
+                self.total += float(value.detach())
+            del outer
+            self._save(self.layers)
+        self._drop(f"input-{self.layers}")
+
+    def _back_through(self, index: int) -> None:
+        states, above = self._get(f"input-{index}"), self._get(f"gradient-{index + 1}")
+        with self.model.layer(index) as layer, self._made(f"gradient-{index}") as gradients:
+            self.model.checkpoint.read_ahead(index - 1)
+            for rows in self._batches():
+                x_BLD = states[rows].detach().to(self.model.device).requires_grad_()
+                y_BLD = self._run(layer, index, x_BLD, rows)
+                y_BLD.backward(above[rows].to(self.model.device))
+                assert x_BLD.grad is not None
+                gradients[rows] = x_BLD.grad
+                del x_BLD, y_BLD
+            del layer
+            self._save(index)
+        self._drop(f"gradient-{index + 1}")
+        self._drop(f"input-{index}")
+
+    def _run(self, layer: DecoderLayer, index: int, x_BLD: Tensor, rows: slice) -> Tensor:
+        block = layer.feed_forward
+        if not isinstance(block, MoeBlock):
+            y_BLD: Tensor = layer(x_BLD.to(self.model.device), self.positions)
+            return y_BLD
+        own = block.routing
+        block.routing = self.route(self.model.config.moe_layers.index(index), own, rows)
+        y_BLD = layer(x_BLD.to(self.model.device), self.positions)
+        block.routing = own
+        return y_BLD
+
+    def _batches(self) -> Iterator[slice]:
+        return batches(*self.tokens_SL.shape)
+
+    # What is kept
+
+    def _is_there(self, name: str) -> bool:
+        found = self.shelf.find(name)
+        if found is not None:
+            self.kept[name] = found
+        return found is not None
+
+    def _get(self, name: str) -> Activations:
+        if name not in self.kept:
+            assert self._is_there(name)
+        return self.kept[name]
+
+    @contextmanager
+    def _made(self, name: str) -> Iterator[Activations]:
+        made = self.kept[name] = self.shelf.begin(name)
+        yield made
+        self.shelf.finish(name)
+
+    def _drop(self, name: str) -> None:
+        self.shelf.drop(name, self._get(name))
+        del self.kept[name]
+
+    def _save(self, index: int) -> None:
+        """What was added up down to this layer, before its gradient counts as whole."""
+        if self.shelf.directory is None:
+            return
+        tensors = {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
+        if self.generator is not None:
+            tensors["random"] = self.generator.get_state()
+        path = self.shelf.directory / f"sums-{index}.safetensors"
+        write_state(path, tensors, {"loss": self.total.hex()}, "the state of a backward pass")
+
+    def _restore(self, index: int) -> None:
+        assert self.shelf.directory is not None
+        with SafetensorsFile(self.shelf.directory / f"sums-{index}.safetensors") as file:
+            check_digest(file)
+            self.total = float.fromhex(file.metadata["loss"])
+            for name, tensor in self.trained.items():
+                if name in file.entries:
+                    tensor.grad = file.tensor(name).clone().to(tensor.device)
+            if self.generator is not None:
+                self.generator.set_state(file.tensor("random").clone())

@@ -1,0 +1,4 @@
+"""HTTP: OpenAI's endpoints, access, limits of connections, and the processes that read requests.
+
+No file outside this room knows HTTP. Start with `server.py` (endpoints) and `serve.py` (the process).
+"""

@@ -1,0 +1,295 @@
+"""From the bytes of a body to what the engine is asked for, in the process that reads requests (`reading_process.py`).
+
+Nothing here imports torch. Sizes are compared before anything is made from them: the length of lists before validation,
+prompts times n before prompts, and bytes before tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from engine.errors import CompressError, OptionError
+from engine.server.errors import ApiError, api_error, body_error, no_object, not_json
+from engine.server.schema import (
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationBody,
+    Message,
+    TokenizeRequest,
+    content_text,
+    refuse,
+)
+from engine.server.text_reader import TextReader, TokenizerSettings
+
+COMPLETION_TOKENS = 16
+"""The limit of a completion that names none; a chat may use all the room there is."""
+TEMPERATURE = 1.0
+"""Where a body names none, as clients of this interface expect."""
+MOST_ITEMS = 10_000
+"""Entries of a list that is no list of tokens."""
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+@dataclass(frozen=True)
+class ReadingSettings:
+    """The facts of the model and the server that a reader of bodies knows."""
+
+    tokenizer: TokenizerSettings
+    model_name: str
+    max_model_length: int
+    max_queue: int
+    most_skip_threshold: float | None
+    """The server's own, and the most that a request may ask for; None where the engine itself decides."""
+
+    @classmethod
+    def of_json(cls, data: bytes) -> ReadingSettings:
+        """The settings that `to_json` wrote."""
+        values = json.loads(data)
+        return cls(**values | {"tokenizer": TokenizerSettings(**values["tokenizer"])})
+
+    def to_json(self) -> bytes:
+        """For another process."""
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True)
+class Read:
+    """A body of a completion, checked, with its prompts as tokens."""
+
+    prompts: Sequence[Sequence[int]]
+    new_tokens: Sequence[int]
+    """At most, after each prompt."""
+    choices: int
+    """Answers to each prompt."""
+    seed: int | None
+    sampling: dict[str, Any]
+    """Fields of SamplingOptions, without the seed."""
+    request: dict[str, Any]
+    """Fields of a Request that all share."""
+    echoes: Sequence[str] = ()
+    """The text of each prompt, where answers are to repeat it."""
+    stream: bool = False
+    include_usage: bool = False
+
+
+class BodyReader:
+    """Reads bodies for one model and server."""
+
+    def __init__(self, settings: ReadingSettings) -> None:
+        self._settings = settings
+        self._texts = TextReader(settings.tokenizer)
+        self._most_bytes = settings.max_model_length * self._texts.longest_token_bytes
+
+    def prepare(self) -> None:
+        """Load what the first conversation would wait for."""
+        if self._settings.tokenizer.chat_template is not None:
+            import transformers.utils.chat_template_utils  # noqa: F401
+
+    def read(self, path: str, data: bytes) -> Read | dict[str, Any]:
+        """The requests of a body, or the whole answer. Raises ApiError for a body that is refused."""
+        try:
+            return READERS[path](self, data)
+        except CompressError as error:
+            raise api_error(error) from error
+        except RecursionError as error:
+            raise ApiError(400, "the body is nested too deeply; send a flatter one") from error
+        except MemoryError as error:
+            raise ApiError(400, "the body takes too much memory to read; send less at once") from error
+
+    def chat(self, data: bytes) -> Read:
+        """POST /v1/chat/completions"""
+        body = self._parsed(data, ChatCompletionRequest)
+        refuse(body)
+        self._check_count(1, body.n)
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        prompt = self._conversation(body.messages)
+        return self._read(body, [prompt], [self._room(prompt, limit, self._settings.max_model_length, "messages")], top)
+
+    def completion(self, data: bytes) -> Read:
+        """POST /v1/completions"""
+        body = self._parsed(data, CompletionRequest)
+        refuse(body)
+        given = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
+        self._check_count(len(given), body.n)
+        prompts, texts = [], []
+        room = []
+        for each in given:
+            ids = self._encoded(each, "prompt") if isinstance(each, str) else self._known(each, "prompt")
+            room.append(self._room(ids, body.max_tokens, COMPLETION_TOKENS, "prompt"))
+            prompts.append(ids)
+            if body.echo:
+                texts.append(each if isinstance(each, str) else self._texts.text(ids))
+        scored = bool(body.echo) and body.logprobs is not None
+        return self._read(body, prompts, room, body.logprobs, echoes=texts, prompt_logprobs=scored)
+
+    def tokenize(self, data: bytes) -> dict[str, Any]:
+        """POST /tokenize"""
+        body = self._parsed(data, TokenizeRequest)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give prompt or messages, one of them", param="prompt")
+        if body.messages is not None:
+            ids = self._conversation(body.messages)
+        else:
+            self._check_bytes(body.prompt or "", "prompt")
+            ids = self._texts.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        return {"tokens": ids, "count": len(ids), "max_model_len": self._settings.max_model_length}
+
+    def detokenize(self, data: bytes) -> dict[str, Any]:
+        """POST /detokenize"""
+        return {"prompt": self._texts.text(self._known(self._parsed(data, DetokenizeRequest).tokens, "tokens"))}
+
+    def _parsed(self, data: bytes, kind: type[AnyBody]) -> AnyBody:
+        try:
+            values = json.loads(data)
+        except json.JSONDecodeError as error:
+            raise not_json(error.pos) from error
+        except ValueError as error:  # not UTF-8, or a number of thousands of digits
+            raise no_object() from error
+        if not isinstance(values, dict):
+            raise no_object()
+        self._check_lists(values)
+        try:
+            body = kind.model_validate(values)
+        except ValidationError as error:
+            raise body_error(error.errors(include_url=False, include_context=False, include_input=False)) from error
+        model = getattr(body, "model", None)
+        if model is not None and model != self._settings.model_name:
+            raise unknown_model(model, self._settings.model_name)
+        return body
+
+    def _check_lists(self, values: dict[str, Any]) -> None:
+        most = max(MOST_ITEMS, self._settings.max_model_length)
+        for name, value in _lists(values):
+            if len(value) > most:
+                raise ApiError(400, f"{name} has {len(value)} entries, and at most {most} are read; send fewer", param=name)
+
+    def _check_count(self, prompts: int, choices: int | None) -> None:
+        """Raise OptionError for more requests than ever wait at once: no later time would be better."""
+        count = prompts * (choices or 1)
+        if count > self._settings.max_queue:
+            raise OptionError(
+                f"prompts times n are {count}, and this server takes {self._settings.max_queue} at once; send fewer"
+            )
+
+    def _check_bytes(self, text: str, param: str) -> None:
+        """Raise ApiError for a text that is too long whatever its tokens are."""
+        size = len(text) if len(text) > self._most_bytes else len(text.encode())
+        if size > self._most_bytes:
+            raise ApiError(
+                400,
+                f"{param} has {size} bytes, and the most that can fit into {self._settings.max_model_length} tokens of this "
+                f"model is {self._most_bytes}; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _conversation(self, messages: Sequence[Message]) -> list[int]:
+        turns = []
+        for message in messages:
+            role = "system" if message.role == "developer" else message.role
+            turns.append(message.model_dump(exclude_none=True) | {"role": role, "content": content_text(message)})
+        for turn in turns:
+            self._check_bytes(turn["content"], "messages")
+        text = self._texts.conversation(turns)
+        self._check_bytes(text, "messages")
+        return self._texts.conversation_ids(text)
+
+    def _encoded(self, text: str, param: str) -> list[int]:
+        self._check_bytes(text, param)
+        return self._texts.prompt(text)
+
+    def _known(self, tokens: list[int], param: str) -> list[int]:
+        vocabulary = self._settings.tokenizer.vocabulary
+        if tokens and max(tokens) >= vocabulary:
+            message = f"{param} has token {max(tokens)}, and the model knows those below {vocabulary}"
+            raise ApiError(400, message, param=param)
+        return tokens
+
+    def _room(self, prompt: list[int], limit: int | None, default: int, param: str) -> int:
+        """New tokens that may be asked for. Raises ApiError where prompt and limit are longer than the model allows."""
+        most = self._settings.max_model_length
+        left, least = most - len(prompt), 1 if limit is None else limit
+        if left < least:
+            message = (
+                f"the prompt has {len(prompt)} tokens and {least} new ones are asked for, which make "
+                f"{len(prompt) + least}, and the most is {most}; shorten the prompt or ask for fewer"
+            )
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return min(default, left) if limit is None else limit
+
+    def _read(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: Sequence[int],
+        top_logprobs: int | None,
+        *,
+        echoes: Sequence[str] = (),
+        prompt_logprobs: bool = False,
+    ) -> Read:
+        return Read(
+            prompts=prompts,
+            new_tokens=new_tokens,
+            choices=body.n or 1,
+            seed=None if body.seed is None else body.seed % 2**63,
+            sampling={
+                "temperature": TEMPERATURE if body.temperature is None else body.temperature,
+                "top_p": 1.0 if body.top_p is None else body.top_p,
+                "top_k": max(0, body.top_k or 0),
+                "presence_penalty": body.presence_penalty or 0.0,
+                "frequency_penalty": body.frequency_penalty or 0.0,
+            },
+            request={
+                "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
+                "top_logprobs": top_logprobs,
+                "prompt_logprobs": prompt_logprobs,
+                "skip_threshold": self._threshold(body.skip_threshold),
+                "ignore_end_tokens": bool(body.ignore_eos),
+            },
+            echoes=echoes,
+            stream=bool(body.stream),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        )
+
+    def _threshold(self, asked: float | None) -> float | None:
+        most = self._settings.most_skip_threshold
+        if asked is not None and most is not None and asked > most:
+            message = (
+                f"skip_threshold is {asked}, and this server allows at most its own, {most}; ask for less, or start it with "
+                "a higher --skip-threshold"
+            )
+            raise ApiError(400, message, param="skip_threshold")
+        return asked
+
+
+READERS: dict[str, Callable[[BodyReader, bytes], Read | dict[str, Any]]] = {
+    "/v1/chat/completions": BodyReader.chat,
+    "/v1/completions": BodyReader.completion,
+    "/tokenize": BodyReader.tokenize,
+    "/detokenize": BodyReader.detokenize,
+}
+"""By the path of the endpoint."""
+
+
+def _lists(values: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """The lists of a body that validation goes through, with the field that each belongs to."""
+    yield from ((name, value) for name, value in values.items() if isinstance(value, list))
+    messages = values.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            yield "messages", content
+
+
+def unknown_model(name: str, own: str) -> ApiError:
+    """The error for a model that is not served."""
+    message = f"the model {name!r:.80} is not here; this server has {own!r}"
+    return ApiError(404, message, param="model", code="model_not_found")

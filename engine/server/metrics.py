@@ -1,0 +1,91 @@
+"""What a server has done, in the text format that Prometheus reads: counts of its own and the engine's load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine.batching.request import Load, Timings
+
+Figures = dict[str, tuple[str, Callable[[Load], float]]]
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""Bounds of every histogram: one token on a small model up to a long answer of a large one."""
+GAUGES: Figures = {
+    "compress_num_requests_running": ("Requests that are being answered.", lambda load: load.running),
+    "compress_num_requests_waiting": ("Requests in the queue.", lambda load: load.waiting),
+    "compress_kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1.", lambda load: load.kv_cache_used_share),
+    "compress_kv_cache_bytes": ("Bytes that there are for keys and values.", lambda load: load.kv_cache_bytes),
+    "compress_weights_bytes": ("Bytes of the weights.", lambda load: load.weights_bytes),
+    "compress_load_seconds": ("Seconds that loading the model took.", lambda load: load.load_seconds),
+    "compress_process_resident_memory_bytes": ("Bytes of the process in memory.", lambda load: load.resident_bytes),
+}
+COUNTERS: Figures = {
+    "compress_prompt_tokens": ("Tokens of prompts.", lambda load: load.prompt_tokens),
+    "compress_generation_tokens": ("Generated tokens.", lambda load: load.generated_tokens),
+    "compress_cached_tokens": ("Tokens of prompts that were in the cache.", lambda load: load.cached_tokens),
+    "compress_preemptions": ("Requests that had to make room for others.", lambda load: load.preemptions),
+}
+
+
+class Metrics:
+    """The figures of one server, in a registry of their own."""
+
+    def __init__(self, load: Callable[[], Load]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_LoadCollector(load))
+        own = self.registry
+        self._ended = Counter("compress_request_success", "Requests that ended.", ["finished_reason"], registry=own)
+        self._first = Histogram(
+            "compress_time_to_first_token_seconds", "From arrival to the first token.", buckets=SECONDS, registry=own
+        )
+        self._between = Histogram(
+            "compress_inter_token_latency_seconds", "From one token to the next.", buckets=SECONDS, registry=own
+        )
+        self._whole = Histogram(
+            "compress_e2e_request_latency_seconds", "From arrival to the end.", buckets=SECONDS, registry=own
+        )
+        self._queued = Histogram("compress_request_queue_time_seconds", "In the queue.", buckets=SECONDS, registry=own)
+
+    def first_token(self, seconds: float) -> None:
+        """A request had to wait so long for its first token."""
+        self._first.observe(seconds)
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """`count` more tokens of a request came `seconds` after the ones before."""
+        for _ in range(count):
+            self._between.observe(seconds / count)
+
+    def ended(self, reason: str, timings: Timings | None) -> None:
+        """A request has ended."""
+        self._ended.labels(reason).inc()
+        if timings is None or timings.finished is None:
+            return
+        self._whole.observe(timings.finished - timings.arrived)
+        if timings.started is not None:
+            self._queued.observe(timings.started - timings.arrived)
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self.registry)
+
+
+class _LoadCollector(Collector):
+    """The engine's load at the time of asking."""
+
+    def __init__(self, load: Callable[[], Load]) -> None:
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._load()
+        for name, (about, figure) in GAUGES.items():
+            yield GaugeMetricFamily(name, about, value=figure(load))
+        for name, (about, figure) in COUNTERS.items():
+            yield CounterMetricFamily(name, about, value=figure(load))
+        skipped = CounterMetricFamily("compress_experts_skipped", "Experts that tokens skipped.", labels=["layer"])
+        for layer, count in enumerate(load.experts_skipped_per_layer):
+            skipped.add_metric([str(layer)], count)
+        yield skipped

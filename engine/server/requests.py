@@ -1,0 +1,56 @@
+"""From what was read of a body to requests to the engine."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.batching.request import Request
+from engine.generation.generate import Engine
+from engine.generation.sampling import SamplingOptions
+from engine.onnx.runtime import OnnxDecoder
+from engine.server.body_reader import ReadingSettings
+from engine.server.reading_process import unpack_tokens
+from engine.server.text_reader import tokenizer_settings
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Requests to the engine that one body makes: each prompt `choices` times, with seeds that differ."""
+
+    requests: tuple[Request, ...]
+    choices: int
+    echoes: tuple[str, ...] = ()
+    """The text of each prompt, where answers are to repeat it."""
+    stream: bool = False
+    include_usage: bool = False
+
+
+def asked(header: dict[str, Any], tokens: bytes) -> Asked:
+    """The requests of a body, from the reply of the process that read it. Raises OptionError."""
+    read = header["read"]
+    seed = secrets.randbits(62) if read["seed"] is None else read["seed"]
+    fields = read["request"] | {"stop": tuple(read["request"]["stop"])}
+    requests: list[Request] = []
+    for prompt, new_tokens in zip(unpack_tokens(tokens, header["counts"]), read["new_tokens"], strict=True):
+        request = Request(prompt=tuple(prompt), max_new_tokens=new_tokens, **fields)
+        for _ in range(read["choices"]):
+            sampling = SamplingOptions(**read["sampling"], seed=(seed + len(requests)) % 2**63)
+            requests.append(replace(request, sampling=sampling))
+    return Asked(tuple(requests), read["choices"], tuple(read["echoes"]), read["stream"], read["include_usage"])
+
+
+def reading_settings(
+    engine: Engine, *, model_name: str, max_model_length: int, max_queue: int, skip_threshold: float
+) -> ReadingSettings:
+    """What the processes that read bodies have to know. `skip_threshold`: the server's own."""
+    directory, config = engine.checkpoint.directory, engine.checkpoint.config
+    exported = isinstance(engine.decoder, OnnxDecoder)  # the engine itself refuses what the graph was not exported with
+    return ReadingSettings(
+        tokenizer_settings(engine.tokenizer, directory, config.vocabulary_size),
+        model_name=model_name,
+        max_model_length=max_model_length,
+        max_queue=max_queue,
+        most_skip_threshold=None if exported else skip_threshold,
+    )

@@ -1,0 +1,127 @@
+"""Images and texts as a classifier takes them.
+
+Shape suffixes: B batch, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import CheckpointError, DataError
+from engine.files.json_file import load_json, shown
+
+PREPROCESSOR = "preprocessor_config.json"
+MIDDLE = (0.5,)
+"""Mean and deviation of pixels where a checkpoint has no PREPROCESSOR to say."""
+SMALL_SIZE = (32, 32)
+"""Of images for a model that takes any size, where there are none yet."""
+Examples = Tensor | Sequence[str]
+"""uint8 images [B, C, H, W], or texts."""
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """Pixels of one size, normalised."""
+
+    channels: int
+    size: tuple[int, int] | None
+    """(height, width); None for whatever the images have."""
+    mean: tuple[float, ...] = MIDDLE
+    deviation: tuple[float, ...] = MIDDLE
+
+    def __call__(self, images: Examples) -> dict[str, Tensor]:
+        """`pixel_values`, float32 [B, channels, H, W]. Grey images get as many equal channels, coloured ones their mean."""
+        if not isinstance(images, Tensor):
+            raise DataError("these are texts, and the model classifies images; give other --data")
+        pixels_BCHW = images.float()
+        if pixels_BCHW.shape[1] != self.channels:
+            pixels_BCHW = pixels_BCHW.mean(dim=1, keepdim=True).expand(-1, self.channels, -1, -1)
+        if self.size is not None and tuple(pixels_BCHW.shape[2:]) != self.size:
+            pixels_BCHW = F.interpolate(pixels_BCHW, self.size, mode="bilinear", antialias=True)
+        mean, deviation = (
+            torch.tensor(values, device=images.device).view(1, -1, 1, 1) for values in (self.mean, self.deviation)
+        )
+        return {"pixel_values": (pixels_BCHW / 255 - mean) / deviation}
+
+    def described(self, size: tuple[int, int]) -> dict[str, Any]:
+        """The same as PREPROCESSOR has it, for images of this size where there is none yet."""
+        height, width = self.size or size
+        return {
+            "do_resize": True,
+            "size": {"height": height, "width": width},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.mean) * (self.channels // len(self.mean)),
+            "image_std": list(self.deviation) * (self.channels // len(self.deviation)),
+        }
+
+
+@dataclass(frozen=True)
+class TextInputs:
+    """Token ids, padded on the right to the longest of the batch."""
+
+    tokenizer: Any
+    length: int
+    """Tokens at most; longer texts are cut."""
+    pad: int
+
+    def __call__(self, texts: Examples) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask`, int64 [B, tokens]."""
+        if isinstance(texts, Tensor):
+            raise DataError("these are images, and the model classifies texts; give other --data")
+        try:
+            rows = self.tokenizer(list(texts), truncation=True, max_length=self.length, verbose=False)["input_ids"]
+        except Exception as error:  # tokenizers raises plain Exception for what its own files lack
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"the model's tokenizer cannot read these texts: {reason}; take another model") from error
+        longest = max(1, *map(len, rows))
+        ids = torch.tensor([row + [self.pad] * (longest - len(row)) for row in rows])
+        real = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        return {"input_ids": ids, "attention_mask": real}
+
+
+def image_inputs(directory: Path, config: Any) -> ImageInputs:
+    """As PREPROCESSOR and config.json there say. Raises CheckpointError for what cannot be meant."""
+    channels, path = int(getattr(config, "num_channels", 3)), directory / PREPROCESSOR
+    said = load_json(path, "image preprocessing") if path.is_file() else {}
+    sizes = (said.get("crop_size"), said.get("size"), getattr(config, "image_size", None))
+    size = _size(path, next((value for value in sizes if value is not None), None))
+    if said.get("do_normalize") is False:
+        return ImageInputs(channels, size, (0.0,), (1.0,))
+    mean, deviation = (_numbers(path, said, key, channels) for key in ("image_mean", "image_std"))
+    if not all(value > 0 for value in deviation):
+        raise CheckpointError(f"{path}: image_std is {shown(said['image_std'])}; its numbers must be above 0")
+    return ImageInputs(channels, size, mean, deviation)
+
+
+def _numbers(path: Path, said: Mapping[str, Any], key: str, channels: int) -> tuple[float, ...]:
+    value = said.get(key, MIDDLE)
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e9 for each in values)
+    if not numbers or len(values) not in (1, channels):
+        raise CheckpointError(
+            f"{path}: {key} is {shown(value)}; it must be a number, or one for each of {channels} channels"
+        )
+    return values
+
+
+def _size(path: Path, value: Any) -> tuple[int, int] | None:
+    if isinstance(value, Mapping):
+        edge = value.get("shortest_edge")
+        value = [value.get("height", edge), value.get("width", edge)]
+    if value is None:
+        return None
+    height, width = value if isinstance(value, list | tuple) and len(value) == 2 else (value, value)
+    if type(height) is not int or type(width) is not int or not 1 <= min(height, width) <= max(height, width) <= 8192:
+        raise CheckpointError(
+            f"{path.parent}: the image size is {shown(value)}; it must be a number of pixels, or two of them"
+        )
+    return height, width

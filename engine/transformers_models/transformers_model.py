@@ -1,0 +1,119 @@
+"""A model that transformers builds and runs: loaded from safetensors, its tensors compared with its config."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.architectures import ARCHITECTURES
+from engine.checkpoint.remote_code import check_loadable, check_no_code, own_class
+from engine.errors import CheckpointError
+
+_SPARE = 1 << 24
+"""Numbers that a model may have besides those in its files, such as tables of positions."""
+SAME_MODEL = "config.json and the weights must be of the same model"
+
+
+def load_decoder(directory: Path, config: Mapping[str, Any], dtype: torch.dtype | str = "auto") -> Any:
+    """A decoder as transformers builds it, in eval mode; no code of the directory is run. `config`: of its config.json.
+
+    Raises OptionError where transformers cannot load it so, CheckpointError for what it refuses.
+    """
+    check_loadable(directory, config)
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = own_class(ARCHITECTURES[config["model_type"]]) if config.get("auto_map") else AutoModelForCausalLM
+    with quiet_transformers():
+        try:
+            model = loader.from_pretrained(
+                directory, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # whatever transformers makes of a config that it cannot build a model from
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(f"{directory}: transformers cannot load it ({reason}); {SAME_MODEL}") from error
+    return model.eval()
+
+
+def load_model(auto_class: Any, directory: Path, config: Mapping[str, Any], dtype: torch.dtype, stored: int) -> nn.Module:
+    """The model, frozen and in eval mode. `auto_class`: of transformers; `config`: of config.json; `stored`: its numbers.
+
+    Raises CheckpointError for a tensor that is missing, extra or misshapen, OptionError as `check_no_code` does.
+    """
+    family = config["model_type"]
+    check_no_code(directory)
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{directory}: config.json has a quantization_config; quantised weights are not read")
+    _check_size(auto_class, directory, stored)
+    with quiet_transformers():
+        try:
+            model, report = auto_class.from_pretrained(
+                directory,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # whatever transformers makes of a config that it cannot build a model from
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(f"{directory}: transformers cannot load it ({reason}); {SAME_MODEL}") from error
+    for what, names in (
+        ("is missing", report["missing_keys"]),
+        (f"is not part of this {family}", report["unexpected_keys"]),
+        ("has another shape than config.json says", [entry[0] for entry in report["mismatched_keys"]]),
+    ):
+        if names:
+            raise CheckpointError(f"{directory}: tensor {min(names)} {what}; {SAME_MODEL}")
+    loaded: nn.Module = model.eval().requires_grad_(False)
+    return loaded
+
+
+def _check_size(auto_class: Any, directory: Path, stored: int) -> None:
+    """Refuse a config.json that describes far more than the files hold, before memory is taken for it."""
+    from transformers import AutoConfig
+
+    with quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            with torch.device("meta"):
+                described = sum(part.numel() for part in _outlined(auto_class, config))
+        except Exception as error:  # whatever transformers makes of a config that it cannot build a model from
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise CheckpointError(f"{directory}: transformers cannot build it ({reason}); {SAME_MODEL}") from error
+    if described > 2 * stored + _SPARE:
+        raise CheckpointError(
+            f"{directory}: config.json describes {described} numbers and the files hold {stored}; {SAME_MODEL}"
+        )
+
+
+def _outlined(auto_class: Any, config: Any) -> Iterator[Tensor]:
+    """All that a model of this config takes memory for."""
+    model = auto_class.from_config(config, trust_remote_code=False)
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no report of its own: what is wrong is said by our errors."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity(ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

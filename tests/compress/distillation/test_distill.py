@@ -1,0 +1,265 @@
+"""`compress distill` end to end: every recipe, on text and on prompts with responses; resumable, in several processes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from artifacts_for_tests import kill_while_it_trains, listing, make_workplace
+from click.testing import CliRunner
+from conftest import save_reference
+from safetensors.torch import load_file
+from test_processes import two_processes
+from tokenizers_for_tests import VOCABULARY, add_tokenizer
+
+import cli
+import compress.training.training
+from compress.classifiers.distillation import CLASSIFIER_RECIPES
+from compress.distillation.inputs import METRICS
+from compress.distillation.recipes import RECIPES
+from compress.distillation.rouge import scorer
+from compress.training.divergences import DIVERGENCES
+
+TEXT = ["--data", "text.txt", "--sequence-length", "16", "--samples", "4"]
+PAIRS = ["--data", "pairs.jsonl", "--prompt-template", "{prompt}: ", "--max-length", "32", "--max-prompt-length", "20"]
+SMALL = ["--batch-size", "4", "--validation-samples", "4", "--validate-every", "4", "--save-every", "2"]
+SMALL += ["--evaluation-samples", "4", "--learning-rate", "0.01", "-o", "out"]
+KEYS = "artifact recipe steps loss_first loss_last metric_name metric_before metric_after seconds peak_memory_bytes"
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "experts", "look", "away"]
+
+
+@pytest.fixture(name="place")
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A mixture `model`, a dense `student`, text and pairs."""
+    make_workplace(tmp_path)
+    save_reference("llama", tmp_path / "student", seed=1, vocab_size=VOCABULARY)
+    add_tokenizer(tmp_path / "student")
+    chosen = random.Random(0)
+    rows = [
+        {"instruction": " ".join(chosen.choices(WORDS, k=3)), "output": " ".join(chosen.choices(WORDS, k=3))}
+        for _ in range(300)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(cli.main, ["distill", *arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    values: dict[str, Any] = json.loads(result.stdout)
+    return values
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.main, ["distill", *arguments], catch_exceptions=False)
+    assert result.exit_code == 1, result.output
+    return result.output
+
+
+def test_the_command_knows_every_recipe() -> None:
+    assert set(cli.RECIPES) == {*RECIPES, *CLASSIFIER_RECIPES}
+    assert METRICS == cli.METRICS and tuple(DIVERGENCES) == cli.DIVERGENCES
+
+
+@pytest.mark.parametrize("data", [TEXT, PAIRS], ids=["text", "pairs"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
+    teacher = [] if recipe == "sft" else ["--teacher", "model"]
+    figures = run(
+        *teacher, "--student", "student", "--recipe", recipe, *data, *SMALL, "--steps", "8", "--router-learning-rate", "0.01"
+    )
+    assert set(KEYS.split()) <= set(figures)
+    assert (figures["recipe"], figures["steps"], figures["metric_name"]) == (recipe, 8, "perplexity")
+    if recipe == "sft":
+        assert figures["metric_after"] < 0.8 * figures["metric_before"]
+    assert all(figures[f"response_perplexity_{when}"] == figures[f"metric_{when}"] for when in ("before", "after"))
+    assert ("generation" in figures["time_share"]) == RECIPES[recipe].student_writes
+    assert sum(figures["time_share"].values()) == pytest.approx(1.0, abs=0.01)
+    assert (figures["perplexity_after"] is None) == (data is PAIRS)
+    moved, unselected = (figures[f"{name}_per_layer"] for name in ("router_divergence", "teacher_unselected_share"))
+    assert (moved is not None and min(moved) > 0) == RECIPES[recipe].trains_router
+    assert (unselected is None) == (recipe == "sft") and (recipe == "sft" or 0 < min(unselected) < max(unselected) < 1)
+    if figures["plots"]:
+        assert (place / "out" / "routers.png").exists() == (recipe != "sft")
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(place / "out").config.model_type == "llama"
+    assert "recipe" in (place / "out" / "README.md").read_text() and not list(place.glob(".*"))
+
+
+def test_a_pruned_mixture_comes_back_towards_the_full_one(place: Path) -> None:
+    """All weights of the student are trained, experts and routers too; its shape, layers unlike each other, stays."""
+    prune = ["prune", "model", "--plan", "plan.json", *TEXT, "--evaluation-samples", "4", "-o", "pruned"]
+    assert CliRunner().invoke(cli.main, prune).exit_code == 0
+    figures = run("--teacher", "model", "--student", "pruned", *TEXT, *SMALL, "--steps", "30", "--learning-rate", "0.001")
+    assert figures["divergence_last"] < 0.5 * figures["divergence_first"]
+    figures = run("--student", "pruned", "--recipe", "sft", *TEXT, *SMALL, "--steps", "10", "--overwrite")
+    assert figures["metric_after"] < figures["metric_before"] and figures["experts_per_layer"] == [3, 5, 2]
+    before, after = (load_file(place / name / "model.safetensors") for name in ("pruned", "out"))
+    changed = {name for name in before if bool((before[name] != after[name]).any())}
+    assert set(before) == set(after) and len(changed) > 0.8 * len(before), "an expert that no token uses stays"
+    assert {name for name in before if "expert" not in name} <= changed
+
+
+@pytest.mark.parametrize("recipe", ["kd", "ka", "sar"])
+def test_interrupted_and_resumed_it_ends_in_the_same_weights(
+    place: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two steps on the same responses, too: states are saved where a turn ends."""
+    command = ["--teacher", "model", "--student", "student", "--recipe", recipe, *PAIRS, *SMALL, "--steps", "10"]
+    run(*command)
+    expected = (place / "out" / "model.safetensors").read_bytes()
+    (place / "out").rename(place / "whole")
+    update, steps = compress.training.training.Trainer.update, []
+
+    def interrupted(self: Any, step: int) -> None:
+        if self.options.validate_every and step == 7:
+            raise KeyboardInterrupt
+        update(self, step)
+
+    monkeypatch.setattr(compress.training.training.Trainer, "update", interrupted)
+    stopped = CliRunner().invoke(cli.main, ["distill", *command])
+    assert stopped.exit_code == 130, stopped.output
+    assert (place / ".out.work" / "distill.safetensors").exists()
+    monkeypatch.setattr(
+        compress.training.training.Trainer, "update", lambda self, step: (steps.append(step), update(self, step))
+    )
+    run(*command, "--resume")
+    assert steps[0] == 6, "it went on, and did not begin again"
+    assert (place / "out" / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_ends_in_the_same_weights(place: Path) -> None:
+    command = ["--teacher", "model", "--student", "student", "--recipe", "sar", *PAIRS, *SMALL]
+    command += ["--steps", "40", "--threads", "1"]
+    run(*command)
+    expected = (place / "out" / "model.safetensors").read_bytes()
+    (place / "out").rename(place / "whole")
+    kill_while_it_trains(place, ["distill", *command])
+    resumed = run(*command, "--resume")
+    assert (place / "out" / "model.safetensors").read_bytes() == expected and resumed["steps"] == 40
+    assert not list(place.glob(".*")), "nothing temporary is left"
+
+
+def test_another_divergence_than_the_recipes(place: Path) -> None:
+    command = ["--teacher", "model", "--student", "student", *PAIRS, *SMALL, "--steps", "2", "--overwrite"]
+    plain, named, other = (
+        run(*command, *more) for more in ([], ["--divergence", "forward-kl"], ["--divergence", "jensen-shannon"])
+    )
+    assert plain["divergence_first"] == named["divergence_first"] and named["divergence"] == "forward-kl"
+    assert 0 < other["divergence_first"] < 0.6931 and other["divergence"] == "jensen-shannon"
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_with_twice_the_batch(place: Path) -> None:
+    """A mixture as student, in pieces: each process leaves other experts idle. On the data's responses, for those of a
+    student are drawn by each process on its own."""
+    save_reference("mixtral", place / "mixture", seed=2, vocab_size=VOCABULARY)
+    add_tokenizer(place / "mixture")
+    command = ["distill", "--teacher", "model", "--student", "mixture", *PAIRS, *SMALL, "--steps", "6"]
+    command += ["--dtype", "float32", "--micro-batch-size", "2"]
+    done = two_processes("-m", "cli", *command, "--batch-size", "2", "--shard", "--json", cwd=place)
+    assert done.returncode == 0, done.stderr
+    (place / "out").rename(place / "together")
+    alone, together = run(*command[1:]), json.loads(done.stdout)
+    for name in ("loss_first", "loss_last", "metric_after"):
+        assert together[name] == pytest.approx(alone[name], rel=1e-5)
+    one, other = (load_file(place / name / "model.safetensors") for name in ("together", "out"))
+    assert all(torch.allclose(one[name], tensor, atol=1e-4) for name, tensor in other.items())
+    assert done.stdout.count("artifact") == 1
+
+
+def test_bad_input_is_refused_before_any_work(place: Path) -> None:
+    before = listing(place)
+    both = ["--teacher", "model", "--student", "student"]
+    add_tokenizer_of_other_words(place / "other")
+    save_reference("llama", place / "other", vocab_size=VOCABULARY)
+    assert "different tokenizers" in refused("--teacher", "other", "--student", "student", *TEXT, *SMALL)
+    assert "has no experts" in refused("--teacher", "student", "--student", "student", "--recipe", "sar", *TEXT, *SMALL)
+    save_reference("llama", place / "other", vocab_size=VOCABULARY, num_hidden_layers=2)
+    add_tokenizer(place / "other")
+    layers = refused("--teacher", "model", "--student", "other", "--recipe", "layer-mse", *TEXT, *SMALL)
+    assert "has 3 layers" in layers and "2 of" in layers
+    assert "leave out --divergence" in refused(*both, "--recipe", "layer-mse", "--divergence", "forward-kl", *TEXT, *SMALL)
+    assert "give --teacher" in refused("--student", "student", *TEXT, *SMALL)
+    (place / "empty.jsonl").write_text(json.dumps({"instruction": "look", "output": " "}))
+    assert "line 1: has no response" in refused(*both, *PAIRS, *SMALL, "--data", "empty.jsonl")
+    long = refused(*both, *PAIRS[:-1], "2", *SMALL)
+    assert "have prompts longer than 2 tokens" in long
+    (place / "empty.jsonl").write_text(json.dumps({"instruction": "", "output": "look"}))
+    assert "line 1: has no prompt" in refused(*both, *PAIRS, *SMALL, "--data", "empty.jsonl")
+    assert "start them with torchrun" in refused(*both, *PAIRS, *SMALL, "--shard")
+    assert "evaluation-samples" in refused(*both, *PAIRS, *SMALL, "--evaluation-samples", "-1")
+    assert "--prompt-template" in refused(*both, *TEXT, *SMALL, "--prompt-template", "{prompt}")
+    assert "no {prompt}" in refused(*both, *PAIRS, *SMALL, "--prompt-template", "say it")
+    assert "max-prompt-length" in refused(*both, *PAIRS, *SMALL, "--max-length", "4096")
+    assert "ka-probability" in refused(*both, *PAIRS, *SMALL, "--recipe", "ka", "--ka-probability", "2")
+    for name in ("other", "empty.jsonl"):
+        assert (place / name).exists()
+    assert {
+        name: own for name, own in listing(place).items() if name.split("/")[0] not in ("other", "empty.jsonl")
+    } == before
+
+
+def add_tokenizer_of_other_words(path: Path) -> None:
+    """The same number of tokens, two of them the other way round."""
+    add_tokenizer(path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = [word for word in vocabulary if len(word) == 1][:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def test_prompts_that_are_too_long_are_counted(place: Path) -> None:
+    rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    rows[:40] = [row | {"instruction": row["instruction"] + " over" * 40} for row in rows[:40]]
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    limits = ["--max-length", "100", "--max-prompt-length", "60"]
+    figures = run("--student", "student", "--recipe", "sft", *PAIRS, *SMALL, *limits, "--steps", "2")
+    assert figures["prompts_left_out"] == 40
+
+
+def test_pruning_with_distillation_trains_all_weights_and_keeps_the_plan(place: Path) -> None:
+    """It equals pruning, and then distilling the result from the full model with the same options."""
+    prune = ["prune", "model", "--plan", "plan.json", *TEXT, "--evaluation-samples", "4", "--json"]
+    invoked = CliRunner().invoke(cli.main, [*prune, "--distill", "--distill-steps", "12", "-o", "both"])
+    assert invoked.exit_code == 0, invoked.output
+    figures = json.loads(invoked.stdout)
+    part = figures["training"]["distill"]
+    assert part["steps"] == 12 and part["divergence_last"] < part["divergence_first"]
+    assert figures["experts_per_layer"] == [3, 5, 2] and figures["method"] == "plan"
+    assert "`distill`: 12 steps" in (place / "both" / "README.md").read_text()
+    assert CliRunner().invoke(cli.main, [*prune, "-o", "pruned"]).exit_code == 0
+    after = ["--batch-size", "16", "--validation-samples", "64", "--steps", "12", "--evaluation-samples", "4"]
+    run("--teacher", "model", "--student", "pruned", *TEXT, *after, "-o", "apart")
+    together, apart = (load_file(place / name / "model.safetensors") for name in ("both", "apart"))
+    assert all(torch.allclose(together[name], tensor, atol=1e-6) for name, tensor in apart.items())
+
+
+def test_rouge_l_of_what_a_model_writes(place: Path) -> None:
+    """The package's figure of the texts, for each seed; a model that learnt the responses by heart is near 1."""
+    rows = [{"source": f"{word}{number}", "target": word} for word in WORDS for number in range(12)]
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["evaluate", "student", "--metric", "rouge-l", *PAIRS, "--seeds", "2", "--json"]
+    before = json.loads(CliRunner().invoke(cli.main, command, catch_exceptions=False).stdout)
+    assert len(before["values"]) == 2 and before["value"] == pytest.approx(sum(before["values"]) / 2)
+    learnt = [*SMALL, "--steps", "60", "--batch-size", "16", "--select-by", "rouge-l", "--validate-every", "30"]
+    figures = run("--student", "student", "--recipe", "sft", *PAIRS, *learnt)
+    assert figures["metric_name"] == "rouge-l" and figures["metric_after"] > max(0.5, figures["metric_before"])
+    after = CliRunner().invoke(cli.main, [*command[:1], "out", *command[2:], "--temperature", "0"], catch_exceptions=False)
+    assert json.loads(after.stdout)["value"] > max(0.5, before["value"])
+    assert "give --data FILE.jsonl with both" in refused(
+        "--student", "student", "--recipe", "sft", *TEXT, *learnt, "-o", "other"
+    )
+
+
+def test_rouge_l_by_hand() -> None:
+    """The longest common subsequence of "the cat sat" and "the cat on the mat" is "the cat": P = 2/5, R = 2/3, F = 1/2."""
+    assert scorer().score("the cat sat", "the cat on the mat")["rougeL"].fmeasure == pytest.approx(0.5)

@@ -1,0 +1,195 @@
+"""A whole step of decoding in one compiled call: the same bits as layer by layer, and where it may not be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
+from torch import Tensor
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.decode_step import DecodeStep
+from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.model import Decoder, routed_by
+from engine.decoder.routing import Selection, Skipping
+from engine.kernels.linear import decoding
+from engine.kernels.quantized_weight import QuantizedWeight, quantise
+
+pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
+TOKENS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(1))
+NOT_WHOLE = {"llama_moe", "ernie4_5", "deepseek_v2", "deepseek_v3", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"}
+"""Families with something that only the layers know."""
+NOT_WHOLE |= {"phimoe", "glm4_moe", "minimax"}
+SERVED = [family for family in (*FAMILIES, *FURTHER_FAMILIES) if family not in NOT_WHOLE]
+
+
+def layer_by_layer(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "_step", lambda *given: None)
+
+
+def served(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each step was taken whole."""
+    taken: list[bool] = []
+    own = decoder._step
+
+    def step(*given: Any) -> Tensor | None:
+        made = own(*given)
+        taken.append(made is not None)
+        return made
+
+    monkeypatch.setattr(decoder, "_step", step)
+    return taken
+
+
+def decoded(decoder: Decoder, tokens_BL: Tensor, at_once: int = 1) -> Tensor:
+    """Logits of what follows 4 tokens, read so many at a time."""
+    cache = KeyValueCache(decoder.config, len(tokens_BL), tokens_BL.shape[1], torch.bfloat16)
+    with torch.inference_mode():
+        decoder.last_logits(tokens_BL[:, :4], None, cache)
+        with decoding():
+            return torch.cat([decoder.step_logits(part, cache) for part in tokens_BL[:, 4:].split(at_once, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {}) for family in SERVED),
+        ("mixtral", {"sliding_window": 4}),
+        ("granitemoe", {"residual_multiplier": 0.3}),
+    ],
+)
+def test_a_step_gives_the_bits_of_the_layers(
+    family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_reference(family, tmp_path, **changes)
+    checkpoint = Checkpoint(tmp_path)
+    whole, layers = (Decoder(checkpoint.config, checkpoint.source(torch.bfloat16)) for _ in range(2))
+    layer_by_layer(layers, monkeypatch)
+    taken = served(whole, monkeypatch)
+    for tokens_BL, at_once in ((TOKENS, 1), (TOKENS[:1], 1), (TOKENS[:1], 3)):
+        assert torch.equal(decoded(whole, tokens_BL, at_once), decoded(layers, tokens_BL, at_once))
+    assert taken and all(taken)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_few_bits(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import engine.kernels.compiled
+
+    if not engine.kernels.compiled.MULTIPLIES_INTEGERS:
+        pytest.skip("needs a processor with VNNI")
+    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save_reference("mixtral", tmp_path, **wide)
+    checkpoint = Checkpoint(tmp_path)
+    plain = checkpoint.source(torch.bfloat16)
+
+    def weights(name: str) -> Any:
+        is_matrix = plain(name).dim() == 2 and "gate.weight" not in name and "embed" not in name
+        return quantise(plain(name), bits, 32, torch.bfloat16) if is_matrix else plain(name)
+
+    whole, layers = (Decoder(checkpoint.config, weights) for _ in range(2))
+    assert isinstance(whole.head, QuantizedWeight)
+    layer_by_layer(layers, monkeypatch)
+    taken = served(whole, monkeypatch)
+    clear = TOKENS[:2]  # in the third sequence two experts tie on some processors, and either choice is right
+    assert torch.equal(decoded(whole, clear), decoded(layers, clear))
+    assert taken and all(taken)
+
+
+@pytest.mark.parametrize("threshold", [0.7, torch.tensor([0.0, 0.9, 2.0])])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_skipping_and_what_observers_see(
+    threshold: float | Tensor, normalise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_reference("mixtral", tmp_path, num_experts_per_tok=3)
+    checkpoint = Checkpoint(tmp_path)
+    told: list[list[tuple[Tensor, Tensor, Selection]]] = []
+    made = []
+    for is_whole in (True, False):
+        decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+        if not is_whole:
+            layer_by_layer(decoder, monkeypatch)
+        torch.manual_seed(0)
+        experts = len(decoder.moe_blocks[0].experts)
+        gammas = [(torch.rand(2), torch.rand(experts, experts) * 2) for _ in decoder.moe_blocks]
+        rules = [
+            Skipping(block.routing, gamma1, gamma2, threshold, normalise, keep=1 + layer % 2)
+            for layer, (block, (gamma1, gamma2)) in enumerate(zip(decoder.moe_blocks, gammas, strict=True))
+        ]
+        seen: list[tuple[Tensor, Tensor, Selection]] = []
+        told.append(seen)
+        for block in decoder.moe_blocks:
+            block.observer = observer(seen)
+        with routed_by(decoder, rules):
+            taken = served(decoder, monkeypatch) if is_whole else [True]
+            tokens = TOKENS if isinstance(threshold, Tensor) else TOKENS[:2]
+            cache = KeyValueCache(checkpoint.config, len(tokens), 8, torch.bfloat16)
+            with torch.inference_mode(), decoding():
+                made.append(torch.stack([decoder.last_logits(tokens[:, i : i + 1], None, cache) for i in range(6)]))
+        assert taken and all(taken)
+    skipped = sum(int((selection.experts < 0).sum()) for _, _, selection in told[0])
+    assert torch.equal(*made) and skipped > 0
+    for (x, logits, whole), (same_x, same_logits, each) in zip(*told, strict=True):
+        assert torch.equal(x, same_x) and torch.equal(logits, same_logits)
+        for one, other in zip(by_expert(whole), by_expert(each), strict=True):
+            assert one == pytest.approx(other, rel=1e-6)
+
+
+def by_expert(selection: Selection) -> list[dict[int, float]]:
+    """Of each token; experts of equal logits may come in any order."""
+    rows = zip(selection.experts.tolist(), selection.weights.tolist(), strict=True)
+    return [dict(zip(experts, weights, strict=True)) for experts, weights in rows]
+
+
+def observer(seen: list[tuple[Tensor, Tensor, Selection]]) -> Callable[[Tensor, Tensor, Selection], None]:
+    return lambda x_TD, logits_TN, selection: seen.append((x_TD.clone(), logits_TN.clone(), selection))
+
+
+def test_what_the_kernels_do_not_know_goes_through_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_reference("mixtral", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+    expected = decoded(decoder, TOKENS)
+    taken = served(decoder, monkeypatch)
+    watched: list[int] = []
+    decoder.moe_blocks[1].expert_observer = lambda index, output, weight: watched.append(index)
+    decoded(decoder, TOKENS)
+    assert watched and not any(taken)
+    decoder.moe_blocks[1].expert_observer = None
+    taken.clear()
+
+    class Reversed:
+        def __init__(self, base: Any) -> None:
+            self.base = base
+
+        def __call__(self, logits_TN: Tensor) -> Selection:
+            chosen: Selection = self.base(-logits_TN)
+            return chosen
+
+    with routed_by(decoder, [Reversed(block.routing) for block in decoder.moe_blocks]):
+        assert not torch.equal(decoded(decoder, TOKENS), expected)
+    assert not any(taken)
+    taken.clear()
+    assert torch.equal(decoded(decoder, TOKENS), expected) and all(taken)  # its own rule again
+    for cache_dtype in (torch.float16, torch.int8):
+        cache = KeyValueCache(checkpoint.config, 1, 4, cache_dtype)
+        with torch.inference_mode(), decoding():
+            decoder.last_logits(TOKENS[:1, :1], None, cache)
+    assert taken[-2:] == [False, False]
+
+
+def test_moved_weights_are_read_where_they_are(tmp_path: Path) -> None:
+    save_reference("mixtral", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    decoder, other = (Decoder(checkpoint.config, checkpoint.source(torch.bfloat16)) for _ in range(2))
+    before = decoded(decoder, TOKENS)
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.clone().mul_(0.5)
+    halved = decoded(decoder, TOKENS)
+    for parameter in other.parameters():
+        parameter.data = parameter.data.clone().mul_(0.5)
+    assert torch.equal(halved, decoded(other, TOKENS)) and not torch.equal(halved, before)
+    assert isinstance(decoder._step, DecodeStep)

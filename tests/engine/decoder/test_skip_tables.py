@@ -1,0 +1,138 @@
+"""Skip tables on disk, and the routings made from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_reference
+from safetensors.torch import save_file
+
+from engine.architectures import DecoderConfig
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.model import own_routing
+from engine.decoder.routing import NO_EXPERT, Routing, TopK
+from engine.decoder.skip_tables import FILE_NAME, SkipTables, load_skip_tables, skipping_routings
+from engine.errors import CheckpointError, OptionError, OutputError
+
+
+def tables_of_ones(config: DecoderConfig) -> SkipTables:
+    layers = [layer.moe for layer in config.layers if layer.moe is not None]
+    return SkipTables(
+        tuple(torch.ones(moe.experts_per_token - 1) for moe in layers),
+        tuple(torch.ones(moe.experts, moe.experts) for moe in layers),
+    )
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    save_reference("mixtral", tmp_path)
+    return Checkpoint(tmp_path)
+
+
+def test_saved_tables_load_as_they_were(checkpoint: Checkpoint) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tables = SkipTables(
+        tuple(torch.rand(1, generator=generator) for _ in range(3)),
+        tuple(torch.rand(6, 6, generator=generator) for _ in range(3)),
+    )
+    assert load_skip_tables(checkpoint.directory, checkpoint.config) is None
+    tables.save(checkpoint.directory / FILE_NAME)
+    loaded = load_skip_tables(checkpoint.directory, checkpoint.config)
+    assert loaded is not None
+    for layer in range(3):
+        assert torch.equal(loaded.gamma1_J[layer], tables.gamma1_J[layer])
+        assert torch.equal(loaded.gamma2_NN[layer], tables.gamma2_NN[layer])
+
+
+def routings_of(config: DecoderConfig, tables: SkipTables | None, threshold: float, **options: Any) -> list[Routing]:
+    own = [own_routing(layer.moe) for layer in config.layers if layer.moe is not None]
+    return skipping_routings(config, tables, threshold, own=own, **options)
+
+
+def test_a_layer_with_one_expert_left_has_empty_ranks(tmp_path: Path) -> None:
+    save_reference("mixtral", tmp_path, num_local_experts=1, num_experts_per_tok=1)
+    config = Checkpoint(tmp_path).config
+    tables_of_ones(config).save(tmp_path / FILE_NAME)
+    tables = SkipTables.load(tmp_path / FILE_NAME, config)
+    assert [tuple(gamma1.shape) for gamma1 in tables.gamma1_J] == [(0,)] * 3
+    experts, _ = routings_of(config, tables, 1.0)[0](torch.zeros(2, 1))
+    assert experts.tolist() == [[0], [0]]
+
+
+def test_the_place_must_be_writable(checkpoint: Checkpoint) -> None:
+    with pytest.raises(OutputError, match="skip tables"):
+        tables_of_ones(checkpoint.config).save(checkpoint.directory / "nowhere" / FILE_NAME)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_layers.1.gamma1": torch.ones(2)}, r"moe_layers.1.gamma1 is torch.float32 \[2\]"),
+        ({"moe_layers.2.gamma2": torch.ones(5, 5)}, r"moe_layers.2.gamma2 is torch.float32 \[5, 5\]"),
+        ({"moe_layers.0.gamma1": torch.ones(1, dtype=torch.float64)}, "float64"),
+        ({"moe_layers.0.gamma2": torch.full((6, 6), torch.nan)}, "NaN"),
+        ({"moe_layers.3.gamma1": torch.ones(1)}, "moe_layers.3.gamma1 is not expected"),
+        ({"moe_layers.1.gamma2": None}, "moe_layers.1.gamma2 is missing"),
+    ],
+)
+def test_tables_of_another_model_are_refused(
+    checkpoint: Checkpoint, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    tensors: dict[str, torch.Tensor | None] = {}
+    for layer in range(3):
+        tensors |= {f"moe_layers.{layer}.gamma1": torch.ones(1), f"moe_layers.{layer}.gamma2": torch.ones(6, 6)}
+    tensors |= change
+    path = checkpoint.directory / FILE_NAME
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    with pytest.raises(CheckpointError, match=message):
+        SkipTables.load(path, checkpoint.config)
+
+
+def test_a_damaged_file_is_refused(checkpoint: Checkpoint) -> None:
+    path = checkpoint.directory / FILE_NAME
+    tables_of_ones(checkpoint.config).save(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match=FILE_NAME):
+        SkipTables.load(path, checkpoint.config)
+
+
+def test_threshold_zero_gives_the_own_rules(checkpoint: Checkpoint) -> None:
+    for tables in (None, tables_of_ones(checkpoint.config)):
+        routings = routings_of(checkpoint.config, tables, 0.0)
+        assert routings == [TopK(2, True)] * 3
+
+
+def test_an_expert_is_skipped_below_the_threshold(checkpoint: Checkpoint) -> None:
+    # Two experts with weights 3/4 and 1/4: their ratio 1/3 is skipped from threshold 1/3 on.
+    logits = torch.tensor([3.0, 1.0, 0.0, 0.0, 0.0, 0.0]).log().clamp_min(-30)[None]
+    tables = tables_of_ones(checkpoint.config)
+    experts, weights = routings_of(checkpoint.config, tables, 0.3)[0](logits)
+    assert experts.tolist() == [[0, 1]]
+    assert torch.allclose(weights, torch.tensor([[0.75, 0.25]]))
+    experts, weights = routings_of(checkpoint.config, tables, 0.4)[0](logits)
+    assert experts.tolist() == [[0, NO_EXPERT]]
+    assert weights.tolist() == [[1.0, 0.0]]
+    experts, _ = routings_of(checkpoint.config, tables, 0.4, minimum_experts=2)[0](logits)
+    assert experts.tolist() == [[0, 1]]
+
+
+def test_bad_options_are_refused(checkpoint: Checkpoint) -> None:
+    config, tables = checkpoint.config, tables_of_ones(checkpoint.config)
+    for threshold in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(OptionError, match="skip threshold"):
+            routings_of(config, tables, threshold)
+    with pytest.raises(OptionError, match="skip minimum"):
+        routings_of(config, tables, 1.0, minimum_experts=0)
+    with pytest.raises(OptionError, match="compress prune"):
+        routings_of(config, None, 1.0)
+
+
+def test_a_dense_model_has_nothing_to_skip(tmp_path: Path) -> None:
+    save_reference("mistral", tmp_path)
+    config = Checkpoint(tmp_path).config
+    assert routings_of(config, None, 0.0) == []
+    with pytest.raises(OptionError, match="dense"):
+        routings_of(config, None, 1.0)

@@ -1,0 +1,105 @@
+"""A prompt that is read in pieces gives the logits of one that is read whole, in memory that does not grow with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_reference
+
+import engine.generation.generate
+from engine.decoder.kv_cache import KeyValueCache
+from engine.generation.generate import Engine
+from engine.generation.report import SkipCounter
+
+LONGROPE = {
+    "head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+DYNAMIC = {
+    "head_dim": 8,
+    "max_position_embeddings": 16,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 1e-3)])
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sliding_window": 6}, LONGROPE, DYNAMIC], ids=["plain", "window", "longrope", "dynamic"]
+)
+def test_pieces_equal_the_whole(
+    changes: dict[str, Any], padding: int, dtype: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_reference("mixtral", tmp_path, **changes)
+    opened = Engine.open(tmp_path, dtype=dtype)
+    tokens = torch.randint(3, 96, (2, 33), generator=torch.Generator().manual_seed(4))
+    real = torch.ones(2, 36, dtype=torch.bool)
+    real[1, :padding] = False
+
+    def run(chunk: int) -> torch.Tensor:
+        """Logits [4, B, V] after the prompt and after each of three more tokens."""
+        monkeypatch.setattr(engine.generation.generate, "PREFILL_CHUNK", chunk)
+        cache = KeyValueCache(opened.checkpoint.config, 2, 36, opened.dtype)
+        logits = [opened.prefill(tokens, real if padding else None, cache)]
+        for step in range(3):
+            seen = real[:, : cache.length + 1] if padding else None
+            logits.append(opened.step(torch.tensor([5 + step, 9]), seen, cache))
+        return torch.stack(logits).float()
+
+    whole, pieces = run(1000), run(7)
+    assert (pieces - whole).abs().max() <= tolerance * (1 if dtype == "float32" else whole.abs().max())
+    assert (whole[0] - whole[1]).abs().max() > 0.1
+
+
+def test_padding_in_pieces_is_not_counted_as_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_reference("mixtral", tmp_path)
+    opened = Engine.open(tmp_path)
+    counter = opened.skip_counter = SkipCounter(opened.decoder.moe_blocks)
+    counter.attach()
+    real = torch.ones(2, 20, dtype=torch.bool)
+    real[1, :9] = False
+    monkeypatch.setattr(engine.generation.generate, "PREFILL_CHUNK", 6)
+    opened.prefill(torch.full((2, 20), 7), real, KeyValueCache(opened.checkpoint.config, 2, 20, torch.float32))
+    assert counter.filled_per_layer == [2 * (20 + 11)] * 3  # two experts of each real token
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from engine.generation.generate import Engine
+from engine.decoder.kv_cache import KeyValueCache
+from engine.passes.memory_budget import resident_memory_bytes
+from engine.generation.report import peak_memory_bytes
+
+engine, length = Engine.open(sys.argv[1], dtype="bfloat16", threads=1), int(sys.argv[2])
+cache = KeyValueCache(engine.checkpoint.config, 1, length, engine.dtype)
+before = resident_memory_bytes()
+Path("/proc/self/clear_refs").write_text("5")
+engine.prefill(torch.arange(length)[None] % 90, None, cache)
+print(peak_memory_bytes() - before - cache.bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not let a peak begin anew")
+def test_memory_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
+    """Read whole, two vectors of an expert's hidden units, 4,096 more · 8,192 · 2 bytes each, would take 134 MB more."""
+    sizes = {"hidden_size": 64, "intermediate_size": 8192, "max_position_embeddings": 8192}
+    save_reference("mixtral", tmp_path, num_local_experts=2, num_hidden_layers=2, **sizes)
+    extra = {}
+    for length in (4096, 8192):
+        command = [sys.executable, "-c", MEASURE, tmp_path, str(length)]
+        extra[length] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert extra[8192] - extra[4096] < 64 << 20, extra

@@ -1,0 +1,180 @@
+"""The compiled kernels of decoding against the torch path and the textbook, every family, in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
+from torch import Tensor
+
+import engine.kernels.linear
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.attention import rms_norm, rotate
+from engine.decoder.block_pool import BlockTable
+from engine.decoder.kv_cache import KeyValueCache, position_bytes
+from engine.decoder.model import Decoder
+from engine.decoder.paged_cache import PagedBatch, PagedCache
+from engine.kernels.linear import as_bfloat16, decoding, has_half_arithmetic, reading
+
+EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
+kernels: Any = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in EVERY_FAMILY),
+    ("llama4_text", {"floor_scale": 2}),
+    ("mixtral", {"sliding_window": 4}),
+    ("olmoe", {"clip_qkv": 0.5}),
+]
+TOKENS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(1))
+
+
+def decoded(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
+    """Logits of a prefill of 5 and of 7 single steps."""
+    cache = KeyValueCache(config, 1, TOKENS.shape[1], dtype)
+    with torch.inference_mode():
+        logits = [decoder.last_logits(TOKENS[:, :5], None, cache)]
+        with decoding():
+            logits += [decoder.last_logits(TOKENS[:, i : i + 1], None, cache) for i in range(5, TOKENS.shape[1])]
+    return torch.cat(logits)
+
+
+def read(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
+    """Logits of a prompt, in which rounding turns no choice of experts over early."""
+    prompt = torch.randint(3, 96, (1, 70), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode(), reading():
+        return decoder(prompt, None, KeyValueCache(config, 1, prompt.shape[1], dtype))[0]
+
+
+@pytest.mark.parametrize("logits", [decoded, read])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    CASES,
+)
+def test_every_family_decodes_as_well_as_through_torch(
+    family: str, changes: dict[str, Any], logits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are roundings of the float64 logits; the compiled path rounds less often, so it may not be the worse one."""
+    save_reference(family, tmp_path, **changes)
+    checkpoint = Checkpoint(tmp_path)
+
+    def source(dtype: torch.dtype) -> Any:
+        plain = checkpoint.source(torch.bfloat16)
+        return lambda name: plain(name).to(dtype)
+
+    exact = logits(Decoder(checkpoint.config, source(torch.float64)), checkpoint.config, torch.float64)
+    compiled = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
+    monkeypatch.setattr(engine.kernels.linear, "_load_kernels", lambda: None)
+    torch_path = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
+    is_compiled = logits is decoded or has_half_arithmetic()  # prompts go through torch where bfloat16 is emulated
+    assert compiled.dtype == torch.bfloat16 and torch.equal(compiled, torch_path) != is_compiled
+    errors, torch_errors = ((made - exact).norm(dim=-1) for made in (compiled, torch_path))
+    if logits is read:  # among so many tokens one or two have experts that are chosen or not by how a sum is rounded
+        assert errors.median() < 1.25 * torch_errors.median()
+    else:
+        assert errors.norm() < 1.25 * torch_errors.norm()
+
+
+def test_norm_equals_torch_to_the_bit() -> None:
+    torch.manual_seed(0)
+    for size in (1, 7, 160):
+        x, weight = torch.randn(3, size).bfloat16(), torch.randn(size).bfloat16()
+        several = rms_norm(x, weight, 1e-5)
+        with decoding():
+            alone = torch.cat([rms_norm(row[None], weight, 1e-5) for row in x])
+            together = rms_norm(x, weight, 1e-5)
+        assert torch.equal(several, alone) and torch.equal(several, together)
+
+
+@pytest.mark.parametrize("window", [None, 3, -4])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("past", [[0], [6], [3, 0, 11, 4]])
+def test_attention_equals_the_textbook(past: list[int], window: int | None, threads: int) -> None:
+    """Sequences whose blocks of 4 positions lie anywhere, in a cache of 12 blocks."""
+    torch.manual_seed(0)
+    heads, groups, size, count = 6, 3, 8, len(past)
+    kernels.use_threads(threads)
+    projected = torch.randn(count, (heads + 2 * groups) * size).bfloat16()  # side by side, as `linears` gives them
+    query, key, value = (p.view(count, -1, size) for p in projected.split([heads * size, groups * size, groups * size], 1))
+    angles = torch.randn(count, size // 2).repeat(1, 2)
+    cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
+    sinks = torch.randn(heads)
+    keys, values = (torch.randn(groups, 48, size).bfloat16() for _ in range(2))
+    before = keys.clone(), values.clone()
+    blocks = torch.randperm(12)[: 3 * count].view(count, 3)
+    mixed = kernels.attend(
+        [tensor.data_ptr() for tensor in (query, key, value, cosine, sine)],
+        [tensor.stride(0) for tensor in (query, key, value)],
+        [keys.data_ptr(), values.data_ptr()],
+        (count, heads, groups, size),
+        keys.stride(0),
+        (blocks.numpy(), np.array(past), 4),
+        window,
+        size**-0.5,
+        sinks.numpy(),
+    )
+    mixed, written = as_bfloat16(mixed), []
+    for row, position in enumerate(past):
+        wide = [tensor[row].double() for tensor in (query, key, cosine, sine)]
+        turned_query, turned_key = (rotate(x, wide[2], wide[3]) for x in wide[:2])
+        slots = [int(blocks[row, place // 4]) * 4 + place % 4 for place in range(position + 1)]
+        written.append(slots[-1])
+        assert torch.allclose(keys[:, slots[-1]].double(), turned_key, rtol=2**-8, atol=1e-6)
+        assert torch.equal(values[:, slots[-1]], value[row])
+        seen = slots if window is None else slots[-window:] if window > 0 else slots[position // -window * -window :]
+        for head in range(heads):
+            group = head // (heads // groups)
+            scores = keys[group, seen].double() @ turned_query[head] / size**0.5
+            weights = torch.cat([scores, sinks[head, None].double()]).softmax(0)
+            expected = weights[:-1] @ values[group, seen].double()
+            assert torch.allclose(mixed[row, head].double(), expected, rtol=2**-7, atol=1e-3)
+    others = [slot for slot in range(48) if slot not in written]
+    assert torch.equal(keys[:, others], before[0][:, others]) and torch.equal(values[:, others], before[1][:, others])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    CASES,
+)
+def test_a_sequence_gets_the_same_bits_beside_others(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """And the same in blocks as in one piece of memory."""
+    save_reference(family, tmp_path, **changes)
+    checkpoint = Checkpoint(tmp_path)
+    config = checkpoint.config
+    decoder = Decoder(config, checkpoint.source(torch.bfloat16))
+    cache = PagedCache(config, position_bytes(config, torch.bfloat16) * 96, torch.bfloat16, block_size=4)
+    tables, lengths = [BlockTable() for _ in range(5)], [5, 11, 1, 3, 8]
+    prompts = torch.randint(3, 96, (5, 24), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        alone = [KeyValueCache(config, 1, 24, torch.bfloat16) for _ in tables]
+        for table, length, prompt, own in zip(tables, lengths, prompts, alone, strict=True):
+            cache.pool.extend(table, length)
+            together = decoder.last_logits(prompt[None, :length], None, PagedBatch(cache, [table], length, [length]))
+            assert torch.equal(together, decoder.last_logits(prompt[None, :length], None, own))
+            cache.pool.fill(table, prompt.tolist(), length)
+        for step in range(8):
+            for table in tables:
+                cache.pool.extend(table, table.length + 1)
+            last = torch.stack([prompt[length + step] for prompt, length in zip(prompts, lengths, strict=True)])
+            with decoding():
+                together = decoder.last_logits(last[:, None], None, PagedBatch(cache, tables, 1, lengths))
+                for row, own in enumerate(alone):
+                    assert torch.equal(together[row], decoder.last_logits(last[row, None, None], None, own)[0])
+            for table, prompt in zip(tables, prompts.tolist(), strict=True):
+                cache.pool.fill(table, prompt, table.length + 1)
+
+
+def test_a_batch_that_moves_in_step_gets_the_same_bits_as_each_alone(tmp_path: Path) -> None:
+    save_reference("mixtral", tmp_path, sliding_window=6)
+    checkpoint = Checkpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
+    prompts = torch.randint(3, 96, (3, 10), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode(), decoding():
+
+        def steps(tokens_BL: Tensor) -> Tensor:
+            cache = KeyValueCache(checkpoint.config, len(tokens_BL), 10, torch.bfloat16)
+            return torch.stack([decoder.last_logits(column[:, None], None, cache) for column in tokens_BL.T], dim=1)
+
+        assert torch.equal(steps(prompts), torch.cat([steps(prompt[None]) for prompt in prompts]))

@@ -1,0 +1,186 @@
+"""Exported graphs give our engine's logits: every family, every kind of result, every way of reading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from conftest import EVERY_MOE_FAMILY, FAMILIES, NOT_DENSE, enough, save_reference
+from onnx_for_tests import differences, exported
+from test_parity import ROPES, VARIANTS
+
+from compress.plans.apply import apply
+from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, pruning_plan
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.kv_cache import KeyValueCache
+from engine.decoder.model import own_routings
+from engine.decoder.routing import NO_EXPERT, Routing, SigmoidTopK
+from engine.decoder.skip_tables import SkipTables, skipping_routings
+
+EXPERTS = 6
+TOP_K = {"llama_moe": "num_selects"}
+LONGROPE = ROPES["longrope"] | {
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * index for index in range(8)],
+    "long_factor": [2.0 + index for index in range(8)],
+}
+GROUPED = {"hidden_size": 64}
+"""Heads of 16 dimensions, which the attention operator of onnxruntime takes; conftest's models have 8."""
+
+
+def results(family: str) -> dict[str, Plan | None]:
+    """What can be made of a model of the family, by name; None is the model itself."""
+    if family not in EVERY_MOE_FAMILY:
+        return {"full": None}
+    shared = [(SHARED_EXPERT, 0.5)] if family == "qwen2_moe" else []
+    plans: dict[str, Plan | None] = {
+        "full": None,
+        "pruned": pruning_plan({layer: [1, 2, 4, 5] for layer in range(3)}),
+        # One expert; fewer than the two experts of a token are none; all of them.
+        "pruned non-uniform": pruning_plan(enough(family, {0: [3], 1: [0, 2, 5], 2: [*range(EXPERTS)]})),
+    }
+    if family not in NOT_DENSE:
+        plans["densified"] = concatenation_plan({layer: [(1, 0.75), (4, 0.5), *shared] for layer in range(3)})
+    return plans
+
+
+CELLS = [(family, result) for family in FAMILIES for result in results(family)]
+
+
+def made(family: str, result: str, path: Path, **changes: Any) -> Checkpoint:
+    """A tiny model of the family, and what `results` makes of it."""
+    save_reference(family, path / "full", **changes)
+    plan = results(family)[result]
+    if plan is None:
+        return Checkpoint(path / "full")
+    (path / "made").mkdir()
+    apply(plan, Checkpoint(path / "full"), path / "made")
+    return Checkpoint(path / "made")
+
+
+def operators(directory: Path, name: str = "model.onnx") -> dict[str, set[str]]:
+    """The operators of a graph by domain, those of its branches among them."""
+    found: dict[str, set[str]] = {}
+    graphs = [onnx.load(directory / name, load_external_data=False).graph]
+    for graph in graphs:
+        for node in graph.node:
+            found.setdefault(node.domain, set()).add(node.op_type)
+            graphs += [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    return found
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+@pytest.mark.parametrize(("family", "result"), CELLS, ids=[f"{f}-{r}".replace(" ", "-") for f, r in CELLS])
+def test_logits_equal_the_engine(family: str, result: str, portable: bool, tmp_path: Path, onnx_parity: Any) -> None:
+    checkpoint = made(family, result, tmp_path, **GROUPED)
+    found = exported(checkpoint, tmp_path / "onnx", portable=portable)
+    for what, difference in differences(checkpoint, found).items():
+        onnx_parity(family, f"{result}, {'portable' if portable else 'moe'}", what, difference)
+    onnx.checker.check_model(tmp_path / "onnx" / "model.onnx")
+    used = operators(tmp_path / "onnx")
+    assert set(used) == ({""} if portable else {"", "com.microsoft"})
+    if not portable:
+        mixtures = {"MoE"} if any(count > 1 for count in checkpoint.config.experts_per_layer) else set()
+        assert used["com.microsoft"] == {"GroupQueryAttention"} | mixtures
+
+
+CONFIGS = [
+    (family, variant, changes)
+    for family, variant, changes in VARIANTS
+    if variant not in ("plain", "rope dynamic, long") and changes.get("head_dim") != 8
+] + [
+    ("mixtral", "rope longrope", {"head_dim": 16, "rope_parameters": LONGROPE}),
+    ("mixtral", "rope llama3", {"head_dim": 16, "rope_parameters": ROPES["llama3"] | {"rope_theta": 10000.0}}),
+    ("mixtral", "top-3 of 2", {"num_experts_per_tok": 3}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "changes"), CONFIGS, ids=[f"{f}-{v}".replace(" ", "-") for f, v, _ in CONFIGS]
+)
+def test_what_configs_ask_for_is_in_the_graph(
+    family: str, variant: str, changes: dict[str, Any], tmp_path: Path, onnx_parity: Any
+) -> None:
+    """Rotary scalings, windows, biases, clipping, tied embeddings, dense layers, head dimensions: in both forms."""
+    save_reference(family, tmp_path / "full", **GROUPED | changes)
+    checkpoint = Checkpoint(tmp_path / "full")
+    if variant == "top-3 of 2":
+        (tmp_path / "made").mkdir()
+        apply(pruning_plan({0: [3, 4], 1: [0, 2, 5], 2: range(EXPERTS)}), checkpoint, tmp_path / "made")
+        checkpoint = Checkpoint(tmp_path / "made")
+    for form in ("moe", "portable"):
+        found = exported(checkpoint, tmp_path / form, portable=form == "portable")
+        for what, difference in differences(checkpoint, found).items():
+            onnx_parity(family, f"{variant}, {form}", what, difference)
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "llama_moe"])
+def test_skipping_in_the_graph_equals_the_engine_with_skipping(
+    family: str, keep: int, portable: bool, tmp_path: Path, onnx_parity: Any
+) -> None:
+    """Of top-3 and of what pruning left, one expert included: renormalised, not renormalised, and scaled."""
+    checkpoint = made(family, "pruned non-uniform", tmp_path, **GROUPED | {TOP_K.get(family, "num_experts_per_tok"): 3})
+    layers = [layer.moe for layer in checkpoint.config.layers if layer.moe is not None]
+    generator = torch.Generator().manual_seed(0)
+    tables = SkipTables(
+        tuple(torch.rand(moe.experts_per_token - 1, generator=generator) for moe in layers),
+        tuple(0.5 + torch.rand(moe.experts, moe.experts, generator=generator) for moe in layers),
+    )
+    own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
+    routings = skipping_routings(checkpoint.config, tables, 2.0, keep, own=own)
+    shares = [skipped_share(routing, moe.experts) for routing, moe in zip(routings, layers, strict=True)]
+    assert shares[0] == 0.0 and all(0.05 < share < 0.7 for share in shares[1:]), "the tables skip some and not all"
+    found = exported(checkpoint, tmp_path / "onnx", routings, portable=portable)
+    for what, difference in differences(checkpoint, found, routings).items():
+        onnx_parity(family, f"skipping, keep {keep}, {'portable' if portable else 'moe'}", what, difference)
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_text_can_be_read_in_pieces(batch: int, portable: bool, tmp_path: Path) -> None:
+    checkpoint = made("mixtral", "full", tmp_path, **GROUPED, sliding_window=7)
+    found = exported(checkpoint, tmp_path / "onnx", portable=portable)
+    tokens_BL = torch.randint(3, 96, (batch, 20), generator=torch.Generator().manual_seed(3))
+    cache = KeyValueCache(checkpoint.config, batch, 24, torch.float32)  # and it need not be full
+    pieces = [found(piece, None, cache) for piece in tokens_BL.split(6, dim=1)]
+    assert torch.allclose(torch.cat(pieces, 1), found(tokens_BL), atol=1e-5)
+    assert torch.allclose(found.last_logits(tokens_BL), pieces[-1][:, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+def test_a_sigmoid_router_with_a_correction_bias(portable: bool, tmp_path: Path, onnx_parity: Any) -> None:
+    """Beside a shared expert, in layers of different counts; the bias chooses other experts than the scores alone."""
+    checkpoint = made("qwen2_moe", "pruned non-uniform", tmp_path, **GROUPED)
+    generator = torch.Generator().manual_seed(0)
+    counts = checkpoint.config.experts_per_layer
+    routings = [SigmoidTopK(min(2, count), True, torch.randn(count, generator=generator), 2.5) for count in counts]
+    found = exported(checkpoint, tmp_path / "onnx", routings, portable=portable)
+    for what, difference in differences(checkpoint, found, routings).items():
+        onnx_parity("qwen2_moe", f"sigmoid, {'portable' if portable else 'moe'}", what, difference)
+
+
+def skipped_share(routing: Routing, experts: int) -> float:
+    """Share of slots that a rule leaves empty on random logits."""
+    return float((routing(torch.randn(500, experts)).experts == NO_EXPERT).float().mean())
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+def test_experts_that_no_token_chose_are_not_computed(portable: bool, tmp_path: Path) -> None:
+    """Their weights are NaN, which would be in every logit."""
+    reference = save_reference("mixtral", tmp_path / "model", **GROUPED)
+    tokens_BL = torch.tensor([[5, 17, 40]])
+    routers = reference(tokens_BL, output_router_logits=True).router_logits
+    with torch.no_grad():
+        for layer, logits_TN in zip(reference.model.layers, routers, strict=True):
+            idle = sorted(set(range(EXPERTS)) - set(logits_TN.topk(2).indices.flatten().tolist()))
+            assert idle
+            layer.mlp.experts.down_proj[idle] = torch.nan
+    reference.save_pretrained(tmp_path / "nan")
+    found = exported(Checkpoint(tmp_path / "nan"), tmp_path / "onnx", portable=portable)
+    assert bool(found(tokens_BL).isfinite().all())
+    assert not bool(found(torch.arange(3, 90)[None]).isfinite().all()), "and other tokens do choose them"

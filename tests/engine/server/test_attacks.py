@@ -1,0 +1,157 @@
+"""Model directories that were made to harm whoever opens them: every door refuses them in one line, or is not harmed.
+
+Each file of tests/attacks/directories is one attack: `plant(directory)` damages a copy of a good artifact (or of an
+exported one, with OF = "export"), and may damage `plan.json`, `statistics`, `work` and `text.txt` beside it. Then doors are
+run (see doors_for_tests.py): those that REFUSED_BY names must refuse with one line that has SAYS in it, and all others must
+refuse or give the result that they give without the attack (any result, with RESULT_MAY_DIFFER = True). None may end by a
+signal, hang, show a traceback, change anything outside its output, or leave a file that is named `pwned`.
+
+Here an attack is tried on the doors of REFUSED_BY and DOORS, or on a few that differ in how they read a directory where
+these name none. Those that are named, or all; with --all on every door, which takes minutes:
+
+    python tests/engine/server/test_attacks.py [--all] [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from attacks_for_tests import ATTACKS, attack_files, load_attack
+from doors_for_tests import DOORS, NEEDS_A_NETWORK, OF_EXPORTS, make_place, run_door
+
+from engine.checkpoint.artifact import FILE_NAME
+from engine.files.json_file import load_json, write_json
+from engine.files.sha256 import file_sha256
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = [path.stem for path in attack_files("directories")]
+FEW = ("inspect --checksums", "generate", "bench --backend transformers", "prune", "export")
+"""Doors that differ in how they read a directory: checksums, the engine, transformers, what copies files, another writer."""
+FEW_OF_EXPORTS = ("inspect --checksums", "generate")
+
+
+def whole_attack(name: str) -> Any:
+    """The module of an attack, with what it leaves out."""
+    attack = load_attack(ATTACKS / "directories" / f"{name}.py")
+    for constant, value in (("OF", "artifact"), ("DOORS", ()), ("RESULT_MAY_DIFFER", False), ("SIGNED", False)):
+        if not hasattr(attack, constant):
+            setattr(attack, constant, value)
+    return attack
+
+
+def possible_doors(attack: Any) -> tuple[str, ...]:
+    """Doors that take a directory of this kind."""
+    return tuple(DOORS) if attack.OF == "artifact" else OF_EXPORTS
+
+
+def refusing_doors(attack: Any) -> tuple[str, ...]:
+    """Doors that must refuse."""
+    return possible_doors(attack) if attack.REFUSED_BY in ("every", ("every",)) else tuple(attack.REFUSED_BY)
+
+
+def chosen_doors(attack: Any) -> tuple[str, ...]:
+    """Doors that the tests try."""
+    named = () if attack.REFUSED_BY in ("every", ("every",)) else tuple(attack.REFUSED_BY)
+    few = FEW if attack.OF == "artifact" else FEW_OF_EXPORTS
+    return tuple(dict.fromkeys((*named, *attack.DOORS))) or few
+
+
+def sign(directory: Path) -> None:
+    """Rewrite compression.json so that it lists what is there, as an attacker can who knows the format."""
+    values = load_json(directory / FILE_NAME, "provenance")
+    values["files"] = {
+        path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted(directory.iterdir())
+        if path.is_file() and path.name != FILE_NAME
+    }
+    write_json(directory / FILE_NAME, values)
+
+
+class Range:
+    """Where attacks are tried: a good place, and what its doors give."""
+
+    def __init__(self, folder: Path) -> None:
+        self._good, self._folder = folder / "good", folder
+        make_place(self._good)
+        self._results: dict[tuple[str, str], Any] = {}
+
+    def result(self, door: str, of: str) -> Any:
+        """What a door gives without an attack."""
+        if (door, of) not in self._results:
+            outcome = run_door(door, DOORS[door], self._good, self._good / of)
+            assert outcome.kind == "done", outcome
+            self._results[door, of] = outcome.result
+        return self._results[door, of]
+
+    def open_all_doors(self) -> None:
+        """AssertionError for a door that does not take what is good."""
+        for of, doors in (("artifact", DOORS), ("export", OF_EXPORTS)):
+            for door in doors:
+                if door not in NEEDS_A_NETWORK:
+                    self.result(door, of)
+
+    def problems(self, name: str, doors: Sequence[str] = ()) -> Iterator[str]:
+        """What went wrong at doors (by default those of the tests) with an attack."""
+        attack = whole_attack(name)
+        doors, refusing, possible = doors or chosen_doors(attack), refusing_doors(attack), possible_doors(attack)
+        place = self._folder / "attacked"
+        shutil.copytree(self._good, place, symlinks=True)
+        attack.plant(place / attack.OF)
+        if attack.SIGNED:
+            sign(place / attack.OF)
+        for door in doors:
+            assert door in DOORS, f"{name} names a door {door!r}; there are {', '.join(DOORS)}"
+            if door not in possible or (door in NEEDS_A_NETWORK and door not in refusing):
+                continue
+            outcome = run_door(door, DOORS[door], place, place / attack.OF)
+            if outcome.kind not in ("refused", "done"):
+                yield str(outcome)
+            elif door in refusing and (outcome.kind == "done" or attack.SAYS not in outcome.stderr):
+                yield f"{outcome} (it must be refused, and {attack.SAYS!r} be said)"
+            elif outcome.kind == "done" and outcome.result != self.result(door, attack.OF) and not attack.RESULT_MAY_DIFFER:
+                yield f"{outcome} (another result than {self.result(door, attack.OF)})"
+        shutil.rmtree(place)
+
+
+def test_directory_attacks() -> None:
+    """All of them, from a process of its own: doors are forked, and a process that runs tests has threads."""
+    result = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-5000:]
+    assert result.stdout.count(": harmless\n") == len(NAMES)
+
+
+def main() -> int:
+    """Attacks by name, or all of them, on their own doors or on all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--all", action="store_true", help="every door, and not only those that may differ")
+    options = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tried = Range(Path(folder))
+        tried.open_all_doors()
+        for name in options.names or NAMES:
+            problems = list(tried.problems(name, tuple(DOORS) if options.all else ()))
+            print(f"{name}: {'; '.join(problems) or 'harmless'}", flush=True)
+            failed += bool(problems)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Every body of tests/attacks/requests: answered as it says, by a server whose other client goes on reading its stream."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from attacks_for_tests import attack_files, load_attack
+from conftest import save_reference
+from scripted_loop import ScriptedLoop
+from server_for_tests import reading_for, served
+from tokenizers_for_tests import VOCABULARY, add_tokenizer
+
+from engine.generation.generate import Engine
+from engine.server.server import Service, State
+
+ATTACKS = attack_files("requests")
+HUNG_SECONDS = 30
+"""For any answer, and between two tokens of the other client: on a busy machine far more than either takes."""
+
+
+class Watching:
+    """A client that reads a stream for as long as the server writes it, and notes when tokens come."""
+
+    def __init__(self, url: str) -> None:
+        self.times: list[float] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(url,))
+        self._thread.start()
+
+    def _read(self, url: str) -> None:
+        body = {"prompt": "ab", "max_tokens": 100, "stream": True}
+        while not self._end.is_set():
+            with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=HUNG_SECONDS) as answer:
+                assert answer.status_code == 200
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        self.times.append(time.monotonic())
+
+    def longest_gap(self) -> float:
+        self._end.set()
+        self._thread.join()
+        return max(later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = tmp_path_factory.mktemp("model")
+    save_reference("mixtral", path, vocab_size=VOCABULARY)
+    add_tokenizer(path)
+    engine = Engine.open(path, device="cpu")
+    loop: Any = ScriptedLoop(
+        tuple(engine.encode("answer" * 20)), lambda token: str(engine.tokenizer.decode([token])), seconds=0.005
+    )
+    with reading_for(engine) as reading:
+        service = Service(engine, loop, model_name="tiny", reading=reading)
+        with served(State(phase="ready", loaded=service)) as address:
+            yield address
+
+
+def test_there_are_attacks() -> None:
+    assert len(ATTACKS) >= 20
+
+
+@pytest.mark.parametrize("path", ATTACKS, ids=lambda path: path.stem)
+def test_the_attack_is_answered_and_nobody_waits(path: Path, url: str) -> None:
+    own: Any = load_attack(path)
+    watching = Watching(url)
+    try:
+        headers = {"content-type": "application/json"}
+        answer = httpx2.post(url + own.PATH, content=own.body(), headers=headers, timeout=HUNG_SECONDS)
+    finally:
+        gap = watching.longest_gap()
+    allowed = own.STATUS if isinstance(own.STATUS, tuple) else (own.STATUS,)
+    assert answer.status_code in allowed, answer.text[:500]
+    assert own.SAYS in answer.text and len(answer.text) < 2_000
+    assert answer.status_code == 200 or set(json.loads(answer.text)) == {"error"}
+    assert gap < HUNG_SECONDS

@@ -1,0 +1,163 @@
+"""Everything that reads text to choose experts; test_processes.py runs it under torchrun, and in one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import compress.methods.diep
+import compress.methods.gate_gradients
+import engine.passes.layerwise
+import engine.passes.memory_budget
+from calibrate.collect import collect
+from calibrate.statistics import LayerStatistics
+from compress.methods.diep import RELAXATIONS, DiepOptions, search
+from compress.methods.gate_gradients import fisher_scores, taylor_scores
+from compress.methods.naee import naee
+from compress.run.perplexity import perplexity, routed_counts
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.model import Decoder
+from engine.files.safetensors_writer import write_tensors
+from engine.passes import processes
+from engine.passes.activations import Shelf
+from engine.passes.layerwise import LayerwiseDecoder
+
+TOKENS = torch.randint(3, 96, (7, 12), generator=torch.Generator().manual_seed(1))
+TWO_SEQUENCES = 24
+LAYERWISE = DiepOptions("gated", epochs=1, batch_size=3, start="zero")
+
+
+def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything as tensors and as JSON; of one sequence too, which leaves a process without any."""
+    checkpoint = Checkpoint(model)
+    tensors = {
+        f"{field.name}.{layer}.{len(text)}": getattr(own, field.name)
+        for text in (TOKENS, TOKENS[:1])
+        for layer, own in collect(checkpoint, text, dtype=torch.float32).layers.items()
+        for field in fields(LayerStatistics)
+    }
+    decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
+    scored = {"fisher": fisher_scores(decoder, TOKENS, 3), "taylor": taylor_scores(decoder, TOKENS)}
+    for relaxation in RELAXATIONS:
+        options = DiepOptions(relaxation, epochs=3, batch_size=3)  # the last step of an epoch is of one sequence
+        scored[relaxation] = search(decoder, TOKENS, options, state_path=place / f"{relaxation}.safetensors")
+    # Five sequences are three batches: one process has one more than the other, in each step too.
+    pieces = processes.load_decoder(checkpoint, torch.float32, "cpu", processes.count() > 1)
+    scored["sharded fisher"] = fisher_scores(pieces, TOKENS[:5], 3)
+    scored["sharded taylor of one sequence"] = taylor_scores(pieces, TOKENS[:1])  # one process has nothing to do
+    scored["sharded gated of one sequence"] = search(pieces, TOKENS[:1], DiepOptions("gated", epochs=2, batch_size=1))
+    for relaxation in RELAXATIONS:
+        scored[f"sharded {relaxation}"] = search(pieces, TOKENS[:5], DiepOptions(relaxation, epochs=4, batch_size=5))
+    layerwise = LayerwiseDecoder(checkpoint, torch.float32)
+    scored["layerwise fisher"] = fisher_scores(layerwise, TOKENS, 3)
+    scored["layerwise"] = search(layerwise, TOKENS, LAYERWISE)
+    tensors |= {f"{name}.{layer}": score for name, own in scored.items() for layer, score in own.items()}
+    counts: dict[int, list[int]] = {}
+    value = perplexity(checkpoint, TOKENS[:1], dtype=torch.float32, visit=routed_counts(counts))
+    kept = dict.fromkeys(checkpoint.config.moe_layers, 3)
+    cases = [(TOKENS, 0), (TOKENS, 100), (TOKENS[:1], 100)]
+    subsets = [naee(checkpoint, text, kept, dtype=torch.float32, limit=limit) for text, limit in cases]
+    return tensors, json.loads(json.dumps({"perplexity": value, "routed": counts, "subsets": subsets}))
+
+
+class Interrupted(Exception):
+    """In place of a signal, at a place that is known."""
+
+
+def interrupted(items: Sequence[Any]) -> Iterator[Any]:
+    """After the first."""
+    yield items[0]
+    raise Interrupted
+
+
+def resumed(place: Path) -> dict[str, dict[int, Tensor]]:
+    """What is left of passes that were interrupted, gone on with; the processes have more to do than one batch each."""
+    checkpoint, options = Checkpoint(place / "model"), DiepOptions("gated", epochs=3, batch_size=3)
+    decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
+    compress.methods.gate_gradients.SAVE_EVERY_SECONDS = 0.0
+    pieces = processes.load_decoder(checkpoint, torch.float32, "cpu", shard=True)
+    state = place / "sharded-again.safetensors"  # of one process that is done, and one that is not
+    passes: dict[str, Callable[..., dict[int, Tensor]]] = {
+        "sharded fisher": partial(fisher_scores, pieces, TOKENS[:5], 3, state_path=state),
+        "fisher": partial(fisher_scores, decoder, TOKENS, 3, state_path=place / "fisher-again.safetensors"),
+        "gated": partial(search, decoder, TOKENS, options, state_path=place / "gated-again.safetensors"),
+    }
+    for name in ("sharded fisher", "fisher"):
+        with suppress(Interrupted):
+            passes[name](progress=interrupted)
+    with suppress(Interrupted):
+        passes["gated"](progress=interrupted)
+    return {name: passes[name]() for name in ("sharded fisher", "fisher")} | {"gated": passes["gated"](resume=True)}
+
+
+def calibrated_again(place: Path) -> dict[str, Tensor]:
+    """As `calibrated` has it, after an interruption between the ends that two processes come to of the second layer."""
+    checkpoint, finish = Checkpoint(place / "model"), Shelf.finish
+
+    def interrupted_at_its_end(self: Shelf, name: str) -> None:
+        if name == "layer-2" and processes.rank():
+            raise Interrupted
+        finish(self, name)
+        if name == "layer-2":
+            raise Interrupted
+
+    Shelf.finish = interrupted_at_its_end  # type: ignore[method-assign]
+    with suppress(Interrupted):
+        collect(checkpoint, TOKENS, dtype=torch.float32, directory=place / "calibration")
+    Shelf.finish = finish  # type: ignore[method-assign]
+    (own,) = (place / "calibration").glob(f"process-{processes.rank()}-*")
+    assert sorted(path.name for path in own.glob("layer-?")) == ["layer-1", "layer-2"][: 2 - processes.rank()]
+    layers = collect(checkpoint, TOKENS, dtype=torch.float32, directory=place / "calibration").layers
+    return {
+        f"{field.name}.{layer}.{len(TOKENS)}": getattr(own, field.name)
+        for layer, own in layers.items()
+        for field in fields(LayerStatistics)
+    }
+
+
+def searched_again(place: Path) -> dict[int, Tensor]:
+    """A search layer by layer, gone on with after each process was interrupted in another layer of the first step."""
+    decoder, path = LayerwiseDecoder(Checkpoint(place / "model"), torch.float32), place / "layerwise.safetensors"
+    one_layer, left = engine.passes.layerwise.one_layer, iter(range(2 + 2 * processes.rank()))
+
+    def interrupted_later(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise Interrupted
+        return one_layer(*arguments)
+
+    engine.passes.layerwise.one_layer = interrupted_later
+    with suppress(Interrupted):
+        search(decoder, TOKENS, LAYERWISE, state_path=path)
+    engine.passes.layerwise.one_layer = one_layer
+    (kept,) = (place / "layerwise" / "step-0").glob(f"process-{processes.rank()}-*")
+    assert (kept / "gradient-2").exists() == bool(processes.rank()), "forward through 2 of 3 layers, or backward through one"
+    return search(decoder, TOKENS, LAYERWISE, state_path=path, resume=True)
+
+
+def main(place: Path) -> None:
+    """Leave what this process has in a directory of its own."""
+    engine.passes.memory_budget.TOKENS_PER_BATCH = TWO_SEQUENCES
+    processes.join("cpu")
+    own = place / f"process-{processes.rank()}"
+    own.mkdir()
+    tensors, values = calibrated(place / "model", place)
+    write_tensors(own / "tensors.safetensors", tensors, {}, "tensors")
+    (own / "values.json").write_text(json.dumps(values))
+    for name, scores in resumed(place).items():
+        assert all(torch.equal(score, tensors[f"{name}.{layer}"]) for layer, score in scores.items()), name
+    assert all(torch.equal(score, tensors[f"layerwise.{layer}"]) for layer, score in searched_again(place).items())
+    assert all(torch.equal(statistic, tensors[name]) for name, statistic in calibrated_again(place).items())
+    processes.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,26 @@
+"""`compress serve` with something that never ends: `python tests/support/hanging_server.py engine|loop ARGUMENTS…`.
+
+engine: no step of the engine comes back. loop: no request gets out of the event loop.
+"""
+
+import sys
+import time
+
+import cli
+from engine.batching.scheduler import Scheduler
+from engine.server.connection import Gate
+
+
+def hang(*arguments):
+    print("hanging", file=sys.stderr, flush=True)
+    while True:
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    which = sys.argv.pop(1)
+    if which == "engine":
+        Scheduler.step = hang
+    else:
+        Gate._check = hang
+    cli.main()

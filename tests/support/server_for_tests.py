@@ -1,0 +1,90 @@
+"""A server in a thread of this process, and one in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine.generation.generate import Engine
+from engine.server.connection_limits import Connections
+from engine.server.reading_pool import ReadingPool
+from engine.server.requests import reading_settings
+from engine.server.serve import Server, bind
+from engine.server.server import State
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def served(state: State, connections: Connections | None = None, app: Any = None) -> Iterator[str]:
+    """The URL of the application, or of another, on a real socket, with the limits of `compress serve` or given ones."""
+    listening = bind("127.0.0.1", 0)
+    server = Server(state, connections)
+    server.config.timeout_graceful_shutdown = 1
+    server.config.app = app or server.config.app
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+@contextmanager
+def reading_for(engine: Engine) -> Iterator[ReadingPool]:
+    """What reads bodies for a server of the model "tiny": for several tests, since its processes take a second to start."""
+    settings = reading_settings(engine, model_name="tiny", max_model_length=128, max_queue=256, skip_threshold=0.0)
+    made = ReadingPool(settings.to_json)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def process(
+    model: str | Path,
+    *options: str,
+    wait: bool = True,
+    program: Sequence[str] = ("-m", "cli"),
+    open_files: int | None = None,
+    log: Any = subprocess.PIPE,
+    **environment: str,
+) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """`compress serve` on a free port, with its first line of JSON; None where it is not waited for."""
+    command = [sys.executable, *program, "serve", str(model), "--port", "0", "--json", "--threads", "1", *options]
+    if open_files is not None:
+        command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
+    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(command, env=os.environ | paths | environment, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert started.stdout is not None
+    try:
+        line = started.stdout.readline() if wait else ""
+        assert line or not wait, started.communicate()[1]
+        yield started, json.loads(line) if wait else None
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def wait_for(condition: Any, seconds: float = 20) -> None:
+    """Until it holds; fails where it never does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

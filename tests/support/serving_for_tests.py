@@ -1,0 +1,70 @@
+"""A scheduler driven step by step, without its thread, and what its requests were told."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from engine.batching.request import Request, Update
+from engine.batching.request_state import RequestState, Surroundings
+from engine.batching.scheduler import Scheduler
+from engine.generation.generate import Engine
+from engine.generation.text_stream import plain_text
+
+
+class Served:
+    """A request and every update on it."""
+
+    def __init__(self, scheduler: Scheduler, engine: Engine, request: Request, number: int = 1) -> None:
+        self.updates: list[Update] = []
+        surroundings = Surroundings(engine.end_tokens, partial(plain_text, engine.tokenizer), engine.device)
+        scheduler.check(request)
+        self.state = RequestState(number, request, self.updates.append, surroundings)
+        scheduler.add(self.state)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for update in self.updates for token in update.tokens)
+
+    @property
+    def text(self) -> str:
+        return "".join(update.text for update in self.updates)
+
+    @property
+    def finish_reason(self) -> str:
+        assert all(not update.finish_reason for update in self.updates[:-1]), "told more after the end"
+        return self.updates[-1].finish_reason if self.updates else ""
+
+
+def scheduler_for(engine: Engine, **options: Any) -> Scheduler:
+    defaults = {
+        "kv_cache_bytes": 1 << 20,
+        "max_batch_size": 8,
+        "max_model_length": None,
+        "prefill_chunk": 16,
+        "block_size": 4,
+    }
+    return Scheduler(engine, **defaults | options)
+
+
+def run_to_end(scheduler: Scheduler) -> None:
+    for _ in range(5000):
+        if not scheduler.running and not scheduler.waiting:
+            return
+        scheduler.step()
+    raise AssertionError("it does not come to an end")
+
+
+def serve(engine: Engine, *requests: Request, **options: Any) -> list[Served]:
+    """All at once, to their ends."""
+    scheduler = scheduler_for(engine, **options)
+    served = [Served(scheduler, engine, request, number) for number, request in enumerate(requests)]
+    run_to_end(scheduler)
+    assert_all_free(scheduler)
+    return served
+
+
+def assert_all_free(scheduler: Scheduler) -> None:
+    pool = scheduler.runner.pool
+    assert pool.unused == pool.count and not any(pool._users)
+    assert scheduler.used_share == 0
