@@ -40,8 +40,9 @@ from compress.dense.encoder_decoder import (
 from compress.dense.encoder_decoder_training import PairLoss, measure, train
 from compress.training.layer_distillation import LossWeights
 from compress.training.training import Batch, Trainer, TrainingOptions
-from engine.architectures import ENCODER_DECODERS, ROUTER_OF_BLOCK, as_dense_encoder_decoder
 from engine.checkpoint.tokenizer import load_tokenizer_of
+from engine.families.encoder_decoders import ENCODER_DECODERS, ROUTER_OF_BLOCK
+from engine.families.results import as_dense_encoder_decoder
 from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 FAMILY = next(row for row in ENCODER_DECODERS.values() if row.dense_sibling)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from engine.architectures import decoder_config, expected_tensors
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY
+from engine.families.resolve import decoder_config
+from engine.families.tensor_shapes import expected_tensors
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 

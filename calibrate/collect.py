@@ -18,11 +18,11 @@ from torch import Tensor
 
 from calibrate.similarity import alignment, linear_grams, pairwise, rbf_grams
 from calibrate.statistics import LayerStatistics, Statistics, load_layer
-from engine.architectures import DecoderConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
 from engine.decoder.routing import NO_EXPERT, Selection, probabilities
+from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes

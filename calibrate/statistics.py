@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.errors import DataError
+from engine.families.config import DecoderConfig
 from engine.files.json_file import shown
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state

@@ -25,10 +25,11 @@ from compress.run.job import JobOptions, Made, Prepared, check_weights, open_mix
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
-from engine.architectures import ARCHITECTURES, Architecture
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
+from engine.families.architecture import Architecture
+from engine.families.table import ARCHITECTURES
 from engine.passes import processes
 from engine.progress import Progress, no_progress
 
@@ -201,7 +202,7 @@ def _figures(
         "family": row.dense_sibling or row.model_type,
         "family_note": _family_note(row),
         "block_error_per_layer": [errors[layer].whole for layer in layers],
-        "shared_gate_error_per_layer": [errors[layer].shared_gate for layer in layers] if row.shared_gate else None,
+        "shared_gate_error_per_layer": [errors[layer].shared_gate for layer in layers] if row.has_shared_gate else None,
         "top_expert_share_per_layer": [float(usage_shares(statistics.layers[layer]).max()) for layer in layers],
         "effective_experts_per_layer": [effective_experts(statistics.layers[layer]) for layer in layers],
     }
@@ -213,7 +214,7 @@ def _family_note(row: Architecture) -> str:
             f"{row.model_type} has no dense sibling: the result is a {row.model_type} with one expert in each layer, which "
             "every token uses with weight 1"
         )
-    if ARCHITECTURES[row.dense_sibling].experts_keys:
+    if ARCHITECTURES[row.dense_sibling].has_experts:
         return f"a {row.dense_sibling} whose layers are all dense"
     return f"an ordinary {row.dense_sibling}"
 

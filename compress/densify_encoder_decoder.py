@@ -37,11 +37,11 @@ from compress.run.claims import claims_output
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
-from engine.architectures import as_dense_encoder_decoder
 from engine.checkpoint.artifact import whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import resolve
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import CheckpointError, OptionError
+from engine.families.results import as_dense_encoder_decoder
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import ShardWriter
 from engine.generation.report import peak_memory_bytes

@@ -35,10 +35,10 @@ from compress.run.job import JobOptions, Made, Prepared, check_plain, check_weig
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
-from engine.architectures import MoeConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
+from engine.families.layer_config import MoeConfig
 from engine.files.json_file import load_json
 from engine.passes import processes
 from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder

@@ -22,14 +22,16 @@ from compress.methods.diep import DiepOptions
 from compress.methods.naee import SUBSET_LIMIT, compared_subsets
 from compress.prune import DEFAULT_METHOD
 from compress.run.result import SKIP_TABLE_SEQUENCES
-from engine.architectures import DecoderConfig, decoder_config, language_model
 from engine.checkpoint.block_float8 import block_of
 from engine.checkpoint.checkpoint import DEMO, DEMO_DIRECTORY
 from engine.checkpoint.hub import is_hub_id, split
 from engine.checkpoint.mxfp4 import is_packed
 from engine.checkpoint.pack_quantized import schemes_of
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.families.config import DecoderConfig
+from engine.families.resolve import decoder_config
 from engine.families.rotary_embedding import Rotary
+from engine.families.wrappers import language_model
 from engine.files.json_file import load_json
 from engine.passes.memory_budget import TOKENS_PER_BATCH
 

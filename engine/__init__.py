@@ -1,10 +1,10 @@
-"""Loads and runs any checkpoint, artifact or export: `from engine import Engine`."""
+"""Load and run any checkpoint, artifact or export: `from engine import Engine`."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`Engine`, loaded when it is asked for: the vLLM plugin and other parts of this package do without torch."""
+    """Import `Engine` on first access: the vLLM plugin and other parts of this package do not need torch."""
     if name == "Engine":
         from engine.generation.generate import Engine
 

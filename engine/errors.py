@@ -1,54 +1,54 @@
-"""The closed set of errors that input can cause.
+"""Errors that user input can cause: a closed set of classes.
 
-Each message says what is wrong, where, and what to do, in one line: the command line prints it as it stands and exits 1.
-Anything else that escapes is a bug of ours and shows its traceback.
+Each message says in one line what is wrong, where, and what to do. The command line prints the message and exits with
+1. Any other exception is a bug in this project and shows its traceback.
 """
 
 
 class CompressError(Exception):
-    """Base of every error that input, not a bug, can cause."""
+    """Base class of every error that is caused by input and not by a bug."""
 
 
 class CheckpointError(CompressError):
-    """A checkpoint on disk is missing, damaged, or disagrees with itself."""
+    """A checkpoint on disk is missing, damaged or inconsistent."""
 
 
 class HubError(CompressError):
-    """The hub does not give a model, or does not take one."""
+    """The Hugging Face Hub does not deliver or does not accept a model."""
 
 
 class UnsupportedError(CompressError):
-    """A model asks for something that this engine does not have; it is refused, never approximated."""
+    """A model needs a feature that this engine does not have; the model is refused, never approximated."""
 
 
 class PlanError(CompressError):
-    """A plan does not fit the model it is for."""
+    """A plan does not fit its model."""
 
 
 class DataError(CompressError):
-    """Text, tokenizer or statistics cannot serve for what was asked."""
+    """Text, a tokenizer or statistics are not usable for the requested operation."""
 
 
 class OptionError(CompressError):
-    """An option's value cannot be honoured for this model."""
+    """An option's value cannot be used with this model."""
 
 
 class OutputError(CompressError):
-    """A result cannot be written where it was asked for."""
+    """A result cannot be written to the requested place."""
 
 
 class TrainingError(CompressError):
-    """Training cannot go on: its loss is no longer a number."""
+    """Training cannot continue: its loss is not a finite number."""
 
 
 class BusyError(CompressError):
-    """An engine has as many requests waiting as it takes; later it will have room again."""
+    """The engine's queue of waiting requests is full; it will have room again later."""
 
 
 class ExportError(CompressError):
-    """An exported model does not give what the engine gives."""
+    """An exported model's outputs differ from the engine's outputs."""
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust has panicked: its error is no Exception, and no module names the class."""
+    """Return whether a library written in Rust has panicked; its exception cannot be imported and is no Exception."""
     return type(error).__name__ == "PanicException"

@@ -1,4 +1,4 @@
-"""What a checkpoint or artifact is, and whether it is whole."""
+"""Description and validation of a checkpoint or artifact, for `compress inspect`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]:
-    """Everything `compress inspect --json` says. Raises CheckpointError for what is not whole.
+    """Return the content of `compress inspect --json`. Raises CheckpointError if the model is not complete and valid.
 
-    Of a decoder on the hub whose weights are not in the cache only config and headers are fetched, and no value is read.
+    For a decoder on the hub whose weights are not cached, only the config and the headers are fetched; no weight is
+    read.
     """
     if not checksums and not os.path.exists(path) and is_hub_id(path) and _is_decoder(path) and lacks_weights(path):
         return _outlined(path)
@@ -53,7 +54,7 @@ def inspect(path: str, *, checksums: bool, progress: Progress) -> dict[str, Any]
 
 
 def _is_decoder(model: str) -> bool:
-    """Whether a model on the hub is one that is described by its config and headers alone."""
+    """Return whether a model on the hub is a decoder, which its config and headers alone describe."""
     directory = describe(model)
     if is_classifier(directory) or is_encoder_decoder(directory):
         return False
@@ -62,7 +63,7 @@ def _is_decoder(model: str) -> bool:
 
 
 def _outlined(model: str) -> dict[str, Any]:
-    """The same of a decoder on the hub, of whose weights only the headers are fetched."""
+    """Describe a decoder on the hub, fetching only the headers of its weights."""
     with outline(model) as (directory, shards):
         try:
             return _decoder(Checkpoint(directory, shards)) | {"weights_read": False}
@@ -71,7 +72,7 @@ def _outlined(model: str) -> dict[str, Any]:
 
 
 def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The same of a decoder's checkpoint whose weights were looked at as far as they will be."""
+    """Describe a decoder's checkpoint, whose weights the caller has checked as far as it wants."""
     tables, scheme = load_skip_tables(checkpoint.directory, checkpoint.config), checkpoint.fewest_bits
     return {
         "kind": "checkpoint" if checkpoint.provenance is None else "artifact",
@@ -98,7 +99,7 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _exported(directory: Path, checksums: bool) -> dict[str, Any]:
-    """The same of an ONNX export; that its weights are all there is found by loading it."""
+    """Describe an ONNX export; loading it checks that its weights are complete."""
     model = ModelDirectory(directory)
     exported = open_exported(model)
     return {
@@ -119,7 +120,7 @@ def _exported(directory: Path, checksums: bool) -> dict[str, Any]:
 
 
 def _classifier(directory: Path, checksums: bool, progress: Progress) -> dict[str, Any]:
-    """The same of a classifier, exported or not; a mixture behind its head is one layer of experts, all of them active."""
+    """Describe a classifier, exported or not. A mixture behind its head counts as one layer of experts, all active."""
     if is_exported(directory):
         described = ClassifierDirectory(directory)
         OnnxClassifier(described)
@@ -150,7 +151,7 @@ def _classifier(directory: Path, checksums: bool, progress: Progress) -> dict[st
 def _encoder_decoder(
     directory: Path, checksums: bool, provenance: dict[str, Any] | None, progress: Progress
 ) -> dict[str, Any]:
-    """The same of an encoder-decoder; that its tensors are all there is found by loading it through transformers."""
+    """Describe an encoder-decoder; loading it through transformers checks that its tensors are complete."""
     checkpoint = EncoderDecoderCheckpoint(directory)
     checkpoint.check_finite(lambda names: progress(names, "reading weights"))
     checkpoint.load(checkpoint.model_dtype)
@@ -172,7 +173,10 @@ def _encoder_decoder(
 
 
 def _exported_encoder_decoder(directory: Path, checksums: bool) -> dict[str, Any]:
-    """The same of an exported one. What its graphs do not say of experts and parameters is in the figures of the export."""
+    """Describe an exported encoder-decoder.
+
+    The export's figures give the experts and parameters, which the graphs do not.
+    """
     model = EncoderDecoderDirectory(directory)
     exported = OnnxEncoderDecoder(directory, model.config)
     figures = (model.provenance or {}).get("figures")

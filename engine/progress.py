@@ -1,4 +1,4 @@
-"""Progress bars: whoever calls gives one, and a library user who gives none gets none."""
+"""Progress bars: the caller provides one; a library user who provides none gets no bar."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 def no_progress(iterable: Iterable[Any], description: str) -> Iterable[Any]:
-    """For callers who want no progress bar."""
+    """Return `iterable` unchanged: the progress bar of callers who want none."""
     return iterable
 
 
 def note(bar: Iterable[Any], text: str) -> None:
-    """Show a few words beside a progress bar, where it is one that can."""
+    """Show a short text beside a progress bar, if the bar supports this."""
     show = getattr(bar, "set_postfix_str", None)
     if show is not None:
         show(text, refresh=False)

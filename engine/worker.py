@@ -1,6 +1,7 @@
-"""A process that answers requests, from both sides. Each lives alone, so that its memory is what the system says of it.
+"""Worker processes of the benchmarks, seen from the worker and from its parent.
 
-Requests are lines of words, replies lines of JSON; a worker that waits for its turn sleeps on its standard input.
+Each worker loads one model, so that the operating system's figure for the worker's memory belongs to that model.
+Requests are lines of words, and replies are lines of JSON. A waiting worker sleeps on its standard input.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine.errors import CompressError
 
 @dataclass(frozen=True)
 class Spec:
-    """What a worker runs: one model on one backend."""
+    """Specification of a worker: one model on one backend."""
 
     model: str
     backend: str = "torch"
@@ -37,21 +38,21 @@ Own = TypeVar("Own", bound=Spec)
 
 
 def python_module(module: str) -> list[str]:
-    """The command of a child process that runs a module of this package, and (-P) none of the working directory."""
+    """Return the command that runs a module of this package in a child process, without the working directory (-P)."""
     return [sys.executable, "-P", "-m", module]
 
 
 def package_path() -> dict[str, str]:
-    """The variable by which such a child finds this package wherever it was started."""
+    """Return the environment variable by which a child process finds this package, wherever it was started."""
     own = str(Path(__file__).resolve().parents[1])
     return {"PYTHONPATH": os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))}
 
 
 class Worker(Generic[Own]):
-    """The process of one spec, from this side."""
+    """The parent's side of one worker process."""
 
     def __init__(self, spec: Own, module: str) -> None:
-        """spec: for the `main` of this module, as JSON."""
+        """spec: the specification that the `main` of `module` receives as JSON."""
         self.spec, self.module = spec, module
 
     def __enter__(self) -> Self:
@@ -72,18 +73,18 @@ class Worker(Generic[Own]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()  # it has nothing to save
+        self._process.kill()  # the worker has nothing to save
         self._process.communicate()
         self._log.close()
 
     def ask(self, request: str) -> dict[str, Any]:
-        """Send a line and wait for its reply. Raises the worker's error as this process's own."""
+        """Send a line and wait for its reply. The worker's error is raised again in this process."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, and the missing reply tells how
+            pass  # the process has ended; the missing reply leads to the reason
         return self._reply()
 
     def _reply(self) -> dict[str, Any]:
@@ -111,8 +112,8 @@ Answer = Callable[[str], dict[str, Any]]
 
 
 def serve_requests(start: Callable[[], tuple[dict[str, Any], Answer]]) -> int:
-    """A worker: loads, says what it has, and answers requests until its standard input ends."""
-    # Libraries may print; only replies reach the standard output.
+    """Run a worker: load the model, describe it in a first reply, and answer requests until standard input ends."""
+    # Libraries may print, but only replies may reach standard output.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -42,12 +42,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from calibrate.text import load_documents, token_batches
-from engine.architectures import DecoderConfig, decoder_config, expected_tensors, router_tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder, own_routing, routed_by
 from engine.decoder.routing import Masked, Selection
 from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.families.config import DecoderConfig
+from engine.families.resolve import decoder_config
+from engine.families.tensor_names import router_tensor
+from engine.families.tensor_shapes import expected_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "engine" / "demo_model"

@@ -15,9 +15,9 @@ from naive_deepseek import NaiveDeepseek
 from naive_llama_moe import NaiveLlamaMoe
 from torch import Tensor
 
-from engine.architectures import ARCHITECTURES
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.stacks import joined, stored_tensors
+from engine.families.table import ARCHITECTURES
 
 # Test files use helpers of each other, whatever folder they are in.
 sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("test_*.py")}))

@@ -18,8 +18,10 @@ import torch
 from calibrate.collect import SIMILARITY_TOKENS
 from compress.cost.devices import Device
 from compress.methods.naee import OUTPUT_BYTES, SAMPLE_TOKENS
-from engine.architectures import DecoderConfig, MoeConfig, expected_tensors, expert_shapes, layer_tensors
 from engine.decoder.lightning_attention import BLOCK
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import MoeConfig
+from engine.families.tensor_shapes import expected_tensors, expert_shapes, layer_tensors
 from engine.passes.memory_budget import KEPT_BYTES, TOKENS_PER_BATCH, sequences_per_batch
 from engine.passes.streaming import chunk_tokens
 

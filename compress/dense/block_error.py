@@ -42,7 +42,7 @@ def shared_gates(
     """Mean over tokens of the shared expert's gate σ(g·x), by decoder layer: 1 where it has none; nothing without it."""
     layers = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
     shared = [index for index, moe in layers.items() if moe is not None and moe.shared_width]
-    if not checkpoint.config.architecture.shared_gate:
+    if not checkpoint.config.architecture.has_shared_gate:
         return dict.fromkeys(shared, 1.0)
     means: dict[int, _Mean] = {}
 

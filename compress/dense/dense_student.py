@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from compress.plans.apply import dense_ffns, ffn_tensor, part_tensor, planned_config, side_by_side
 from compress.plans.plan import Part, Plan
-from engine.architectures import DOWN, DOWN_BIAS, GATE_BIAS, decoder_config, expected_tensors, expert_parts
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert
 from engine.decoder.model import Decoder, DecoderLayer
 from engine.decoder.parameters import parameters_on_disk
+from engine.families.experts import DOWN, DOWN_BIAS, GATE_BIAS
+from engine.families.resolve import decoder_config
+from engine.families.tensor_names import expert_parts
+from engine.families.tensor_shapes import expected_tensors
 
 
 class FfnSum(nn.Module):

@@ -28,15 +28,15 @@ from compress.dense.dense_plan import Chosen, first_scales
 from compress.dense.dense_student import FfnSum, folded
 from compress.methods.alignment import alignment
 from compress.plans.plan import Part, Plan, PlannedExpert, Source
-from engine.architectures import (
+from engine.errors import UnsupportedError
+from engine.families.encoder_decoders import (
     ENCODER_DECODERS,
     EXPERT_OF_BLOCK,
     FFN_PROJECTIONS,
     ROUTER_OF_BLOCK,
     EncoderDecoder,
-    as_dense_encoder_decoder,
 )
-from engine.errors import UnsupportedError
+from engine.families.results import as_dense_encoder_decoder
 from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 from engine.transformers_models.transformers_model import quiet_transformers
 

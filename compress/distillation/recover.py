@@ -24,11 +24,11 @@ from compress.plans.apply import planned_decoder
 from compress.plans.plan import Plan
 from compress.training.divergences import Predictions, forward_kl, weighted_divergence
 from compress.training.training import Batch, Trainer, TrainingOptions
-from engine.architectures import router_tensors
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
 from engine.errors import OptionError
+from engine.families.tensor_shapes import router_tensors
 from engine.passes.activations import Activations
 from engine.passes.memory_budget import sequences_per_batch
 

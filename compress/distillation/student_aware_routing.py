@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from compress.distillation.response_distillation import Responses, predictions
 from compress.training.divergences import forward_kl, weighted_divergence
 from compress.training.training import Batch, Trainer
-from engine.architectures import noise_tensors, router_tensors
 from engine.decoder.model import Decoder, gate_of
 from engine.decoder.parameters import parameters_on_disk
 from engine.decoder.routing import NO_EXPERT, AllExperts, Noisy, Routing, Selection, probabilities
+from engine.families.tensor_shapes import noise_tensors, router_tensors
 
 
 def router_parameters(teacher: Decoder) -> dict[str, nn.Parameter]:

@@ -18,13 +18,13 @@ from compress.export.genai import check_genai, tokenizer_problem, write_genai_co
 from compress.export.parity import Allowed, RoundedCheckpoint, check_parity
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
-from engine.architectures import check_onnx
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import ONNX_NAME, Checkpoint, resolve
 from engine.decoder.model import own_routings
 from engine.decoder.routing import Routing
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.errors import ExportError, OptionError, UnsupportedError
+from engine.families.results import check_onnx
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.onnx.quantize import BLOCKS, Written, block_size

@@ -13,8 +13,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from engine.architectures import expert_parts, expert_tensor
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.families.tensor_names import expert_parts, expert_tensor
 
 BLOCK = 512
 """Hidden dimensions widened to float32 at a time."""

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
 from engine.decoder.routing import NO_EXPERT, Masked, Selection
 from engine.errors import DataError
+from engine.families.config import DecoderConfig
 from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
 from engine.passes.streaming import stream_layers

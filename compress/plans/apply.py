@@ -14,23 +14,6 @@ from torch import Tensor
 
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan
 from compress.rounding.quantizer import Quantiser
-from engine.architectures import (
-    DOWN,
-    DOWN_BIAS,
-    DecoderConfig,
-    architecture_of,
-    as_dense,
-    decoder_config,
-    dense_tensor,
-    expected_tensors,
-    expert_parts,
-    expert_rows,
-    expert_tensor,
-    is_router_bias,
-    shared_tensor,
-    stacks_on_disk,
-    with_experts,
-)
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint, computed_dtype, in_parts
 from engine.checkpoint.mxfp4 import BLOCKS, METHOD, POWERS
@@ -38,6 +21,20 @@ from engine.checkpoint.pack_quantized import CONFIG_KEY, Scheme, layout_of, tens
 from engine.checkpoint.stacks import Stored, dense_names, joined, stacked_names, stored_tensors
 from engine.decoder.model import Decoder
 from engine.errors import PlanError, UnsupportedError
+from engine.families.config import DecoderConfig
+from engine.families.experts import DOWN, DOWN_BIAS
+from engine.families.resolve import architecture_of, decoder_config
+from engine.families.results import as_dense, with_experts
+from engine.families.tensor_names import (
+    block_prefix,
+    dense_tensor,
+    expert_parts,
+    expert_tensor,
+    is_router_bias,
+    shared_tensor,
+    stacks_on_disk,
+)
+from engine.families.tensor_shapes import expected_tensors, expert_rows
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
@@ -96,7 +93,7 @@ def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.directory}: a {theirs} needs {name} of shape {list(shape)}, which this {ours} does not have; "
                 "make a plan of kind 'moe' instead"
             )
-    blocks = tuple(f"{own.architecture.block.format(layer=layer)}." for layer in plan.layers)
+    blocks = tuple(f"{block_prefix(own.architecture, layer)}." for layer in plan.layers)
     for name in checkpoint.shapes:
         if name not in shapes and not name.startswith(blocks):
             raise UnsupportedError(

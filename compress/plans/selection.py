@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.architectures import MoeConfig
 from engine.errors import OptionError
+from engine.families.layer_config import MoeConfig
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.methods.diep_scores import DiepScores
 from compress.plans.plan import Plan
 from compress.report import plots
-from engine.architectures import DecoderConfig
+from engine.families.config import DecoderConfig
 from engine.files.json_file import writing
 
 Drawn = TypeVar("Drawn")

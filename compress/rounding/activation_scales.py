@@ -31,21 +31,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import (
-    DecoderConfig,
-    dense_tensor,
-    expert_tensor,
-    noise_tensors,
-    router_tensors,
-    shared_gate_tensor,
-    shared_tensor,
-)
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pack_quantized import Scheme
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.model import DecoderLayer
 from engine.decoder.parameters import attention_parameters
 from engine.decoder.routing import select
+from engine.families.config import DecoderConfig
+from engine.families.tensor_names import dense_tensor, expert_tensor, shared_gate_tensor, shared_tensor
+from engine.families.tensor_shapes import noise_tensors, router_tensors
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear
@@ -206,7 +200,7 @@ class LayerSearch:
         return [alpha, sum(self._down(*each) for each in used) / len(used)]
 
     def _norm(self, name: str) -> list[str]:
-        parts = ("weight", "bias") if self.config.architecture.layer_norm else ("weight",)
+        parts = ("weight", "bias") if self.config.layer_norm else ("weight",)
         return [f"model.layers.{self.index}.{name}.{part}" for part in parts]
 
     def _down(self, names: list[str], ffn: Expert, x_TD: Tensor) -> float:

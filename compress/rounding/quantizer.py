@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from compress.rounding.activation_scales import Rescaling
-from engine.architectures import DecoderConfig, attention_weights, expected_tensors, feed_forward_weights
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pack_quantized import BITS, CONFIG_KEY, Scheme, config_of
 from engine.errors import OptionError
+from engine.families.config import DecoderConfig
+from engine.families.tensor_shapes import attention_weights, expected_tensors, feed_forward_weights
 from engine.kernels.quantized_weight import WHOLE_ROW, QuantizedWeight, quantise
 
 GROUP_SIZE = 32

@@ -21,7 +21,6 @@ from compress.report.card import model_card
 from compress.report.pictures import Pictured, draw, kept_experts
 from compress.run.job import HeldOut, JobOptions, Made, Prepared, fingerprints, held_out
 from compress.run.work_directory import WorkDirectory
-from engine.architectures import loading_note
 from engine.checkpoint.artifact import (
     check_checksums,
     check_file_output,
@@ -33,6 +32,7 @@ from engine.checkpoint.artifact import (
 )
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.families.results import loading_note
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes

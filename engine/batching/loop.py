@@ -1,4 +1,4 @@
-"""A scheduler in a thread of its own: requests go in from any thread, updates come out in the engine's."""
+"""A scheduler in its own thread: any thread may submit requests, and listeners are called in the engine's thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.generation.text_stream import plain_text
 from engine.passes.memory_budget import resident_memory_bytes
 
 PREFILL_CHUNK = 256
-"""Prompt tokens of one step."""
+"""Number of prompt tokens read in one step."""
 RATE_SECONDS = 5
-"""Over which tokens per second are taken."""
+"""Window in seconds for the rate of tokens per second."""
 
 
 class EngineLoop:
-    """Serves an engine, which nobody else may use meanwhile."""
+    """Runs an engine in its own thread. Nothing else may use the engine meanwhile."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class EngineLoop:
     ) -> None:
         """`max_model_length`: positions of the longest sequence; None for as many as the model and the cache have.
 
-        Raises OptionError for limits that cannot be kept.
+        Raises OptionError for limits that cannot be met.
         """
         if max_queue < 1:
             raise OptionError(f"the queue is {max_queue}; it must be at least 1")
@@ -51,13 +51,13 @@ class EngineLoop:
             prefill_chunk=prefill_chunk,
         )
         self.max_model_length = self._scheduler.max_model_length
-        tokenizer = copy.deepcopy(engine.tokenizer)  # others may encode with theirs at the same time
+        tokenizer = copy.deepcopy(engine.tokenizer)  # other threads may use the engine's tokenizer at the same time
         self._surroundings = Surroundings(engine.end_tokens, partial(plain_text, tokenizer), engine.device)
         self._max_queue = max_queue
         self._changed = Condition()
-        """Guards what follows, and is notified when any of it changes."""
+        """Guards the attributes below, and is notified when any of them changes."""
         self._states: dict[int, RequestState] = {}
-        """Every request that has not ended."""
+        """Requests that have not ended, by number."""
         self._arrived: deque[RequestState] = deque()
         self._cancelled: list[int] = []
         self._next_number = 1
@@ -66,17 +66,21 @@ class EngineLoop:
         self._thread = Thread(target=self._serve, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, request: Request, listener: Listener) -> int:
-        """A number for `cancel`. Raises OptionError for what can never run here, BusyError where too many wait."""
+        """Queue a request and return its number for `cancel`.
+
+        Raises OptionError for a request that can never run here, and BusyError if the queue is full or shutdown has
+        begun.
+        """
         self._scheduler.check(request)
         with self._changed:
             if self._draining or self._stopping:
-                raise BusyError("the engine is shutting down and takes no more requests; send it to another")
+                raise BusyError("the engine is shutting down and accepts no more requests; try another one")
             if len(self._arrived) + len(self._scheduler.waiting) >= self._max_queue:
-                raise BusyError(f"{self._max_queue} requests are waiting, which is as many as may; try again later")
+                raise BusyError(f"{self._max_queue} requests are waiting, which is the maximum; try again later")
             number = self._next_number
             self._next_number += 1
             state = RequestState(number, request, listener, self._surroundings)
@@ -86,20 +90,20 @@ class EngineLoop:
         return number
 
     def cancel(self, number: int) -> None:
-        """End a request soon; nothing happens to one that has ended."""
+        """End a request soon; ignored if it has ended already."""
         with self._changed:
             if number in self._states:
                 self._cancelled.append(number)
                 self._changed.notify_all()
 
     def drain(self, timeout: float) -> bool:
-        """Take no more requests, and wait so many seconds for those that are here; whether all have ended."""
+        """Refuse new requests and wait up to `timeout` seconds for the others. Returns whether all have ended."""
         with self._changed:
             self._draining = True
             return self._changed.wait_for(lambda: not self._states, timeout)
 
     def stop(self) -> None:
-        """End everything; back when the thread has ended, unless it is the caller's own."""
+        """End all requests and wait for the thread to end, unless it is the calling thread."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -109,7 +113,7 @@ class EngineLoop:
             self._thread.join()
 
     def load(self) -> Load:
-        """How busy it is."""
+        """Return the current load and the counts since the start."""
         scheduler = self._scheduler
         evaluated, skipped = scheduler.runner.counts
         return Load(
@@ -142,7 +146,7 @@ class EngineLoop:
         self._end_all()
 
     def _take_orders(self) -> bool:
-        """Sleep until there is something to do; False to stop."""
+        """Sleep until there is work, and take over arrivals and cancellations. Returns False to stop."""
         scheduler = self._scheduler
         with self._changed:
             self._changed.wait_for(
@@ -175,7 +179,7 @@ class EngineLoop:
 
 
 class _Rate:
-    """Counts by the second, for a rate over the last few. Read by other threads while one adds."""
+    """Counts per second, for a rate over the last seconds. Other threads may read while one adds."""
 
     def __init__(self) -> None:
         self._places = [(0, 0)] * (RATE_SECONDS + 1)
@@ -186,6 +190,6 @@ class _Rate:
         self._places[second % len(self._places)] = second, count + (so_far if at == second else 0)
 
     def over(self, seconds: int) -> float:
-        """Per second, the current one and `seconds` - 1 before it."""
+        """Return the rate per second, over the current second and the `seconds` - 1 before it."""
         now = time.monotonic()
         return sum(count for at, count in self._places if int(now) - seconds < at) / (now - int(now) + seconds - 1)

@@ -1,7 +1,8 @@
-"""An exported model under the scheduler: every sequence runs by itself, with keys and values in memory of its own.
+"""The scheduler's runner for exported models: each sequence runs alone, with its own contiguous KV cache.
 
-A graph's attention wants the positions of a sequence in one piece, and its products of several rows may differ from those
-of one in the last bits. So running alone is what keeps a request from depending on what runs beside it.
+A graph's attention needs the positions of a sequence in one contiguous tensor, and its products of several rows may
+differ in the last bits from products of one row. Running each sequence alone makes a request's result independent of
+the other requests.
 
 Shape suffixes: L positions, T tokens, M MoE layers, V vocabulary.
 """
@@ -13,17 +14,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.batching.request_state import RequestState
 from engine.decoder.block_pool import BlockPool, BlockTable
 from engine.decoder.kv_cache import KeyValueCache, position_bytes
 from engine.errors import OptionError
+from engine.families.config import DecoderConfig
 from engine.families.rotary_embedding import Rotary
 from engine.onnx.runtime import OnnxDecoder
 
 
 class SequenceCaches(BlockPool):
-    """Blocks that are only counted: what a sequence holds of them is one cache of its own, which no other one finds."""
+    """A pool whose blocks are only counted: a sequence's positions are in its own cache, which no other sequence shares."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, count: int, block_size: int) -> None:
         super().__init__(count, block_size)
@@ -31,7 +32,10 @@ class SequenceCaches(BlockPool):
         self._caches: dict[BlockTable, KeyValueCache] = {}
 
     def of(self, table: BlockTable) -> KeyValueCache:
-        """The cache of a sequence, as long as its blocks. While it grows, its keys or its values are held twice."""
+        """Return the cache of a sequence, sized for its blocks.
+
+        While the cache grows, its keys or its values exist twice.
+        """
         capacity = len(table.blocks) * self.block_size
         if table not in self._caches:
             self._caches[table] = KeyValueCache(self._config, 1, capacity, self._dtype)
@@ -41,21 +45,21 @@ class SequenceCaches(BlockPool):
         return cache
 
     def find(self, tokens: Sequence[int], kind: bytes = b"") -> BlockTable:
-        """Nothing."""
+        """Return an empty table: nothing is shared."""
         return BlockTable(kind)
 
     def fill(self, table: BlockTable, tokens: Sequence[int], length: int) -> None:
-        """Note that the table now holds the first `length` tokens."""
+        """Record that the table now holds the first `length` tokens."""
         table.length = length
 
     def release(self, table: BlockTable) -> None:
-        """Give all blocks and the memory back. The table is empty afterwards."""
+        """Free all blocks and the memory. The table is empty afterwards."""
         self._caches.pop(table, None)
         super().release(table)
 
 
 class OnnxRunner:
-    """A Runner of the scheduler."""
+    """Runner for a model exported to ONNX."""
 
     def __init__(self, decoder: OnnxDecoder, kv_cache_bytes: int, block_size: int) -> None:
         self._decoder = decoder
@@ -91,7 +95,7 @@ class OnnxRunner:
         return b""
 
     def piece_end(self, state: RequestState, end: int) -> int:
-        """A graph rotates all of a call by the angles of its last position, and a prompt by those of its own last one."""
+        """Keep a piece on one side of the rotary switch: one call uses the angles of its last position."""
         if self._switch is None or state.table.length > self._switch:
             return end
         if len(state.request.prompt) > self._switch:
@@ -109,7 +113,7 @@ class OnnxRunner:
         return None if state.unread else logits_LV[-1:]
 
     def _forward(self, state: RequestState, end: int, every: bool) -> Tensor:
-        """Read the tokens up to `end` into the cache; logits [L, V] of each of them, or of the last one alone, [1, V]."""
+        """Read the tokens up to `end` into the cache; return the logits [L, V] of each, or [1, V] of the last one only."""
         cache = self.pool.of(state.table)
         tokens_1L = torch.tensor([state.tokens[cache.length : end]])
         before, self._decoder.observer = self._decoder.observer, self._count

@@ -1,4 +1,4 @@
-"""Our own decoder under the scheduler: one forward for all that decode, through a cache in blocks that prompts share.
+"""The scheduler's runner for our decoder: one forward pass for all decoding sequences, with a shared paged cache.
 
 Shape suffixes: B sequences, L positions, D hidden, V vocabulary.
 """
@@ -20,10 +20,10 @@ from engine.kernels.linear import prepare_decoding, reading
 
 
 class PagedRunner:
-    """A Runner of the scheduler."""
+    """Runner for our decoder."""
 
     def __init__(self, engine: Engine, decoder: Decoder, kv_cache_bytes: int, block_size: int, sequences: int) -> None:
-        """kv_cache_bytes: of keys and values. sequences: how many run at once. CheckpointError for damaged skip tables."""
+        """kv_cache_bytes: size of the KV cache. sequences: how many run at once. CheckpointError for damaged skip tables."""
         self._decoder, self._dtype, self._device = decoder, engine.dtype, engine.device
         self._skipping = TokenSkipping(engine, decoder)
         self.cache = PagedCache(
@@ -69,7 +69,7 @@ class PagedRunner:
         return None if state.unread else self._decoder.logits(hidden_LD[-1:])
 
     def _forward(self, states: Sequence[RequestState], new: int) -> Tensor:
-        """Read so many more tokens of each into the cache; hidden states [B, L, D]."""
+        """Read `new` more tokens of each sequence into the cache and return the hidden states [B, L, D]."""
         batch = PagedBatch(self.cache, [state.table for state in states], new, [len(s.request.prompt) for s in states])
         lengths = [state.table.length + new for state in states]
         tokens = [state.tokens[end - new : end] for state, end in zip(states, lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""What is asked of a running engine, and what comes back while it runs: the words that scheduler and server share."""
+"""Data classes shared by scheduler and server: requests, updates, timings and load."""
 
 from __future__ import annotations
 
@@ -17,81 +17,81 @@ class Request:
 
     prompt: tuple[int, ...]
     max_new_tokens: int
-    """0 reads the prompt only: for its own log-probabilities."""
+    """Maximum number of new tokens; 0 only reads the prompt, for its log-probabilities."""
     sampling: SamplingOptions = GREEDY
     stop: tuple[str, ...] = ()
-    """Strings that end the text, and are not part of it."""
+    """Strings that end the text and are not part of it."""
     top_logprobs: int | None = None
-    """Of each new token its log-probability, and so many of the most probable tokens with theirs; None for neither."""
+    """Number of most probable tokens to return with each new token's log-probability; None for no log-probabilities."""
     prompt_logprobs: bool = False
-    """The same of the prompt's own tokens, from the second on."""
+    """Whether to return log-probabilities of the prompt's own tokens, from the second token on."""
     skip_threshold: float | None = None
-    """Of adaptive skipping; None for the engine's own."""
+    """Threshold of adaptive expert skipping; None for the engine's own."""
     ignore_end_tokens: bool = False
     namespace: str = ""
-    """Requests share what they have read of equal prompts with others of their namespace, and with nobody else."""
+    """Namespace of the prefix cache: requests share cached prompts only within their namespace."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, how probable it was by the model's own distribution (before temperature), and what else was."""
+    """A token and its log-probability under the model's own distribution (before temperature), with alternatives."""
 
     token: int
     logprob: float
-    """Natural logarithm."""
+    """Natural logarithm of the probability."""
     top: tuple[tuple[int, float], ...] = ()
     """The most probable tokens with their log-probabilities, best first."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one step gave one request."""
+    """Result of one step for one request."""
 
     text: str = ""
-    """New text in whole characters; what may become a stop string is held back."""
+    """New text in whole characters; text that may become a stop string is held back."""
     tokens: tuple[int, ...] = ()
-    """New tokens, end tokens included."""
+    """New tokens, including end tokens."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the new tokens, where they were asked for."""
+    """Log-probabilities of the new tokens, if they were requested."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """With the first update, where they were asked for: one for each prompt token but the first."""
+    """Log-probabilities of all prompt tokens but the first, in the first update, if they were requested."""
     finish_reason: str = ""
     """Empty while it runs; "stop" at an end token or stop string, "length" at a limit, "cancelled", or "error"."""
     error: str = ""
-    """One line, where the reason is "error"."""
+    """Error message in one line, if the finish reason is "error"."""
     timings: Timings | None = None
-    """With the last update."""
+    """Timings of the request, in the last update."""
 
 
 @dataclass
 class Timings:
-    """Of one request, in seconds of `time.monotonic`."""
+    """Timings of one request, in seconds of `time.monotonic`."""
 
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
-    """It left the queue."""
+    """Time at which the request left the queue."""
     first_token: float | None = None
     finished: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, read by an earlier request and not again."""
+    """Number of prompt tokens found in the cache and not read again."""
     generated_tokens: int = 0
 
 
 Listener = Callable[[Update], None]
-"""Called in the engine's thread, once for each step that gave something; must return at once and never raise."""
+"""Called in the engine's thread, once for each step with a result; it must return at once and never raise."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How busy an engine is and what it has done, for reports. Counts are since its start."""
+    """Load and statistics of an engine, for reports. Counts are since its start."""
 
     running: int
     waiting: int
     kv_cache_bytes: int
-    """Of the budget. Reserved at the start, but by an export, which takes of it what its requests need."""
+    """Budget of the KV cache. It is allocated at the start, except for an export, whose requests allocate what they need."""
     kv_cache_used_share: float
-    """0..1 of the budget, by running requests."""
+    """Share of the budget that running requests use, 0..1."""
     weights_bytes: int
     resident_bytes: int
     prompt_tokens: int
@@ -99,9 +99,9 @@ class Load:
     cached_tokens: int
     preemptions: int
     tokens_per_second: float
-    """Generated, over the last seconds."""
+    """Generated tokens per second, over the last seconds."""
     experts_evaluated_per_layer: tuple[int, ...]
     experts_skipped_per_layer: tuple[int, ...]
-    """One for each MoE layer."""
+    """Skipped experts for each MoE layer."""
     load_seconds: float = 0.0
-    """Of the model, before the start."""
+    """Time to load the model, in seconds."""

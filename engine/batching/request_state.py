@@ -1,4 +1,4 @@
-"""One request from its arrival to its last update: its tokens, its text, its place in the cache, its random draws.
+"""State of one request from arrival to last update: tokens, text, place in the cache, random generator.
 
 Shape suffixes: L positions, V vocabulary.
 """
@@ -21,12 +21,12 @@ from engine.generation.sampling import penalised, sample
 from engine.generation.text_stream import TextStream
 
 HEAD_ROWS = 64
-"""Positions whose logits are held at a time where a whole prompt's are asked for."""
+"""Number of positions whose logits are held at a time when log-probabilities of a whole prompt are requested."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all requests of an engine share."""
+    """Properties of an engine that all its requests share."""
 
     end_tokens: frozenset[int]
     decode: Callable[[list[int]], str]
@@ -34,12 +34,12 @@ class Surroundings:
 
 
 class RequestState:
-    """Waiting, running or ended; it alone calls its listener, and never again after the last update."""
+    """A waiting, running or ended request. Only this object calls its listener, and never after the last update."""
 
     def __init__(self, number: int, request: Request, listener: Listener, shared: Surroundings) -> None:
         self.number, self.request, self._listener = number, request, listener
         self.tokens = list(request.prompt)
-        """The prompt and what followed it."""
+        """Prompt tokens, followed by generated tokens."""
         self.table = BlockTable()
         self.timings = Timings(prompt_tokens=len(request.prompt))
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -51,7 +51,10 @@ class RequestState:
         self._counts: Counter[int] = Counter()
 
     def start(self, cached: int) -> bool:
-        """It leaves the queue with so many tokens in the cache; whether for the first time."""
+        """Record that the request left the queue with `cached` tokens in the cache.
+
+        Returns whether this is the first time.
+        """
         if self.timings.started is not None:
             return False
         self.timings.started = time.monotonic()
@@ -60,18 +63,18 @@ class RequestState:
 
     @property
     def unread(self) -> int:
-        """Tokens that are not in the cache."""
+        """Number of tokens that are not in the cache."""
         return len(self.tokens) - self.table.length
 
     @property
     def asks_for_prompt(self) -> bool:
-        """Log-probabilities of prompt tokens are still to be computed."""
+        """Whether log-probabilities of prompt tokens are still to be computed."""
         return self.request.prompt_logprobs and len(self.prompt_logprobs) < len(self.request.prompt) - 1
 
     def take_prompt(self, start: int, end: int, logits: Callable[[int, int], Tensor]) -> None:
-        """Keep what the positions from `start` to `end` say of the prompt tokens that follow them.
+        """Store the log-probabilities of the prompt tokens that follow the positions from `start` to `end`.
 
-        `logits`: [L, V] of some of these positions, which are counted from `start`.
+        `logits`: returns the logits [L, V] of a range of these positions, counted from `start`.
         """
         begin = len(self.prompt_logprobs)
         following = self.request.prompt[begin + 1 : end + 1]
@@ -82,7 +85,7 @@ class RequestState:
             self.prompt_logprobs += described(logits_LV, targets, self.request.top_logprobs or 0)
 
     def next_token(self, logits_V: Tensor, greedy: int) -> int:
-        """The token to go on with; `greedy` is the most probable one."""
+        """Return the next token; `greedy` is the most probable one."""
         options = self.request.sampling
         adjusted_V = penalised(logits_V, self._counts, options)
         if options.temperature == 0 and adjusted_V is logits_V:
@@ -90,7 +93,7 @@ class RequestState:
         return int(sample(adjusted_V[None], options, self._generator))
 
     def take(self, logits_V: Tensor, greedy: int) -> None:
-        """Go on by one token and tell the listener."""
+        """Choose the next token, append it, and send an update to the listener."""
         if self.timings.first_token is None:
             self.timings.first_token = time.monotonic()
         if self.request.max_new_tokens == 0:
@@ -106,7 +109,7 @@ class RequestState:
         self._tell(self._stream.finish_reason, self._stream.take(), (token,), logprobs)
 
     def end(self, finish_reason: str, error: str = "") -> None:
-        """Tell the listener that nothing more will come, unless it knows."""
+        """Send the last update to the listener, unless it was sent before."""
         if not self.finished:
             self._tell(finish_reason, error=error)
 
@@ -127,13 +130,13 @@ class RequestState:
         timings = self.timings if self.finished else None
         try:
             self._listener(Update(text, tokens, logprobs, prompt, finish_reason, error, timings))
-        except Exception:  # nobody can be told of this one any more, and the others go on
+        except Exception:  # this request cannot be notified any more; the others go on
             logging.getLogger(__name__).exception("the listener of request %d failed; the request ends", self.number)
             self.finished = True
 
 
 def described(logits_LV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """How probable each token was at its position, and the `top` most probable ones there."""
+    """Return each token's log-probability at its position, with the `top` most probable tokens there."""
     logprobs_LV = F.log_softmax(logits_LV.float(), dim=-1)
     chosen = logprobs_LV.gather(1, torch.tensor(tokens, device=logits_LV.device)[:, None])[:, 0].tolist()
     best = logprobs_LV.topk(min(top, logits_LV.shape[-1]), dim=-1)

@@ -1,8 +1,8 @@
-"""Continuous batching: schedule, run, postprocess, again and again, while requests come and go.
+"""Continuous batching: a loop of schedule, run, postprocess, while requests arrive and end.
 
-Every step gives each running sequence one token and reads a piece of the prompts that wait to be read. What a request
-gets does not depend on what runs beside it: a prompt is always cut at the same places, sequences never share a product of
-attention, and each has its own random draws. A Runner knows the model; nothing here does.
+Each step generates one token for every decoding sequence and reads pieces of the prompts that are still unread. A
+request's result does not depend on the other requests: a prompt is always split at the same places, sequences never
+share an attention product, and each has its own random generator. Only a Runner knows the model.
 
 Shape suffixes: B sequences, V vocabulary.
 """
@@ -30,50 +30,53 @@ from engine.onnx.runtime import OnnxDecoder
 
 
 class Runner(Protocol):
-    """What reads tokens and gives logits: a model with its cache."""
+    """Interface of a model with its cache: reads tokens and returns logits."""
 
     @property
     def pool(self) -> BlockPool:
-        """Whose the blocks of the cache are."""
+        """The pool that owns the cache's blocks."""
 
     @property
     def cache_bytes(self) -> int:
-        """Of all blocks."""
+        """Size of all blocks in bytes."""
 
     @property
     def counts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Experts evaluated and experts skipped, for each MoE layer; one for each token that asked for it."""
+        """Numbers of evaluated experts and of skipped experts for each MoE layer, summed over tokens."""
 
     def clear(self) -> None:
-        """Forget everything that the cache holds, whoever used it."""
+        """Delete the whole content of the cache."""
 
     def check(self, threshold: float | None) -> None:
-        """Raises OptionError for a skip threshold that this model cannot honour."""
+        """Raise OptionError for a skip threshold that this model does not support."""
 
     def kind(self, state: RequestState) -> bytes:
-        """What else than tokens decides on keys and values, and who may share them."""
+        """Return a key of everything besides tokens that determines keys and values, and of who may share them."""
 
     def piece_end(self, state: RequestState, end: int) -> int:
-        """Where the next piece of a prompt may end in place of `end`, at least one token on."""
+        """Return where the next piece of a prompt may end instead of `end`, at least one token on."""
 
     def decode(self, states: Sequence[RequestState]) -> Tensor:
-        """Read the one unread token of each; logits [B, V]."""
+        """Read the one unread token of each sequence and return the logits [B, V]."""
 
     def read(self, state: RequestState, end: int) -> Tensor | None:
-        """Read the tokens up to `end`, and take what the prompt asks of them; logits [1, V] where none is left to read."""
+        """Read the tokens up to `end` and store requested prompt log-probabilities.
+
+        Returns the logits [1, V] if no token is left unread, otherwise None.
+        """
 
 
 class Step(NamedTuple):
-    """What one step does."""
+    """The work of one step."""
 
     decoding: list[RequestState]
-    """One token is left to read of each."""
+    """Requests with one unread token."""
     reading: list[tuple[RequestState, int]]
-    """Prompts of which the tokens up to the given one are read."""
+    """Requests whose prompts are read, each with the position up to which this step reads."""
 
 
 class Scheduler:
-    """The requests of one engine. Not for several threads: EngineLoop gives it one of its own."""
+    """The requests of one engine. Not thread-safe: EngineLoop runs it in one thread."""
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class Scheduler:
         prefill_chunk: int,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        """Raises OptionError for limits that cannot be kept, CheckpointError for damaged skip tables."""
+        """Raises OptionError for limits that cannot be met, CheckpointError for damaged skip tables."""
         for name, value in (("the batch", max_batch_size), ("the chunk of a prompt", prefill_chunk)):
             if value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
@@ -96,13 +99,13 @@ class Scheduler:
         self.runner = _runner(engine, kv_cache_bytes - states, block_size, max_batch_size)
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
-        """Oldest first."""
+        """Running requests, oldest first."""
         self.preemptions = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self._unused_when_full = -1
-        """Unused blocks when the first of the queue found no room: there is no use in looking again before that changes."""
+        """Unused blocks when the first of the queue found no room; the queue is not tried again until this changes."""
 
     def check(self, request: Request) -> None:
-        """Raises OptionError for a request that can never run here."""
+        """Raise OptionError for a request that can never run here."""
         prompt, new = len(request.prompt), request.max_new_tokens
         vocabulary = self._vocabulary
         if not prompt:
@@ -123,25 +126,28 @@ class Scheduler:
         self.runner.check(request.skip_threshold)
 
     def add(self, state: RequestState) -> None:
-        """Put a request at the end of the queue."""
+        """Append a request to the queue."""
         self.waiting.append(state)
 
     def step(self) -> None:
-        """One token for every running sequence, and a piece of a prompt. Whatever it raises is a bug or want of memory."""
+        """Generate one token for every running sequence, and read a piece of a prompt.
+
+        Any exception is a bug or out of memory.
+        """
         with torch.inference_mode():
             self._postprocess(self._run(self._schedule()))
 
     def cancel(self, state: RequestState) -> None:
-        """End a request that waits or runs."""
+        """End a waiting or running request."""
         if state in self.waiting:
             self.waiting.remove(state)
             self._unused_when_full = -1
         self._end(state, "cancelled")
 
     def fail(self, error: str) -> None:
-        """After a step that raised: end every running request, or the first of the queue where none was running.
+        """After a step that raised: end every running request, or the first of the queue if none was running.
 
-        What the cache holds of them cannot be trusted, so it is emptied.
+        The cache is emptied, because its content may be damaged.
         """
         for state in self.running or [self.waiting.popleft() for _ in range(min(1, len(self.waiting)))]:
             state.end("error", error)
@@ -151,7 +157,7 @@ class Scheduler:
 
     @property
     def used_share(self) -> float:
-        """Of the cache, by running requests."""
+        """Share of the cache that running requests use."""
         pool = self.runner.pool
         return 1 - pool.unused / pool.count
 
@@ -165,7 +171,7 @@ class Scheduler:
         return Step([state for state in self.running if state.unread == 1], self._chunks())
 
     def _make_room(self, state: RequestState) -> None:
-        """For one more position; the youngest go back to the queue until there is."""
+        """Make room for one more position; the youngest requests return to the queue until there is room."""
         while state in self.running:
             try:
                 self.runner.pool.extend(state.table, len(state.tokens))
@@ -174,15 +180,15 @@ class Scheduler:
                 self._preempt(self.running[-1])
 
     def _preempt(self, state: RequestState) -> None:
-        """Back to the head of the queue. What it generated stays, and will be read again with its prompt."""
+        """Return a request to the head of the queue. Its generated tokens stay, and are read again with its prompt."""
         self.running.remove(state)
         self.runner.pool.release(state.table)
-        state.table = BlockTable()  # the old one's state goes with it
+        state.table = BlockTable()  # the old table's state is released with it
         self.waiting.appendleft(state)
         self.preemptions += 1
 
     def _admit(self) -> None:
-        """From the queue, in order, while there is room for the tokens so far and a block more for each that runs."""
+        """Admit requests in order while there is room for their tokens and one more block for each running request."""
         pool = self.runner.pool
         while self.waiting and len(self.running) < self._max_batch_size and pool.unused != self._unused_when_full:
             state = self.waiting[0]
@@ -204,7 +210,10 @@ class Scheduler:
             self.cached_tokens += cached
 
     def _chunks(self) -> list[tuple[RequestState, int]]:
-        """Pieces of prompts, in order, of one chunk together, or one longer piece. Each prompt has its own places to cut."""
+        """Return pieces of prompts in order, together at most one chunk, or one longer piece.
+
+        The places where a prompt is split depend on that prompt alone.
+        """
         chunk = left = self._prefill_chunk
         chosen: list[tuple[RequestState, int]] = []
         for state in self.running:
@@ -218,7 +227,7 @@ class Scheduler:
         return chosen
 
     def _run(self, step: Step) -> list[tuple[list[RequestState], Tensor]]:
-        """Forward everything; sequences that are read to their ends, and the logits [B, V] that follow."""
+        """Run the forward passes; return the sequences that are fully read, with the logits [B, V] that follow them."""
         results: list[tuple[list[RequestState], Tensor]] = []
         if step.decoding:
             results.append((step.decoding, self.runner.decode(step.decoding)))
@@ -228,9 +237,9 @@ class Scheduler:
         return results
 
     def _postprocess(self, results: list[tuple[list[RequestState], Tensor]]) -> None:
-        """Choose tokens, tell listeners, and let go of those that have ended."""
+        """Choose tokens, send updates, and release sequences that have ended."""
         for states, logits_BV in results:
-            wide_BV = logits_BV.float()  # argmax is several times as fast as in half precision
+            wide_BV = logits_BV.float()  # argmax in float32 is several times as fast as in half precision
             finite, greedy = wide_BV.isfinite().all(dim=-1).tolist(), wide_BV.argmax(dim=-1).tolist()
             for row, (state, usable, token) in enumerate(zip(states, finite, greedy, strict=True)):
                 if usable:
@@ -242,14 +251,14 @@ class Scheduler:
         generated = state.timings.generated_tokens
         try:
             state.take(logits_V, greedy)
-        except Exception as error:  # of one request, such as a temperature that no number can be divided by
+        except Exception as error:  # the error concerns one request only, such as an extreme temperature
             self._end_in_doubt(state, described_error(error))
         self.generated_tokens += state.timings.generated_tokens - generated
         if state.finished:
             self._end(state, "")
 
     def _end_in_doubt(self, state: RequestState, error: str) -> None:
-        """What this sequence left in the cache must serve no other."""
+        """End a request with an error, and let no other request reuse its content in the cache."""
         self.runner.pool.forget(state.table)
         self._end(state, "error", error)
 
@@ -262,9 +271,9 @@ class Scheduler:
 
 
 def described_error(error: BaseException) -> str:
-    """One line on something that nobody expected."""
+    """Return a message of one line for an unexpected exception."""
     words = " ".join(str(error).split())[:200]
-    return f"the engine failed on this request ({type(error).__name__}: {words}); others go on, so it may be tried again"
+    return f"the engine failed on this request ({type(error).__name__}: {words}); other requests continue; try it again"
 
 
 def _runner(engine: Engine, kv_cache_bytes: int, block_size: int, sequences: int) -> Runner:
@@ -274,7 +283,7 @@ def _runner(engine: Engine, kv_cache_bytes: int, block_size: int, sequences: int
 
 
 def _resolved_length(engine: Engine, asked: int | None, kv_cache_bytes: int, states: int, block_size: int) -> int:
-    """The longest sequence that is served, where so many bytes are of states."""
+    """Return the length of the longest sequence that is served. `states`: bytes that recurrent states take."""
     positions, each = engine.checkpoint.config.max_positions, position_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
     room = max(0, kv_cache_bytes - states) // (each * block_size) * block_size
     length = min(positions, max(room, block_size)) if asked is None else asked

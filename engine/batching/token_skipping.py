@@ -1,4 +1,4 @@
-"""Adaptive skipping with a threshold for each token of a forward, and counts of what was evaluated and what was skipped."""
+"""Adaptive expert skipping with a threshold for each token, and counts of evaluated and skipped experts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from engine.generation.report import SkipCounter
 
 
 class TokenSkipping:
-    """The rules of an engine's MoE layers, as each forward needs them."""
+    """The routings of an engine's MoE layers, set for each forward pass by its tokens' thresholds."""
 
     def __init__(self, engine: Engine, decoder: Decoder) -> None:
-        """`decoder`: the engine's. Raises CheckpointError for damaged skip tables."""
+        """`decoder`: the engine's decoder. Raises CheckpointError for damaged skip tables."""
         self._decoder, self._device = decoder, engine.device
         self._engine_counter = engine.skip_counter
         config = engine.checkpoint.config
@@ -28,20 +28,20 @@ class TokenSkipping:
         self._plain = [routing.base if isinstance(routing, Skipping) else routing for routing in own]
         self._skipping = [routing for routing in own if isinstance(routing, Skipping)]
         self._always_plain = not self._skipping and engine.skip_counter is None
-        """The blocks have their plain rules, and nobody watches them."""
+        """Whether the blocks keep their plain routings and have no observer."""
         self.own_threshold = _number(self._skipping[0].threshold) if self._skipping else 0.0
-        """Of requests that ask for none."""
+        """Threshold for requests that give none."""
         if not self._skipping and own and (tables := load_skip_tables(engine.checkpoint.directory, config)) is not None:
             made = skipping_routings(config, tables, 1.0, device=engine.device, own=self._plain)
             self._skipping = [routing for routing in made if isinstance(routing, Skipping)]
         layers = [layer.moe for layer in config.layers if layer.moe is not None]
         self._slots = [min(moe.experts_per_token, moe.experts) for moe in layers]
         self._tokens = 0
-        """That were read by a forward without skipping."""
+        """Number of tokens in forward passes without skipping."""
         self._counter = SkipCounter(decoder.moe_blocks, engine.device)
 
     def check(self, threshold: float | None) -> None:
-        """Raises OptionError for a threshold that this model cannot honour."""
+        """Raise OptionError for a threshold that this model does not support."""
         if threshold is None:
             return
         if not 0 <= threshold < float("inf"):
@@ -54,7 +54,7 @@ class TokenSkipping:
 
     @contextmanager
     def applied(self, thresholds: Sequence[float]) -> Iterator[None]:
-        """Let each token of the forward inside have its own threshold, and count."""
+        """Apply a threshold to each token of the forward pass in the body, and count experts."""
         if not any(thresholds):
             self._tokens += len(thresholds)
             if self._always_plain:
@@ -70,7 +70,7 @@ class TokenSkipping:
 
     @contextmanager
     def _counted(self, counter: SkipCounter | None) -> Iterator[None]:
-        """One counter watches the blocks, in place of the engine's own."""
+        """Make one counter observe the blocks during the body, in place of the engine's own."""
         others = [each for each in (self._engine_counter,) if each is not None]
         for other in others:
             other.detach()
@@ -86,7 +86,7 @@ class TokenSkipping:
 
     @property
     def counts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Experts evaluated and experts skipped, for each MoE layer; one for each token that asked for it."""
+        """Numbers of evaluated experts and of skipped experts for each MoE layer, summed over tokens."""
         filled, skipped = self._counter.filled_per_layer, self._counter.skipped_per_layer
         plain = [self._tokens * slots for slots in self._slots]
         return tuple(a + b for a, b in zip(filled, plain, strict=True)), tuple(skipped)

@@ -1,6 +1,7 @@
-"""What is benchmarked: one model on one backend, and one case on it.
+"""Backends of the benchmarks, and the test cases that run on them.
 
-`python -m engine.bench.backends SPEC` is a worker (engine/worker.py), asked for `warm pp 512 0`, `run tg 128 0`, `memory`.
+`python -m engine.bench.backends SPEC` is a worker (engine/worker.py). Its requests are lines such as `warm pp 512 0`,
+`run tg 128 0` and `memory`.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class BenchCase:
 
     @property
     def name(self) -> str:
-        """As in the table: `pp512`, or `tg128 @ d1024` after 1,024 tokens."""
+        """Name in the table: `pp512`, or `tg128 @ d1024` after 1,024 tokens."""
         return f"{self.kind}{self.tokens}" + (f" @ d{self.depth}" if self.depth else "")
 
 
 @dataclass(frozen=True)
 class BenchSpec(Spec):
-    """One language model. Raises OptionError for what no backend honours."""
+    """One language model on one backend. Raises OptionError for options that the backend does not support."""
 
     skip_threshold: float = 0.0
     skip_min_experts: int = 1
@@ -65,13 +66,13 @@ class BenchSpec(Spec):
         if self.batch < 1:
             raise OptionError(f"batch is {self.batch}; it must be at least 1")
         if self.backend != "torch" and self.kv_cache_dtype != "auto":
-            raise OptionError(f"backend {self.backend!r} has a KV cache of its own; leave --kv-cache-dtype at auto for it")
+            raise OptionError(f"backend {self.backend!r} has its own KV cache; leave --kv-cache-dtype at auto for it")
         if self.backend != "torch" and self.skip_threshold != 0:
             raise OptionError(f"backend {self.backend!r} cannot skip experts; leave the skip threshold at 0 for it")
 
 
 class Backend(Protocol):
-    """What a worker drives: something that reads tokens and gives the most probable next ones."""
+    """Interface of a backend: it reads tokens and returns the most probable next ones."""
 
     checkpoint: Any
     """A ModelDirectory."""
@@ -82,32 +83,32 @@ class Backend(Protocol):
 
     @property
     def weights_resident_bytes(self) -> int:
-        """Of the weights, what is in memory."""
+        """Bytes of the weights in memory."""
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of the case run last."""
+        """Size of the KV cache of the last case, in bytes."""
 
     @property
     def experts_skipped_share(self) -> float:
-        """Since the last `count_skips(True)`."""
+        """Share of skipped experts since the last `count_skips(True)`."""
 
     @property
     def bytes_read_per_token(self) -> float | None:
-        """Of weights, by a token that is decoded alone; None where only the runtime knows."""
+        """Bytes of weights read per token when decoding one sequence; None if only the runtime knows."""
 
     def count_skips(self, counting: bool) -> None:
-        """Start counting from zero, or stop: counting is not part of what is timed."""
+        """Start counting from zero, or stop. Timed runs do not count."""
 
     def start(self, batch: int, capacity: int) -> None:
-        """Forget what was read; up to `capacity` tokens will follow."""
+        """Reset the context; up to `capacity` tokens will follow."""
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        """Read tokens, after those before; the most probable next ones, [B, 1]."""
+        """Read tokens after the previous ones and return the most probable next ones, [B, 1]."""
 
 
 class TorchBackend:
-    """This engine."""
+    """Backend of this engine."""
 
     def __init__(self, spec: BenchSpec) -> None:
         self._engine = Engine.open(
@@ -160,7 +161,7 @@ class TorchBackend:
 
 
 class TransformersBackend:
-    """transformers as it comes, and as its own `generate` drives it: cached, with the last position's logits only."""
+    """Backend of unmodified transformers, used as by its own `generate`: cached, with the last logits only."""
 
     experts_skipped_share = 0.0
     bytes_read_per_token = None
@@ -200,7 +201,7 @@ class TransformersBackend:
 
 
 class OnnxBackend(TorchBackend):
-    """An exported model in onnxruntime, driven as this engine drives it."""
+    """Backend of an exported model in onnxruntime, used as by this engine."""
 
     def __init__(self, spec: BenchSpec) -> None:
         backend_of(resolve(spec.model), "onnx")
@@ -215,7 +216,7 @@ BACKENDS: dict[str, Callable[[BenchSpec], Backend]] = {
 
 
 def run_case(backend: Backend, case: BenchCase, tokens_BL: Tensor) -> float:
-    """Seconds of one case. tokens_BL: at least depth + tokens (pp) or depth + 1 (tg) of them."""
+    """Return the duration of one case in seconds. tokens_BL: at least depth + tokens (pp) or depth + 1 (tg) tokens."""
     backend.start(tokens_BL.shape[0], case.depth + case.tokens)
     if case.depth:
         backend.forward(tokens_BL[:, : case.depth])
@@ -235,7 +236,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _answer(backend: Backend, spec: BenchSpec, request: str) -> dict[str, Any]:
-    """The reply to one request line."""
+    """Return the reply to one request line."""
     verb, *words = request.split()
     if verb == "memory":
         return {"peak_memory_bytes": peak_memory_bytes()} | memory_split(
@@ -263,7 +264,7 @@ def _answer(backend: Backend, spec: BenchSpec, request: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A worker of one BenchSpec."""
+    """Run the worker of one BenchSpec."""
 
     def start() -> tuple[dict[str, Any], Answer]:
         spec = BenchSpec(**json.loads(arguments[0]))

@@ -1,7 +1,7 @@
-"""Speed and memory of classifiers side by side: examples per second at a batch size, each model in a process of its own.
+"""Speed and memory of classifiers: examples per second at a batch size, each model in a separate process.
 
-The habits are those of bench.py: a warm-up, then repetitions in which the models take turns. One repetition is as many
-batches as the warm-up says half a second takes. `python -m engine.bench.classifiers SPEC` is the worker.
+The method is that of side_by_side.py: a warm-up, then repetitions in which the models take turns. One repetition has as
+many batches as take half a second, according to the warm-up. `python -m engine.bench.classifiers SPEC` is the worker.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from engine.transformers_models.classifier_inputs import SMALL_SIZE, image_input
 from engine.worker import Answer, Spec, Worker, serve_requests
 
 SECONDS = 0.5
-"""Of one repetition, about."""
+"""Approximate duration of one repetition, in seconds."""
 HEAD = ("model", "size", "params", "backend", "threads", "test", "examples/s", "peak memory")
 
 
 @dataclass(frozen=True)
 class ClassifierSpec(Spec):
-    """One classifier. Raises OptionError for what no backend honours."""
+    """One classifier on one backend. Raises OptionError for options that the backend does not support."""
 
     tokens: int = 128
-    """Of a text."""
+    """Length of each text in tokens."""
 
     def __post_init__(self) -> None:
         if self.backend not in ("torch", "onnx"):
@@ -56,9 +56,9 @@ def bench_classifiers(
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """One row for each model and backend; `options` are the other fields of ClassifierSpec.
+    """Return one row for each model and backend; `options` are the other fields of ClassifierSpec.
 
-    With no backend named each model has its own: onnx where it was exported, otherwise torch.
+    If no backend is named, each model uses its own: onnx for an exported model, otherwise torch.
     """
     if repetitions < 1:
         raise OptionError(f"repetitions is {repetitions}; it must be at least 1")
@@ -93,13 +93,13 @@ def _row(worker: Worker[ClassifierSpec], rates: list[float], peak_bytes: int) ->
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Of the table that people read."""
+    """Return the cells of a row in the Markdown table."""
     rate = f"{row['examples_per_second_mean']:.1f} ± {row['examples_per_second_sd']:.1f}"
     return [*about_model(row), rate, gib(row["peak_memory_bytes"])]
 
 
 class ClassifierBench:
-    """A worker's model, and the batch that it is given again and again."""
+    """A worker's model and the batch that it classifies repeatedly."""
 
     def __init__(self, spec: ClassifierSpec) -> None:
         set_threads(spec.threads)
@@ -121,7 +121,7 @@ class ClassifierBench:
         self.batch, self.batches = spec.batch, 1
 
     def about(self) -> dict[str, Any]:
-        """What the worker says first."""
+        """Return the description that the worker sends first."""
         dtype = self.classify.head.weight.dtype if isinstance(self.classify, Classifier) else torch.float32
         return {
             "test": self.test,
@@ -135,7 +135,7 @@ class ClassifierBench:
 
     @torch.inference_mode()
     def answer(self, request: str) -> dict[str, Any]:
-        """The reply to one request line."""
+        """Return the reply to one request line."""
         if request.strip() == "memory":
             return {"peak_memory_bytes": peak_memory_bytes()}
         if request.strip() == "warm":
@@ -146,12 +146,12 @@ class ClassifierBench:
     def _seconds(self, batches: int) -> float:
         started = time.perf_counter()
         for _ in range(batches):
-            self.classify(**self.given).argmax(dim=-1).cpu()  # a prediction is what is waited for
+            self.classify(**self.given).argmax(dim=-1).cpu()  # wait for the predictions
         return time.perf_counter() - started
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A worker of one ClassifierSpec."""
+    """Run the worker of one ClassifierSpec."""
 
     def start() -> tuple[dict[str, Any], Answer]:
         bench = ClassifierBench(ClassifierSpec(**json.loads(arguments[0])))

@@ -1,4 +1,4 @@
-"""Tokens per second of one model at several numbers of requests at once, through the scheduler and without HTTP."""
+"""Throughput of one model at several numbers of concurrent requests, through the scheduler and without HTTP."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def bench_concurrency(
     repetitions: int,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """One row for each number of requests; medians of repetitions in which the numbers take turns.
+    """Return one row for each number of requests, with medians of repetitions in which the numbers take turns.
 
-    Tokens per second are those of the time in which all were written: from the last one's first token to the first end.
-    Raises OptionError for what does not fit the model.
+    Tokens per second are measured while all requests are decoding: from the last request's first token to the first
+    end. Raises OptionError if the tokens do not fit the model.
     """
     if prompt_tokens < 1 or generated_tokens < 2:
         raise OptionError("this test needs a prompt of at least 1 token and at least 2 new ones; give -p and -n")
@@ -69,7 +69,7 @@ def bench_concurrency(
 def _run(
     engine_loop: EngineLoop, vocabulary: int, count: int, prompt_tokens: int, generated_tokens: int, chosen: random.Random
 ) -> tuple[float, float]:
-    """Tokens per second, generated and read. Prompts are new, so that none is in the cache."""
+    """Return the generated and the read tokens per second. The prompts are new, so that none is in the prefix cache."""
     ended = threading.Semaphore(0)
     heard: list[tuple[float, Update]] = []
 

@@ -1,7 +1,8 @@
-"""A server under load: random prompts to its completions endpoint, streamed, and what a client sees of them.
+"""A load test of a server: random prompts to its completions endpoint, streamed, and the latencies that a client sees.
 
-Measures have the names that serving benchmarks made customary. TTFT: from sending to the first text. TPOT: the time after it
-over the tokens after the first. ITL: from one piece of text to the next. All in milliseconds in the result.
+The metrics have their usual names. TTFT: time from sending to the first text. TPOT: the time after the first text
+divided by the tokens after the first. ITL: time from one piece of text to the next. The result gives all in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ PERCENTILE = 99
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is asked of which server. Raises OptionError for values that cannot be."""
+    """Options of the load test. Raises OptionError for invalid values."""
 
     server: str
     api_key: str | None = None
     num_prompts: int = 100
     max_concurrency: int | None = None
     request_rate: float | None = None
-    """Requests a second, at random distances (Poisson); None sends all at once."""
+    """Mean number of requests per second, with Poisson arrivals; None sends all at once."""
     random_input_len: int = 128
     random_output_len: int = 128
     ignore_eos: bool = False
@@ -47,23 +48,23 @@ class LoadOptions:
         if not self.server.startswith(("http://", "https://")):
             raise OptionError(f"the server is {self.server!r}; give its URL, like http://127.0.0.1:8000")
         if min(self.num_prompts, self.random_input_len, self.random_output_len) < 1:
-            raise OptionError("prompts, their length and that of answers must be at least 1")
+            raise OptionError("the number of prompts and the lengths of prompts and answers must be at least 1")
 
 
 @dataclass
 class Outcome:
-    """Of one request; times in seconds."""
+    """Outcome of one request; times in seconds."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
     sent: float = 0.0
     pieces: list[float] = field(default_factory=list)
-    """When text came."""
+    """Times at which text arrived."""
     error: str = ""
 
 
 def load_test(options: LoadOptions) -> dict[str, Any]:
-    """Send all prompts and wait for the answers. Raises CompressError where the server gives none at all."""
+    """Send all prompts and return the figures of the answers. Raises CompressError if no request is answered."""
     return asyncio.run(_run(options))
 
 
@@ -75,7 +76,7 @@ async def _run(options: LoadOptions) -> dict[str, Any]:
     ) as client:
         model = await _model(client, options)
         first, *prompts = await _prompts(client, options)
-        await _send(client, model, first, options)  # what a first request sets up is no part of what is measured
+        await _send(client, model, first, options)  # a first request causes one-time work that is not measured
         started = time.perf_counter()
         outcomes = await _send_all(client, model, prompts, options)
         seconds = time.perf_counter() - started
@@ -95,7 +96,7 @@ async def _model(client: httpx2.AsyncClient, options: LoadOptions) -> str:
 
 
 async def _prompts(client: httpx2.AsyncClient, options: LoadOptions) -> list[list[int]]:
-    """Token ids at random, of those that some plain text has: any server's vocabulary has them."""
+    """Return random prompts made of the tokens of some plain text, which every server's vocabulary has."""
     text = "".join(map(chr, range(33, 127))) + " the of and to in for on with as by from at or if not is be it this that"
     answer = await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
     if answer.status_code != 200:
@@ -145,7 +146,7 @@ async def _send(client: httpx2.AsyncClient, model: str, prompt: list[int], optio
     except httpx2.HTTPError as error:
         outcome.error = f"{type(error).__name__}: {error}"
     if not outcome.error and not outcome.output_tokens:
-        outcome.error = "the stream ended before its figures"
+        outcome.error = "the stream ended before its usage chunk"
     return outcome
 
 
@@ -161,7 +162,7 @@ def _take(outcome: Outcome, chunk: dict[str, Any], now: float) -> None:
 
 
 def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """Counts, throughput and latencies of those that were answered; latencies of none are None."""
+    """Return counts, throughput and latencies of the answered requests; latencies without any value are None."""
     good = [outcome for outcome in outcomes if not outcome.error]
     read, written = sum(each.prompt_tokens for each in good), sum(each.output_tokens for each in good)
     first = [each.pieces[0] - each.sent for each in good if each.pieces]
@@ -199,7 +200,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order, between two of them in proportion."""
+    """Return a percentile of values in ascending order, interpolated linearly."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -221,7 +222,7 @@ WIDTH = 50
 
 
 def result_block(values: dict[str, Any]) -> str:
-    """The figures as people know them from other serving benchmarks."""
+    """Return the figures as text, in the layout of other serving benchmarks."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_line(title, values[key]) for key, title in COUNTS.items()]
     for name, title in LATENCIES.items():

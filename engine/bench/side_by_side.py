@@ -1,11 +1,11 @@
-"""Speed and memory of several models side by side, with the tests and columns that GGUF runtimes made customary.
+"""Speed and memory of several models side by side, with the tests and columns of llama-bench.
 
-Tests: `pp512` reads 512 tokens, `tg128` generates 128 one by one, both after `depth` tokens that are not timed. Each
-has a warm-up, then repetitions; mean and standard deviation of tokens per second are reported.
+Test `pp512` reads 512 tokens and test `tg128` generates 128 tokens one by one, both after `depth` tokens that are not
+timed. Each test has a warm-up, then repetitions; the mean and standard deviation of tokens per second are reported.
 
-Each (model, backend) lives in a process of its own, so that its memory is the operating system's figure for it alone.
-The workers (engine/bench/backends.py) stay alive and take turns in every repetition, so that what else the machine does
-falls on all of them alike.
+Each (model, backend) pair runs in a separate process, so that the operating system reports its memory alone. The
+workers (engine/bench/backends.py) stay alive and take turns in every repetition, so that other load of the machine
+affects all of them equally.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from engine.worker import Worker
 
 FORMATS = ("md", "csv", "json", "jsonl")
 HEAD = ("model", "size", "params", "backend", "threads", "test", "t/s", "peak memory", "skipped")
-"""Of the table that people read."""
+"""Columns of the Markdown table."""
 Cells = Callable[[dict[str, Any]], list[str]]
 
 
 def cases_for(prompt_tokens: int = 512, generated_tokens: int = 128, depth: int = 0) -> list[BenchCase]:
-    """The tests that `-p`, `-n` and `-d` ask for; 0 tokens leaves a test out. Raises OptionError where none is left."""
+    """Return the tests for `-p`, `-n` and `-d`; 0 tokens leaves a test out. Raises OptionError if none is left."""
     asked = [(kind, tokens) for kind, tokens in zip(KINDS, (prompt_tokens, generated_tokens), strict=True) if tokens]
     if not asked:
         raise OptionError("both tests are turned off; ask for prompt tokens, generated tokens, or both")
@@ -44,15 +44,15 @@ def bench(
     repetitions: int = 5,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> list[dict[str, Any]]:
-    """Run every case on every spec; one row for each pair, in that order.
+    """Run every case on every spec and return one row for each pair, in that order.
 
-    `progress` wraps the list of rounds, the warm-up among them. Raises whatever error of input a worker met, in its
-    words; OptionError for fewer than one repetition.
+    `progress` wraps the list of rounds, including the warm-up. Raises OptionError for fewer than one repetition, and
+    any CompressError of a worker.
     """
     if repetitions < 1:
         raise OptionError(f"repetitions is {repetitions}; it must be at least 1")
     for spec in specs:
-        resolve(spec.model)  # a download is shown, and a wrong name refused, before any worker starts
+        resolve(spec.model)  # download models, and refuse wrong names, before any worker starts
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(spec, "engine.bench.backends")) for spec in specs]
         pairs = [(case, worker) for case in cases for worker in workers]
@@ -85,10 +85,11 @@ def bench_models(
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """`bench` of each model on each backend; `options` are the other fields of BenchSpec.
+    """Run `bench` for each model on each backend; `options` are the other fields of BenchSpec.
 
-    With no backend named each model has its own: onnx where it was exported, otherwise torch. Where backends are compared,
-    only `torch` skips experts, as the rows' `skip_threshold` says; asking for skipping with no backend that can is refused.
+    If no backend is named, each model uses its own: onnx for an exported model, otherwise torch. Only the `torch`
+    backend skips experts, and the rows' `skip_threshold` shows this. Raises OptionError if skipping is requested and no
+    backend supports it.
     """
     pairs = [(model, name) for model in models for name in backends or [backend_of(resolve(model), "auto")]]
     can_skip = any(name == "torch" for _, name in pairs)
@@ -130,7 +131,7 @@ def _row(
 
 
 def format_rows(rows: Sequence[dict[str, Any]], form: str, head: Sequence[str] = HEAD, cells: Cells | None = None) -> str:
-    """Rows as a Markdown table, CSV with a header, one JSON object, or a JSON object on each line."""
+    """Return the rows as a Markdown table, CSV with a header, one JSON object, or one JSON object per line."""
     if form == "json":
         return json.dumps({"rows": list(rows)}, indent=2)
     if form == "jsonl":
@@ -161,7 +162,7 @@ def _markdown(rows: Sequence[dict[str, Any]], head: Sequence[str], cells: Cells)
 
 
 def about_model(row: dict[str, Any]) -> list[str]:
-    """The cells before what was measured."""
+    """Return the first cells of a row, which describe the model and the test."""
     return [
         row["model"].replace("|", "\\|") + (f" ({row['weight_bits']} bits)" if row.get("weight_bits") else ""),
         f"{row['weights_bytes'] / 2**20:.2f} MiB" if row["weights_bytes"] < 2**30 else gib(row["weights_bytes"]),
@@ -182,5 +183,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def gib(size: int) -> str:
-    """For people."""
+    """Return a size in GiB as text."""
     return f"{size / 2**30:.2f} GiB"

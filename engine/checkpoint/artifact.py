@@ -1,6 +1,6 @@
-"""An artifact: a checkpoint that also carries its plan, skip tables, provenance and figures, in compression.json.
+"""Artifact directories: checkpoints with a compression.json that holds plan, provenance and figures.
 
-Also how such a directory comes to be whole or not at all.
+This module reads, checks and writes compression.json, and writes such a directory completely or not at all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def read_provenance(directory: Path) -> dict[str, Any] | None:
-    """The content of compression.json, or None for a checkpoint that is not an artifact of ours."""
+    """Return the content of compression.json, or None for a checkpoint that was not written by this project."""
     path = directory / FILE_NAME
     if not path.exists():
         return None
@@ -42,7 +42,7 @@ def read_provenance(directory: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path}: files must map plain file names to bytes and sha256; the file is damaged")
     for name, kind in _KINDS.items():
         if not isinstance(values.get(name, kind()), kind):
-            raise CheckpointError(f"{path}: {name} is {shown(values[name])}, which it cannot be; the file is damaged")
+            raise CheckpointError(f"{path}: {name} is {shown(values[name])}, which is not valid; the file is damaged")
     return values
 
 
@@ -57,7 +57,7 @@ def _is_file_entry(name: str, entry: Any) -> bool:
 
 
 def write_provenance(directory: Path, values: Mapping[str, Any]) -> None:
-    """Write compression.json, with size and SHA-256 of every other file of the directory."""
+    """Write compression.json, with the size and SHA-256 of every other file of the directory."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for path in sorted(directory.iterdir())
@@ -67,12 +67,12 @@ def write_provenance(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def check_sizes(directory: Path, provenance: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a file is missing or of another size than when the artifact was written."""
+    """Raise CheckpointError if a file is missing or has another size than when the artifact was written."""
     for name, entry in provenance["files"].items():
         path = directory / name
-        if not os.path.isfile(path):  # and not Path.is_file, which raises for a name that is too long
+        if not os.path.isfile(path):  # os.path.isfile, because Path.is_file raises for a name that is too long
             if name.endswith(".py") and directory.absolute().parent.name == "snapshots":
-                continue  # of the hub's cache: code is not fetched, and this engine runs none
+                continue  # the hub's cache: code is not downloaded, and this engine runs none
             raise CheckpointError(f"{directory}: {shown(name)} is missing; copy the artifact again")
         if path.stat().st_size != entry["bytes"]:
             size, written = path.stat().st_size, shown(entry["bytes"])
@@ -92,7 +92,7 @@ def check_sizes(directory: Path, provenance: Mapping[str, Any]) -> None:
 
 
 def check_checksums(directory: Path, provenance: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a file is not, byte for byte, what was written."""
+    """Raise CheckpointError if a file differs, byte for byte, from the file that was written."""
     check_sizes(directory, provenance)
     for name, entry in provenance["files"].items():
         if (directory / name).is_file() and file_sha256(directory / name) != entry["sha256"]:
@@ -100,9 +100,9 @@ def check_checksums(directory: Path, provenance: Mapping[str, Any]) -> None:
 
 
 def compare_checksums(directory: Path) -> None:
-    """The same for a directory that must be an artifact, and hold nothing else.
+    """Check the checksums of a directory that must be an artifact and must hold no other files.
 
-    Raises OptionError where it carries no checksums.
+    Raises OptionError if the directory carries no checksums, and CheckpointError if a check fails.
     """
     provenance = written_here(directory)
     check_checksums(directory, provenance)
@@ -115,7 +115,7 @@ def compare_checksums(directory: Path) -> None:
 
 
 def written_here(directory: Path) -> dict[str, Any]:
-    """The provenance of a directory that must be an artifact. Raises OptionError where it has none."""
+    """Return the provenance of a directory that must be an artifact. Raises OptionError if it has none."""
     check_entries(directory)
     provenance = read_provenance(directory)
     if provenance is None:
@@ -124,23 +124,23 @@ def written_here(directory: Path) -> dict[str, Any]:
 
 
 def _is_left_by_hub(directory: Path, path: Path) -> bool:
-    """Whether clients of the hub put such a file beside what they fetch, and nothing reads it as part of the model."""
+    """Return whether a file was left by a client of the hub next to its downloads, and is no part of the model."""
     known = str(path) == ".gitattributes" or path.parts[:2] == (".cache", "huggingface")
     return known and not (directory / path).is_symlink() and path.suffix.lower() not in CODE_SUFFIXES
 
 
 def partial_path(output: Path) -> Path:
-    """The temporary sibling that a result is written to before it gets its name."""
+    """Return the temporary sibling that a result is written to before it is renamed."""
     return output.with_name(f".{output.name}.partial")
 
 
 def check_output(output: Path, overwrite: bool, marker: str = "config.json") -> None:
     """Raise OutputError unless a result can be written to `output`. Nothing is created.
 
-    A directory is replaced only where it is empty or holds `marker`, the file by which such a result is known.
+    An existing directory is replaced only if it is empty or holds `marker`, the file that identifies such a result.
     """
     if output.name in ("", ".."):
-        raise OutputError(f"{output}: names no new directory; give --output a name of its own")
+        raise OutputError(f"{output}: names no new directory; give another --output")
     if os.path.lexists(output):
         if not overwrite:
             raise OutputError(f"{output}: exists already; give another --output, or --overwrite to replace it")
@@ -156,7 +156,7 @@ def check_output(output: Path, overwrite: bool, marker: str = "config.json") -> 
 
 
 def check_file_output(output: Path, overwrite: bool) -> None:
-    """The same for a result that is one file."""
+    """Raise OutputError unless a result that is one file can be written to `output`. Nothing is created."""
     if os.path.lexists(output) and not overwrite:
         raise OutputError(f"{output}: exists already; give another file, or --overwrite to replace it")
     if not output.name or os.path.isdir(output) or not os.access(output.absolute().parent, os.W_OK | os.X_OK):
@@ -167,11 +167,11 @@ def check_file_output(output: Path, overwrite: bool) -> None:
 
 @contextmanager
 def whole_or_nothing(output: Path, overwrite: bool, marker: str = "config.json") -> Iterator[Path]:
-    """A temporary sibling to write into, which becomes `output` in one step at the end of the body.
+    """Yield a temporary sibling directory to write to, and rename it to `output` in one step when the body ends.
 
-    If the body raises, the sibling is removed; if the process is killed, it is left and removed by the next run. An old
-    directory is exchanged for the new one in a single system call and removed afterwards. Another run that writes `output`
-    is refused meanwhile, as this one is where another one does (OutputError).
+    If the body raises, the sibling is removed; if the process is killed, the next run removes it. An old directory is
+    exchanged with the new one in a single system call and removed afterwards. Raises OutputError if another run is
+    writing `output`; during the body, other runs are refused in the same way.
     """
     with claimed(output):
         check_output(output, overwrite, marker)
@@ -210,7 +210,7 @@ def _sync(path: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two directories atomically where the system can, otherwise by two renames."""
+    """Swap two directories atomically if the operating system supports it, and by two renames otherwise."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
         done = renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE)

@@ -1,7 +1,7 @@
-"""Weights in 8-bit floating point with a float32 scale for each block (arXiv 2412.19437, §3.3.2), read as plain ones.
+"""FP8 weights with one float32 scale per block (DeepSeek-V3, arXiv 2412.19437, §3.3.2), read as plain weights.
 
-Only how weights are stored is read. That such a model's own kernels round activations too is left out: here they stay in
-the model's dtype.
+Only the storage format is supported. The rounding of activations in such a model's own kernels is left out: activations
+stay in the model's dtype.
 
 Shape suffixes: O outputs, I inputs, P and Q blocks along them.
 """
@@ -18,7 +18,7 @@ from engine.errors import UnsupportedError
 from engine.files.json_file import shown
 
 SCALES = "_scale_inv"
-"""What a weight's name is followed by in its scales'. Weights are multiplied by them: the inverse is of what made them."""
+"""Suffix of the scales' tensor name. A weight is multiplied by its scale; "inverse" refers to the quantization step."""
 FLOAT8 = torch.float8_e4m3fn
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
@@ -28,12 +28,15 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 
 
 def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block; None where the weights are not quantised. Raises UnsupportedError for any other kind."""
+    """Return the rows and columns of a block, or None if the weights are not quantized.
+
+    Raises UnsupportedError for any other kind of quantization.
+    """
     quantisation = config.get("quantization_config")
     if quantisation is None:
         return None
     if not isinstance(quantisation, dict):
-        raise UnsupportedError(f"quantization_config is {shown(quantisation)}; weights that are quantised so are not read")
+        raise UnsupportedError(f"quantization_config is {shown(quantisation)}; weights quantized in this way are not read")
     odd = [f"{key}={quantisation[key]!r}" for key, known in _KNOWN.items() if quantisation.get(key, known[0]) not in known]
     if "quant_method" not in quantisation:
         odd.append("no quant_method")
@@ -43,14 +46,14 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
         odd.append(f"weight_block_size={shown(block)}")
     if odd:
         raise UnsupportedError(
-            f"quantization_config has {', '.join(odd)[:300]}; of quantised weights those are read that are fp8 (e4m3) with "
-            "a scale for each block, or packed by compressed-tensors; take the model's weights in bfloat16"
+            f"quantization_config has {', '.join(odd)[:300]}; quantized weights are read if they are fp8 (e4m3) with a "
+            "scale for each block, or packed by compressed-tensors; take the model's weights in bfloat16"
         )
     return sizes[0], sizes[1]
 
 
 def dequantised(values_OI: Tensor, scales_PQ: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """value · scale of its block, [O, I]; a row of blocks at a time, so that little more than the result is in memory."""
+    """Return value · scale of its block, [O, I]. One row of blocks is converted at a time, to limit the memory used."""
     rows, columns = block
     made_OI = torch.empty(values_OI.shape, dtype=dtype)
     for place, start in enumerate(range(0, values_OI.shape[0], rows)):

@@ -1,4 +1,4 @@
-"""From the messages of a conversation to the one text that a model continues.
+"""Chat templates: the messages of a conversation rendered as the one text that a model continues.
 
 A chat template is a program that comes with the model. It runs in jinja2's sandbox, in the process that reads requests.
 """
@@ -17,16 +17,16 @@ DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For models that bring no template of their own, such as base models: one line a message. Documented in docs/serving.md."""
+"""Template for models without one, such as base models: one line per message. Documented in docs/serving.md."""
 TEMPLATE_SECONDS = 0.5
-"""Processor time that a template may take; a usual one takes about a millisecond."""
+"""Limit on the processor time of a template; a typical template takes about a millisecond."""
 REASON_CHARACTERS = 200
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str]) -> str:
-    """The text of the messages, ready for the answer. Must run in the main thread of its process.
+    """Return the text of the messages, ready for the model's answer. Must run in the main thread of its process.
 
-    Raises OptionError for messages that the template refuses, fails at, or takes longer than TEMPLATE_SECONDS for.
+    Raises OptionError if the template refuses the messages, fails, or takes longer than TEMPLATE_SECONDS.
     """
     from transformers.utils import chat_template_utils
 
@@ -36,7 +36,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens:
             options: dict[str, Any] = {"add_generation_prompt": True} | dict(special_tokens)
             texts: Any = chat_template_utils.render_jinja_template([said], chat_template=template, **options)
         text = str(texts[0][0])
-        text.encode()  # a half of a surrogate pair, which JSON can write, is no character
+        text.encode()  # JSON can encode half of a surrogate pair, which is not a character
     except _TooLong as error:
         raise OptionError(
             f"the model's chat template takes longer than {TEMPLATE_SECONDS:g} s for these messages; change them"
@@ -48,12 +48,12 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens:
 
 
 class _TooLong(BaseException):
-    """The time is over. It is no Exception, so that nothing in between takes it for its own."""
+    """The time limit is exceeded. Not a subclass of Exception, so that no handler in between catches it."""
 
 
 @contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raise _TooLong in the body once it has taken so much processor time; code that is not Python's is not interrupted."""
+    """Raise _TooLong in the body after this much processor time; code that is not Python is not interrupted."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise _TooLong

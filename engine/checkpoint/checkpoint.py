@@ -1,7 +1,7 @@
-"""A checkpoint on disk: validated whole when opened, then read tensor by tensor from the map.
+"""Checkpoints on disk: validated completely when opened, then read tensor by tensor through a memory mapping.
 
-Experts are always asked for one by one under the family's own per-expert names; a checkpoint that stores them stacked
-serves the same names as views into the stack.
+Experts are always requested one by one, under the family's per-expert names. A checkpoint that stores stacked experts
+serves these names as views into the stack.
 """
 
 from __future__ import annotations
@@ -18,25 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.architectures import (
-    ARCHITECTURES,
-    Architecture,
-    DecoderConfig,
-    Wrapper,
-    attention_weights,
-    check_token_ids,
-    decoder_config,
-    derived_tensors,
-    expected_tensors,
-    expert_shapes,
-    feed_forward_weights,
-    is_router_bias,
-    language_model,
-    layer_tensors,
-    router_in_memory,
-    router_tensor,
-    router_tensors,
-)
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.block_float8 import SCALES, block_of
 from engine.checkpoint.hub import fetch, is_hub_id
@@ -45,7 +26,23 @@ from engine.checkpoint.pack_quantized import PACKED, QuantizedView, Scheme, sche
 from engine.checkpoint.stacks import dense_names
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.architecture import Architecture
+from engine.families.checks import check_token_ids
+from engine.families.config import DecoderConfig
+from engine.families.resolve import decoder_config
 from engine.families.rotary_embedding import Rotary
+from engine.families.table import ARCHITECTURES
+from engine.families.tensor_names import is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
+from engine.families.tensor_shapes import (
+    attention_weights,
+    derived_tensors,
+    expected_tensors,
+    expert_shapes,
+    feed_forward_weights,
+    layer_tensors,
+    router_tensors,
+)
+from engine.families.wrappers import Wrapper, language_model
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of
@@ -55,13 +52,13 @@ DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo_model"
 GENERATION_NAME = "generation_config.json"
 ONNX_NAME = "model.onnx"
-"""The graph of an exported model; its directory has no safetensors."""
-_ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; all else takes the model it was made from"
+"""File name of an exported model's graph; its directory has no safetensors."""
+_ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; other commands need the checkpoint behind it"
 _RELEASE_EVERY_BYTES = 64 << 20
 
 
 def resolve(model: str) -> Path:
-    """The directory of MODEL: `demo`, a local directory, or a hub id (fetched, or found in the cache)."""
+    """Return the directory of MODEL: `demo`, a local directory, or a hub id (downloaded, or found in the cache)."""
     if model == DEMO:
         return DEMO_DIRECTORY
     if os.path.isdir(model):
@@ -74,59 +71,59 @@ def resolve(model: str) -> Path:
 
 
 def check_generation(directory: Path, vocabulary: int) -> None:
-    """Raise CheckpointError where generation_config.json is damaged or names tokens that there are not."""
+    """Raise CheckpointError if generation_config.json is damaged or names tokens outside the vocabulary."""
     path = directory / GENERATION_NAME
     if os.path.lexists(path):
         check_token_ids(str(path), load_json(path, "generation config"), vocabulary)
 
 
 class ModelDirectory:
-    """A model on disk whose weights may be in any format: what config.json and compression.json say of it."""
+    """A model on disk, with weights in any format: the content of config.json and compression.json."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for what the engine lacks."""
+        """Raises CheckpointError for damaged or inconsistent files, UnsupportedError for features the engine lacks."""
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory; give the directory of a checkpoint")
         check_entries(directory)
         self.directory = directory
         self.provenance = read_provenance(directory)
-        """What compression.json says, None for a checkpoint that is not an artifact of ours."""
+        """Content of compression.json; None for a checkpoint that was not written by this project."""
         if self.provenance is not None:
             check_sizes(directory, self.provenance)
         raw = load_json(directory / "config.json", "model config")
         _refuse_foreign_code(directory, raw)
         try:
             self.raw_config, self.wrapper = language_model(raw)
-            """Of the language model alone, and what holds it beside other parts, which are not read."""
+            """Config of the language model alone, and its wrapper in a multimodal model, whose other parts are not read."""
             self.schemes = schemes_of(self.raw_config)
-            """How weights of few bits are stored; none where there are none."""
+            """Storage schemes of low-bit weights; empty if there are none."""
             self.float8_block = None if self.schemes or is_packed(self.raw_config) else block_of(self.raw_config)
-            """Of weights that are stored in 8-bit floating point; None where they are not."""
+            """Block size of FP8 weights; None if there are none."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
             check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
-            Rotary(self.config)  # made and dropped: parameters that it cannot use are refused here
+            Rotary(self.config)  # constructed as a check only: Rotary refuses parameters that it cannot use
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{directory}: {error}") from error
         check_generation(directory, self.config.vocabulary_size)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of a checkpoint of this model, with its shape."""
+        """Shape of every tensor of a checkpoint of this model, by name."""
         return expected_tensors(self.config)
 
     @property
     def fewest_bits(self) -> Scheme | None:
-        """How the weights of fewest bits are stored; None where there are none of few bits."""
+        """Storage scheme with the lowest bit width; None if the model has no low-bit weights."""
         return min(self.schemes, default=None)
 
     @property
     def parameters(self) -> int:
-        """Parameters; tied ones count once."""
+        """Number of parameters; tied parameters count once."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses: of the routed experts, the top-k only."""
+        """Number of parameters that one token uses: only the top-k of the routed experts count."""
         total = self.parameters
         for index, layer in enumerate(self.config.layers):
             if layer.moe is not None:
@@ -136,13 +133,13 @@ class ModelDirectory:
 
 
 class Checkpoint(ModelDirectory):
-    """One model on disk. Opening checks config, headers, names, shapes and dtypes, and reads no weights."""
+    """A model on disk. Opening checks config, headers, names, shapes and dtypes, and reads no weights."""
 
     def __init__(self, directory: Path, header_only: frozenset[str] = frozenset()) -> None:
-        """Errors as of ModelDirectory, for weights too. `header_only`: shards that are there in outline, and not read."""
+        """Raises the errors of ModelDirectory, also for weights. `header_only`: shards whose headers alone are present."""
         super().__init__(directory)
         if (directory / ONNX_NAME).is_file():
-            raise UnsupportedError(f"{directory}: is an ONNX export, which this needs as a checkpoint; {_ONNX_USE}")
+            raise UnsupportedError(f"{directory}: is an ONNX export, and this needs a checkpoint; {_ONNX_USE}")
         by_name, self.files = open_shards(directory)
         for file in self.files:
             file.header_only = file.path.name in header_only
@@ -160,7 +157,7 @@ class Checkpoint(ModelDirectory):
         self._check_names_and_shapes(by_name)
 
     def _check_routers(self, by_name: Mapping[str, SafetensorsFile]) -> None:
-        """Compare the expert counts first: lists as long as an absurd config.json says are never made."""
+        """Compare the expert counts first, so that an absurd count in config.json never leads to lists of that length."""
         for layer, experts in self.config.experts_by_layer.items():
             own = router_tensor(self.config.architecture, layer)
             inputs = router_tensors(self.config, layer)[own][1]
@@ -178,7 +175,7 @@ class Checkpoint(ModelDirectory):
                 )
 
     def _read_float8(self, by_name: Mapping[str, SafetensorsFile], block: tuple[int, int]) -> None:
-        """Let weights that have scales be read as what they stand for, in the dtype of those that have none."""
+        """Make FP8 weights that have scales read as dequantized weights, in the dtype of the embeddings."""
         for name, view in self._views.items():
             if isinstance(view, StoredView) and (file := by_name.get(f"{name}{SCALES}")) is not None:
                 view.scales = Scales(file, f"{name}{SCALES}", block)
@@ -191,7 +188,7 @@ class Checkpoint(ModelDirectory):
         packed = {name: own for name, own in on_disk.items() if own + PACKED in by_name and own not in by_name}
         if packed and not self.schemes:
             first = next(iter(packed.values()))
-            raise CheckpointError(f"tensor {first}{PACKED} is packed and config.json has no quantization_config of that")
+            raise CheckpointError(f"tensor {first}{PACKED} is packed, and config.json has no quantization_config for it")
         return {name: QuantizedView(own, self.shapes[name], by_name, self.schemes) for name, own in packed.items()}
 
     def _check_names_and_shapes(self, by_name: Mapping[str, SafetensorsFile]) -> None:
@@ -203,7 +200,7 @@ class Checkpoint(ModelDirectory):
             if view is not None and view.shape != shape:
                 problems.append(f"tensor {name} has shape {list(view.shape)} and config.json says {list(shape)}")
             if view is not None and (not view.dtype.is_floating_point or view.dtype.itemsize == 1):
-                problems.append(f"tensor {name} is {view.dtype}; weights that are quantised so are not read")
+                problems.append(f"tensor {name} is {view.dtype}; weights quantized in this way are not read")
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
         used |= set(self.derived)
         extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]
@@ -213,85 +210,88 @@ class Checkpoint(ModelDirectory):
             raise CheckpointError(f"{self.directory}: {problems[0]}{more}; {SAME_MODEL}")
 
     def stored(self, name: str) -> Weight:
-        """A tensor as stored, mapped, not to be written to. Reading it makes its pages resident until `release`.
+        """Return a tensor as stored: memory-mapped and read-only. Its pages stay resident until `release`.
 
-        One in 8- or 4-bit floating point is made anew at each call.
+        A tensor in 8- or 4-bit floating point is converted to a new tensor at each call.
         """
         view = self._views[name]
         return view.weight() if isinstance(view, QuantizedView) else view.read()
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The same as a plain tensor: one of few bits is dequantised, to `dtype` or else to that of its scales."""
+        """Return a tensor as a plain one; a low-bit tensor is dequantized to `dtype`, by default the dtype of its scales."""
         stored = self.stored(name)
         return stored.dequantised(dtype or stored.scales_OC.dtype) if isinstance(stored, QuantizedWeight) else stored
 
     @cached_property
     def _multiplied(self) -> frozenset[str]:
-        """Matrices that may stay of few bits in a decoder."""
+        """Names of the matrices that may stay low-bit in a decoder."""
         layers = range(len(self.config.layers))
         names = [(*attention_weights(self.config, layer), *feed_forward_weights(self.config, layer)) for layer in layers]
         return frozenset(["lm_head.weight", *(name for own in names for name in own)])
 
     def scheme(self, name: str) -> Scheme | None:
-        """How a weight of few bits is stored; None for all other tensors."""
+        """Return the storage scheme of a low-bit weight; None for any other tensor."""
         view = self._views[name]
         return view.scheme if isinstance(view, QuantizedView) else None
 
     @cached_property
     def schemes_used(self) -> tuple[Scheme, ...]:
-        """Those that some tensor is stored by."""
+        """Storage schemes that at least one tensor uses."""
         used = {scheme for name in self.shapes if (scheme := self.scheme(name)) is not None}
         return tuple(scheme for scheme in self.schemes if scheme in used)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that `tensor` gives, without reading it."""
+        """Return the dtype of `tensor(name)` without reading the tensor."""
         return self._views[name].dtype
 
     def packed(self, name: str) -> Tensor | None:
-        """A stack of packed weights as stored: its blocks or its scales; None where there is no such tensor."""
+        """Return a stored stack of packed weights (its blocks or its scales), or None if there is no such tensor."""
         return self._by_name[name].tensor(name) if name in self._by_name else None
 
     @cached_property
     def derived(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """What is here of `derived_tensors`. The engine computes it anew; results have it too, for transformers."""
+        """Dtypes and shapes of the `derived_tensors` on disk.
+
+        The engine recomputes them; results keep them for transformers.
+        """
         there = {name: self._by_name[name].entries[name] for name in derived_tensors(self.config) if name in self._by_name}
         return {name: (entry.dtype, entry.shape) for name, entry in there.items()}
 
     def derived_tensor(self, name: str) -> Tensor:
-        """One of them, mapped."""
+        """Return one derived tensor, memory-mapped."""
         return self._by_name[name].tensor(name)
 
     @cached_property
     def model_dtype(self) -> torch.dtype:
-        """The dtype of the embeddings, which `--dtype auto` computes in."""
+        """Dtype of the embeddings, which is the compute dtype for `--dtype auto`."""
         return self.dtype("model.embed_tokens.weight")
 
     @property
     def bytes(self) -> int:
-        """Bytes of the stored tensors."""
+        """Size of the stored tensors in bytes."""
         return sum(self._views[name].bytes for name in self.shapes)
 
     @property
     def plain_bytes(self) -> int:
-        """The same without weights of few bits."""
+        """Size in bytes of the stored tensors that are not low-bit."""
         return sum(self._views[name].bytes for name in self.shapes if self.scheme(name) is None)
 
     @property
     def prediction_layers(self) -> int:
-        """Layers for multi-token prediction in the files, which are not read."""
-        prefix, names = self.config.architecture.prediction_prefix, [name for file in self.files for name in file.entries]
-        if prefix is not None and any(name.startswith(prefix) for name in names):
+        """Number of layers for multi-token prediction in the files; they are not read."""
+        names = [name for file in self.files for name in file.entries]
+        if any(is_prediction_tensor(self.config.architecture, name) for name in names):
             return self.config.prediction_layers
         layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
         return len({int(found[1]) for found in layers if found is not None and int(found[1]) >= len(self.config.layers)})
 
     def release(self) -> None:
-        """Give resident weight pages back to the system; tensors stay valid."""
+        """Give resident pages of weights back to the operating system; tensors stay valid."""
         for file in self.files:
             file.release()
 
     def read_ahead(self, layer: int) -> None:
-        """Ask the system to have a layer's weights in its cache soon; nothing for a layer that there is not."""
+        """Ask the operating system to load a layer's weights into its page cache; ignored for other layer numbers."""
         if not 0 <= layer < len(self.config.layers):
             return
         stored = {own for name in layer_tensors(self.config, layer) for own in self._views[name].stored_names}
@@ -299,9 +299,9 @@ class Checkpoint(ModelDirectory):
             file.read_ahead(sorted(stored & file.entries.keys()))
 
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
-        """Read every tensor once and raise CheckpointError naming the first that holds NaN or infinity.
+        """Read every tensor once and raise CheckpointError naming the first one that holds NaN or infinity.
 
-        Of weights of few bits that is the scales: the rest has no bits for either.
+        For low-bit weights only the scales are read, because the integers cannot encode either.
         """
         read = 0
         for name in progress(list(self.shapes)):
@@ -318,7 +318,7 @@ class Checkpoint(ModelDirectory):
         self.release()
 
     def fingerprint(self) -> str:
-        """SHA-256 over config, headers and samples of every tensor: which model this is, reading little of the weights."""
+        """Return a SHA-256 over config, headers and samples of every tensor; few of the weights are read."""
         digest = hashlib.sha256()
         for file in self.files:
             for name, entry in sorted(file.entries.items()):
@@ -330,16 +330,16 @@ class Checkpoint(ModelDirectory):
         return digest.hexdigest()
 
     def identity(self) -> dict[str, str]:
-        """The fingerprint, and the state of the files: a copy has the same fingerprint, and only they the same state."""
+        """Return the fingerprint and the state of the files. A copy has an equal fingerprint and another state."""
         return {"fingerprint": self.fingerprint(), "state": state_of(self.files)}
 
     def source(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Tensor]:
-        """Plain tensors by name: mapped where dtype and device already fit, converted otherwise."""
+        """Return a function from name to plain tensor: mapped if dtype and device already match, converted otherwise."""
         row = self.config.architecture
         return lambda name: self.tensor(name, dtype).to(device=device, dtype=computed_dtype(row, name, dtype))
 
     def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Weight]:
-        """What a decoder is made of: the same, but its matrices of few bits stay so, and mapped."""
+        """Return a function from name to weight for a decoder: as `source`, but low-bit matrices stay low-bit and mapped."""
         source = self.source(dtype, device)
 
         def weight(name: str) -> Weight:
@@ -350,18 +350,18 @@ class Checkpoint(ModelDirectory):
 
 
 def in_parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """Its rows, as many together as take about so many bytes."""
+    """Yield consecutive rows of a tensor, in parts of about `size` bytes."""
     row = max(1, tensor[:1].numel() * tensor.element_size()) if tensor.dim() else 1
     yield from tensor.split(max(1, size // row)) if tensor.dim() else (tensor,)
 
 
 def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor is computed with in a model of this dtype: a bias that chooses experts keeps float32."""
+    """Return the compute dtype of a tensor in a model of this dtype: at least float32 for a router's selection bias."""
     return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) else dtype
 
 
 def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
-    """The file of each tensor of the language model, which the files then call by the names that it has alone."""
+    """Return the file of each tensor of the language model; rename its entries to names without the wrapper."""
     for file in files:
         own = {name: entry for name, entry in file.entries.items() if not name.startswith(wrapper.others)}
         file.entries = {name.removeprefix(wrapper.prefix): entry for name, entry in own.items()}
@@ -369,11 +369,11 @@ def _language_model(wrapper: Wrapper, files: Iterable[SafetensorsFile]) -> dict[
 
 
 def _is_ignorable(name: str, config: DecoderConfig) -> bool:
-    """Tensors that older tools wrote and nobody reads, and those of multi-token prediction."""
+    """Return whether a tensor is unused: written by older tools, or part of multi-token prediction."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None and 0 <= int(layer[1]) - len(config.layers) < config.prediction_layers:
         return True
-    if (prefix := config.architecture.prediction_prefix) is not None and name.startswith(prefix):
+    if is_prediction_tensor(config.architecture, name):
         return True
     tied_copy = config.tied_embeddings and name == "lm_head.weight"
     return tied_copy or name.endswith((".rotary_emb.inv_freq", ".masked_bias"))

@@ -1,8 +1,9 @@
-"""Models on the hub: what names one, which of its files are fetched, and what is said when the hub does not give them.
+"""Models on the Hugging Face Hub: model ids, downloads, and error messages.
 
-Fetched are safetensors, JSON and tokenizer files at the top of a repository, and of an artifact of ours also what its
-compression.json lists in other formats that hold no code. Pickles never are, and of code only the modelling file that
-this version writes itself, byte for byte, told by its hash before it is fetched.
+Downloaded files are the safetensors, JSON and tokenizer files at the top of a repository. For an artifact of this
+project, the files listed in its compression.json are downloaded too if their formats hold no code. Pickle files are
+never downloaded. The only code that is downloaded is a modeling file identical, byte for byte, to the one that this
+version writes; its hash is compared before the download.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from engine.architectures import ARCHITECTURES
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.remote_code import FILE_NAME as MODELLING_FILE
 from engine.checkpoint.remote_code import render
 from engine.errors import CheckpointError, HubError, OptionError
+from engine.families.table import ARCHITECTURES
 from engine.files.json_file import load_json
 from engine.files.safetensors_file import INDEX_NAME, MAX_HEADER_BYTES, PICKLES, SINGLE_NAME, indexed_shards
 
@@ -38,18 +39,18 @@ _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 _DESCRIBING = ("config.json", "generation_config.json", "compression.json", INDEX_NAME, "skip_tables.safetensors")
 _BESIDE_WEIGHTS = ("skip_tables.safetensors", "mixture.safetensors")
 _OF_ARTIFACTS = (".json", ".safetensors", ".txt", ".model", ".jinja", ".md", ".png", ".onnx", ".data")
-_FIRST_BYTES = 100_000  # of a shard: nearly every header is shorter, so one request gives it
+_FIRST_BYTES = 100_000  # start of a shard: nearly every header is shorter, so one request is enough
 _LENGTH = struct.Struct("<Q")
 _CONNECTIONS = 8
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether this is written as an id on the hub, `owner/name` or `owner/name@revision`."""
+    """Return whether `model` is written as an id on the hub, `owner/name` or `owner/name@revision`."""
     return _ID.fullmatch(model) is not None
 
 
 def split(model: str) -> tuple[str, str | None]:
-    """An id's repository, and its revision: a branch, tag or commit; None for the main one."""
+    """Return an id's repository and its revision (a branch, tag or commit; None for the main branch)."""
     found = _ID.fullmatch(model)
     if found is None:
         raise OptionError(f"{model}: is not an id on the hub; write it owner/name, or owner/name@revision")
@@ -57,7 +58,7 @@ def split(model: str) -> tuple[str, str | None]:
 
 
 def at_revision(model: str, revision: str) -> str:
-    """The id with its revision in it. Raises OptionError for what has none."""
+    """Return the id with its revision. Raises OptionError for a model that cannot have a revision."""
     if not is_hub_id(model) or Path(model).exists():
         raise OptionError(f"{model}: is not an id on the hub, and only those have a --revision; leave it out")
     repository, own = split(model)
@@ -69,16 +70,16 @@ def at_revision(model: str, revision: str) -> str:
 
 
 def last_name(model: str) -> str:
-    """What results are called after: the name of a directory, or of a repository without its revision."""
+    """Return the name for results: the name of a directory, or of a repository without its revision."""
     return Path(split(model)[0] if is_hub_id(model) and not Path(model).exists() else model).name
 
 
-@functools.cache  # of one run: all that it reads is of one commit, whatever is pushed meanwhile
+@functools.cache  # for one run: everything is read from one commit, even if the repository changes meanwhile
 def fetch(model: str, layers: frozenset[int] | None = None) -> Path:
-    """The directory in huggingface_hub's cache that MODEL is read from. What is there already is not fetched again.
+    """Return the directory of MODEL in huggingface_hub's cache, downloading the files that are missing there.
 
-    `layers`: of several shards fetch only those that hold tensors of these layers. A connection that breaks is taken up
-    where it broke; a killed run leaves whole files, and the next one fetches the others. Raises HubError.
+    `layers`: download only the shards that hold tensors of these layers. An interrupted download is resumed; a killed
+    run leaves only complete files, and the next run downloads the others. Raises HubError.
     """
     repository, revision = split(model)
     with explained(model):
@@ -89,24 +90,24 @@ def fetch(model: str, layers: frozenset[int] | None = None) -> Path:
 
 @functools.cache
 def describe(model: str) -> Path:
-    """The same, with what says which model this is, and none of its weights."""
+    """Return the directory of MODEL in the cache with the files that describe it, without weights. Raises HubError."""
     repository, revision = split(model)
     with explained(model):
         return _snapshot(repository, revision, _DESCRIBING)
 
 
 def lacks_weights(model: str) -> bool:
-    """Whether some of MODEL's weights would have to be fetched."""
+    """Return whether some of MODEL's weights are not in the cache."""
     directory = describe(model)
     return any(not (directory / name).exists() for name in _shards(directory))
 
 
 @contextmanager
 def outline(model: str) -> Iterator[tuple[Path, frozenset[str]]]:
-    """A temporary directory that is like MODEL's, and the names of its shards, of which only the headers were fetched.
+    """Yield a temporary copy of MODEL's directory, and the names of its shards, whose headers alone are downloaded.
 
-    Every other file that is not fetched has its size and no content, so that whatever is missing or cut is found.
-    Raises HubError.
+    Every other file that is not downloaded has its full size and no content, so that missing or truncated files are
+    found. Raises HubError.
     """
     with TemporaryDirectory() as made:
         directory = Path(made)
@@ -116,7 +117,7 @@ def outline(model: str) -> Iterator[tuple[Path, frozenset[str]]]:
 
 
 def _draw(repository: str, source: Path, directory: Path) -> frozenset[str]:
-    """Fill an outline from the snapshot of what describes the model; the names of the shards."""
+    """Fill an outline from the snapshot of the describing files, and return the names of the shards."""
     listed = _listed(repository, source)
     shards = frozenset(name for name in _shards(source) if name in listed)
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
@@ -127,7 +128,7 @@ def _draw(repository: str, source: Path, directory: Path) -> frozenset[str]:
             continue
         with (directory / name).open("wb") as made:
             made.write(headers.get(name, b""))
-            made.truncate(file.size)  # no disk is taken for what is not there
+            made.truncate(file.size)  # a sparse file: the missing content takes no disk space
     return shards
 
 
@@ -139,34 +140,34 @@ def _snapshot(repository: str, revision: str | None, patterns: Collection[str] |
         snapshot_download, repository, revision=revision, allow_patterns=list(patterns), ignore_patterns="*/*"
     )
     if revision is not None and _COMMIT.fullmatch(revision):
-        # huggingface_hub would ask the hub about a commit in several threads first, which lose their errors.
+        # huggingface_hub would first query a commit in several threads, which lose their errors.
         with suppress(LocalEntryNotFoundError):
             directory = Path(fetched(local_files_only=True))
             if _listed(repository, directory):
                 return directory
-        HfApi().model_info(repository, revision=revision)  # raises what is the matter, once and in one thread
+        HfApi().model_info(repository, revision=revision)  # raises the error once, in this thread
     return Path(fetched())
 
 
 def _listed(repository: str, directory: Path) -> dict[str, RepoFile]:
-    """What the repository holds at its top, by name, without asking again."""
+    """Return the files at the repository's top level by name, from the cache and without another request."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
         files = get_cached_repo_tree(repository, revision=directory.name)
-    except CachedRepoTreeNotFoundError:  # what is in the cache was fetched by an older release
+    except CachedRepoTreeNotFoundError:  # the cached files were downloaded by an older release
         return {}
     return {file.path: file for file in files if Path(file.path).name == file.path}
 
 
 def _shards(directory: Path) -> dict[str, set[str]]:
-    """The files of weights, each with the names of its tensors; none where there is no index to tell them."""
+    """Return the weight files, each with its tensors' names; without an index, the names are empty."""
     return indexed_shards(directory) if (directory / INDEX_NAME).exists() else {SINGLE_NAME: set()}
 
 
 def shards_of(shards: dict[str, set[str]], layers: Collection[int]) -> list[str]:
-    """Those shards that hold tensors of these layers; one without a list of its tensors may hold any."""
+    """Return the shards that hold tensors of these layers. A shard without a list of tensors may hold any tensor."""
 
     def holds(names: set[str]) -> bool:
         found = map(_LAYER.search, names)
@@ -176,14 +177,14 @@ def shards_of(shards: dict[str, set[str]], layers: Collection[int]) -> list[str]
 
 
 def _wanted(model: str, directory: Path, listed: dict[str, RepoFile], layers: Collection[int] | None) -> list[str]:
-    """What else is fetched when the small files are there. Raises CheckpointError where that is no weights at all."""
+    """Return the files to download after the small files. Raises CheckpointError if all weights are pickled."""
     shards = _shards(directory)
     weights = list(shards) if layers is None else shards_of(shards, layers)
     provenance = read_provenance(directory)
     if provenance is None:
         if listed and not any(name in listed for name in shards) and any(name.endswith(PICKLES) for name in listed):
             raise CheckpointError(
-                f"{model}: the hub has its weights pickled only, and these are never fetched since they can run code; take "
+                f"{model}: the hub has only pickled weights, which are never downloaded because they can run code; take "
                 "a revision with safetensors (--revision refs/pr/N), or another copy of the model"
             )
         return [*weights, *_BESIDE_WEIGHTS]
@@ -192,7 +193,7 @@ def _wanted(model: str, directory: Path, listed: dict[str, RepoFile], layers: Co
 
 
 def _is_ours(directory: Path, file: RepoFile | None) -> bool:
-    """Whether a modelling file that was not fetched is, byte for byte, the one that this version writes."""
+    """Return whether a modeling file on the hub is, byte for byte, the one that this version writes."""
     from huggingface_hub.utils.sha import git_hash
 
     row = ARCHITECTURES.get(str(load_json(directory / "config.json", "model config").get("model_type")))
@@ -200,7 +201,7 @@ def _is_ours(directory: Path, file: RepoFile | None) -> bool:
 
 
 def _header(repository: str, commit: str, name: str) -> bytes:
-    """The beginning of a safetensors file with all of its header; less where that is damaged."""
+    """Return the beginning of a safetensors file up to the end of its header; less if the file is damaged."""
     beginning = _beginning(repository, commit, name, _FIRST_BYTES)
     if len(beginning) < _LENGTH.size:
         return beginning
@@ -210,7 +211,7 @@ def _header(repository: str, commit: str, name: str) -> bytes:
 
 
 def _beginning(repository: str, commit: str, name: str, count: int) -> bytes:
-    """So many bytes, also of a server that sends the whole file."""
+    """Return the first `count` bytes of a file, even from a server that ignores the range and sends the whole file."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
@@ -227,13 +228,13 @@ def _beginning(repository: str, commit: str, name: str, count: int) -> bytes:
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """Around what asks the hub about MODEL: whatever goes wrong there becomes a HubError that says what to do."""
+    """Turn any error of hub requests in the body into a HubError that says what to do."""
     from httpx2 import HTTPError
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not sys.stderr.isatty():
-        disable_progress_bars()  # its bars are for people, as ours are
+        disable_progress_bars()  # huggingface_hub's bars are for terminals only, like ours
     try:
         yield
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
@@ -267,8 +268,8 @@ def _explanation(model: str, error: BaseException) -> str:
             "no such directory here, the hub cannot be reached, and not all of the model is in the cache; check the network "
             "(and HF_HUB_OFFLINE), or give a directory"
         )
-    if isinstance(error, HTTPError | RuntimeError):  # RuntimeError: of threads that shared the connection
-        return "the connection to the hub broke; run the command again, which goes on with the files that are missing"
+    if isinstance(error, HTTPError | RuntimeError):  # RuntimeError: raised in threads that shared the connection
+        return "the connection to the hub broke; run the command again to download the missing files"
     reason = (isinstance(error, OSError) and error.strerror) or next(iter(str(error).splitlines()), "")
     return (
         f"cannot be exchanged with the hub ({reason or type(error).__name__}); make space if a disk is full, and try again"
@@ -276,13 +277,13 @@ def _explanation(model: str, error: BaseException) -> str:
 
 
 def _refusal(status: int) -> str:
-    """What an HTTP status means, and what to do."""
+    """Return the meaning of an HTTP status and the advice for it."""
     if status == 401:
         return "the hub refuses the token; log in again with `hf auth login`, or correct HF_TOKEN"
     if status == 403:
-        return "the hub does not let this token do that; give it the right (https://huggingface.co/settings/tokens)"
+        return "the hub denies this token the permission; grant it (https://huggingface.co/settings/tokens)"
     if status in (409, 412):
-        return "something else was written there meanwhile; look at the repository, and run the command again"
+        return "something else was written there meanwhile; check the repository, and run the command again"
     if status == 429:
-        return "the hub wants fewer requests; wait some minutes, or log in with `hf auth login`"
+        return "the hub limits the rate of requests; wait a few minutes, or log in with `hf auth login`"
     return f"the hub answers with HTTP status {status}; try again later"

@@ -1,4 +1,4 @@
-"""MXFP4 (OCP Microscaling Formats v1.0, §5.1): blocks of 32 four-bit numbers that share a power of two.
+"""MXFP4 (OCP Microscaling Formats v1.0, §5.1): blocks of 32 four-bit numbers that share a power of two as scale.
 
 Shape suffixes: … any, C blocks.
 """
@@ -13,27 +13,30 @@ from torch import Tensor
 
 BLOCK = 32
 BYTES = BLOCK // 2
-"""Of a block's numbers, of which the first of two is in the low half of a byte."""
+"""Bytes of a block's numbers; the first number of each pair is in the low half of its byte."""
 METHOD = "mxfp4"
-"""What `quantization_config` calls it."""
+"""Value of `quant_method` in `quantization_config`."""
 BLOCKS, POWERS = "_blocks", "_scales"
-"""What the names of a packed tensor's two parts end in."""
+"""Name suffixes of a packed tensor's two parts."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""E2M1: the numbers of a sign, two bits of exponent and one of mantissa."""
+"""Magnitudes in E2M1: numbers with a sign, two bits of exponent and one bit of mantissa."""
 _BIAS, _NAN = 127, 255
-"""E8M0: a scale is 2 to the power of its byte less 127; a byte of ones is no number."""
+"""E8M0: a scale is 2 to the power of its byte minus 127; a byte of 255 is NaN."""
 
 
 def is_packed(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that weights are packed so."""
+    """Return whether config.json says that weights are packed as MXFP4."""
     quantisation = config.get("quantization_config")
     return isinstance(quantisation, dict) and quantisation.get("quant_method") == METHOD
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers […, C · 32] in bfloat16, which holds them exactly. blocks: uint8 […, C, 16]; scales: uint8 […, C]."""
+    """Return the numbers […, C · 32] in bfloat16, which represents them exactly.
+
+    blocks: uint8 […, C, 16]; scales: uint8 […, C].
+    """
     numbers = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)], dtype=torch.bfloat16)
-    pairs = torch.cartesian_prod(numbers, numbers).flip(-1)  # by byte: the low half first
+    pairs = torch.cartesian_prod(numbers, numbers).flip(-1)  # indexed by byte: the low half first
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).bfloat16()
     powers[_NAN] = torch.nan
     return (pairs[blocks.int()].flatten(-2) * powers[scales.int()][..., None]).flatten(-2)

@@ -1,9 +1,10 @@
-"""Weights of few bits on disk, in the form that compressed-tensors calls "pack-quantized" and that vLLM reads.
+"""Low-bit weights on disk in the "pack-quantized" format of compressed-tensors, which vLLM reads too.
 
-In the place of a weight X [O, D] are X_packed, int32 [O, W], a row's weights one after the other from the lowest bit of its
-first word on, each stored as its value + 2^(bits−1); X_scale [O, C], one for each group of a row; and X_shape, int64 [2].
-`quantization_config` in config.json says how many bits and how large groups are. Its targets and its list of what to ignore
-are not evaluated: which weights are packed is seen from the tensors, and each must be as one of the config's groups says.
+A weight X [O, D] is stored as three tensors. X_packed, int32 [O, W], holds each row's integers one after the other,
+beginning at the lowest bit of the row's first word; each integer is stored as its value + 2^(bits−1). X_scale [O, C]
+holds one scale for each group of a row. X_shape is int64 [2]. `quantization_config` in config.json gives the bits and
+the group size. Its targets and its ignore list are not evaluated: the tensors show which weights are packed, and each
+must match one of the config's groups.
 
 Shape suffixes: O outputs, D inputs, W words of a row, C groups of a row.
 """
@@ -24,7 +25,7 @@ from engine.kernels.quantized_weight import WHOLE_ROW, QuantizedWeight
 
 CONFIG_KEY = "quantization_config"
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
-"""What the names of the three tensors end in, after the weight's own name."""
+"""Suffixes that the three tensors add to the weight's own name."""
 BITS = (8, 4)
 _METHOD, _FORMAT = "compressed-tensors", "pack-quantized"
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,26 +34,26 @@ _WORD_BITS = 32
 
 
 class Scheme(NamedTuple):
-    """How a weight is stored."""
+    """Storage scheme of a low-bit weight: bits and group size."""
 
     bits: int
     group_size: int
-    """Inputs that share a scale, or WHOLE_ROW."""
+    """Number of inputs that share a scale, or WHOLE_ROW."""
 
     def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of the packed tensor and of the scales, for a weight [O, D]."""
+        """Return the shapes of the packed tensor and of the scales, for a weight [O, D]."""
         outputs, inputs = shape
         groups = 1 if self.group_size == WHOLE_ROW else inputs // self.group_size
         return (outputs, -(-inputs * self.bits // _WORD_BITS)), (outputs, groups)
 
     def fits(self, inputs: int) -> bool:
-        """Whether groups of so many inputs are whole, and whole words."""
+        """Return whether `inputs` is a multiple of the group size and each group fills whole words."""
         size = inputs if self.group_size == WHOLE_ROW else self.group_size
         return inputs % size == 0 and size * self.bits % _WORD_BITS == 0
 
 
 def schemes_of(config: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """Of a raw config.json, one for each of its groups; none where weights are not stored in this form.
+    """Return the schemes in a raw config.json, one for each of its groups; empty if the format is not this one.
 
     Raises UnsupportedError naming the first setting that the engine does not read.
     """
@@ -90,20 +91,20 @@ def _scheme(group: Any, where: str, common_format: Any) -> Scheme:
 
 
 def _honour(values: Mapping[str, Any], where: str, **known: tuple[Any, ...]) -> None:
-    """Raise UnsupportedError for the first of these settings that is none of the known ones."""
+    """Raise UnsupportedError for the first of these settings whose value is not among the known ones."""
     for key, choices in known.items():
         value = values.get(key)
         # JSON's true and 1 are equal in Python.
         if not any(type(value) is type(choice) and value == choice for choice in choices):
             readable = " or ".join("null" if choice is None else shown(choice) for choice in choices)
             raise UnsupportedError(
-                f"config.json: {CONFIG_KEY}.{where}{key} is {shown(value)}, and the engine reads {readable}; quantise the "
+                f"config.json: {CONFIG_KEY}.{where}{key} is {shown(value)}, and the engine reads {readable}; quantize the "
                 "original model with `compress quantize`"
             )
 
 
 def config_of(scheme: Scheme, ignored: Iterable[str], others: Mapping[str, Scheme] | None = None) -> dict[str, Any]:
-    """`quantization_config` of a model whose linear layers are all stored so, but for weights in `ignored` and `others`."""
+    """Return the `quantization_config` of a model whose linear layers all use `scheme`, except `ignored` and `others`."""
     groups = {"group_0": _group(scheme, ["Linear"])}
     for place, (name, own) in enumerate((others or {}).items(), start=1):
         groups[f"group_{place}"] = _group(own, [f"re:.*{re.escape(name.removesuffix('.weight'))}$"])
@@ -133,13 +134,13 @@ def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 def layout_of(
     name: str, shape: tuple[int, ...], scheme: Scheme, scale_dtype: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of the three tensors of a weight [O, D]."""
+    """Return the dtypes and shapes of the three tensors of a weight [O, D]."""
     packed, scales = scheme.shapes(shape)
     return {name + PACKED: (torch.int32, packed), name + SCALE: (scale_dtype, scales), name + SHAPE: (torch.int64, (2,))}
 
 
 def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The three tensors themselves."""
+    """Return the three tensors of a weight, by name."""
     return {
         name + PACKED: weight.packed_OB.view(torch.int32),
         name + SCALE: weight.scales_OC,
@@ -148,12 +149,12 @@ def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 class QuantizedView:
-    """Where a packed weight is."""
+    """Location of a packed weight."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], by_name: Mapping[str, SafetensorsFile], schemes: Iterable[Scheme]
     ) -> None:
-        """Raises CheckpointError unless the three tensors are there and are as one of the schemes says."""
+        """Raises CheckpointError unless the three tensors are present and match one of the schemes."""
         self.name, self.shape = name, shape
         self.stored_names = (name + PACKED, name + SCALE, name + SHAPE)
         missing = [stored for stored in self.stored_names if stored not in by_name]
@@ -164,7 +165,7 @@ class QuantizedView:
             file.entries[stored] for file, stored in zip(self._files, self.stored_names, strict=True)
         )
         self.dtype = scales.dtype
-        """What the weight is dequantised to where nothing else is asked for."""
+        """Dtype to which the weight is dequantized by default."""
         self.bytes = packed.nbytes + scales.nbytes + stored_shape.nbytes
         if packed.dtype != torch.int32 or scales.dtype not in _SCALE_DTYPES or stored_shape.dtype not in _SHAPE_DTYPES:
             raise CheckpointError(
@@ -175,7 +176,7 @@ class QuantizedView:
         if not fitting or stored_shape.shape != (2,):
             raise CheckpointError(
                 f"tensors {', '.join(self.stored_names)} have shapes {list(packed.shape)}, {list(scales.shape)} and "
-                f"{list(stored_shape.shape)}, which no group of {CONFIG_KEY} makes of a weight {list(shape)}"
+                f"{list(stored_shape.shape)}, which match no group of {CONFIG_KEY} for a weight {list(shape)}"
             )
         self.scheme = fitting[0]
 
@@ -184,7 +185,7 @@ class QuantizedView:
         return len(self.shape) == 2 and divides and scheme.shapes(self.shape) == (packed, scales)
 
     def weight(self) -> QuantizedWeight:
-        """The weight, mapped. Raises CheckpointError where its stored shape is another than the config's."""
+        """Return the weight, memory-mapped. Raises CheckpointError if its stored shape differs from the config's."""
         packed, scales, shape = (file.tensor(name) for file, name in zip(self._files, self.stored_names, strict=True))
         if tuple(shape.tolist()) != self.shape:
             raise CheckpointError(
@@ -194,5 +195,5 @@ class QuantizedView:
         return QuantizedWeight(packed.view(torch.uint8), scales, self.scheme.bits, self.shape[1])
 
     def read(self) -> Tensor:
-        """The weight as a plain tensor, dequantised."""
+        """Return the weight as a plain tensor, dequantized."""
         return self.weight().dequantised(self.dtype)

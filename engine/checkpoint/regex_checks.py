@@ -1,8 +1,8 @@
-"""Whether a regular expression of a tokenizer can take exponential time, in the syntax of Oniguruma.
+"""A check for regular expressions of tokenizers (in Oniguruma's syntax) that can take exponential time.
 
-A backtracking search of `(a+)+$` or `(a|aa)*$` tries exponentially many ways to cut a text. So a group that may be repeated,
-and holds a choice or a repetition of its own, is refused, unless nothing comes after it that could fail. So is what no
-published tokenizer has: references to groups, recursion, conditions and code.
+A backtracking search for `(a+)+$` or `(a|aa)*$` tries exponentially many ways to split a text. Therefore a repeated
+group that contains a choice or another repetition is refused, unless nothing that could fail comes after it. Features
+that no published tokenizer uses are refused too: references to groups, recursion, conditions and code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MAX_PATTERN = 20_000
 MAX_REPETITIONS = 4
-"""In one alternative, without an upper limit: each is another power of the text's length."""
+"""Unbounded repetitions in one alternative; each multiplies the search time by the length of the text."""
 MAX_COUNT = 1_000
 MAX_DEPTH = 50
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
@@ -31,17 +31,17 @@ class _Piece:
     """One atom with its quantifiers."""
 
     ambiguous: bool
-    """Whether it can take one text in several ways."""
+    """Whether it can match one text in several ways."""
     explosive: bool
-    """Whether it takes a text in exponentially many ways."""
+    """Whether it can match one text in exponentially many ways."""
     unbounded: int
-    """Repetitions without an upper limit, in it."""
+    """Number of unbounded repetitions inside it."""
     count: int = 1
-    """How often the repetitions that have a limit write it out."""
+    """How often bounded repetitions duplicate it when they are expanded."""
 
 
 def problem_of_regex(pattern: str) -> str | None:
-    """The problem of an expression, worded to follow "which"; None for one that can be searched for."""
+    """Return the problem of an expression, worded to follow "which"; None if the expression is safe to search for."""
     if len(pattern) > MAX_PATTERN:
         return f"is longer than {MAX_PATTERN} characters"
     try:
@@ -52,19 +52,19 @@ def problem_of_regex(pattern: str) -> str | None:
 
 
 class _Reader:
-    """A reader of one expression, as far as it must be understood."""
+    """A parser for one expression, which understands as much as the check needs."""
 
     def __init__(self, pattern: str) -> None:
         self._text, self._place, self._depth = pattern, 0, 0
 
     def read(self) -> None:
-        """All of it. _Refused for what may take exponential time."""
+        """Parse the whole expression. Raises _Refused if it may take exponential time."""
         self._alternatives(outermost=True)
         if self._place < len(self._text):
             raise _Refused("closes a group that was not opened")
 
     def _alternatives(self, outermost: bool = False) -> _Piece:
-        """Up to the end of the group."""
+        """Parse alternatives up to the end of the group."""
         found = [self._alternative(outermost)]
         while self._text.startswith("|", self._place):
             self._place += 1
@@ -79,7 +79,7 @@ class _Reader:
             piece = self._quantified(self._atom())
             if piece is not None:
                 pieces.append(piece)
-        # Where nothing follows, the first way is taken and no other is tried.
+        # At the end of the expression, the first match is taken and no other way is tried.
         inner = pieces[:-1] if outermost else pieces
         if any(piece.explosive for piece in inner):
             raise _Refused("repeats a group that holds a repetition or a choice, which may take exponential time")
@@ -90,7 +90,7 @@ class _Reader:
         return _Piece(any(piece.ambiguous for piece in pieces), False, unbounded, count)
 
     def _atom(self) -> _Piece | None:
-        """One character, class, anchor or group; None for flags and comments."""
+        """Parse one character, class, anchor or group; return None for flags and comments."""
         text, place = self._text, self._place
         if text[place] == "\\":
             if _REFERENCE.match(text, place):
@@ -115,7 +115,7 @@ class _Reader:
         return _Piece(False, False, 0)
 
     def _class(self) -> None:
-        """A class of characters, which may hold others."""
+        """Skip a class of characters, which may contain other classes."""
         depth, first = 0, self._place
         while self._place < len(self._text):
             character = self._text[self._place]
@@ -124,7 +124,7 @@ class _Reader:
                 depth += 1
                 if self._text.startswith("^", self._place):
                     self._place += 1
-                if self._text.startswith("]", self._place):  # the first one stands for itself
+                if self._text.startswith("]", self._place):  # a closing bracket in first position stands for itself
                     self._place += 1
             elif character == "]":
                 depth -= 1
@@ -148,14 +148,14 @@ class _Reader:
         return _Piece(False, False, inner.unbounded, inner.count) if match[0] == "(?>" else inner
 
     def _quantified(self, atom: _Piece | None) -> _Piece | None:
-        """With the quantifiers behind it; several in a row are as groups in one another."""
+        """Apply the quantifiers that follow an atom; several in a row act like nested groups."""
         if atom is None:
             return None
         while (match := _QUANTIFIER.match(self._text, self._place)) is not None:
             least, most = _counts(match)
             if least is None:
                 self._place = match.end()
-                continue  # braces that are no quantifier stand for themselves
+                continue  # braces that are not a quantifier stand for themselves
             self._place = match.end()
             suffix = self._text[self._place : self._place + 1]
             greedy = match[0][0] != "{"
@@ -177,7 +177,7 @@ class _Reader:
 
 
 def _counts(match: re.Match[str]) -> tuple[int | None, int | None]:
-    """Least and most repetitions, the latter None for any number; (None, None) for what is no quantifier."""
+    """Return the least and the largest number of repetitions (None: no limit); (None, None) for no quantifier."""
     fixed = {"*": (0, None), "+": (1, None), "?": (0, 1)}
     if match[0] in fixed:
         return fixed[match[0]]

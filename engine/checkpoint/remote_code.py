@@ -1,9 +1,10 @@
-"""The modelling file that travels with a checkpoint whose layers keep different numbers of experts.
+"""The modeling file written with a checkpoint whose layers keep different numbers of experts.
 
 transformers builds every layer with the one count in `config.json`. The file written here subclasses the family's own
-class and shrinks each layer to its entry in `block_configs`, so the directory loads with `trust_remote_code=True`
-where this package is not installed. Here nobody loads it so: that flag would let transformers run whatever else lies in
-the directory, so it is given the class that the same text makes in memory. The config stays of the family's own class.
+class and shrinks each layer to its entry in `block_configs`, so the directory loads with `trust_remote_code=True` where
+this package is not installed. This package itself never uses that flag, because the flag would let transformers run any
+other code in the directory. Instead it passes transformers the class compiled from the template in memory. The config
+stays an instance of the family's own class.
 """
 
 import os
@@ -14,20 +15,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, Architecture, otherwise_in_transformers
 from engine.checkpoint.pack_quantized import CONFIG_KEY
 from engine.errors import OptionError
+from engine.families.architecture import Architecture
+from engine.families.results import otherwise_in_transformers
+from engine.families.table import ARCHITECTURES
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import code_in, named
 
 FILE_NAME = "modeling_compressed.py"
 _MODULES = "compressed_models"
-"""Before the name of a family, the name of the module that its class is of."""
+"""Package name under which the families' generated modules are registered."""
 _ADAPTER = "adapter_config.json"
 _IMPLEMENTATIONS = frozenset(
     f"{what}_implementation{end}" for what in ("attn", "experts") for end in ("", "_internal", "_autoset")
 )
-"""Keys, without the underscores around them, by which a config.json may name kernels to be fetched from the hub."""
+"""Keys, without surrounding underscores, by which a config.json may name kernels to be downloaded from the hub."""
 _HARMLESS = (None, False, True, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 
 _TEMPLATE = '''\
@@ -104,18 +107,18 @@ class CompressedForCausalLM({base}):
 
 
 def render(row: Architecture) -> str:
-    """The source of `modeling_compressed.py` for a family."""
+    """Return the source of `modeling_compressed.py` for a family."""
     block, router = row.modules
     return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router)
 
 
 def auto_map() -> dict[str, str]:
-    """The `auto_map` entry of `config.json` that makes transformers load the file."""
+    """Return the `auto_map` entry of `config.json` that makes transformers load the file."""
     return {"AutoModelForCausalLM": "modeling_compressed.CompressedForCausalLM"}
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether the directory's modelling file is, byte for byte, one that this module writes."""
+    """Return whether the directory's modeling file is, byte for byte, one that this module writes."""
     config, source = directory / "config.json", directory / FILE_NAME
     if not config.is_file() or not source.is_file():
         return False
@@ -124,9 +127,9 @@ def is_ours(directory: Path) -> bool:
 
 
 def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise OptionError where transformers cannot load a decoder by its own classes and the one written here alone.
+    """Raise OptionError unless transformers can load a decoder with its own classes and the class written here alone.
 
-    As `check_no_code` does too.
+    The checks of `check_no_code` are included.
     """
     row = ARCHITECTURES.get(str(config.get("model_type")))
     if row is not None and not row.in_transformers:
@@ -135,8 +138,7 @@ def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
         raise OptionError(f"{directory}: {reason}; use our own engine")
     if config.get(CONFIG_KEY) and find_spec("compressed_tensors") is None:
         raise OptionError(
-            f"{directory}: transformers reads weights of few bits only where compressed-tensors is installed; use our own "
-            "engine"
+            f"{directory}: transformers reads low-bit weights only if compressed-tensors is installed; use our own engine"
         )
     if config.get("auto_map"):
         tokenizer = directory / "tokenizer_config.json"
@@ -150,9 +152,9 @@ def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_no_code(directory: Path) -> None:
-    """Raise OptionError for what transformers, or a library that it calls, may run or fetch at the word of a directory.
+    """Raise OptionError for content of a directory by which transformers, or its libraries, may run or download code.
 
-    That is code besides the file written here, and keys of config.json and files that name other places.
+    Such content is code other than the file written here, and keys of config.json and files that name other places.
     """
     for path in code_in(directory):
         if str(path) != FILE_NAME or not is_ours(directory):
@@ -164,13 +166,13 @@ def check_no_code(directory: Path) -> None:
         raise OptionError(f"{directory / _ADAPTER}: names another model for transformers to load; remove it, or merge it")
     for key, value in _nested(load_json(directory / "config.json", "model config")):
         if key.strip("_") in _IMPLEMENTATIONS and value not in _HARMLESS:
-            raise OptionError(f"{directory}: config.json: {key} is {shown(value)}, which may be code of the hub; remove it")
+            raise OptionError(f"{directory}: config.json: {key} is {shown(value)}, which may be code on the hub; remove it")
         if key == "transformers_weights":
             raise OptionError(f"{directory}: config.json: {key} names other weights than those that were checked; remove it")
 
 
 def _nested(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every key with its value, at any depth."""
+    """Yield every key with its value, at any depth."""
     pending = [value]
     while pending:
         found = pending.pop()
@@ -182,10 +184,10 @@ def _nested(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def own_class(row: Architecture) -> Any:
-    """The class of the modelling file, made of the text that is written here and never of a file."""
+    """Return the class of the modeling file, compiled from the template here and never from a file."""
     name = f"{_MODULES}.{row.model_type}"
     if name not in sys.modules:
         module = ModuleType(name)
         exec(compile(render(row), f"<{FILE_NAME} of {row.model_type}>", "exec"), module.__dict__)
-        sys.modules[name] = module  # transformers looks up the module of a class there
+        sys.modules[name] = module  # transformers looks up the module of a class in sys.modules
     return sys.modules[name].CompressedForCausalLM

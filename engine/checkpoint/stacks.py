@@ -1,4 +1,4 @@
-"""Experts that lie stacked in one tensor: how one projection of one expert is taken out, and how they are put together.
+"""Stacked experts: extracting one projection of one expert from a stacked tensor, and stacking projections.
 
 Shape suffixes: N experts of the layer, O outputs of all projections of a stack together, I inputs.
 """
@@ -11,34 +11,32 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.architectures import (
-    DOWN,
-    Architecture,
-    DecoderConfig,
-    Stack,
+from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, BYTES, POWERS
+from engine.families.config import DecoderConfig
+from engine.families.experts import DOWN, Stack
+from engine.families.tensor_names import (
     dense_tensor,
-    expected_tensors,
-    expert_shapes,
+    dense_tensor_on_disk,
     expert_tensor,
     shared_stacks,
     shared_tensor,
     stacks_on_disk,
 )
-from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, BYTES, POWERS
+from engine.families.tensor_shapes import expected_tensors, expert_shapes
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as the family has it on disk."""
+    """A tensor as the family stores it on disk."""
 
     shape: tuple[int, ...]
     stack: Stack | None = None
     parts: tuple[tuple[str, ...], ...] = ()
-    """Of a stack: the names of what it holds, expert by expert."""
+    """Names of the tensors in a stack, expert by expert; empty for a tensor that is not a stack."""
 
 
 def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
-    """Every tensor of a checkpoint of this model as it is written, in the order of the layers."""
+    """Return every tensor of a checkpoint of this model as it is written to disk, in the order of the layers."""
     stacks: dict[str, tuple[str, Stored]] = {}
     for layer, experts in config.experts_by_layer.items():
         for stack in stacks_on_disk(config.architecture, layer):
@@ -56,22 +54,20 @@ def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
 
 
 def dense_names(config: DecoderConfig) -> dict[str, str]:
-    """Names on disk of the dense FFNs' tensors, by those that all else asks for them by; nothing where they are the same."""
-    if config.architecture.dense_block == Architecture.dense_block:
-        return {}
+    """Return the names of the dense FFNs' tensors on disk, by their common names; empty if the names are equal."""
     dense = [index for index, layer in enumerate(config.layers) if layer.moe is None]
-    names = [(index, dense_tensor(index, projection)) for index in dense for projection in range(3)]
-    common, own = Architecture.dense_block, config.architecture.dense_block
-    return {name: own.format(layer=index) + name.removeprefix(common.format(layer=index)) for index, name in names}
+    places = [(index, projection) for index in dense for projection in range(3)]
+    names = {dense_tensor(*place): dense_tensor_on_disk(config.architecture, *place) for place in places}
+    return {name: on_disk for name, on_disk in names.items() if on_disk != name}
 
 
 def stacked_names(config: DecoderConfig, layer: int, stack: Stack, expert: int) -> tuple[str, ...]:
-    """What a stack holds of an expert, under the names that all else asks for it by."""
+    """Return the common names of the projections of one expert in a stack."""
     return tuple(expert_tensor(config.architecture, layer, expert, projection) for projection in stack.projections)
 
 
 def shared_names(config: DecoderConfig, layer: int, stack: Stack) -> tuple[str, ...]:
-    """The same of a shared expert; nothing where the layer has none."""
+    """Return the common names of the shared expert's projections in a stack; empty if the layer has no shared expert."""
     moe = config.layers[layer].moe
     assert moe is not None
     projections = stack.projections if moe.shared_width else ()
@@ -79,7 +75,7 @@ def shared_names(config: DecoderConfig, layer: int, stack: Stack) -> tuple[str, 
 
 
 def shared_stack_shape(config: DecoderConfig, layer: int, stack: Stack) -> tuple[int, ...]:
-    """[O, I]."""
+    """Return the shape of a shared expert's stack, [O, I]."""
     moe = config.layers[layer].moe
     assert moe is not None
     if DOWN in stack.projections:
@@ -88,28 +84,28 @@ def shared_stack_shape(config: DecoderConfig, layer: int, stack: Stack) -> tuple
 
 
 def packed_shapes(config: DecoderConfig, layer: int, stack: Stack) -> dict[str, tuple[int, ...]]:
-    """Of a stack of weights in MXFP4, by name: blocks [N, O, C, 16] and scales [N, O, C], whichever way others lie."""
+    """Return the shapes of an MXFP4 stack by name: blocks [N, O, C, 16] and scales [N, O, C], never transposed."""
     experts, outputs, inputs = stack_shape(config, layer, replace(stack, transposed=False))
     scales = experts, outputs, inputs // BLOCK
     return {stack.name + BLOCKS: (*scales, BYTES), stack.name + POWERS: scales}
 
 
 def stack_shape(config: DecoderConfig, layer: int, stack: Stack) -> tuple[int, ...]:
-    """[N, O, I] or, transposed, [N, I, O]; [N, O] of biases."""
+    """Return the shape of a stack: [N, O, I] or, transposed, [N, I, O]; [N, O] for biases."""
     shapes = [expert_shapes(config, layer)[projection] for projection in stack.projections]
     own = sum(shape[0] for shape in shapes), *shapes[0][1:]
     return config.experts_by_layer[layer], *(own[::-1] if stack.transposed else own)
 
 
 def taken(stack: Stack, expert: Tensor, place: int) -> Tensor:
-    """One of a stack's projections of an expert, as other families have it on disk; a view where it lies so."""
+    """Return the projection at `place` from an expert's part of a stack, as [O, I]; a view if the layout permits."""
     expert_OI = expert.T if stack.transposed else expert
     count = len(stack.projections)
     return (expert_OI[place::count] if stack.interleaved else expert_OI.chunk(count)[place]).contiguous()
 
 
 def joined(stack: Stack, projections: Sequence[Tensor]) -> Tensor:
-    """What a stack holds of an expert."""
+    """Stack the projections of one expert in the stack's layout."""
     parts = list(projections)
     expert_OI = torch.stack(parts, dim=1).flatten(0, 1) if stack.interleaved else torch.cat(parts)
     return expert_OI.T.contiguous() if stack.transposed else expert_OI

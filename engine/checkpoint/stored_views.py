@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint is: alone, one projection of one expert in a stack, or packed in few bits there."""
+"""Location of each tensor of a checkpoint: stored alone, as part of a stack, or packed in MXFP4 blocks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.architectures import (
-    DecoderConfig,
-    Stack,
-    expert_shapes,
-    router_in_memory,
-    router_tensor,
-    shared_stacks,
-    stacks_in_memory,
-    stacks_on_disk,
-)
 from engine.checkpoint.block_float8 import FLOAT8, dequantised
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
 from engine.checkpoint.stacks import (
@@ -31,6 +21,10 @@ from engine.checkpoint.stacks import (
     taken,
 )
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.config import DecoderConfig
+from engine.families.experts import Stack
+from engine.families.tensor_names import router_in_memory, router_tensor, shared_stacks, stacks_in_memory, stacks_on_disk
+from engine.families.tensor_shapes import expert_shapes
 from engine.files.safetensors_file import SafetensorsFile
 
 SAME_MODEL = "config.json and the weights must be of the same model"
@@ -38,19 +32,19 @@ SAME_MODEL = "config.json and the weights must be of the same model"
 
 @dataclass(frozen=True)
 class Scales:
-    """Where the scales of a weight in 8-bit floating point are."""
+    """Location of the scales of an FP8 weight."""
 
     file: SafetensorsFile
     name: str
     block: tuple[int, int]
 
     def check(self, view: StoredView, where: str) -> None:
-        """Raise a CompressError unless these are scales of the weight's blocks."""
+        """Raise a CompressError unless the scales match the blocks of the weight."""
         entry, shape = self.file.entries[self.name], view.shape
         is_matrix = len(shape) == 2 and not isinstance(view, _StackedView)
         if view.dtype != FLOAT8 or entry.dtype != torch.float32 or not is_matrix:
             raise UnsupportedError(
-                f"{where}: is {view.dtype} with scales of {entry.dtype}; quantised weights are read where they are {FLOAT8} "
+                f"{where}: is {view.dtype} with scales of {entry.dtype}; quantized weights are read if they are {FLOAT8} "
                 "matrices with scales of torch.float32; take the model's weights in bfloat16"
             )
         asked = tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
@@ -61,15 +55,15 @@ class Scales:
             )
 
     def applied(self, values_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight."""
+        """Return the dequantized weight, [O, I]."""
         return dequantised(values_OI, self.file.tensor(self.name), self.block, dtype)
 
 
 class StoredView:
-    """Where a tensor is: a whole stored tensor, or one projection of one expert in a stack."""
+    """Location of a tensor: a whole stored tensor, or one projection of one expert in a stack."""
 
     scales: Scales | None = None
-    """Of a weight in 8-bit floating point, which is read as one of `dtype`."""
+    """Scales of an FP8 weight, which is read as `dtype`; None for other weights."""
 
     def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
         self.file, self.stored_name, self.shape = file, stored_name, shape
@@ -81,7 +75,7 @@ class StoredView:
 
     @property
     def bytes(self) -> int:
-        """As stored."""
+        """Stored size in bytes."""
         if self.scales is None:
             return math.prod(self.shape) * self.dtype.itemsize
         return math.prod(self.shape) + self.scales.file.entries[self.scales.name].nbytes
@@ -93,7 +87,7 @@ class StoredView:
 
 class _StackedView(StoredView):
     def __init__(self, file: SafetensorsFile, stack: Stack, expert: int | None, place: int, shape: tuple[int, ...]) -> None:
-        """expert: None in a stack of the shared one."""
+        """expert: index of the expert; None for a stack of the shared expert."""
         super().__init__(file, stack.name, shape)
         self.stack, self.expert, self.place = stack, expert, place
 
@@ -103,7 +97,7 @@ class _StackedView(StoredView):
 
 
 class _PackedView(StoredView):
-    """One projection of one expert in a stack of MXFP4: unpacked when it is read."""
+    """One projection of one expert in an MXFP4 stack, unpacked when it is read."""
 
     def __init__(
         self, files: Mapping[str, SafetensorsFile], stack: Stack, expert: int, place: int, shape: tuple[int, ...]
@@ -127,7 +121,7 @@ class _PackedView(StoredView):
 
 
 def views_of(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> dict[str, StoredView]:
-    """Every name that can be served: stored ones as they are, stacked experts one by one."""
+    """Return a view for every name that can be served: stored tensors as they are, stacked experts one by one."""
     views = {name: StoredView(file, name, file.entries[name].shape) for name, file in by_name.items()}
     row = config.architecture
     views |= {name: views[stored] for name, stored in dense_names(config).items() if stored in views}
@@ -150,7 +144,7 @@ def views_of(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> d
 def _of_stacks(
     config: DecoderConfig, layer: int, stacks: Iterable[Stack], by_name: Mapping[str, SafetensorsFile]
 ) -> dict[str, StoredView]:
-    """A layer's experts. Raises CheckpointError for a stack of another shape."""
+    """Return views of a layer's stacked experts. Raises CheckpointError for a stack of another shape."""
     views: dict[str, StoredView] = {}
     shapes = expert_shapes(config, layer)
     for stack in stacks:

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, checked against its model."""
+"""Loading a checkpoint's tokenizer, and checking it against the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from engine.files.json_file import load_json, shown
 
 
 def load_tokenizer(checkpoint: ModelDirectory) -> Any:
-    """The checkpoint's transformers tokenizer; CheckpointError where it is missing or of another vocabulary."""
-    # transformers would look at a config.json that it has no class for.
+    """Return the checkpoint's transformers tokenizer. Raises CheckpointError if it is missing or has another vocabulary."""
+    # transformers would read config.json, which fails for families without a class in transformers.
     config = None if checkpoint.config.architecture.in_transformers else checkpoint.config.transformers_config
     return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size, config)
 
 
 def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> Any:
-    """The same for the model in a directory that knows so many tokens; `config`: None for what config.json says."""
+    """Return the tokenizer in `directory` for a model with `vocabulary` tokens.
+
+    `config`: the transformers config; None to read config.json. Raises CheckpointError as `load_tokenizer` does.
+    """
     names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
     if not any((directory / name).is_file() for name in names):
         raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
@@ -37,7 +40,7 @@ def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> A
             )
         tokenizer.decode(tokenizer("a b", verbose=False)["input_ids"])
         largest = max(tokenizer.get_vocab().values(), default=-1)
-    # Models pad their vocabulary a little; a tokenizer that is larger, or much smaller, belongs to another model.
+    # Models pad their vocabulary a little; a tokenizer that is larger or much smaller belongs to another model.
     if not 0.9 * vocabulary <= len(tokenizer) <= vocabulary:
         raise CheckpointError(
             f"{directory}: the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; it is of another model"
@@ -51,13 +54,13 @@ def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> A
 
 @contextmanager
 def tokenizing(directory: Path) -> Iterator[None]:
-    """Turn whatever a damaged tokenizer raises in the body into a CheckpointError."""
+    """Turn any error that a damaged tokenizer raises in the body into a CheckpointError."""
     try:
         yield
     except CompressError:
         raise
     except BaseException as error:
-        # tokenizers raises plain Exception, and where it panics what is none.
+        # tokenizers raises plain Exception; its panics are not subclasses of Exception.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         reason = " ".join(str(error).split())[:200]
@@ -65,23 +68,26 @@ def tokenizing(directory: Path) -> Iterator[None]:
 
 
 def check_same_tokens(first: Checkpoint, second: Checkpoint) -> None:
-    """Raise OptionError unless what both predict is of the same tokens."""
+    """Raise OptionError unless both models predict the tokens of one vocabulary."""
     sizes = first.config.vocabulary_size, second.config.vocabulary_size
     vocabularies = [load_tokenizer(checkpoint).get_vocab() for checkpoint in (first, second)]
     if vocabularies[0] != vocabularies[1]:
         raise OptionError(
             f"{first.directory} and {second.directory} have different tokenizers ({sizes[0]} and {sizes[1]} tokens), so "
-            "their predictions cannot be compared; take two models with one tokenizer"
+            "their predictions cannot be compared; take two models with the same tokenizer"
         )
     if sizes[0] != sizes[1]:
         raise OptionError(
-            f"{first.directory} and {second.directory} have one tokenizer, and {sizes[0]} and {sizes[1]} rows of "
-            "embeddings; cut or pad those of one to the other's"
+            f"{first.directory} and {second.directory} have one tokenizer, but {sizes[0]} and {sizes[1]} rows of "
+            "embeddings; cut or pad one to the size of the other"
         )
 
 
 def end_tokens(checkpoint: ModelDirectory) -> frozenset[int]:
-    """Tokens that end a sequence, from the first place that names any. Raises CheckpointError where they are none."""
+    """Return the tokens that end a sequence, from the first file that names any.
+
+    Raises CheckpointError if the entry is not a token id or a list of ids.
+    """
     directory = checkpoint.directory
     found = None
     if (directory / "generation_config.json").is_file():

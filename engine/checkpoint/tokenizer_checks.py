@@ -1,7 +1,7 @@
-"""Checks of what tokenizer.json may ask for, before the tokenizers library sees it.
+"""Checks of the content of tokenizer.json before the tokenizers library reads it.
 
-That library ends the process, or panics, where such a file lies: normalizers that double a text forty times, padding to
-10¹² tokens, a damaged map of characters. The limits are well above what published tokenizers have.
+That library ends the process, or panics, on some contents: normalizers that double a text forty times, padding to 10¹²
+tokens, a damaged character map. The limits here are well above the values in published tokenizers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from engine.errors import CheckpointError
 from engine.files.json_file import MAX_JSON_BYTES, load_json, shown
 
 MAX_DEPTH, MAX_STEPS = 8, 64
-"""Sequences in sequences, and steps in all, of one part such as the normalizer. Published tokenizers have 2 and 10."""
+"""Limits on nested sequences and on all steps of one part, such as the normalizer. Published tokenizers have 2 and 10."""
 MAX_GROWTH = 64
-"""Times that the steps of one part may lengthen a text. Published tokenizers: 12 (a prefix and a wider space)."""
+"""Limit on how many times longer one part may make a text. Published tokenizers: 12 (a prefix and a wider space)."""
 MAX_TOKEN_LENGTH = 4_096
 MAX_LENGTH = 1 << 24
-"""The most that padding and truncation may ask for, in tokens."""
+"""Largest length in tokens for padding and truncation."""
 MAX_WORD = 10_000
-"""Characters of a word that WordPiece looks at, in a time that is quadratic."""
+"""Longest word in characters for WordPiece, whose time is quadratic in this length."""
 MAX_MAPPED_BYTES = 128
-"""That one character may become by a precompiled map; Unicode's longest is 33."""
+"""Longest text in bytes that a precompiled map may give one character; the longest in Unicode is 33."""
 MAX_ADDED_TEXT = 4 << 20
-"""Characters of all added tokens, which normalizers go through too."""
+"""Limit on the characters of all added tokens, which normalizers process too."""
 MAX_PIECES = 64
-"""Pieces of a template, and ids of one special token."""
+"""Limit on the pieces of a template, and on the ids of one special token."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 OTHER_FILES = ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 
@@ -41,11 +41,11 @@ Node = Mapping[str, Any]
 
 
 class _Bad(Exception):
-    """A problem, without the name of the file."""
+    """A problem in the file; the caller adds the file's name."""
 
 
 def check_tokenizer_files(directory: Path, vocabulary: int) -> None:
-    """Raise CheckpointError for files that no tokenizer of a model with so many tokens has."""
+    """Raise CheckpointError for files that cannot belong to a tokenizer with `vocabulary` tokens."""
     for name in (*FILES, *OTHER_FILES):
         path = directory / name
         if path.is_file() and path.stat().st_size > MAX_JSON_BYTES:
@@ -61,7 +61,7 @@ def check_tokenizer_files(directory: Path, vocabulary: int) -> None:
 
 
 def check_tokenizer(values: Node, vocabulary: int) -> None:
-    """The same for the content of tokenizer.json, naming what is wrong."""
+    """Raise _Bad, naming the problem, for content of tokenizer.json that cannot belong to such a tokenizer."""
     _check_model(values.get("model"), vocabulary)
     _check_added_tokens(values.get("added_tokens"), vocabulary)
     _check_normalizers(values.get("normalizer"))
@@ -94,7 +94,7 @@ GROWING_PRE_TOKENIZERS, MAX_GROWING = ("ByteLevel", "Metaspace"), 2
 
 
 def _steps(node: Any, part: str, key: str, known: tuple[str, ...]) -> list[Node]:
-    """All steps of a part, sequences taken apart."""
+    """Return all steps of a part, with sequences flattened."""
     found = list(_flattened(node, part, key, known, 0))
     if len(found) > MAX_STEPS:
         raise _Bad(f"{part} has {len(found)} steps, and at most {MAX_STEPS} are read")
@@ -127,7 +127,7 @@ def _check_normalizers(node: Any) -> None:
             maps += 1
             _check_charsmap(step.get("precompiled_charsmap"))
     if growth > MAX_GROWTH or maps > 1:
-        raise _Bad(f"normalizer lengthens a text up to {growth:.0f} times, or has several maps of characters")
+        raise _Bad(f"normalizer lengthens a text up to {growth:.0f} times, or has several character maps")
 
 
 def _check_pre_tokenizers(node: Any) -> None:
@@ -148,15 +148,15 @@ def _check_decoders(node: Any) -> None:
         growth *= _growth(step, "decoder")
         if step["type"] == "Strip":
             _check_integer(step.get("start"), "decoder Strip, start", 0, MAX_TOKEN_LENGTH)
-            _check_integer(step.get("stop"), "decoder Strip, stop", 0, 0)  # the library panics where a token is shorter
+            _check_integer(step.get("stop"), "decoder Strip, stop", 0, 0)  # otherwise the library panics on a shorter token
     if growth > MAX_GROWTH:
         raise _Bad(f"decoder lengthens a text up to {growth:.0f} times")
 
 
 def _growth(step: Node, part: str) -> float:
-    """How many times longer a step may make a text, at most."""
+    """Return an upper bound on how many times longer a step may make a text."""
     if step["type"] == "Prepend":
-        return 1.0 + len(_text(step.get("prepend"), f"{part} Prepend").encode())  # each piece between special tokens
+        return 1.0 + len(_text(step.get("prepend"), f"{part} Prepend").encode())  # for each piece between special tokens
     if step["type"] == "Replace":
         content, shortest = (
             _text(step.get("content"), f"{part} Replace").encode(),
@@ -167,7 +167,7 @@ def _growth(step: Node, part: str) -> float:
 
 
 def _pattern_length(pattern: Any, part: str) -> int:
-    """Bytes of the shortest text that a pattern takes; 0 where that is not known."""
+    """Return the length in bytes of the shortest text that a pattern matches; 0 if unknown."""
     if not isinstance(pattern, dict) or len(pattern) != 1:
         raise _Bad(f"{part} has a pattern that is neither a String nor a Regex")
     ((kind, text),) = pattern.items()
@@ -183,36 +183,37 @@ def _pattern_length(pattern: Any, part: str) -> int:
 
 
 def _check_charsmap(text: Any) -> None:
-    """A double array of characters, as sentencepiece writes it, and the texts that they become."""
+    """Check a precompiled character map of sentencepiece: a double-array trie, and the replacement texts."""
     try:
         data = base64.b64decode(_text(text, "normalizer Precompiled", MAX_JSON_BYTES), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _Bad("normalizer has a precompiled map of characters that is not base64") from error
+        raise _Bad("normalizer has a precompiled character map that is not base64") from error
     size = int.from_bytes(data[:4], "little")
     if len(data) < 4 or size % 4 or not 0 < size <= len(data) - 4:
-        raise _Bad("normalizer has a precompiled map of characters whose length is not that of its table")
+        raise _Bad("normalizer has a precompiled character map whose length is not that of its table")
     units, texts = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64), data[4 + size :]
     for start in _values(units).tolist():
         end = texts.find(b"\0", start)
         if start >= len(texts) or not 0 <= end - start <= MAX_MAPPED_BYTES or (texts[start] & 0xC0) == 0x80:
-            raise _Bad("normalizer has a precompiled map of characters that leads out of its texts")
+            raise _Bad("normalizer has a precompiled character map that leads out of its texts")
     try:
         texts.decode()
     except UnicodeDecodeError as error:
-        raise _Bad("normalizer has a precompiled map of characters that are not UTF-8") from error
+        raise _Bad("normalizer has a precompiled character map that is not UTF-8") from error
 
 
 def _values(units: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where the texts begin that a walk through the double array can reach. _Bad where one leads out of it.
+    """Return the offsets of the replacement texts that a walk through the double array can reach.
 
-    A unit is label (8 bits, and bit 31 of those that are values), whether a value follows (bit 8), and an offset.
+    Raises _Bad if the walk can leave the array. A unit holds a label (8 bits, and bit 31 in units that are values), a
+    flag for a following value (bit 8), and an offset.
     """
     offsets = (units >> 10) << ((units & (1 << 9)) >> 6)
     seen, found = np.zeros(len(units), dtype=bool), [np.zeros(0, dtype=np.int64)]
     front, labels = offsets[:1], np.arange(1, 256)
     while len(front):
         if int(front.max() | 0xFF) >= len(units):  # any byte may follow
-            raise _Bad("normalizer has a precompiled map of characters that leads out of its table")
+            raise _Bad("normalizer has a precompiled character map that leads out of its table")
         seen[front] = True
         following = []
         for states in np.array_split(front, -(-len(front) // 1024)):
@@ -222,7 +223,7 @@ def _values(units: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dt
         places = np.concatenate(following)
         reached = places ^ offsets[places]
         if len(reached) and int(reached.max()) >= len(units):
-            raise _Bad("normalizer has a precompiled map of characters that leads out of its table")
+            raise _Bad("normalizer has a precompiled character map that leads out of its table")
         found.append(units[reached[(units[places] & (1 << 8)) != 0]] & 0x7FFFFFFF)
         front = np.unique(reached)
         front = front[~seen[front]]
@@ -246,7 +247,7 @@ def _check_template(step: Node, vocabulary: int) -> None:
             raise _Bad(f"{where}, {form}: is not a list of at most {MAX_PIECES} sequences and special tokens")
         sequences = [piece["Sequence"]["id"] for piece in pieces if "Sequence" in piece]
         if len(set(sequences)) < len(sequences) or not set(sequences) <= set(allowed):
-            raise _Bad(f"{where}, {form}: has a sequence twice, or one that it is not given")
+            raise _Bad(f"{where}, {form}: has a sequence twice, or one that is not an input")
         for piece in pieces:
             if "SpecialToken" in piece and piece["SpecialToken"]["id"] not in special:
                 raise _Bad(f"{where}, {form}: names {shown(piece['SpecialToken']['id'])}, which is not in special_tokens")
@@ -295,7 +296,7 @@ def _check_padding(values: Any, vocabulary: int) -> None:
 def _check_model(model: Any, vocabulary: int) -> None:
     if not isinstance(model, dict):
         raise _Bad("model is not an object")
-    kind = model.get("type", "BPE")  # files of old have none
+    kind = model.get("type", "BPE")  # old files have no type
     check = MODELS.get(kind) if isinstance(kind, str) else None
     if check is None:
         raise _Bad(f"model is of type {shown(kind)}; there are {', '.join(MODELS)}")
@@ -305,7 +306,7 @@ def _check_model(model: Any, vocabulary: int) -> None:
 def _check_vocabulary(model: Node, vocabulary: int) -> Mapping[str, int]:
     tokens = model.get("vocab")
     if not isinstance(tokens, dict) or not tokens:
-        raise _Bad("model has a vocab that is no object of tokens")
+        raise _Bad("model has a vocab that is not an object of tokens")
     for token, number in tokens.items():
         if type(number) is not int or not 0 <= number < vocabulary or len(token) > MAX_TOKEN_LENGTH:
             _check_id(number, f"model, vocab, {shown(token)}", vocabulary)
@@ -328,7 +329,7 @@ def _check_bpe(model: Node, vocabulary: int) -> None:
         for merge in merges:
             pair = merge.split(" ") if isinstance(merge, str) else merge
             right = pair[-1] if isinstance(pair, list) and pair else None
-            if not isinstance(right, str) or not right.startswith(prefix):  # the library cuts so many bytes off
+            if not isinstance(right, str) or not right.startswith(prefix):  # the library cuts it off unchecked
                 raise _Bad(f"model has the merge {shown(merge)}, whose second part lacks the prefix {shown(prefix)}")
 
 
@@ -358,7 +359,7 @@ def _check_word_level(model: Node, vocabulary: int) -> None:
 
 
 def _check_unknown(model: Node, tokens: Mapping[str, int], *, needed: bool) -> None:
-    """The library raises at the first unknown character where it is missing."""
+    """Check the token for unknown characters; if it is missing, the library raises at the first such character."""
     unknown = model.get("unk_token")
     if (needed or unknown is not None) and (not isinstance(unknown, str) or unknown not in tokens):
         raise _Bad(f"model has unk_token {shown(unknown)}, which is not in its vocab")

@@ -1,12 +1,13 @@
-"""vLLM's way to models whose layers keep different numbers of experts.
+"""A vLLM plugin for models whose layers keep different numbers of experts.
 
-vLLM builds every layer of a family with the one expert count in config.json. `register`, which vLLM calls in each of its
-processes (the entry point in pyproject.toml), puts a subclass in the place of vLLM's class of each family. It builds layer i
-with the count that `block_configs` gives it, and a model without `block_configs` as vLLM does. Weights need nothing: each
-layer of vLLM takes the names of its own experts from the checkpoint.
+vLLM builds every layer of a family with the one expert count in config.json. vLLM calls `register` in each of its
+processes (through the entry point in pyproject.toml); `register` replaces vLLM's class of each family by a subclass.
+The subclass builds layer i with its count in `block_configs`, and builds a model without `block_configs` as vLLM does.
+Weights need no change: each layer of vLLM takes the names of its own experts from the checkpoint.
 
-Two things of vLLM are relied on beside its registry: a model's file has `make_layers`, which is given a function from a
-layer's prefix to the layer, and that function reads the counts from the model's config. Nothing of ours imports this file.
+Besides its registry, the plugin relies on two properties of vLLM: a model's file has `make_layers`, which receives a
+function from a layer's prefix to the layer; and this function reads the counts from the model's config. No other module
+of this project imports this file.
 """
 
 from __future__ import annotations
@@ -17,26 +18,29 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, GROUPS_KEY, Architecture, experts_per_layer
 from engine.errors import OptionError, UnsupportedError
+from engine.families.architecture import Architecture
+from engine.families.block_configs import GROUPS_KEY
+from engine.families.resolve import experts_per_layer
+from engine.families.table import ARCHITECTURES
 
 _theirs: dict[str, Any] = {}
-"""vLLM's own registry entries by the name of the class."""
+"""vLLM's own registry entries, by class name."""
 
 
 def register() -> None:
-    """Enter our classes in vLLM's registry, each by its name and made only when asked for. May be called again."""
+    """Register the subclasses with vLLM, each by name and created only on first use. May be called again."""
     from vllm import ModelRegistry
 
     for row in ARCHITECTURES.values():
         name = row.causal_lm_class
-        if row.experts_keys and name in ModelRegistry.models and name not in _theirs:
+        if row.has_experts and name in ModelRegistry.models and name not in _theirs:
             _theirs[name] = ModelRegistry.models[name]
             ModelRegistry.register_model(name, f"{__name__}:{name}")
 
 
 def __getattr__(name: str) -> Any:
-    """A family's class, by the name in `architectures` of config.json: vLLM imports it from here."""
+    """Return a family's class by its name in `architectures` of config.json: vLLM imports it from here."""
     if name not in _theirs:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _class(name)
@@ -44,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _class(name: str) -> Any:
-    """A subclass of vLLM's own class of this name that builds each layer with the layer's own count."""
+    """Return a subclass of vLLM's class of this name that builds each layer with the layer's own count."""
     row = next(row for row in ARCHITECTURES.values() if row.causal_lm_class == name)
     base = _theirs[name].load_model_cls()
 
@@ -57,7 +61,10 @@ def _class(name: str) -> Any:
 
 @contextmanager
 def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) -> Iterator[None]:
-    """While it lasts `make_layers` of vLLM's module shows each layer a config of its own counts. Refuses what cannot be."""
+    """During the body, make `make_layers` of vLLM's module show each layer a config with its own counts.
+
+    Raises OptionError or UnsupportedError for a setup in which this is impossible.
+    """
     config = vllm_config.model_config.hf_config
     if getattr(config, "block_configs", None) is None:
         yield
@@ -66,13 +73,13 @@ def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) ->
     check_groups(config.to_dict())
     if vllm_config.parallel_config.enable_eplb:
         raise OptionError(
-            "layers of this model keep different numbers of experts, which --enable-eplb cannot balance; serve it without"
+            "layers of this model keep different numbers of experts, which --enable-eplb cannot balance; leave it out"
         )
     make_layers = getattr(module, "make_layers", None)
     if make_layers is None:
         raise UnsupportedError(
-            f"{module.__name__} of this vLLM has no make_layers, so layers cannot get counts of their own; use the version "
-            "in docs/scaling.md, or prune with --uniform"
+            f"{module.__name__} of this vLLM has no make_layers, so layers cannot have their own expert counts; use the "
+            "version in docs/scaling.md, or prune with --uniform"
         )
 
     def with_own_counts(number: int, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -90,18 +97,21 @@ def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) ->
 
 
 def check_groups(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError where groups of experts are of different sizes."""
+    """Raise UnsupportedError if groups of experts have different sizes."""
     if any(GROUPS_KEY in ((block.get("ffn") or {}).get("moe") or {}) for block in config["block_configs"]):
         raise UnsupportedError(
-            "groups of this model's experts have lost unequal numbers of them, and vLLM has groups of one size; serve it "
+            "groups of this model's experts have different sizes, and vLLM supports one group size only; serve it "
             "with our own engine, or prune with --uniform"
         )
 
 
 @contextmanager
 def _count(config: Any, row: Architecture, experts: int) -> Iterator[None]:
-    """The config with this expert count, and a top-k that is not above it. 0, a dense layer, changes nothing."""
-    keys = [key for key in row.experts_keys if hasattr(config, key)] if experts else []
+    """Give the config this expert count, and a top-k that is not above it, during the body.
+
+    0, a dense layer, changes nothing.
+    """
+    keys = [key for key in row.count_keys if hasattr(config, key)] if experts else []
     top_k = row.experts_per_token_key
     before = {key: getattr(config, key) for key in (*keys, top_k)}
     for key in keys:

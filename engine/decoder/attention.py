@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import Chunk, DecoderConfig
 from engine.decoder.kv_cache import Kept, KeyValueCache, Scaled
 from engine.decoder.paged_cache import PagedBatch
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import Chunk
 from engine.kernels.linear import (
     any_kernels,
     as_bfloat16,
@@ -30,39 +31,42 @@ from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, 
 Cache = KeyValueCache | PagedBatch
 
 QUERY_BLOCK = 128
-"""Queries that meet their keys at a time."""
+"""Number of queries in one block of attention scores."""
 KEY_BLOCK = 1024
-"""Positions of a cache in another dtype that are widened at a time."""
+"""Number of cached positions converted at a time, for a cache in another dtype."""
 MAX_SCORES = 1 << 24
-"""Scores held at a time, where the keys allow it: 32 MB in bfloat16."""
+"""Target for the number of scores held at a time: 32 MB in bfloat16. Many keys may need more."""
 
 
 class Positions(NamedTuple):
-    """What every layer of one forward shares."""
+    """Position-dependent values that all layers share in one forward pass."""
 
     cosine: Tensor
-    """[B or 1, 1, L, R] in the model's dtype."""
+    """Cosines of the rotary angles, [B or 1, 1, L, R], in the model's dtype."""
     sine: Tensor
     is_padded: bool
-    """Some positions are padding."""
+    """Whether some positions are padding."""
     masks: dict[int | Chunk | None, Tensor | None]
-    """By sliding window or chunk: bool [B or 1, 1, L, P], True where a query may look; None where plain causal says all."""
+    """Masks by sliding window or chunk: bool [B or 1, 1, L, P], True where a query may attend; None for a causal mask."""
     one_by_one: bool = False
-    """A few are read together that could have come alone."""
+    """Whether several positions are read together, each with the result of reading it alone."""
     temperature: Tensor | None = None
-    """[B or 1, 1, L, 1] that queries are multiplied by in layers that do not rotate; None for nothing."""
+    """Factors of queries in layers without rotation, [B or 1, 1, L, 1]; None for no factor."""
     real_BL: Tensor | None = None
-    """Which of the new positions are not padding; None for all."""
+    """Mask of the new positions that are not padding; None for all."""
 
 
 def half_by_half(x_BHLE: Tensor, rotated: int) -> Tensor:
-    """Pairs of neighbours among the rotated dimensions put half against half: in queries and keys alike, so scores stay."""
+    """Reorder neighboring pairs of the rotated dimensions so that the first half is paired with the second half.
+
+    Scores do not change if queries and keys are both reordered.
+    """
     halves = x_BHLE[..., :rotated].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return halves if rotated == x_BHLE.shape[-1] else torch.cat((halves, x_BHLE[..., rotated:]), dim=-1)
 
 
 def rotate(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Apply rotary positions to the first R dimensions, of which each half is paired with the other."""
+    """Apply the rotary embedding to the first R dimensions; dimension i is paired with dimension i + R/2."""
     rotated = x_BHLE[..., : cosine.shape[-1]]
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cosine + torch.cat((-second, first), dim=-1) * sine
@@ -74,10 +78,10 @@ def rotate(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def attention_mask(
     real_BP: Tensor | None, new: int, total: int, window: int | Chunk | None, device: torch.device | str = "cpu"
 ) -> Tensor | None:
-    """Who may look at whom: causal, within the sliding window or the chunk, never at padding.
+    """Return the attention mask: causal, within the sliding window or the chunk, and hiding padding.
 
-    real_BP: bool [B, P], False at padding; None when there is none. Returns bool [B or 1, 1, L, P], or None where
-    nothing but "new positions are causal among themselves" needs saying (the kernel's own causal mask then serves).
+    real_BP: bool [B, P], False at padding; None if there is none. Returns bool [B or 1, 1, L, P], or None if no more
+    than "new positions are causal among themselves" is needed (the kernel's own causal mask is then enough).
     """
     narrow = window is not None and total > (window.size if isinstance(window, Chunk) else window)
     if real_BP is None and not narrow and (new == 1 or new == total):
@@ -86,7 +90,7 @@ def attention_mask(
     query = torch.arange(total - new, total, device=device)[:, None]
     allowed_LP = key <= query
     if isinstance(window, Chunk):
-        # Chunks are of real positions, so padding shifts them.
+        # Chunks count real positions, so padding shifts them.
         counted_BP = key[None] if real_BP is None else (real_BP.long().cumsum(-1) - 1).clamp_min(0)
         chunks_BP = counted_BP // window.size
         allowed_LP = allowed_LP & (chunks_BP[:, None, :] == chunks_BP[:, total - new :, None])
@@ -96,19 +100,19 @@ def attention_mask(
         return allowed_LP[:, None]
     if real_BP is None:
         return allowed_LP[None, None]
-    # A padding query looks at nothing real; letting it look at itself keeps its softmax finite.
+    # A padding query attends to nothing real; attending to itself keeps its softmax finite.
     return (allowed_LP & real_BP[:, None, :])[:, None] | (key == query)[None, None]
 
 
 def first_seen(past: int, window: int | Chunk | None) -> int:
-    """The first position that a new one, after `past` others, may look at."""
+    """Return the first position to which a new position, after `past` others, may attend."""
     if isinstance(window, Chunk):
         return past // window.size * window.size
     return 0 if window is None else max(0, past + 1 - window)
 
 
 class Attention(nn.Module):
-    """One layer's self-attention."""
+    """Grouped-query self-attention of one layer."""
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
@@ -138,10 +142,10 @@ class Attention(nn.Module):
         self.output_bias = optional("o_proj.bias", config.output_bias)
         self.query_norm = optional("q_norm.weight", self.qk_norm != "none")
         self.key_norm = optional("k_norm.weight", self.qk_norm != "none")
-        self.sinks = optional("sinks", config.architecture.sinks)
+        self.sinks = optional("sinks", config.has_sinks)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
-        """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
+        """Map [B, L, D] to [B, L, D]; with a cache, attend to its content and append the new positions."""
         weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         projected = linears(x_BLD, weights, biases)
         query = self._paired(self._heads(projected[0], self.query_norm, self.query_heads))
@@ -150,7 +154,7 @@ class Attention(nn.Module):
         if (kernels := self._kernels(query, positions, cache)) is not None:
             assert cache is not None
             angles = positions.cosine, positions.sine
-            if not self._is_turned_whole(positions):  # the kernel turns whole heads: others come to it as they are to be
+            if not self._is_turned_whole(positions):  # the kernel rotates whole heads only
                 query, key = (x.contiguous() for x in self._placed(query, key, positions))
                 angles = torch.ones_like(query[:1, :1]), torch.zeros_like(query[:1, :1])
             mixed = self._attend_compiled(kernels, (query, key, value, *angles), cache)
@@ -166,7 +170,7 @@ class Attention(nn.Module):
         return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
     def _placed(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Queries and keys with what depends on their positions."""
+        """Apply the position-dependent operations to queries and keys."""
         if not self.rotates:
             return (query if positions.temperature is None else query * positions.temperature), key
         query, key = (rotate(x, positions.cosine, positions.sine) for x in (query, key))
@@ -176,17 +180,18 @@ class Attention(nn.Module):
         return rms_norm(query, ones, self.epsilon), rms_norm(key, ones, self.epsilon)
 
     def _is_turned_whole(self, positions: Positions) -> bool:
-        """Whether all that positions do to queries and keys is to rotate all of a head's dimensions."""
+        """Return whether the only position-dependent operation is a rotation of all dimensions of a head."""
         return self.rotates and not self.unit_norm and positions.cosine.shape[-1] == self.head_dimension
 
     def _paired(self, x_BHLE: Tensor) -> Tensor:
         if not self.pairs:
             return x_BHLE
-        # Laid out position by position, as the projections are: the kernels read all heads of one in a row.
+        # Stored position by position like the projections' outputs: the kernels read all heads of a position
+        # contiguously.
         return half_by_half(x_BHLE.transpose(1, 2), self.rotated).transpose(1, 2)
 
     def _attend_each(self, query_BHLE: Tensor, positions: Positions, cache: PagedBatch) -> Tensor:
-        """One sequence after the other, because each has keys of its own number and place."""
+        """Attend sequence by sequence, because each sequence has its own number and location of keys."""
         mixed = []
         for row, past in enumerate(cache.past):
             kept = cache.of_sequence(self.layer, row, first_seen(past, self.window))
@@ -195,13 +200,13 @@ class Attention(nn.Module):
         return torch.cat(mixed)
 
     def _kernels(self, query: Tensor, positions: Positions, cache: Cache | None) -> Any:
-        """The compiled kernels, for the next few positions of a few sequences."""
+        """Return the compiled kernels if they can attend for the next few positions of a few sequences, otherwise None."""
         if cache is None or positions.is_padded or not query.dtype == cache.dtype == torch.bfloat16:
             return None
         return compiled_kernels(query.shape[0] * query.shape[2], positions.cosine)
 
     def _attend_compiled(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache) -> Tensor:
-        """One position after the other: each attends to those before it, and is computed as if it had come alone.
+        """Attend position by position: each attends to the previous ones, with the result of reading it alone.
 
         parts: query, key, value, cosine and sine.
         """
@@ -209,7 +214,7 @@ class Attention(nn.Module):
         if parts[0].shape[2] == 1:
             return self._attend_next(kernels, parts, cache, places)
         blocks, filled, block_size = places
-        # The kernels read all heads of a position in a row, which rotating in torch may have taken apart.
+        # The kernels read all heads of a position contiguously, which a rotation in torch may have changed.
         steps = enumerate(zip(*([each.contiguous() for each in part.split(1, dim=2)] for part in parts), strict=True))
         mixed = [self._attend_next(kernels, step, cache, (blocks, filled + done, block_size)) for done, step in steps]
         return torch.cat(mixed, dim=1)
@@ -250,9 +255,9 @@ def attend(
     scale: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of H query heads over G key-value heads, [B, H, L, V]; `scale`: of the scores, None for 1/√E.
+    """Return softmax attention of H query heads over G key-value heads, [B, H, L, V]. `scale`: of scores; None for 1/√E.
 
-    sinks_H: for each head one more score, whose share of the softmax goes nowhere.
+    sinks_H: one additional score per head, whose share of the softmax is dropped.
     """
     if isinstance(key_BGPE, Scaled) or isinstance(value_BGPV, Scaled) or key_BGPE.dtype != query_BHLE.dtype:
         widened = query_BHLE.float() if is_emulated(query_BHLE) else query_BHLE
@@ -267,7 +272,7 @@ def attend(
     batch, heads, length, size = query_BHLE.shape
     groups = key_BGPE.shape[1]
     if length == 1:
-        # The query heads of one group become its query positions: no key or value is copied or expanded.
+        # The query heads of one group become its query positions, so no key or value is copied or expanded.
         grouped = query_BHLE.reshape(batch, groups, heads // groups, size)
         mixed = F.scaled_dot_product_attention(grouped, key_BGPE, value_BGPV, attn_mask=mask, scale=scale)
         return mixed.reshape(batch, heads, 1, -1)
@@ -284,10 +289,11 @@ def attend(
 def attend_in_blocks(
     query_BHLE: Tensor, key_BGPE: Kept, value_BGPV: Kept, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """The same for a processor with bfloat16 products: three times as fast as torch's own kernel at 512 positions.
+    """Return `attend` for a processor with bfloat16 products, three times as fast as torch's own kernel at 512 positions.
 
-    A block of queries meets only the keys that it may look at, all query heads of a group in one product; scores are
-    rounded to bfloat16 between the two products, as transformers' eager attention does, and softmax is in float32.
+    A block of queries is multiplied only with the keys that it may attend to, and all query heads of a group are in one
+    product. Scores are rounded to bfloat16 between the two products, as in transformers' eager attention, and the
+    softmax is computed in float32.
     """
     batch, heads, length, size = query_BHLE.shape
     (groups, total), value_size = _plain(key_BGPE).shape[1:3], _plain(value_BGPV).shape[-1]
@@ -296,7 +302,7 @@ def attend_in_blocks(
     for start, end, seen in query_blocks(batch * heads, length, total):
         query = (query_BHLE[:, :, start:end] * scale).reshape(batch, groups, -1, size)
         scores = scores_of(query, key_BGPE, seen).view(batch, heads, end - start, seen)
-        if mask is None:  # causal, no past: what a block may not see lies in the square on its own diagonal
+        if mask is None:  # causal without a past: masked positions lie in the square on the block's diagonal
             allowed = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).tril_()
             scores[..., start:].masked_fill_(~allowed, -torch.inf)
         else:
@@ -309,7 +315,7 @@ def attend_in_blocks(
 def attend_with_sinks(
     query_BHLE: Tensor, key_BGPE: Kept, value_BGPE: Kept, mask: Tensor | None, scale: float | None, sinks_H: Tensor
 ) -> Tensor:
-    """The same with sinks, a block of queries at a time; differentiable."""
+    """Return `attend` with sinks, computed in blocks of queries; differentiable."""
     batch, heads, length, size = query_BHLE.shape
     groups, total = _plain(key_BGPE).shape[1:3]
     mixed = []
@@ -330,9 +336,9 @@ def attend_with_sinks(
 
 
 def scores_of(query_BGLE: Tensor, key_BGPE: Kept, seen: int) -> Tensor:
-    """Products with the first keys, [B, G, L, seen]; keys in another dtype are widened KEY_BLOCK positions at a time.
+    """Return products with the first keys, [B, G, L, seen]; keys in another dtype are converted in blocks.
 
-    Of keys in 8 bits, q·(s·k) = s·(q·k): the integers are exact in any float, and scores are scaled.
+    For keys in 8 bits, q·(s·k) = s·(q·k): the integers are exact in any float, and the scores are scaled.
     """
     if not isinstance(key_BGPE, Scaled) and key_BGPE.dtype == query_BGLE.dtype:
         return query_BGLE @ key_BGPE.transpose(2, 3)[..., :seen]
@@ -344,7 +350,7 @@ def scores_of(query_BGLE: Tensor, key_BGPE: Kept, seen: int) -> Tensor:
 
 
 def mixture_of(probabilities_BGLP: Tensor, value_BGPE: Kept, seen: int) -> Tensor:
-    """Values weighted by probabilities, [B, G, L, E], in the same way: p·(s·v) = (p·s)·v."""
+    """Return the sum of values weighted by probabilities, [B, G, L, E]; for 8 bits, p·(s·v) = (p·s)·v."""
     if not isinstance(value_BGPE, Scaled) and value_BGPE.dtype == probabilities_BGLP.dtype:
         return probabilities_BGLP @ value_BGPE[:, :, :seen]
     mixed: Tensor | None = None
@@ -362,7 +368,7 @@ def _plain(kept: Kept) -> Tensor:
 
 
 def key_blocks(kept: Kept, seen: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Blocks of positions: where they are, in `dtype`, and of 8 bits their scales [B, G, positions]."""
+    """Yield blocks of positions: their slice, their content in `dtype`, and for 8 bits their scales [B, G, positions]."""
     whole, scales = kept if isinstance(kept, Scaled) else (kept, None)
     for start in range(0, seen, KEY_BLOCK):
         place = slice(start, min(start + KEY_BLOCK, seen))
@@ -370,7 +376,7 @@ def key_blocks(kept: Kept, seen: int, dtype: torch.dtype) -> Iterator[tuple[slic
 
 
 def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last + 1, keys they may see) of blocks of queries; the more keys, the fewer queries, down to 16.
+    """Yield (first, last + 1, number of visible keys) for blocks of queries; more keys give smaller blocks, down to 16.
 
     rows: sequences times heads. The new positions are the last `length` of `total`.
     """
@@ -381,12 +387,12 @@ def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int,
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """A layer norm where there is a bias (Ba et al. 2016), `rms_norm` where there is none."""
+    """Return a layer norm if there is a bias (Ba et al. 2016), otherwise `rms_norm`."""
     return rms_norm(x, weight, epsilon) if bias is None else F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / rms(x) · weight over the last dimension, the mean square taken in float32 or better (Zhang & Sennrich 2019)."""
+    """Return x / rms(x) · weight over the last dimension, the mean square in float32 or better (Zhang & Sennrich 2019)."""
     if (kernels := any_kernels(x, weight)) is not None:
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)

@@ -1,8 +1,8 @@
-"""Which blocks of a paged cache hold what: the accounting alone, no tensors.
+"""Block accounting of a paged cache: which sequences use which blocks. No tensors are involved.
 
-A block is a run of positions of one sequence. Whole blocks are known by a digest of everything before them and of their own
-tokens, so that a later prompt that begins alike uses them too. A block that nobody uses keeps its content until it is
-needed for something else; the one that lay unused for longest goes first.
+A block is a run of positions of one sequence. A full block is identified by a digest of its own tokens and of
+everything before them, so that a later prompt with the same beginning can share it. An unused block keeps its content
+until the block is needed; the block that was unused for longest is reused first.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from hashlib import sha256
 
 
 class OutOfBlocksError(Exception):
-    """No block is unused: somebody has to give some back. Never leaves the scheduler."""
+    """No block is unused, and a sequence must release some. The scheduler catches this error."""
 
 
 @dataclass(eq=False)
 class BlockTable:
-    """Where one sequence's positions lie."""
+    """Blocks that hold one sequence's positions."""
 
     kind: bytes = b""
-    """Sequences of another kind share nothing with this one, whatever their tokens."""
+    """Kind of the sequence; sequences of different kinds share nothing, whatever their tokens."""
     blocks: list[int] = field(default_factory=list)
     length: int = 0
-    """Positions that are filled."""
+    """Number of filled positions."""
     digests: list[bytes] = field(default_factory=list)
-    """Of the whole blocks that are filled."""
+    """Digests of the full blocks."""
 
 
 class BlockPool:
-    """Blocks 0 to `count` - 1, each unused or used by one or several sequences."""
+    """Blocks 0 to `count` - 1, each unused or used by one or more sequences."""
 
     def __init__(self, count: int, block_size: int, shares: bool = True) -> None:
-        """shares: blocks can be found again; not of sequences that are more than their blocks."""
+        """shares: whether blocks can be found again; False if sequences have states besides their blocks."""
         self.count, self.block_size, self.shares = count, block_size, shares
         self._users = [0] * count
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
@@ -43,15 +43,15 @@ class BlockPool:
 
     @property
     def unused(self) -> int:
-        """Blocks that nobody uses."""
+        """Number of unused blocks."""
         return len(self._unused)
 
     def blocks_for(self, positions: int) -> int:
-        """Blocks that so many positions take."""
+        """Return the number of blocks for this many positions."""
         return -(-positions // self.block_size)
 
     def find(self, tokens: Sequence[int], kind: bytes = b"") -> BlockTable:
-        """The longest beginning of `tokens` that lies here in whole blocks, short of the last token. Takes nothing."""
+        """Return the longest prefix of `tokens`, without the last token, in full blocks of this pool. Takes no blocks."""
         found = BlockTable(kind)
         for end in range(self.block_size, len(tokens), self.block_size):
             digest = self._digest(found, tokens[end - self.block_size : end])
@@ -63,22 +63,22 @@ class BlockPool:
         return found
 
     def missing(self, found: BlockTable, positions: int) -> int:
-        """How many unused blocks `take` would need for a table of `find` and so many positions in all."""
+        """Return the number of unused blocks that a table from `find` needs for `positions` positions in total."""
         return self.blocks_for(positions) - sum(self._users[block] > 0 for block in found.blocks)
 
     def take(self, table: BlockTable) -> None:
-        """Use the blocks of a table that `find` gave."""
+        """Mark the blocks of a table from `find` as used."""
         for block in table.blocks:
             self._unused.pop(block, None)
             self._users[block] += 1
 
     def extend(self, table: BlockTable, positions: int) -> None:
-        """Make room for so many positions in all. Raises OutOfBlocksError; what was taken by then stays in the table."""
+        """Make room for this many positions in total. Raises OutOfBlocksError; blocks taken before stay in the table."""
         while len(table.blocks) < self.blocks_for(positions):
             table.blocks.append(self._new(table.blocks[-1] + 1 if table.blocks else None))
 
     def fill(self, table: BlockTable, tokens: Sequence[int], length: int) -> None:
-        """Note that the table now holds the first `length` tokens; blocks that became whole can be found from here on."""
+        """Record that the table now holds the first `length` tokens; full blocks can be found from now on."""
         table.length = length
         if not self.shares:
             return
@@ -90,8 +90,8 @@ class BlockPool:
                 self._digest_of[table.blocks[index]] = digest
 
     def release(self, table: BlockTable) -> None:
-        """Give all blocks back; their content can still be found. The table is empty afterwards."""
-        for block in reversed(table.blocks):  # the end of a text is of less use to others than its beginning
+        """Release all blocks; their content can still be found. The table is empty afterwards."""
+        for block in reversed(table.blocks):  # the end of a text is less likely to be shared than its beginning
             self._users[block] -= 1
             assert self._users[block] >= 0, f"block {block} given back more often than taken"
             if not self._users[block]:
@@ -99,12 +99,12 @@ class BlockPool:
         table.blocks, table.digests, table.length = [], [], 0
 
     def forget(self, table: BlockTable) -> None:
-        """Let none of the table's blocks be found any more: what they hold is in doubt."""
+        """Make the table's blocks impossible to find, because their content may be wrong."""
         for block in table.blocks:
             self._unname(block)
 
     def _new(self, wished: int | None) -> int:
-        """An unused block: the wished one if it holds nothing that could be found, else the one unused for longest."""
+        """Return an unused block: the wished one if its content cannot be found, otherwise the one unused for longest."""
         if not self._unused:
             raise OutOfBlocksError
         block = next(iter(self._unused))
@@ -120,6 +120,6 @@ class BlockPool:
             del self._block_of[digest]
 
     def _digest(self, before: BlockTable, tokens: Sequence[int]) -> bytes:
-        """Of everything up to the end of the block after those that `before` has digests of."""
+        """Return the digest of all tokens up to the end of the block that follows those in `before`."""
         previous = before.digests[-1] if before.digests else sha256(before.kind).digest()
         return sha256(previous + b"".join(token.to_bytes(8, "little") for token in tokens)).digest()

@@ -1,8 +1,8 @@
-"""A whole step of decoding in one compiled call, for decoders that the kernels know all parts of.
+"""One step of decoding in one compiled call, for decoders whose parts the kernels support.
 
-Layer after layer in Python costs as much time as a fifth of a small model's weights. The kernels do all that
-`model.DecoderLayer` does, product by product and rounding by rounding. What they do not know goes through the layers: latent
-attention, routers other than the top-k of a softmax, heads rotated in part, observers of experts.
+For a small model, running the layers one by one in Python takes a fifth of the time of reading its weights. The kernels
+compute the same products with the same rounding as `model.DecoderLayer`. Unsupported parts run through the layers:
+latent attention, routers other than the top-k of a softmax, partly rotated heads, observers of experts.
 
 Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of a layer.
 """
@@ -18,30 +18,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import Chunk, DecoderConfig
 from engine.decoder.attention import Attention, Positions
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import Routing, Selection, Skipping, TopK
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import Chunk
 from engine.kernels.linear import addresses, as_bfloat16, compiled_kernels, kernel_form
 from engine.kernels.quantized_weight import Weight
 
 
 @dataclass
 class _Tables:
-    """Everything that the kernels read of the layers."""
+    """Tables from which the kernels read all layers; see `compiled.decode`."""
 
     layers: Any
     """Records of `step.LAYER`, with addresses in the others."""
     experts: Any
     shared: Any
     sinks: list[Tensor]
-    """Widened to float32, which is where they lie."""
+    """Sinks converted to float32; the tables hold their addresses."""
 
 
 class DecodeStep:
-    """The layers of one decoder."""
+    """Compiled step through the layers of one decoder."""
 
     def __init__(self, config: DecoderConfig, layers: Any) -> None:
         self._config, self._layers = config, layers
@@ -52,9 +53,9 @@ class DecodeStep:
         self._is_served = False
 
     def __call__(self, x_BLD: Tensor, positions: Positions, cache: KeyValueCache | PagedBatch | None) -> Tensor | None:
-        """Final hidden states before the last norm, [B, L, D], written over x; None where the layers have to do it.
+        """Return the hidden states before the last norm, [B, L, D], written over x; None if the layers must run.
 
-        Of several sequences the next position, or the next few of one.
+        The step reads the next position of several sequences, or the next few positions of one sequence.
         """
         batch, length, hidden = x_BLD.shape
         if cache is None or positions.is_padded or positions.temperature is not None or (batch > 1 and length > 1):
@@ -88,7 +89,7 @@ class DecodeStep:
         return x_BLD
 
     def _knows(self, kernels: Any) -> bool:
-        """Whether the tables are of these weights and routings, made anew where they are not."""
+        """Return whether the kernels support the model; update the tables if weights or routings have changed."""
         routings = [block.routing for block in self._blocks]
         first = [layer.attention_norm.data_ptr() for layer in (self._layers[0], self._layers[-1])]
         if first != self._first:  # weights are moved all together or not at all
@@ -121,7 +122,7 @@ class DecodeStep:
         return [(index, block) for index, block in blocks if isinstance(block, MoeBlock)]
 
     def _thresholds(self, tokens: int) -> Any:
-        """Of adaptive skipping, one for each token."""
+        """Return the thresholds of adaptive skipping, one for each token."""
         skipping = next((routing for routing in self._routings if isinstance(routing, Skipping)), None)
         threshold = 0.0 if skipping is None else skipping.threshold
         if isinstance(threshold, Tensor):
@@ -129,7 +130,7 @@ class DecodeStep:
         return np.full(tokens, threshold, np.float32)
 
     def _seen(self, tokens: int, hidden: int) -> tuple[Any, Any, Any, Any]:
-        """Room for what observers are told: choices and weights, inputs and logits of the experts."""
+        """Allocate arrays for observers: chosen experts and weights, and the experts' inputs and logits."""
         layers, experts = len(self._layers), max(len(block.experts) for block in self._blocks)
         slots = max(_rule(routing).experts_per_token for routing in self._routings)
         inputs, logits = (np.empty((layers, tokens, width), np.uint16) for width in (hidden, experts))
@@ -151,12 +152,12 @@ def _is_known(routing: Routing) -> bool:
 
 
 def _rule(routing: Routing) -> Any:
-    """What chooses, whatever is skipped afterwards."""
+    """Return the rule that chooses experts, without skipping."""
     return routing.base if isinstance(routing, Skipping) else routing
 
 
 def _serves(kernels: Any, layer: Any) -> bool:
-    """Whether the kernels know all that this layer does."""
+    """Return whether the kernels support all parts of this layer."""
     attention, ffn = layer.attention, layer.feed_forward
     if not isinstance(attention, Attention) or layer.attention_norm_bias is not None or layer.residuals is not None:
         return False
@@ -183,18 +184,18 @@ def _serves(kernels: Any, layer: Any) -> bool:
 
 
 def _attention_extras(attention: Attention) -> list[Tensor | None]:
-    """Biases of query, key, value and output, and norms of query and key."""
+    """Return the biases of query, key, value and output, and the norms of query and key."""
     biases = [attention.query_bias, attention.key_bias, attention.value_bias, attention.output_bias]
     return [*biases, attention.query_norm, attention.key_norm]
 
 
 def _alone(ffn: MoeBlock | Expert) -> Expert | None:
-    """What every token goes through: the shared expert, or a dense layer's FFN."""
+    """Return the expert for every token: the shared expert, or a dense layer's FFN."""
     return ffn.shared if isinstance(ffn, MoeBlock) else ffn
 
 
 def _tables(kernels: Any, layers: Any) -> _Tables:
-    """All but the routings, of layers that the kernels serve."""
+    """Return the tables of supported layers, without the routings."""
     table = np.zeros(len(layers), kernels.LAYER)
     routed = [_routed_experts(layer.feed_forward) for layer in layers]
     alone = [_alone(layer.feed_forward) for layer in layers]

@@ -1,8 +1,8 @@
-"""The MoE block: any Routing over a list of SwiGLU experts, on two paths that compute the same function.
+"""The MoE block: any Routing over a list of SwiGLU experts, with two paths that compute the same function.
 
-`grouped` sorts the slots by expert and runs one product per expert: prefill, calibration and everything that needs
-gradients. `sparse` walks the few experts of a few tokens as views, copying nothing: decode. A test holds them equal.
-Where the compiled kernels serve, decoding is one call.
+`grouped` sorts the slots by expert and runs one product per expert: for prefill, calibration and everything with
+gradients. `sparse` runs the few experts of a few tokens as views without copies: for decoding. A test holds them equal.
+If the compiled kernels support the experts, decoding is one call.
 
 Shape suffixes: T tokens, D hidden, F expert width, S slots, N experts, R real (not skipped) slots, H hidden units of a
 gate network.
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import ClampedSwiglu
 from engine.decoder.routing import NO_EXPERT, Routing, Selection, select
+from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.linear import (
     addresses,
     as_bfloat16,
@@ -38,19 +38,21 @@ from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
 
 SPARSE_MAX_TOKENS = 4
-"""Up to this many tokens the sparse path is taken when no gradient is needed: with more, experts begin to be shared."""
+"""Maximum number of tokens for the sparse path, if no gradient is needed; with more tokens, experts are often shared."""
 
 MULTIPLE_OF_TOKENS = 16
-"""That prompts' experts are given, filled up with zeros."""
+"""Divisor to which the tokens of an expert are padded with zeros in a prefill."""
 TRANSPOSED_FROM_TOKENS = 16
-"""From this many tokens on, bfloat16 products have the weight on the left: oneDNN rearranges its right operand on each
-call, and so it is the tokens that are rearranged and not the weight."""
+"""Minimum number of tokens for which bfloat16 products have the weight on the left.
+
+oneDNN rearranges its right operand in each call, and rearranging the tokens is cheaper than rearranging the weight.
+"""
 
 
 class Expert(nn.Module):
-    """One SwiGLU feed-forward network: down(silu(gate·x) ⊙ up·x). Also the dense FFN and the shared expert.
+    """A SwiGLU feed-forward network: down(silu(gate·x) ⊙ up·x). Also used for the dense FFN and the shared expert.
 
-    With biases, all three products have one. `swiglu` stands in place of silu(g) ⊙ u.
+    With biases, all three products have one. `swiglu` replaces silu(g) ⊙ u.
     """
 
     def __init__(
@@ -69,17 +71,17 @@ class Expert(nn.Module):
         self.gate_F, self.up_F, self.down_D = _frozen(gate_F), _frozen(up_F), _frozen(down_D)
         self.swiglu = swiglu
         self.is_plain = swiglu is None and gate_F is None
-        """Neither biases nor a clamp."""
+        """Whether the expert has neither biases nor a clamp."""
         self._compiled = CompiledExperts()
 
     @property
     def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
-        """Gate, up and down, and their biases where there are any, in the order that they are numbered in."""
+        """Gate, up and down, followed by their biases if there are any, in the order of their indices."""
         biases = (self.gate_F, self.up_F, self.down_D)
         return self.gate_FD, self.up_FD, self.down_DF, *(bias for bias in biases if bias is not None)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """[T, D] to [T, D]."""
+        """Map [T, D] to [T, D]."""
         tokens = x_TD.shape[0]
         if may_compile():
             alone, ones = np.zeros((tokens, 1), np.int64), np.ones((tokens, 1), np.float32)
@@ -87,7 +89,7 @@ class Expert(nn.Module):
                 return y_TD
         is_large = x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS
         if self.is_plain and is_large and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
-            # Every other number of tokens would be another shape, which oneDNN compiles code for.
+            # Without padding, each number of tokens would be a new shape, for which oneDNN compiles code.
             x_DT, dtype = F.pad(x_TD, (0, 0, 0, -tokens % MULTIPLE_OF_TOKENS)).T, x_TD.dtype
             gate_FT = F.silu(plain(self.gate_FD, dtype) @ x_DT, inplace=True)
             return (plain(self.down_DF, dtype) @ gate_FT.mul_(plain(self.up_FD, dtype) @ x_DT)).T[:tokens]
@@ -96,7 +98,7 @@ class Expert(nn.Module):
 
 
 def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: ClampedSwiglu | None) -> Tensor:
-    """What an expert's last product is given."""
+    """Return the input of an expert's down projection, [T, F]."""
     if swiglu is None:
         return F.silu(gate_TF) * up_TF
     gate_TF, up_TF = gate_TF.clamp(max=swiglu.limit), up_TF.clamp(-swiglu.limit, swiglu.limit)
@@ -104,7 +106,7 @@ def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: ClampedSwiglu | None) -> Tenso
 
 
 class CompiledExperts:
-    """All chosen experts of a few tokens in one compiled call. Remembers where their weights lie."""
+    """All chosen experts of a few tokens in one compiled call, with a table of their weights' addresses."""
 
     def __init__(self) -> None:
         self._experts: Any = None
@@ -115,10 +117,10 @@ class CompiledExperts:
         self._clamp: tuple[float, float] | None = None
         self._width = 0
         self._form: tuple[int, int] | None = None
-        """None for experts that the kernels cannot serve."""
+        """Storage form of the weights; None for experts that the kernels do not support."""
 
     def __call__(self, x_TD: Tensor, experts: Any, chosen_TS: Any, weights_TS: Any, scales_TS: Any = None) -> Tensor | None:
-        """Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None where it is torch's turn.
+        """Return Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None if torch must compute it.
 
         experts: a list of modules, or a tuple; chosen_TS, weights_TS and scales_TS: NumPy arrays.
         """
@@ -138,7 +140,7 @@ class CompiledExperts:
         return as_bfloat16(made)
 
     def _knows(self, experts: Any) -> bool:
-        """Whether these are still the same: weights are moved all together or not at all."""
+        """Return whether the table belongs to these experts. Weights are moved all together or not at all."""
         if self._experts != experts or not self._weights:
             return False
         return self._ends == (addresses(self._weights[0])[0], addresses(self._weights[-1])[0])
@@ -159,11 +161,11 @@ class CompiledExperts:
 
 
 class MoeBlock(nn.Module):
-    """Router, routed experts and, where the family has one, the shared expert, scaled by its gate where it has one.
+    """Router, routed experts and, depending on the family, a shared expert with an optional gate.
 
-    `routing` is the layer's rule and may be replaced at any time by another Routing. `observer`, when set, is called
-    with (x_TD, logits_TN, selection) on each forward: this is how calibration and reports watch the layer. `noise_ND` is
-    what noisy top-k is trained with (routing.Noisy); nothing here reads it.
+    `routing` is the layer's Routing and may be replaced at any time. `observer`, if set, is called with (x_TD,
+    logits_TN, selection) in each forward pass, for calibration and reports. `noise_ND` is a parameter of noisy top-k in
+    training (routing.Noisy); it is not read here.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class MoeBlock(nn.Module):
         logit_bias_N: Tensor | None = None,
         scales_inputs: bool = False,
     ) -> None:
-        """router_ND: one row for each expert; [N, H] where `gate_hidden_HD` is the first layer of a gate network."""
+        """router_ND: one row for each expert; [N, H] if `gate_hidden_HD` is the first layer of a gate network."""
         super().__init__()
         self.router_in_float32, self.scales_inputs = router_in_float32, scales_inputs
         self.router_ND = nn.Parameter(router_ND, requires_grad=False)
@@ -193,16 +195,16 @@ class MoeBlock(nn.Module):
         self.observer: Callable[[Tensor, Tensor, Selection], None] | None = None
         self.expert_observer: ExpertObserver | None = None
         self.on_gpu: Callable[..., Tensor | None] | None = None
-        """What runs the routed experts on a GPU where torch does not (triton_experts.TritonExperts)."""
+        """Function that runs the routed experts on a GPU in place of torch (triton_experts.TritonExperts), or None."""
         self._compiled = CompiledExperts()
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """Hidden size D."""
         return (self.router_ND if self.gate_hidden_HD is None else self.gate_hidden_HD).shape[1]
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """[T, D] to [T, D]."""
+        """Map [T, D] to [T, D]."""
         logits_TN = self.logits(x_TD)
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
@@ -216,19 +218,19 @@ class MoeBlock(nn.Module):
         return y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * shared_TD
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """The router's, [T, N]."""
+        """Return the router's logits, [T, N]."""
         dtype = torch.promote_types(x_TD.dtype, torch.float32) if self.router_in_float32 else x_TD.dtype
         bias_N = None if self.logit_bias_N is None else self.logit_bias_N.to(dtype)
         return router_logits(x_TD.to(dtype), self.router_ND.to(dtype), self.gate_hidden_HD, bias_N)
 
     def input_scales(self, logits_TN: Tensor) -> Tensor | None:
-        """What each expert's input is multiplied by, [T, N]; None for nothing."""
+        """Return the factors of each expert's input, [T, N]; None for no factors."""
         if not self.scales_inputs:
             return None
         return logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32)).sigmoid().to(logits_TN.dtype)
 
     def outputs(self, x_TD: Tensor) -> Iterator[Tensor]:
-        """What each expert gives for these tokens, [T, D], whoever would choose it; with a weight of one."""
+        """Yield each expert's output for all tokens, [T, D], with a weight of one."""
         scales_TN = self.input_scales(self.logits(x_TD)) if self.scales_inputs else None
         for index, expert in enumerate(self.experts):
             yield expert(x_TD if scales_TN is None else x_TD * scales_TN[:, index, None].to(x_TD.dtype))
@@ -249,7 +251,7 @@ class MoeBlock(nn.Module):
 def router_logits(
     x_TD: Tensor, router_ND: Tensor, gate_hidden_HD: Tensor | None = None, logit_bias_N: Tensor | None = None
 ) -> Tensor:
-    """[T, N] W·x + b; of a gate network W2·tanh(W1·x), where W2 [N, H] is the router and W1 the hidden layer."""
+    """Return W·x + b, [T, N]; for a gate network W2·tanh(W1·x), where W2 [N, H] is the router and W1 its hidden layer."""
     if gate_hidden_HD is None:
         return linear(x_TD, router_ND, logit_bias_N)
     return linear(torch.tanh(linear(x_TD, gate_hidden_HD)), router_ND)
@@ -266,14 +268,17 @@ def route_through(
     observer: ExpertObserver | None = None,
     scales_TS: Tensor | None = None,
 ) -> Tensor:
-    """The routed output Σ_slots weight · FFN_expert(scale · x), [T, D]; empty slots cost nothing. Scales of one if None."""
+    """Return the routed output Σ_slots weight · FFN_expert(scale · x), [T, D]. Empty slots cost nothing.
+
+    scales_TS: factors of the experts' inputs; None for ones.
+    """
     if x_TD.shape[0] <= SPARSE_MAX_TOKENS and observer is None and not torch.is_grad_enabled():
         return sparse(x_TD, selection, experts, scales_TS)
     return grouped(x_TD, selection, experts, observer, scales_TS)
 
 
 def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, scales_TS: Tensor | None = None) -> Tensor:
-    """Token by token, only the chosen experts' weights are touched."""
+    """Return the routed output, computed token by token; only the chosen experts' weights are read."""
     rows = []
     for row, (indices, weights) in enumerate(zip(selection.experts.tolist(), selection.weights.tolist(), strict=True)):
         x_1D = x_TD[row : row + 1]
@@ -291,10 +296,10 @@ def grouped(
     observer: ExpertObserver | None = None,
     scales_TS: Tensor | None = None,
 ) -> Tensor:
-    """One product per expert over its tokens.
+    """Return the routed output with one product per expert over its tokens.
 
-    Slots are sorted by expert once and the results put back by the inverse permutation: gathers in both directions,
-    whose backward is far cheaper than that of a scatter-add into the output.
+    Slots are sorted by expert once, and the results are restored by the inverse permutation: gathers in both directions
+    have a far cheaper backward pass than a scatter-add into the output.
     """
     tokens, slots = selection.experts.shape
     flat = selection.experts.reshape(-1)

@@ -1,6 +1,6 @@
-"""Keys and values of what was already read, for a batch that moves in step (left padding keeps it aligned).
+"""The KV cache of a batch whose sequences advance together (left padding keeps them aligned).
 
-Latent attention keeps its latent vectors in the place of keys and its rotated keys in that of values (DecoderConfig.cached).
+Latent attention stores its latent vectors as keys and its rotated keys as values (DecoderConfig.cached).
 
 Shape suffixes: B batch, G key-value heads, L positions, E head dimension.
 """
@@ -15,28 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
+from engine.families.config import DecoderConfig
 
 KV_CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _LARGEST = 127
 
 
 class Scaled(NamedTuple):
-    """Keys or values in 8 bits: `integers` int8 [..., P, E] times `scales` float32 [..., P], one for a head's position."""
+    """Keys or values in 8 bits: `integers` int8 [..., P, E] times `scales` float32 [..., P], one per head and position."""
 
     integers: Tensor
     scales: Tensor
 
 
 def to_int8(x: Tensor) -> Scaled:
-    """Symmetric rounding to nearest over the last dimension: scale = max|x| / 127."""
+    """Round to int8, symmetrically and to nearest, over the last dimension: scale = max|x| / 127."""
     wide = x.float()
     scales = wide.abs().amax(-1) / _LARGEST
     return Scaled((wide / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().to(torch.int8), scales)
 
 
 def position_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one position in all layers, kept in `dtype`."""
+    """Return the bytes of the keys and values of one position in all layers, stored in `dtype`."""
     groups, key, value = config.cached
     scales = 2 * torch.float32.itemsize if dtype == torch.int8 else 0
     return len(config.caching_layers) * groups * ((key + value) * dtype.itemsize + scales)
@@ -46,29 +46,29 @@ Kept = Tensor | Scaled
 
 
 def state_shape(config: DecoderConfig) -> tuple[int, int, int, int]:
-    """What a sequence has beside them: a matrix of each head of each layer of lightning attention."""
+    """Return the shape of a sequence's states: one matrix for each layer of lightning attention and each head."""
     return len(config.lightning_layers), config.attention_heads, config.head_dimension, config.head_dimension
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What they are kept in beside keys and values in `dtype`."""
+    """Return the dtype of the states, given the dtype of keys and values."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of one sequence's states, beside keys and values in `dtype`."""
+    """Return the bytes of one sequence's states, given the dtype of keys and values."""
     return prod(state_shape(config)) * state_dtype(dtype).itemsize
 
 
 def row_of_layers(config: DecoderConfig) -> dict[int, int]:
-    """Of each layer, among those that keep positions or among those that have a state."""
+    """Return each layer's index among the layers with cached positions, or among the layers with a state."""
     return {layer: row for kind in (config.caching_layers, config.lightning_layers) for row, layer in enumerate(kind)}
 
 
 class KeyValueCache:
     """Preallocated keys and values of every layer that has them; `length` positions are filled.
 
-    They are kept in `dtype`, whatever is computed in. All other layers have a state.
+    They are stored in `dtype`, which may differ from the compute dtype. All other layers have a state.
     """
 
     def __init__(
@@ -78,48 +78,48 @@ class KeyValueCache:
         self._rows = row_of_layers(config)
         layers, *state = state_shape(config)
         self.states: list[Tensor] = list(torch.zeros((layers, batch, *state), dtype=state_dtype(dtype), device=device))
-        """[B, H, E, E] of each layer with a state."""
+        """State of each layer that has one, [B, H, E, E]."""
         shape = (len(config.caching_layers), batch, groups, capacity)
         self.keys, self.values = (torch.empty((*shape, size), dtype=dtype, device=device) for size in sizes)
         self.scales = torch.empty((2, *shape), device=device) if dtype == torch.int8 else None
-        """Of keys and of values in 8 bits."""
+        """Scales of keys and of values in 8 bits."""
         self.capacity = capacity
         self.length = 0
         self.read_as = 0
-        """The length of the text that its positions are read as part of, at least (rotary scalings look at it)."""
+        """Minimum length of the text that the positions belong to, for rotary scalings that depend on it."""
 
     @property
     def bytes(self) -> int:
-        """Bytes held, filled or not."""
+        """Allocated bytes."""
         positions = self.keys.nbytes + self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
         return positions + sum(state.nbytes for state in self.states)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What keys and values are kept in."""
+        """Dtype of keys and values."""
         return self.keys.dtype
 
     def addresses(self, layer: int) -> list[int]:
-        """Of one layer's keys and values, for the compiled kernels."""
+        """Return the addresses of one layer's keys and values, for the compiled kernels."""
         offset = self._rows[layer] * self.keys.stride(0) * self.keys.element_size()
         return [self.keys.data_ptr() + offset, self.values.data_ptr() + offset]
 
     @property
     def places(self) -> tuple[Any, Any, int]:
-        """The same for all layers: where sequences begin, int64 [B, 1], positions filled, int64 [B], and between beginnings.
+        """Location of the sequences for all layers: block indices int64 [B, 1], filled positions int64 [B], block size.
 
-        As in a paged cache: every sequence is one block of `capacity` positions, a group's after another's.
+        The format is that of a paged cache: each sequence is one block of `capacity` positions for each group.
         """
         batch, groups = self.keys.shape[1:3]
         return np.arange(0, batch * groups, groups)[:, None], np.full(batch, self.length), self.capacity
 
     @property
     def group_stride(self) -> int:
-        """Values from one group to the next."""
+        """Number of elements from one group to the next."""
         return self.keys.stride(2)
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> tuple[Kept, Kept]:
-        """Write one layer's new positions; return all its keys and values so far. `advance` moves on afterwards."""
+        """Write one layer's new positions; return all its keys and values so far. Call `advance` after the last layer."""
         end = self.length + keys_BGLE.shape[2]
         assert end <= self.capacity, f"cache of {self.capacity} positions asked to hold {end}"
         new, layer = slice(self.length, end), self._rows[layer]
@@ -133,11 +133,11 @@ class KeyValueCache:
         return kept[0], kept[1]
 
     def state(self, layer: int) -> Tensor:
-        """Of a layer that has one, behind the positions so far, [B, H, E, E]."""
+        """Return the state of a layer after the positions so far, [B, H, E, E]."""
         return self.states[self._rows[layer]]
 
     def keep_state(self, layer: int, state_BHEE: Tensor) -> None:
-        """Behind the new positions."""
+        """Store the state of a layer after the new positions."""
         self.states[self._rows[layer]] = state_BHEE
 
     def advance(self, positions: int) -> None:
@@ -145,7 +145,7 @@ class KeyValueCache:
         self.length += positions
 
     def extend(self, capacity: int) -> None:
-        """Make room for so many positions, in other memory; keys move first, so that only half is ever held twice."""
+        """Move to larger memory for `capacity` positions; keys and values move separately, to save memory."""
         self.keys = self._longer(self.keys, capacity)
         self.values = self._longer(self.values, capacity)
         if self.scales is not None:
@@ -160,7 +160,7 @@ class KeyValueCache:
         return made
 
     def of_rows(self, rows_R: Tensor) -> KeyValueCache:
-        """A cache of some of the sequences only, `rows_R` [R] int64; in memory of its own."""
+        """Return a copy of the cache with some of the sequences only. rows_R: int64 [R]."""
         made = copy(self)
         made.keys, made.values = self.keys[:, rows_R], self.values[:, rows_R]
         made.scales = None if self.scales is None else self.scales[:, :, rows_R]

@@ -1,13 +1,14 @@
-"""Multi-head latent attention (arXiv 2405.04434, §2.1): keys and values of all heads are made of one vector of a position.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1): one vector per position serves all heads.
 
     c^KV = norm(W^DKV·h)    k^R = RoPE(W^KR·h)    k_i = [W^UK_i·c^KV; k^R]    v_i = W^UV_i·c^KV        (eq. 9-16)
 
-c^KV and k^R, which all heads share, are what is cached. Many positions are read with keys and values of each head made of
-them. One position is read without making any (§2.1.2, "absorbed"): q·(W^UK c) = (W^UKᵀ q)·c, so its queries are compared
-with the latent vectors, and what they mix of those becomes values afterwards. A test holds the two equal.
+The cache holds c^KV and k^R, which all heads share. For many new positions, keys and values of each head are computed
+from them. For one new position they are not (§2.1.2, "absorbed"): q·(W^UK c) = (W^UKᵀ q)·c, so its queries are compared
+with the latent vectors, and the weighted sum of latent vectors is mapped to values afterwards. A test holds the two
+equal.
 
-Shape suffixes: B batch, L new positions, P all positions so far, H heads, D hidden, C the latent vector's dimensions,
-R rotated dimensions, N the others of a query and key, E both, V a value's dimensions.
+Shape suffixes: B batch, L new positions, P all positions so far, H heads, D hidden, C the latent vector's dimensions, R
+rotated dimensions, N the other dimensions of a query and key, E both, V a value's dimensions.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.architectures import LATENT_UP, DecoderConfig
 from engine.decoder.attention import Cache, Positions, attend, half_by_half, rms_norm, rotate
 from engine.decoder.kv_cache import Kept
 from engine.decoder.paged_cache import PagedBatch
+from engine.families.config import DecoderConfig
+from engine.families.tensor_names import LATENT_UP
 from engine.kernels.linear import is_emulated, linear, linears
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 
 LATENT_NORM_EPSILON = 1e-6
-"""Of the norms of latent vectors, whatever the config says of the others."""
+"""Epsilon of the norms of latent vectors, independent of the config."""
 
 
 class Queries(NamedTuple):
-    """Of the new positions."""
+    """Queries of the new positions."""
 
     plain_BHLN: Tensor
     rotated_BHLR: Tensor
 
 
 class LatentAttention(nn.Module):
-    """One layer's self-attention."""
+    """Latent self-attention of one layer."""
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
@@ -66,7 +68,7 @@ class LatentAttention(nn.Module):
         self.output_bias = parameter("o_proj.bias", config.output_bias)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
-        """[B, L, D] to [B, L, D]; with a cache, attends to what it holds and appends the new positions."""
+        """Map [B, L, D] to [B, L, D]; with a cache, attend to its content and append the new positions."""
         batch, length, _ = x_BLD.shape
         queries, latent_B1LC, key_B1LR = self._projected(x_BLD, positions)
         mask = positions.masks[None]
@@ -87,7 +89,7 @@ class LatentAttention(nn.Module):
         return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> tuple[Queries, Tensor, Tensor]:
-        """Queries, latent vectors and rotated keys of the new positions."""
+        """Return queries, latent vectors and rotated keys of the new positions."""
         sizes, down, biases = self.sizes, [self.latent_down], [self.latent_down_bias]
         if self.query_down is not None:
             down, biases = [*down, self.query_down], [*biases, self.query_down_bias]
@@ -106,12 +108,12 @@ class LatentAttention(nn.Module):
         return rotate(x_BHLR, positions.cosine, positions.sine)
 
     def attend(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, H, L, V]."""
+        """Return the attention output before the output projection, [B, H, L, V]."""
         way = self.absorbed if queries.plain_BHLN.shape[2] == 1 else self.expanded
         return way(queries, latent_B1PC, key_B1PR, mask)
 
     def _attend_next_ones(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
-        """One position after the other, so that no keys and values are made of all those before."""
+        """Attend position by position, so that no keys and values are computed for all earlier positions."""
         length, total = queries.plain_BHLN.shape[2], latent_B1PC.shape[2]
         mixed = []
         for place in range(length):
@@ -122,7 +124,7 @@ class LatentAttention(nn.Module):
         return torch.cat(mixed, dim=2)
 
     def expanded(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
-        """With keys and values of each head."""
+        """Attend with keys and values of each head."""
         sizes = self.sizes
         made_BPHE = linear(latent_B1PC[:, 0], self.latent_up).unflatten(-1, (self.heads, -1))
         plain_BHPN, value_BHPV = made_BPHE.transpose(1, 2).split((sizes.plain_dimension, sizes.value_dimension), dim=-1)
@@ -130,7 +132,7 @@ class LatentAttention(nn.Module):
         return attend(torch.cat(queries, dim=-1), key_BHPE, value_BHPV, mask, self.scale)
 
     def absorbed(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
-        """Of one position, with the latent vectors as they are: all heads' queries are positions of one head."""
+        """Attend from one position to the latent vectors directly: all heads' queries become positions of one head."""
         if is_emulated(latent_B1PC):
             wide = Queries(*(each.float() for each in queries))
             return self.absorbed(wide, latent_B1PC.float(), key_B1PR.float(), mask).to(latent_B1PC.dtype)
@@ -148,7 +150,7 @@ class LatentAttention(nn.Module):
 
 
 def softmax_scale(config: DecoderConfig) -> float:
-    """1/√E, and under YaRN what `mscale_all_dim` adds to it (Peng et al. 2023, §3.4)."""
+    """Return 1/√E, under YaRN with the factor from `mscale_all_dim` (Peng et al. 2023, §3.4)."""
     rope = config.transformers_config.rope_parameters
     factor, share = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
     stretched = rope.get("rope_type", "default") != "default" and factor > 1
@@ -162,7 +164,7 @@ def _present(parameter: nn.Parameter | None) -> nn.Parameter:
 
 
 def _whole(kept: tuple[Kept, Kept]) -> tuple[Tensor, Tensor]:
-    """Latent vectors are kept in the dtype that is computed in: Engine.open refuses any other."""
+    """Return latent vectors and keys as tensors. They are in the compute dtype: Engine.open refuses any other."""
     latent, key = kept
     assert isinstance(latent, Tensor) and isinstance(key, Tensor)
     return latent, key

@@ -1,15 +1,15 @@
-"""Lightning attention (arXiv 2501.08313, §2.2; 2401.04658): linear attention whose memory is one matrix of a head.
+"""Lightning attention (arXiv 2501.08313, §2.2; 2401.04658): linear attention with one matrix per head as its memory.
 
     s_t = λ s_{t-1} + k_t v_tᵀ        o_t = s_tᵀ q_t        [q; k; v] = silu(W_qkv·x)        y = W_o (σ(W_g·x) ⊙ norm(o))
 
-λ is of the head and of the layer: exp(-2^(-8h/H) · (1 - l/(n - 1))), heads h counted from 1 and layers l from 0. Nothing is
-rotated: decay alone tells how far away a key is. Positions go through in blocks, each as it looks at itself and at what is
-in s of those before:
+λ depends on the head and the layer: exp(-2^(-8h/H) · (1 - l/(n - 1))), with heads h counted from 1 and layers l from 0.
+There is no rotary embedding: the decay alone encodes distance. Positions are processed in blocks; each block attends to
+itself and to the state s of the positions before it:
 
     O = ((Q Kᵀ) ⊙ M) V + Λ Q s        M_ij = λ^(i-j) for j ≤ i        s ← λ^B s + (λ^B Λ⁻¹ K)ᵀ V        Λ_i = λ^i
 
-What is cached is s, as large after one position as after a million. All of it is in float32 or better, whatever the model's
-dtype.
+The cache holds s, whose size does not depend on the number of positions. All of this is computed in float32 or better,
+whatever the model's dtype.
 
 Shape suffixes: B batch, L new positions, D hidden, H heads, E head dimension, I and J positions of a block.
 """
@@ -22,19 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.architectures import LIGHTNING, DecoderConfig
 from engine.decoder.attention import Cache, Positions, rms_norm
+from engine.families.config import DecoderConfig
+from engine.families.tensor_names import LIGHTNING
 from engine.kernels.linear import linear, linears
 from engine.kernels.quantized_weight import Weight, as_tensor, frozen
 
 BLOCK = 256
-"""Positions that look at each other in one product."""
+"""Number of positions in one block."""
 NORM_EPSILON = 1e-6
-"""Of the norm of what heads give, whatever the config says of the others."""
+"""Epsilon of the norm of the heads' outputs, independent of the config."""
 
 
 class LightningAttention(nn.Module):
-    """One layer's self-attention."""
+    """Lightning self-attention of one layer."""
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: Callable[[str], Weight]) -> None:
         super().__init__()
@@ -45,8 +46,8 @@ class LightningAttention(nn.Module):
         self.rates_H = decay_rates(config.attention_heads, layer, len(config.layers)).to(self.norm.device)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
-        """[B, L, D] to [B, L, D]; with a cache, goes on from its state and leaves it behind the new positions."""
-        assert not positions.one_by_one, "what may be taken back cannot be read: the state holds it"
+        """Map [B, L, D] to [B, L, D]; with a cache, continue from its state and store the new one."""
+        assert not positions.one_by_one, "tokens that may be undone cannot be read: the state cannot forget them"
         batch, length, _ = x_BLD.shape
         qkv_BLX, gate_BLX = linears(x_BLD, (self.qkv, self.gate), (None, None))
         qkv_BLX = F.silu(qkv_BLX)
@@ -65,23 +66,23 @@ class LightningAttention(nn.Module):
 
 
 def decay_rates(heads: int, layer: int, layers: int) -> Tensor:
-    """-ln λ of each head, float32 [H]."""
+    """Return -ln λ of each head, float32 [H]."""
     slopes_H = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))
-    # As published, with what keeps the quotient and the last layer's rate from zero.
+    # As published, including the terms that keep the quotient and the last layer's rate away from zero.
     return slopes_H * (1.0 - layer / (layers - 1 + 1e-5) + 1e-5)
 
 
 def attend(
     query_BHLE: Tensor, key_BHLE: Tensor, value_BHLE: Tensor, rates_H: Tensor, state_BHEE: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(o [B, H, L, E], the state behind the last position [B, H, E, E]), from the state before the first, or from none."""
+    """Return o [B, H, L, E], and the state after the last position [B, H, E, E]. The initial state is zero by default."""
     if state_BHEE is None:
         state_BHEE = torch.zeros_like(query_BHLE[:, :, :1].mT * value_BHLE[:, :, :1])
     rates_H11, mixed, decays = rates_H.to(query_BHLE)[:, None, None], [], {}
     parts = (x_BHLE.split(BLOCK, dim=2) for x_BHLE in (query_BHLE, key_BHLE, value_BHLE))
     for query_BHIE, key_BHJE, value_BHJE in zip(*parts, strict=True):
         size = query_BHIE.shape[2]
-        if size not in decays:  # all blocks but the last have the same
+        if size not in decays:  # all blocks but the last have one size
             decays[size] = _decays(rates_H11, size)
         decay_HIJ, begun_HI1, left_HJ1 = decays[size]
         mixed_BHIE = (query_BHIE @ key_BHJE.mT * decay_HIJ) @ value_BHJE
@@ -91,7 +92,7 @@ def attend(
 
 
 def _decays(rates_H11: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a block: M [H, I, J], Λ [H, I, 1], and λ^B Λ⁻¹ [H, J, 1]."""
+    """Return the decays of a block: M [H, I, J], Λ [H, I, 1], and λ^B Λ⁻¹ [H, J, 1]."""
     place_I1 = torch.arange(1, size + 1, device=rates_H11.device)[:, None]
     distance_IJ = (place_I1 - place_I1.T).clamp_min(0)
     return (

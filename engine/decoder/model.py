@@ -1,7 +1,7 @@
-"""Our decoder: one assembly for every family, from a DecoderConfig and a function that gives tensors by name.
+"""Our decoder: one assembly for every family, from a DecoderConfig and a function that returns tensors by name.
 
-The same layers serve inference (weights mapped from disk), streaming (one layer at a time) and training (parameters that
-require gradients); nothing here names a family or reads a file.
+The layers serve inference (memory-mapped weights), streaming (one layer at a time) and training (parameters that
+require gradients). Nothing here names a family or reads a file.
 
 Shape suffixes: B batch, L new positions, P all positions so far, D hidden, V vocabulary.
 """
@@ -17,21 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.architectures import (
-    Chunk,
-    DecoderConfig,
-    MoeConfig,
-    dense_tensor,
-    expert_parts,
-    expert_tensor,
-    gate_hidden_tensor,
-    logit_bias_tensor,
-    router_bias_tensor,
-    router_noise_tensor,
-    router_tensor,
-    shared_gate_tensor,
-    shared_tensor,
-)
 from engine.decoder.attention import Attention, Cache, Positions, attention_mask, first_seen, norm
 from engine.decoder.decode_step import DecodeStep
 from engine.decoder.experts import Expert, MoeBlock
@@ -51,7 +36,21 @@ from engine.decoder.routing import (
     sigmoid_shares,
     softmax,
 )
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import Chunk, MoeConfig
 from engine.families.rotary_embedding import Rotary
+from engine.families.tensor_names import (
+    dense_tensor,
+    expert_parts,
+    expert_tensor,
+    gate_hidden_tensor,
+    logit_bias_tensor,
+    router_bias_tensor,
+    router_noise_tensor,
+    router_tensor,
+    shared_gate_tensor,
+    shared_tensor,
+)
 from engine.kernels.linear import is_decoding, linear, plain
 from engine.kernels.quantized_weight import Weight, as_tensor, frozen
 
@@ -60,7 +59,7 @@ FINAL_NORM = "model.norm"
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the MoE block or the dense FFN, each after its norm and added to the residual."""
+    """Attention, then the MoE block or the dense FFN, each after its norm and with a residual connection."""
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: TensorSource) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ class DecoderLayer(nn.Module):
         self.feed_forward: MoeBlock | Expert = _feed_forward(config, layer, tensor)
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
-        """[B, L, D] to [B, L, D]."""
+        """Map [B, L, D] to [B, L, D]."""
         normed = norm(x_BLD, self.attention_norm, self.attention_norm_bias, self.epsilon)
         x_BLD = self._added(0, x_BLD, normed, self.attention(normed, positions, cache))
         normed = norm(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, self.epsilon)
@@ -83,19 +82,19 @@ class DecoderLayer(nn.Module):
         return self._added(1, x_BLD, normed, y_TD.view_as(x_BLD))
 
     def _added(self, part: int, x_BLD: Tensor, normed_BLD: Tensor, y_BLD: Tensor) -> Tensor:
-        """What attention (0) or the feed-forward block (1) gives, added to the residual."""
+        """Add the output of attention (0) or of the feed-forward block (1) to the residual."""
         if self.residuals is None:
             return x_BLD + times(y_BLD, self.residual)
         return times(normed_BLD, self.residuals[part].alpha) + times(y_BLD, self.residuals[part].beta)
 
 
 class Decoder(nn.Module):
-    """A whole language model."""
+    """A complete language model."""
 
     def __init__(
         self, config: DecoderConfig, tensor: TensorSource, made: Callable[[int, DecoderLayer], None] | None = None
     ) -> None:
-        """made: is given each layer, with its index, before the next one is made."""
+        """made: called with each layer and its index before the next layer is made."""
         super().__init__()
         self.config = config
         self.embedding_VD = _frozen(tensor("model.embed_tokens.weight"))
@@ -111,32 +110,32 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config)
         self._step = DecodeStep(config, self.layers)
         self.checkpoint_activations = False
-        """Recompute each layer in the backward pass, so that only one layer's activations are held at a time."""
+        """Recompute each layer in the backward pass, so that only one layer's activations are in memory at a time."""
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embedding_VD.device
 
     @property
     def head_VD(self) -> Tensor:
-        """The output head as a plain matrix; one of few bits is dequantised at each call."""
+        """Output head as a plain matrix; a low-bit head is dequantized at each access."""
         return plain(self.head, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """Compute dtype."""
         return self.embedding_VD.dtype
 
     @cached_property
     def weights_bytes(self) -> int:
-        """Bytes of the weights as they are computed with, those of few bits as they are stored; tied ones count once."""
+        """Bytes of the weights in the compute dtype, low-bit weights as stored; tied weights count once."""
         return _weights_bytes(self)
 
     def bytes_read_per_token(self, skipped_shares: Sequence[float]) -> float:
-        """Bytes of weights that one token alone reads: of a layer's experts those that it chose and did not skip.
+        """Return the bytes of weights read for one token alone: from a layer's experts only those chosen and not skipped.
 
-        skipped_shares: one for each MoE layer. Of the embeddings one row, of tied ones all as the head.
+        skipped_shares: one for each MoE layer. Embeddings count as one row, tied embeddings completely, as the head.
         """
         read: float = _weights_bytes(self)
         if not self.config.tied_embeddings:
@@ -149,16 +148,16 @@ class Decoder(nn.Module):
 
     @property
     def moe_blocks(self) -> list[MoeBlock]:
-        """The MoE blocks in the order of their layers."""
+        """MoE blocks in the order of their layers."""
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
 
     def hidden_states(
         self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None, *, one_by_one: bool = False
     ) -> Tensor:
-        """Final hidden states after the last norm, as the head takes them, [B, L, D].
+        """Return the hidden states after the last norm, [B, L, D], as the head's input.
 
-        real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow what it holds.
-        one_by_one: each is read as the last of its text, where rotary scalings look at the length.
+        real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow its content.
+        one_by_one: whether rotary scalings treat each token as the last one of its text.
         """
         x_BLD = embedded(self.config, tokens_BL, self.embedding_VD)
         if isinstance(cache, PagedBatch):
@@ -181,19 +180,19 @@ class Decoder(nn.Module):
         return final_norm(self.config, x_BLD, self.norm, self.norm_bias)
 
     def forward(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Logits of every new position, [B, L, V]."""
+        """Return the logits of every new position, [B, L, V]."""
         return self.logits(self.hidden_states(tokens_BL, real_BP, cache))
 
     def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Logits of the last position only, [B, V]: what generation needs, without L·V logits in memory."""
+        """Return the logits of the last position only, [B, V]; L·V logits would take much memory."""
         return self.logits(self.hidden_states(tokens_BL, real_BP, cache)[:, -1])
 
     def step_logits(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
-        """Logits [B, L, V] of new tokens that are read together, and each as if it came after those before it were read."""
+        """Return the logits [B, L, V] of new tokens that are read together, each with the result of reading it alone."""
         return self.logits(self.hidden_states(tokens_BL, None, cache, one_by_one=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[…, V] of final hidden states [..., D]."""
+        """Return the logits […, V] of hidden states […, D] after the last norm."""
         return linear(hidden, self.head, self.head_bias_V)
 
 
@@ -202,17 +201,17 @@ def _weights_bytes(module: nn.Module) -> int:
 
 
 def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> Tensor:
-    """What the first layer is given, [B, L, D]."""
+    """Return the first layer's input, [B, L, D]."""
     return times(F.embedding(tokens_BL, embedding_VD), config.multipliers.embedding)
 
 
 def final_norm(config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
-    """What the head is given for the last layer's output: a divisor of the logits divides here, where numbers are few."""
+    """Return the head's input from the last layer's output. The divisor of the logits is applied here, to fewer numbers."""
     return times(norm(x_BLD, weight_D, bias_D, config.norm_epsilon), 1.0 / config.multipliers.logits)
 
 
 class Outer:
-    """What follows the last layer, from a tensor source: for those that run layers one by one."""
+    """The modules after the last layer, for code that runs layers one by one."""
 
     def __init__(self, config: DecoderConfig, tensor: TensorSource) -> None:
         self._config = config
@@ -221,16 +220,16 @@ class Outer:
         self.head_bias_V = as_tensor(tensor("lm_head.bias")) if config.head_bias else None
 
     def hidden_states(self, x_BLD: Tensor) -> Tensor:
-        """As `Decoder.hidden_states` gives them, [B, L, D]."""
+        """Return the hidden states after the last norm, [B, L, D], as `Decoder.hidden_states` does."""
         return final_norm(self._config, x_BLD, self._norm, self._norm_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[…, V] of final hidden states [..., D]."""
+        """Return the logits […, V] of hidden states […, D] after the last norm."""
         return linear(hidden, self.head_VD, self.head_bias_V)
 
 
 def times(x: Tensor, factor: float) -> Tensor:
-    """factor · x."""
+    """Return factor · x."""
     return x if factor == 1.0 else x * factor
 
 
@@ -244,9 +243,9 @@ def positions_for(
     read_as: int = 0,
     one_by_one: bool = False,
 ) -> Positions:
-    """Rotary angles and masks of one forward. Positions count real tokens only, so left padding shifts nothing.
+    """Return rotary angles and masks of one forward pass. Positions count real tokens only, so padding shifts nothing.
 
-    read_as: the length of the text that they are part of, where it is more than this forward tells.
+    read_as: length of the text that the positions belong to, if it is longer than this forward pass shows.
     """
     new, total = tokens_BL.shape[1], past + tokens_BL.shape[1]
     if real_BP is not None and bool(real_BP.all()):
@@ -272,7 +271,7 @@ def positions_for(
 
 
 def _temperatures(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What queries that are not rotated are multiplied by, [B or 1, 1, L, 1]; None for nothing."""
+    """Return the factors of queries without rotation, [B or 1, 1, L, 1]; None for no factors."""
     if config.temperature is None:
         return None
     steps_BL = torch.floor((positions_BL.float() + 1.0) / config.temperature.floor)
@@ -280,13 +279,13 @@ def _temperatures(config: DecoderConfig, positions_BL: Tensor, dtype: torch.dtyp
 
 
 def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_BLD: Tensor) -> Positions:
-    """The same for sequences of different lengths; what lies before a window is not even among their keys."""
+    """Return the Positions of sequences of different lengths; keys before a window are excluded already."""
     lengths_BL = cache.lengths_BL if rotary.varies else None
     cosine, sine = rotary(cache.positions_BL.to(x_BLD.device), x_BLD.dtype, lengths_BL)
     windows = {layer.window for layer in config.layers}
     masks: dict[int | Chunk | None, Tensor | None] = dict.fromkeys(windows)
     if cache.new > 1:
-        (past,) = cache.past  # chunks of prompts come alone
+        (past,) = cache.past  # pieces of prompts are batches of one sequence
         for window in windows:
             total = past + cache.new - first_seen(past, window)
             masks[window] = attention_mask(None, cache.new, total, window, x_BLD.device)
@@ -295,7 +294,7 @@ def paged_positions(config: DecoderConfig, rotary: Rotary, cache: PagedBatch, x_
 
 
 def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
-    """The model's own rule; `bias_N` is of a router that has one (router_bias_tensor)."""
+    """Return the model's own Routing. `bias_N`: the selection bias of a router that has one (router_bias_tensor)."""
     groups = tuple(tuple(e for e, own in enumerate(moe.groups) if own == group) for group in sorted(set(moe.groups)))
     if moe.scales_inputs:
         return UnweightedTopK(moe.experts_per_token)
@@ -314,12 +313,12 @@ def own_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
 
 
 def gate_of(moe: MoeConfig) -> Gate:
-    """What the router makes of its logits, as shares that add up to one."""
+    """Return the function from router logits to shares that sum to one."""
     return sigmoid_shares if moe.scores == "sigmoid" else softmax
 
 
 def own_routings(config: DecoderConfig, tensor: TensorSource) -> list[Routing]:
-    """The same of every MoE layer; `tensor` is asked for their biases, where they have any."""
+    """Return the model's own Routing of every MoE layer; `tensor` provides their biases, if they have any."""
     moes = {layer: config.layers[layer].moe for layer in config.moe_layers}
     return [_own_routing(config, layer, moe, tensor) for layer, moe in moes.items() if moe is not None]
 
@@ -331,7 +330,7 @@ def _own_routing(config: DecoderConfig, layer: int, moe: MoeConfig, tensor: Tens
 
 @contextmanager
 def routed_by(decoder: Decoder, routings: Sequence[Routing]) -> Iterator[None]:
-    """Let the MoE blocks use other Routings, one per MoE layer, inside the `with`."""
+    """Make the MoE blocks use other Routings, one per MoE layer, during the body."""
     blocks = decoder.moe_blocks
     own = [block.routing for block in blocks]
     for block, routing in zip(blocks, routings, strict=True):
@@ -353,6 +352,7 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
     ]
     shared = [tensor(shared_tensor(row, layer, projection)) for projection in range(3)] if moe.shared_width else []
     shared_gate = shared_gate_tensor(row, layer) if shared else None
+    logit_bias = logit_bias_tensor(row, layer)
     return MoeBlock(
         as_tensor(tensor(router_tensor(row, layer))),
         experts,
@@ -362,13 +362,13 @@ def _feed_forward(config: DecoderConfig, layer: int, tensor: TensorSource) -> Mo
         as_tensor(tensor(gate_hidden_tensor(row, layer))) if moe.gate_network_width else None,
         as_tensor(tensor(router_noise_tensor(row, layer))) if moe.noise_epsilon is not None else None,
         moe.router_in_float32,
-        as_tensor(tensor(logit_bias_tensor(row, layer))) if row.logit_bias is not None else None,
+        None if logit_bias is None else as_tensor(tensor(logit_bias)),
         moe.scales_inputs,
     )
 
 
 def _norm(config: DecoderConfig, name: str, tensor: TensorSource) -> tuple[nn.Parameter, nn.Parameter | None]:
-    bias = _frozen(tensor(f"{name}.bias")) if config.architecture.layer_norm else None
+    bias = _frozen(tensor(f"{name}.bias")) if config.layer_norm else None
     return _frozen(tensor(f"{name}.weight")), bias
 
 

@@ -1,7 +1,7 @@
-"""Keys and values of many sequences of different lengths, in blocks of one allocation of a stated size.
+"""A paged KV cache: keys and values of sequences of different lengths, in blocks of one allocation of a given size.
 
-Shape suffixes: B sequences, L new positions of each, P positions so far, G key-value heads, S slots (blocks times positions
-of a block), E head dimension, M blocks of the longest table.
+Shape suffixes: B sequences, L new positions of each, P positions so far, G key-value heads, S slots (blocks times
+positions of a block), E head dimension, M blocks of the longest table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.decoder.block_pool import BlockPool, BlockTable
 from engine.decoder.kv_cache import (
     Kept,
@@ -27,13 +26,14 @@ from engine.decoder.kv_cache import (
     state_shape,
     to_int8,
 )
+from engine.families.config import DecoderConfig
 
 BLOCK_SIZE = 32
-"""Positions of a block."""
+"""Positions per block."""
 
 
 class PagedCache:
-    """Preallocated keys and values of every layer; a BlockPool says which blocks are whose."""
+    """Preallocated keys and values of every layer; a BlockPool assigns the blocks to sequences."""
 
     def __init__(
         self,
@@ -44,41 +44,44 @@ class PagedCache:
         block_size: int = BLOCK_SIZE,
         sequences: int = 1,
     ) -> None:
-        """`size`: bytes of keys and values together; whole blocks are used. `sequences`: how many have states at once."""
+        """`size`: bytes of keys and values together, rounded down to whole blocks.
+
+        `sequences`: maximum number with states.
+        """
         self.block_bytes = position_bytes(config, dtype) * block_size
         self._state_shape, self._device = state_shape(config), device
         self._state_bytes = sequences * state_bytes(config, dtype)
         self.pool = BlockPool(size // self.block_bytes, block_size, shares=not self._state_bytes)
         self.dtype = dtype
-        """What keys and values are kept in."""
+        """Dtype of keys and values."""
         groups, *sizes = config.cached
         self.rows = row_of_layers(config)
         shape = (len(config.caching_layers), groups, self.pool.count * block_size)
         self.keys_GSE, self.values_GSE = (list(torch.zeros((*shape, size), dtype=dtype, device=device)) for size in sizes)
-        """One for each layer that keeps positions."""
+        """One tensor for each layer with cached positions."""
         self._states: WeakKeyDictionary[BlockTable, list[Tensor]] = WeakKeyDictionary()
-        """Of those sequences that somebody still knows."""
+        """States of the sequences whose tables are still referenced."""
         self.scales = torch.zeros((2, *shape), device=device) if dtype == torch.int8 else None
-        """Of keys and of values in 8 bits, [2, layers, G, S]."""
+        """Scales of keys and of values in 8 bits, [2, layers, G, S]."""
 
     @property
     def bytes(self) -> int:
-        """Bytes held, filled or not, and those of so many states as there may be."""
+        """Allocated bytes, including the maximum number of states."""
         return self.pool.count * self.block_bytes + self._state_bytes
 
     def states(self, table: BlockTable) -> list[Tensor]:
-        """Of one sequence, [H, E, E] of each layer that has one; zero before its first position."""
+        """Return one sequence's states, [H, E, E] for each layer that has one; zero before its first position."""
         if table not in self._states:
             self._states[table] = list(torch.zeros(self._state_shape, dtype=state_dtype(self.dtype), device=self._device))
         return self._states[table]
 
     def clear(self) -> None:
-        """Forget everything, whoever used it."""
+        """Delete the whole content."""
         self.pool = BlockPool(self.pool.count, self.pool.block_size, self.pool.shares)
         self._states.clear()
 
     def slots(self, table: BlockTable, end: int) -> slice | Tensor:
-        """Where the first `end` positions lie: a slice if the blocks follow each other in memory, else int64 [P]."""
+        """Return the slots of the first `end` positions: a slice if the blocks are adjacent, otherwise int64 [P]."""
         size = self.pool.block_size
         blocks = table.blocks[: self.pool.blocks_for(end)]
         if blocks[-1] - blocks[0] == len(blocks) - 1 and blocks == sorted(blocks):
@@ -88,13 +91,13 @@ class PagedCache:
 
 
 class PagedBatch:
-    """One forward's view of the cache: L new positions of each of B sequences, after what their tables hold.
+    """One forward pass's view of the cache: L new positions of each of B sequences, after the content of their tables.
 
-    A sequence's blocks may lie anywhere. Where they follow each other in memory they are read as a view, else gathered.
+    Adjacent blocks of a sequence are read as a view; other blocks are gathered.
     """
 
     def __init__(self, cache: PagedCache, tables: Sequence[BlockTable], new: int, read_as: Sequence[int]) -> None:
-        """`read_as`: the length of the text that a position is read as part of (rotary scalings look at it), at least."""
+        """`read_as`: minimum lengths of the texts that the positions belong to, for rotary scalings that depend on them."""
         self.cache, self.new = cache, new
         self.past = [table.length for table in tables]
         self._tables, self._read_as = tables, read_as
@@ -102,17 +105,17 @@ class PagedBatch:
 
     @property
     def lengths_BL(self) -> Tensor:
-        """Of the text that each position is read as part of."""
+        """Length of the text that each position belongs to."""
         return (self.positions_BL + 1).maximum(torch.tensor(self._read_as)[:, None])
 
     @property
     def dtype(self) -> torch.dtype:
-        """What keys and values are kept in."""
+        """Dtype of keys and values."""
         return self.cache.dtype
 
     @cached_property
     def _slots(self) -> list[slice | Tensor]:
-        """Of each sequence, where all its positions lie, the new ones included."""
+        """Slots of all positions of each sequence, including the new ones."""
         return [self.cache.slots(table, table.length + self.new) for table in self._tables]
 
     @cached_property
@@ -123,13 +126,13 @@ class PagedBatch:
         return torch.tensor(slots, device=self.cache.keys_GSE[0].device)
 
     def addresses(self, layer: int) -> list[int]:
-        """Of one layer's keys and values, for the compiled kernels."""
+        """Return the addresses of one layer's keys and values, for the compiled kernels."""
         row = self.cache.rows[layer]
         return [self.cache.keys_GSE[row].data_ptr(), self.cache.values_GSE[row].data_ptr()]
 
     @cached_property
     def places(self) -> tuple[Any, Any, int]:
-        """The same for all layers: blocks int64 [B, M], positions filled int64 [B], and positions of a block."""
+        """Location of the sequences for all layers: blocks int64 [B, M], filled positions int64 [B], and the block size."""
         blocks_BM = np.zeros((len(self._tables), max(len(table.blocks) for table in self._tables)), np.int64)
         for row, table in enumerate(self._tables):
             blocks_BM[row, : len(table.blocks)] = table.blocks
@@ -137,7 +140,7 @@ class PagedBatch:
 
     @property
     def group_stride(self) -> int:
-        """Values from one group to the next."""
+        """Number of elements from one group to the next."""
         return int(self.cache.keys_GSE[0].stride(0))
 
     def append(self, layer: int, keys_BGLE: Tensor, values_BGLE: Tensor) -> None:
@@ -154,16 +157,16 @@ class PagedBatch:
                 self.cache.scales[part, layer][:, self._new_slots_T] = scales
 
     def state(self, layer: int) -> Tensor:
-        """Of a layer that has one, behind the positions so far, [B, H, E, E]."""
+        """Return the state of a layer after the positions so far, [B, H, E, E]."""
         return torch.stack([self.cache.states(table)[self.cache.rows[layer]] for table in self._tables])
 
     def keep_state(self, layer: int, state_BHEE: Tensor) -> None:
-        """Behind the new positions."""
+        """Store the state of a layer after the new positions."""
         for table, state_HEE in zip(self._tables, state_BHEE, strict=True):
-            self.cache.states(table)[self.cache.rows[layer]].copy_(state_HEE)  # and no view of the whole batch's
+            self.cache.states(table)[self.cache.rows[layer]].copy_(state_HEE)  # a view would keep the whole batch alive
 
     def of_sequence(self, layer: int, row: int, first: int = 0) -> tuple[Kept, Kept]:
-        """Keys and values [1, G, P, E] of one sequence in one layer, from position `first` on."""
+        """Return keys and values [1, G, P, E] of one sequence in one layer, from position `first` on."""
         layer = self.cache.rows[layer]
         slots = self._slots[row]
         place = slice(slots.start + first, slots.stop) if isinstance(slots, slice) else slots[first:]

@@ -1,4 +1,4 @@
-"""A decoder's parameters under the names that their tensors have on disk: what training changes and what is then written."""
+"""A decoder's parameters by their tensors' names on disk, for training and for writing the trained model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from engine.architectures import (
+from engine.decoder.attention import Attention
+from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.latent_attention import LatentAttention
+from engine.decoder.lightning_attention import LightningAttention
+from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
+from engine.families.tensor_names import (
     LATENT_UP,
     LIGHTNING,
     dense_tensor,
@@ -19,18 +24,14 @@ from engine.architectures import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.decoder.attention import Attention
-from engine.decoder.experts import Expert, MoeBlock
-from engine.decoder.latent_attention import LatentAttention
-from engine.decoder.lightning_attention import LightningAttention
-from engine.decoder.model import FINAL_NORM, Decoder, DecoderLayer
 from engine.kernels.quantized_weight import QuantizedWeight
 
 
 def parameters_on_disk(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """Every parameter by its name on disk; of tied embeddings only the one. Blocks of other kinds are left out.
+    """Return every parameter by its name on disk; tied embeddings appear once.
 
-    So are biases that only choose experts: no gradient reaches them; and weights of few bits, which no training changes.
+    Parameters that training cannot change are left out: blocks of other kinds, biases that only select experts (they
+    get no gradient), and low-bit weights.
     """
     found = {"model.embed_tokens.weight": decoder.embedding_VD}
     for index, layer in enumerate(decoder.layers):
@@ -60,7 +61,7 @@ def _projections(names: Iterable[str], expert: Expert) -> Iterator[tuple[str, nn
 def attention_parameters(
     attention: Attention | LatentAttention | LightningAttention,
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those of a layer's attention, by their names within it."""
+    """Yield the parameters of a layer's attention, by their names within it."""
     if isinstance(attention, LightningAttention):
         own = (attention.qkv, attention.gate, attention.norm, attention.output)
         named: dict[str, nn.Parameter | QuantizedWeight | None] = dict(zip(LIGHTNING, own, strict=True))
@@ -112,8 +113,8 @@ def _feed_forward(decoder: Decoder, index: int, layer: DecoderLayer) -> Iterator
             yield gate_hidden_tensor(row, index), block.gate_hidden_HD
         if block.noise_ND is not None:
             yield router_noise_tensor(row, index), block.noise_ND
-        if block.logit_bias_N is not None:
-            yield logit_bias_tensor(row, index), block.logit_bias_N
+        if block.logit_bias_N is not None and (bias := logit_bias_tensor(row, index)) is not None:
+            yield bias, block.logit_bias_N
         for number, expert in enumerate(block.experts):
             assert isinstance(expert, Expert)
             yield from _projections((expert_tensor(row, index, number, p) for p in expert_parts(row)), expert)

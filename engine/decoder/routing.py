@@ -1,12 +1,12 @@
 """Routing: how a token chooses its experts, as a function from router logits to (expert indices, weights).
 
-The model's own top-k, DiEP's relaxations, adaptive skipping, every expert at once, N-1 sampled experts and a router that
-is being trained are all Routings; one MoE block (experts.py) takes any of them. A Routing belongs to one layer, so what
-it needs of that layer (scores, skip tables) is its own state. Weights may carry gradients: to the router's parameters
-through the logits, and to whatever the Routing itself holds. Indices never do.
+The model's own top-k, DiEP's relaxations, adaptive skipping, every expert at once, N-1 sampled experts and a router in
+training are all Routings; one MoE block (experts.py) takes any of them. A Routing belongs to one layer and holds that
+layer's data (scores, skip tables). Weights may carry gradients: through the logits to the router's parameters, and to
+the Routing's own tensors. Indices carry none.
 
-Shape suffixes: T tokens, N routed experts of the layer, S slots (experts a token may use), K the model's top-k,
-G groups of experts, M experts of one group, B sequences, D hidden.
+Shape suffixes: T tokens, N routed experts of the layer, S slots (experts a token may use), K the model's top-k, G
+groups of experts, M experts of one group, B sequences, D hidden.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ NO_EXPERT = -1
 """Index of an empty slot: nothing is loaded or computed for it, whatever its weight."""
 
 Gate = Callable[[Tensor], Tensor]
-"""Router logits to shares that add up to one, over the last dimension."""
+"""Function from router logits to shares that sum to one over the last dimension."""
 
 
 def softmax(logits: Tensor) -> Tensor:
-    """Softmax over the last dimension in float32 or better, whatever the model's dtype."""
+    """Return the softmax over the last dimension, in float32 or better whatever the model's dtype."""
     return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def sigmoid_shares(logits: Tensor) -> Tensor:
-    """Sigmoid scores over their sum, over the last dimension."""
+    """Return sigmoid scores divided by their sum over the last dimension."""
     scores = _sigmoid(logits)
     return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
 class Selection(NamedTuple):
-    """What a Routing returns."""
+    """Result of a Routing."""
 
     experts: Tensor
-    """[T, S] int64, each in [0, N) or NO_EXPERT; no expert twice in a row of real slots."""
+    """[T, S] int64, each in [0, N) or NO_EXPERT; no token has an expert twice."""
     weights: Tensor
     """[T, S] float32; the block's routed output is the sum over slots of weight · FFN_expert(x)."""
 
 
 class Routing(Protocol):
-    """A layer's rule: router logits [T, N] to a Selection."""
+    """A layer's rule: a function from router logits [T, N] to a Selection."""
 
     def __call__(self, logits_TN: Tensor) -> Selection: ...
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The model's own rule (eq. 1-2 of DiEP): softmax over all experts, the k largest.
+    """The plain top-k rule (eq. 1-2 of DiEP): the k largest values of the softmax over all experts.
 
-    `normalise` rescales the k weights to sum to one; `scale` multiplies them all. Where the layer has fewer than k experts,
-    all of them are used.
+    `normalise` rescales the k weights to sum to one; `scale` multiplies all of them. If the layer has fewer than k
+    experts, all of them are used.
     """
 
     experts_per_token: int
@@ -75,10 +75,11 @@ class TopK:
 
 @dataclass(frozen=True)
 class GroupedTopK:
-    """Device-limited routing (arXiv 2405.04434, §2.2.2): softmax over all experts, the k largest in the token's best groups.
+    """Device-limited routing (DeepSeek-V2, arXiv 2405.04434, §2.2.2): the k best experts in the token's best groups.
 
-    A group is as good as its best expert. Probabilities are the weights as they are, times `scale`. As in SigmoidTopK an
-    expert whose logit is −∞ does not exist, groups may be of any size, and slots that the best groups cannot fill are empty.
+    The score of a group is the score of its best expert. The weights are the probabilities times `scale`, not
+    normalized. As in SigmoidTopK, an expert whose logit is −∞ does not exist, groups may have any size, and slots that
+    the best groups cannot fill are empty.
     """
 
     experts_per_token: int
@@ -98,16 +99,16 @@ class GroupedTopK:
 
 @dataclass(frozen=True)
 class Noisy:
-    """Noisy top-k gating (arXiv 1701.06538 §2.1, eq. 4), for training: H(x) = logits + N(0, 1) · (softplus(W_noise·x) + ε).
+    """Noisy top-k gating in training (arXiv 1701.06538 §2.1, eq. 4): H(x) = logits + N(0, 1) · (softplus(W_noise·x) + ε).
 
-    ε is of the models that train so. The noise depends on the tokens themselves, so the MoE block draws it, through
-    `selected`; where only logits are at hand there is none, and the base decides. It is the outermost Routing of a layer.
-    The same seed gives the same noise, also where a layer is computed again in the backward pass.
+    ε is a constant of the model. The noise depends on the tokens, so the MoE block calls `selected`; a call with logits
+    alone uses no noise. It is the outermost Routing of a layer. One seed always gives the same noise, also when a layer
+    is recomputed in the backward pass.
     """
 
     base: Routing
     noise_ND: Tensor
-    """[N, D] W_noise."""
+    """W_noise, [N, D]."""
     epsilon: float
     seed: int
 
@@ -115,42 +116,42 @@ class Noisy:
         return self.base(logits_TN)
 
     def selected(self, x_TD: Tensor, logits_TN: Tensor) -> Selection:
-        """The base's choice among noisy logits; gradients reach W_noise through them."""
+        """Return the base's choice for noisy logits; gradients reach W_noise through them."""
         return self.base(self.noisy(x_TD, logits_TN))
 
     def noisy(self, x_TD: Tensor, logits_TN: Tensor) -> Tensor:
-        """H(x), [T, N], in float32 or better."""
+        """Return H(x), [T, N], in float32 or better."""
         wide = torch.promote_types(logits_TN.dtype, torch.float32)
         deviations_TN = torch.nn.functional.softplus(linear(x_TD, self.noise_ND).to(wide)) + self.epsilon
-        generator = torch.Generator().manual_seed(self.seed)  # on the CPU: every device draws the same
+        generator = torch.Generator().manual_seed(self.seed)  # on the CPU: all devices get equal noise
         normal_TN = torch.randn(logits_TN.shape, generator=generator, dtype=wide)
         return logits_TN + normal_TN.to(logits_TN.device) * deviations_TN
 
     def probabilities(self, logits_TN: Tensor) -> Tensor:
-        """The base's, without noise."""
+        """Return the base's probabilities, without noise."""
         return probabilities(self.base, logits_TN)
 
 
 @dataclass(frozen=True)
 class SigmoidTopK:
-    """Sigmoid scores with a correction bias and groups (arXiv 2412.19437, §2.1.2): the bias chooses and never weighs.
+    """Sigmoid scores with a selection bias and groups (DeepSeek-V3, arXiv 2412.19437, §2.1.2).
 
-    Each token takes the k experts of the largest score + bias within its best groups; a group is as good as the sum of its
-    two best experts. The weights are the scores without the bias, rescaled to sum to one where `normalise` is set, times
-    `scale`. Slots are sorted by weight, largest first.
+    Each token takes the k experts with the largest score + bias within its best groups. The score of a group is the sum
+    over its two best experts. The weights are the scores without the bias, rescaled to sum to one if `normalise` is
+    set, times `scale`. Slots are sorted by weight, largest first.
 
-    An expert whose logit is −∞ does not exist here, whatever its bias: it is never chosen and its group is judged by those
-    left (one alone counts once). The paper has no such case; so masking an expert equals removing it. Where the best
-    groups hold fewer than k experts, the other slots are empty.
+    An expert whose logit is −∞ does not exist here, whatever its bias: it is never chosen, and its group is scored by
+    the other experts (by one alone if only one is left). The paper has no such case; the rule makes masking an expert
+    equal to removing it. If the best groups hold fewer than k experts, the other slots are empty.
     """
 
     experts_per_token: int
     normalise: bool
     bias_N: Tensor
-    """[N] float32; added to the scores to choose."""
+    """[N] float32; added to the scores for selection only."""
     scale: float = 1.0
     groups: tuple[tuple[int, ...], ...] = ()
-    """The experts of each group; () puts all in one. After pruning they may be of any size, none included."""
+    """Experts of each group; () puts all in one group. After pruning, groups may have any size but zero."""
     groups_per_token: int = 1
 
     def __call__(self, logits_TN: Tensor) -> Selection:
@@ -168,23 +169,24 @@ class SigmoidTopK:
         return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT).gather(-1, order_TK), weights_TK)
 
     def probabilities(self, logits_TN: Tensor) -> Tensor:
-        """Scores over their sum, as the paper's balance loss has them."""
+        """Return the scores divided by their sum, as in the paper's balance loss."""
         return sigmoid_shares(logits_TN)
 
 
 @dataclass(frozen=True)
 class BiasedTopK:
-    """Softmax over all experts with a correction bias (arXiv 2408.15664): the bias chooses and never weighs.
+    """Softmax over all experts with a selection bias (arXiv 2408.15664).
 
-    Each token takes the k experts of the largest probability + bias; the weights are their probabilities, rescaled to sum to
-    one. Slots are sorted by weight, largest first. As in SigmoidTopK an expert whose logit is −∞ does not exist.
+    Each token takes the k experts with the largest probability + bias. The weights are their probabilities without the
+    bias, rescaled to sum to one. Slots are sorted by weight, largest first. As in SigmoidTopK, an expert whose logit is
+    −∞ does not exist.
     """
 
     experts_per_token: int
     bias_N: Tensor
-    """[N] float32; added to the probabilities to choose."""
+    """[N] float32; added to the probabilities for selection only."""
     least_sum: float
-    """What weights are divided by at least: a bias may choose experts of next to no probability."""
+    """Lower limit of the divisor of the weights, because a bias may select experts with almost zero probability."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         probabilities_TN = softmax(logits_TN)
@@ -199,7 +201,7 @@ class BiasedTopK:
 
 @dataclass(frozen=True)
 class UnweightedTopK:
-    """The k experts of the largest logits, each with weight one: for routers that scale what experts are given."""
+    """The k experts with the largest logits, each with weight one: for routers that scale the experts' inputs."""
 
     experts_per_token: int
 
@@ -210,24 +212,25 @@ class UnweightedTopK:
         return Selection(best.indices.masked_fill(empty_TK, NO_EXPERT), ones_TK.masked_fill(empty_TK, 0.0))
 
     def probabilities(self, logits_TN: Tensor) -> Tensor:
-        """The scales over their sum."""
+        """Return the input scales divided by their sum."""
         return sigmoid_shares(logits_TN)
 
 
 @dataclass(frozen=True)
 class SparseMixer:
-    """sparsemixer's choice without its noise of training (GRIN MoE, arXiv 2409.12136; thresholds as in transformers' code).
+    """sparsemixer's choice without its training noise (GRIN MoE, arXiv 2409.12136; thresholds as in transformers' code).
 
-    Experts are chosen one after the other: the largest logit z_b, of those not chosen yet. Its weight is its share of the
-    softmax among those of them that are near: all but where (z_b − z_i) / max(|z_i|, z_b) > 2ε. So weights do not add up to
-    one: an expert that is well ahead of the rest weighs one, also as the second. Slots are sorted by weight, largest first.
+    Experts are chosen one after the other: the largest logit z_b among those not chosen yet. Its weight is its share of
+    the softmax over those experts that are near; expert i is not near if (z_b − z_i) / max(|z_i|, z_b) > 2ε. Therefore
+    weights do not sum to one: an expert far ahead of the others has weight one, also as the second choice. Slots are
+    sorted by weight, largest first.
 
-    In training this has the gradient of the weights themselves; the paper estimates one for the choice too.
+    In training, gradients are those of the weights alone; the paper also estimates a gradient of the choice.
     """
 
     experts_per_token: int
     jitter: float
-    """ε."""
+    """ε, which sets the threshold for near experts."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         scores_TN = logits_TN.to(torch.promote_types(logits_TN.dtype, torch.float32))
@@ -247,29 +250,29 @@ class SparseMixer:
 
 @dataclass(frozen=True)
 class Masked:
-    """A Routing in which only some experts exist: the others' logits become −∞. What pruning must equal."""
+    """A Routing restricted to some experts: the others' logits become −∞. Pruning must give an equal result."""
 
     base: Routing
     kept_N: Tensor
-    """[N] bool."""
+    """bool [N], True for the kept experts."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         experts_TS, weights_TS = self.base(logits_TN.masked_fill(~self.kept_N, -torch.inf))
         return Selection(experts_TS.masked_fill(~self.kept_N[experts_TS], NO_EXPERT), weights_TS)
 
     def probabilities(self, logits_TN: Tensor) -> Tensor:
-        """The base rule's, over the kept experts."""
+        """Return the base's probabilities over the kept experts."""
         return probabilities(self.base, logits_TN.masked_fill(~self.kept_N, -torch.inf))
 
 
 @dataclass(frozen=True)
 class AllExperts:
-    """Every expert on every token, weighted by the softmax over all of them (Every Expert Matters, "ALL")."""
+    """Every expert for every token, weighted by the softmax over all of them (Every Expert Matters, "ALL")."""
 
     scale: float = 1.0
-    """The model's own factor on routed weights (TopK.scale): its blocks were trained with it."""
+    """Factor of the routed weights in the model (TopK.scale), with which its blocks were trained."""
     gate: Gate = softmax
-    """`sigmoid_shares` for routers of sigmoid scores, of which the paper has none."""
+    """`sigmoid_shares` for routers with sigmoid scores, which the paper does not cover."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
         return _every_expert(logits_TN, self.scale * self.gate(logits_TN))
@@ -277,10 +280,11 @@ class AllExperts:
 
 @dataclass(frozen=True)
 class SampledExperts:
-    """Knowledge augmentation (Every Expert Matters): N−1 experts, gate = softmax over those.
+    """Knowledge augmentation (Every Expert Matters): N−1 experts, weighted by the softmax over them.
 
-    With `probability` they are sampled without replacement from the gate distribution, otherwise they are the N−1
-    largest. One draw for the whole call (`per_token=False`: the distribution is the mean over tokens) or one per token.
+    With `probability` they are sampled without replacement from the gate's distribution, otherwise they are the N−1
+    largest. There is one draw for the whole call, from the mean distribution over tokens, or one per token
+    (`per_token`).
     """
 
     probability: float
@@ -289,7 +293,7 @@ class SampledExperts:
     scale: float = 1.0
     """As in AllExperts."""
     real_T: Tensor | None = None
-    """[T] bool: whose mean the shared draw is from; None for all tokens."""
+    """bool [T], the tokens whose mean distribution a shared draw uses; None for all tokens."""
     gate: Gate = softmax
     """As in AllExperts."""
 
@@ -297,7 +301,7 @@ class SampledExperts:
         tokens, experts = logits_TN.shape
         count = max(1, experts - 1)
         probabilities_TN = self.gate(logits_TN.detach())
-        # Drawn where the generator is, so that every device draws the same.
+        # Drawn on the generator's device, so that all devices get equal draws.
         place = self.generator.device
         drawn = torch.rand(tokens if self.per_token else 1, 1, generator=self.generator, device=place) < self.probability
         real_TN = probabilities_TN if self.real_T is None else probabilities_TN[self.real_T]
@@ -310,9 +314,9 @@ class SampledExperts:
 
 @dataclass(frozen=True)
 class MixedExperts:
-    """DiEP's relaxed layer as the paper has it (DiEP eq. 6, relaxation `paper`): y = β Σ_i ᾱ_i FFN_i(x).
+    """DiEP's relaxed layer as in the paper (DiEP eq. 6, relaxation `paper`): y = β Σ_i ᾱ_i FFN_i(x).
 
-    ᾱ = softmax(α); every expert on every token, no router weight.
+    ᾱ = softmax(α); every expert processes every token, without router weights.
     """
 
     alpha_N: Tensor
@@ -345,7 +349,7 @@ class Gated:
 
     base: Routing
     gates: Tensor
-    """[N], or [B, N] for a batch of B sequences of equal length, each with gates of its own."""
+    """[N], or [B, N] for a batch of B sequences of equal length, each with its own gates."""
     beta: Tensor | float = 1.0
 
     def __call__(self, logits_TN: Tensor) -> Selection:
@@ -358,21 +362,22 @@ class Gated:
 
 @dataclass(frozen=True)
 class Skipping:
-    """Adaptive skipping (DiEP §4.3): e_j (j ≥ 1) is skipped when w_ej < S·γ_j(e_0,e_j)·w_e0.
+    """Adaptive skipping (DiEP §4.3): e_j (j ≥ 1) is skipped if w_ej < S·γ_j(e_0,e_j)·w_e0.
 
-    γ_j(e_0,e_j) = γ1_j · γ2(e_0,e_j). Threshold S scales γ; 0 skips nothing and leaves the base Selection untouched.
-    The first `keep` experts of a token are never skipped. The base must give slots sorted by weight, largest first.
+    γ_j(e_0,e_j) = γ1_j · γ2(e_0,e_j). The threshold S scales γ; 0 skips nothing and leaves the base's Selection
+    unchanged. The first `keep` experts of a token are never skipped. The base must return slots sorted by weight,
+    largest first.
     """
 
     base: Routing
     gamma1_K: Tensor
-    """[K-1] the layer's calibration medians of w_ej / w_e0, j = 1..K-1."""
+    """[K-1], the layer's calibration medians of w_ej / w_e0, j = 1..K-1."""
     gamma2_NN: Tensor
-    """[N, N] CKA(e_0,e_j) over the layer's mean CKA; ones for NAEE's rule."""
+    """[N, N], CKA(e_0,e_j) divided by the layer's mean CKA; ones for NAEE's rule."""
     threshold: float | Tensor
-    """[T] where each token of the next call has its own."""
+    """A number, or [T] if each token of the next call has its own threshold."""
     normalise: bool
-    """Rescale what is left after a skip to what the token's weights added up to: iff the model renormalises its top-k."""
+    """Whether to rescale the remaining weights to the token's former sum; set iff the model normalizes its top-k."""
     keep: int = 1
 
     def __call__(self, logits_TN: Tensor) -> Selection:
@@ -386,21 +391,21 @@ class Skipping:
         skipped_TJ[:, : self.keep - 1] = False
         skipped_TS = torch.nn.functional.pad(skipped_TJ, (1, 0), value=False)
         left_TS = weights_TS.masked_fill(skipped_TS, 0.0)
-        if self.normalise:  # only tokens that lost something, so that the others keep their weights to the bit
+        if self.normalise:  # only tokens with a skipped expert, so that the weights of the others stay bit-identical
             renormalised_TS = left_TS * (weights_TS.sum(dim=-1, keepdim=True) / left_TS.sum(dim=-1, keepdim=True))
             left_TS = torch.where(skipped_TS.any(dim=-1, keepdim=True), renormalised_TS, left_TS)
         return Selection(experts_TS.masked_fill(skipped_TS, NO_EXPERT), left_TS)
 
 
 def select(routing: Routing, x_TD: Tensor, logits_TN: Tensor) -> Selection:
-    """What a Routing chooses for these tokens; only noise looks at more than the logits."""
+    """Return a Routing's choice for these tokens; only Noisy needs more than the logits."""
     return routing.selected(x_TD, logits_TN) if isinstance(routing, Noisy) else routing(logits_TN)
 
 
 def probabilities(routing: Routing, logits_TN: Tensor) -> Tensor:
-    """What the router itself takes for each expert's probability, [T, N], each row summing to one.
+    """Return the router's probability of each expert, [T, N], each row summing to one.
 
-    The softmax of the logits, unless the Routing has a `probabilities` of its own.
+    This is the softmax of the logits, unless the Routing has its own `probabilities`.
     """
     own = getattr(routing, "probabilities", softmax)
     result: Tensor = own(logits_TN)
@@ -408,14 +413,17 @@ def probabilities(routing: Routing, logits_TN: Tensor) -> Tensor:
 
 
 def _sigmoid(logits: Tensor) -> Tensor:
-    """Sigmoid in float32 or better."""
+    """Return the sigmoid in float32 or better."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
 
 
 def in_best_groups(
     choice_TN: Tensor, groups: tuple[tuple[int, ...], ...], groups_per_token: int, *, judged_by: int
 ) -> Tensor:
-    """[T, N] bool: the expert's group is among the token's best; `judged_by`: experts whose sum a group is judged by."""
+    """Return bool [T, N]: whether the expert's group is among the token's best.
+
+    `judged_by`: number of best experts whose sum is the group's score.
+    """
     scores_TG = torch.stack([_group_score(choice_TN[:, list(group)], judged_by) for group in groups], dim=1)
     count = min(groups_per_token, len(groups))
     best_TG = torch.zeros_like(scores_TG, dtype=torch.bool).scatter_(1, scores_TG.topk(count, dim=-1).indices, True)
@@ -424,7 +432,7 @@ def in_best_groups(
 
 
 def _group_score(choice_TM: Tensor, judged_by: int) -> Tensor:
-    """[T] sum of the best of a group's experts; −∞ where there is none."""
+    """Return the sum of a group's best scores, [T]; −∞ if no expert exists."""
     best_TJ = choice_TM.topk(min(judged_by, choice_TM.shape[1]), dim=-1).values
     missing_TJ = best_TJ == -torch.inf
     return best_TJ.masked_fill(missing_TJ, 0.0).sum(dim=-1).masked_fill(missing_TJ.all(dim=-1), -torch.inf)

@@ -1,7 +1,7 @@
-"""The tables of adaptive skipping, as they travel with a checkpoint, and the Routings they make.
+"""The tables of adaptive expert skipping, stored with a checkpoint, and the Routings made from them.
 
 For each MoE layer, `gamma1_J` holds the calibration medians of w_ej / w_e0 for the ranks j = 1..K-1, and `gamma2_NN`
-the similarity of the outputs of two experts over the layer's mean similarity.
+holds the similarity of two experts' outputs divided by the layer's mean similarity.
 
 Shape suffixes: J ranks after the first (K-1), N routed experts of the layer.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.decoder.routing import Routing, Skipping
 from engine.errors import CheckpointError, OptionError
+from engine.families.config import DecoderConfig
 from engine.files.json_file import writing
 from engine.files.safetensors_file import SafetensorsFile
 
@@ -29,26 +29,26 @@ class SkipTables:
     """One pair of tables for each MoE layer, in the order of the layers."""
 
     gamma1_J: tuple[Tensor, ...]
-    """[K-1] float32 each, K the layer's own top-k."""
+    """[K-1] float32 for each layer, where K is the layer's own top-k."""
     gamma2_NN: tuple[Tensor, ...]
-    """[N, N] float32 each."""
+    """[N, N] float32 for each layer."""
 
     def save(self, path: Path) -> None:
-        """Write one safetensors file. Raises OutputError where that fails."""
+        """Write one safetensors file. Raises OutputError if writing fails."""
         from safetensors.torch import save
 
         tensors: dict[str, Tensor] = {}
         for layer, (gamma1_J, gamma2_NN) in enumerate(zip(self.gamma1_J, self.gamma2_NN, strict=True)):
             tensors[_name(layer, "gamma1")] = _own(gamma1_J)
             tensors[_name(layer, "gamma2")] = _own(gamma2_NN)
-        # Serialised first and written here, because safetensors' own writer reports a full disk as its private error.
+        # Serialized first and written here, because safetensors' own writer reports a full disk as its private error.
         content = save(tensors)
         with writing(path, "skip tables"):
             path.write_bytes(content)
 
     @classmethod
     def load(cls, path: Path, config: DecoderConfig) -> SkipTables:
-        """Read and check against the model. Raises CheckpointError for what is damaged or of another model."""
+        """Read the tables and check them. Raises CheckpointError for a file that is damaged or of another model."""
         with SafetensorsFile(path) as file:
             layers = [moe for layer in config.layers if (moe := layer.moe) is not None]
             expected = {_name(layer, table) for layer in range(len(layers)) for table in ("gamma1", "gamma2")}
@@ -64,7 +64,7 @@ class SkipTables:
 
 
 def load_skip_tables(directory: Path, config: DecoderConfig) -> SkipTables | None:
-    """The tables in a checkpoint's directory, None where it has none."""
+    """Return the tables in a checkpoint's directory, or None if it has none."""
     path = directory / FILE_NAME
     return SkipTables.load(path, config) if path.is_file() else None
 
@@ -78,10 +78,10 @@ def skipping_routings(
     *,
     own: Sequence[Routing],
 ) -> list[Routing]:
-    """For each MoE layer its own rule with skipping around it; threshold 0 gives the own rules themselves.
+    """Return each MoE layer's own Routing with skipping; a threshold of 0 returns the own Routings unchanged.
 
-    own: those rules (`model.own_routings`). `minimum_experts` of each token are never skipped. Raises OptionError for
-    a threshold that is negative or that the model cannot honour.
+    own: these Routings (`model.own_routings`). `minimum_experts` of each token are never skipped. Raises OptionError
+    for a threshold that is negative or that the model does not support.
     """
     if not 0 <= threshold < float("inf"):
         raise OptionError(f"skip threshold is {threshold}; it must be 0 (off) or more, 1 is the calibrated rule")
@@ -108,7 +108,7 @@ def _name(layer: int, table: str) -> str:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy for the file: safetensors refuses tensors that share memory, as tables of ones may."""
+    """Return a copy for the file: safetensors refuses tensors that share memory, which tables of ones may do."""
     return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -119,7 +119,7 @@ def _read(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Tensor:
             f"{file.path}: tensor {name} is {entry.dtype} {list(entry.shape)} and the model asks for torch.float32 "
             f"{list(shape)}; the skip tables are of another model, calibrate again"
         )
-    tensor = file.tensor(name).clone()  # the map is closed after reading
+    tensor = file.tensor(name).clone()  # the mapping is closed after reading
     if not bool(tensor.isfinite().all()):
-        raise CheckpointError(f"{file.path}: tensor {name} holds NaN or infinity; the file is damaged, calibrate again")
+        raise CheckpointError(f"{file.path}: tensor {name} holds NaN or infinity; the file is damaged; calibrate again")
     return tensor

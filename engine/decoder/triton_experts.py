@@ -1,10 +1,10 @@
-"""The MoE block on a GPU: where Triton's kernels run the experts, and where torch does.
+"""The MoE block on a GPU, with Triton kernels for the experts where they are faster than torch.
 
-Nothing here waits for the device: how many slots an expert has is known there alone, and launches are as large as the worst
-case. Whether the kernels serve is decided once, when a model is loaded, on its own experts.
+Nothing here waits for the device: only the device knows how many slots an expert has, so each launch is sized for the
+worst case. Whether the kernels are used is decided once, when a model is loaded, by a trial with its own experts.
 
-Shape suffixes: T tokens, D hidden, F expert width, S slots (of a token), N experts, A tensors of an expert, R slots of all
-tokens, M tiles.
+Shape suffixes: T tokens, D hidden, F expert width, S slots (of a token), N experts, A tensors of an expert, R slots of
+all tokens, M tiles.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from engine.kernels.linear import wanted_kernels
 _log = logging.getLogger(__name__)
 
 FEW = {"ROWS": 8, "COLUMNS": 512}
-"""Of a program for a few tokens: rows of a matrix, and how much of them is read at a time. As the blocks below not tuned."""
+"""Block sizes for a few tokens: rows of a matrix, and columns read at a time. Like the sizes below, they are not tuned."""
 MANY = {"ROWS": 64, "OUTPUTS": 64}
-"""Of a program for many tokens: slots of one expert, and outputs."""
+"""Block sizes for many tokens: slots of one expert, and outputs."""
 BYTES = 128
-"""Of each of their rows that are multiplied at a time."""
+"""Bytes of each row that are multiplied at a time."""
 TRIALS = 1, 512
-"""Tokens: the first decides on a few, the second on many."""
+"""Numbers of tokens in the trials: the first decides for a few tokens, the second for many."""
 TRIAL_ROUNDS = 5
 
 
 class TritonExperts:
-    """A layer's experts in two launches. Remembers where their weights lie."""
+    """The experts of a layer in two launches, with a table of their weights' addresses."""
 
     def __init__(self, serves_few: bool = True, serves_many: bool = True) -> None:
         self.serves_few, self.serves_many = serves_few, serves_many
@@ -45,7 +45,10 @@ class TritonExperts:
         self._table_NA = torch.empty(0, 0, dtype=torch.int64)
 
     def __call__(self, x_TD: Tensor, selection: Selection, experts: Any, scales_TS: Tensor | None = None) -> Tensor | None:
-        """Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None where it is torch's turn. `experts`: such as `can_serve`."""
+        """Return Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None if torch must compute it.
+
+        `experts`: must satisfy `can_serve`.
+        """
         is_few = x_TD.shape[0] <= SPARSE_MAX_TOKENS
         if not (self.serves_few if is_few else self.serves_many):
             return None
@@ -53,12 +56,12 @@ class TritonExperts:
             return torch.zeros_like(x_TD)
         self._look_up(experts)
         slots = selection.experts.shape[1]
-        if scales_TS is not None:  # every slot then has an x of its own
+        if scales_TS is not None:  # every slot then has its own x
             x_TD, slots = (x_TD[:, None] * scales_TS[:, :, None].to(x_TD.dtype)).flatten(0, 1), 1
         return (self.few if is_few else self.many)(x_TD.contiguous(), selection, experts[0], slots)
 
     def few(self, x_TD: Tensor, selection: Selection, like: Expert, slots: int) -> Tensor:
-        """A few tokens. slots: how many in a row share a row of x."""
+        """Compute a few tokens. slots: number of consecutive slots that share a row of x."""
         kernels, (tokens, per_token), (width, hidden) = _kernels(), selection.experts.shape, like.gate_FD.shape
         experts_R, weights_R = _flat(selection)
         h_RF = x_TD.new_empty(experts_R.numel(), width, dtype=torch.float32)
@@ -71,12 +74,12 @@ class TritonExperts:
         return y_TD
 
     def many(self, x_TD: Tensor, selection: Selection, like: Expert, slots: int) -> Tensor:
-        """Any number of tokens. slots: as above."""
+        """Compute any number of tokens. slots: as in `few`."""
         kernels, (width, hidden) = _kernels(), like.gate_FD.shape
         experts_R, weights_R = _flat(selection)
         order_R, tiles_M3 = tiles(experts_R, len(self._table_NA), MANY["ROWS"])
         h_RF = x_TD.new_empty(experts_R.numel(), width)
-        y_RD = x_TD.new_zeros(experts_R.numel(), hidden)  # slots without an expert stay so
+        y_RD = x_TD.new_zeros(experts_R.numel(), hidden)  # slots without an expert stay zero
         sizes = {"D": hidden, "F": width, "A": len(like.projections), "COLUMNS": BYTES // x_TD.itemsize, **MANY}
         of_tiles = self._table_NA, order_R, tiles_M3
         grid = len(tiles_M3), _blocks(width, MANY["OUTPUTS"])
@@ -86,7 +89,7 @@ class TritonExperts:
         return y_RD.view(*selection.experts.shape, hidden).sum(dim=1)
 
     def _look_up(self, experts: Any) -> None:
-        """Write the table, unless it is of these: weights are moved all together or not at all."""
+        """Update the table if the experts have changed. Weights are moved all together or not at all."""
         ends = experts[0].gate_FD.data_ptr(), experts[-1].down_DF.data_ptr()
         if self._ends != ends or len(self._table_NA) != len(experts):
             addresses = [[weight.data_ptr() for weight in expert.projections] for expert in experts]
@@ -107,9 +110,9 @@ def _clamp(like: Expert) -> dict[str, float | None]:
 
 
 def tiles(experts_R: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Slots sorted by expert, [R], and tiles of up to `rows` of them: expert, first and one after its last slot, [M, 3].
+    """Return the slots sorted by expert, [R], and tiles of up to `rows` slots: expert, first slot, last slot + 1, [M, 3].
 
-    M is what the worst distribution needs. Tiles that are not needed come last and have no expert.
+    M is the number for the worst distribution. Unused tiles come last and have no expert.
     """
     slots = experts_R.numel()
     sorted_R, order_R = experts_R.sort(stable=True)
@@ -125,7 +128,7 @@ def tiles(experts_R: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def can_serve(experts: Any) -> bool:
-    """Whether these are what the kernels know: plain matrices of one shape and dtype, where 16 bytes can be read at once."""
+    """Return whether the kernels support these experts: plain matrices of one shape and dtype, aligned to 16 bytes."""
     weights = [weight for expert in experts for weight in expert.projections]
     if not weights or not all(isinstance(weight, Tensor) for weight in weights):
         return False
@@ -145,12 +148,13 @@ def _kernels() -> Any:
 
 
 def use_triton(blocks: Sequence[MoeBlock]) -> None:
-    """Give the experts of a model that was loaded on a GPU to Triton's kernels, where those serve, are right and pay.
+    """Use Triton kernels for the experts of a model on a GPU if they are supported, correct and faster than torch.
 
-    Experts of one shape have one trial. What hinders the kernels is said in one line, and torch computes instead.
+    Experts of one shape share one trial. If the kernels fail, one line of the log gives the reason, and torch computes
+    instead.
 
     Raises:
-        OptionError: `COMPRESS_KERNELS` is none of its values.
+        OptionError: `COMPRESS_KERNELS` has an unknown value.
     """
     wanted = wanted_kernels()
     if wanted == "torch":
@@ -164,9 +168,9 @@ def use_triton(blocks: Sequence[MoeBlock]) -> None:
                 few, many = (_pays(block, tokens, wanted == "auto") for tokens in TRIALS)
                 decided[kind] = few, many
         except ImportError:
-            _log.warning("experts run through torch: `pip install triton` brings the kernels that are made for the GPU")
+            _log.warning("experts run through torch: `pip install triton` installs kernels for the GPU")
             return
-        except Exception as error:  # of Triton, its C compiler, ptxas, the driver: torch needs none of them
+        except Exception as error:  # raised by Triton, its C compiler, ptxas or the driver, none of which torch needs
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             _log.warning("experts run through torch: Triton's kernels failed on this GPU (%s)", reason)
             return
@@ -176,7 +180,7 @@ def use_triton(blocks: Sequence[MoeBlock]) -> None:
 
 @torch.inference_mode()
 def _pays(block: MoeBlock, tokens: int, is_timed: bool) -> bool:
-    """Whether the kernels give what torch gives for so many random tokens, and sooner. Compiles them."""
+    """Return whether the kernels give torch's results for this many random tokens, and are faster. Compiles the kernels."""
     like = block.router_ND
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(tokens, block.hidden_size, generator=generator).to(like.device, like.dtype)
@@ -195,8 +199,8 @@ def _pays(block: MoeBlock, tokens: int, is_timed: bool) -> bool:
 
     expected_TD = by_torch().float()
     error = (by_kernels().float() - expected_TD).norm() / expected_TD.norm()
-    if not error <= max(1e-3, 4 * torch.finfo(like.dtype).eps):  # of bits that are not numbers too
-        _log.warning("experts run through torch: of %d tokens Triton's kernels are %.1e off", tokens, error)
+    if not error <= max(1e-3, 4 * torch.finfo(like.dtype).eps):  # also refuses NaN
+        _log.warning("experts run through torch: with %d tokens, Triton's kernels have an error of %.1e", tokens, error)
         return False
     best = {by_kernels: math.inf, by_torch: math.inf}
     for way in TRIAL_ROUNDS * list(best) if is_timed else ():

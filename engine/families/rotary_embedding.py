@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.errors import CheckpointError
+from engine.families.config import DecoderConfig
 
 
 class Rotary:
@@ -36,7 +36,7 @@ class Rotary:
         if self.kind == "longrope":
             # transformers switches the frequencies and keeps the attention factor of the short form.
             self._long = (self._checked(self._original_max + 1)[0], self._scaling)
-            if config.architecture.rope_mscales:
+            if config.rope_mscales:
                 # transformers 5 keeps the short frequencies beyond the switch; older versions and the authors' code do not.
                 self._scaling, self._long = parameters["short_mscale"], (self._long[0], parameters["long_mscale"])
 

@@ -1,4 +1,4 @@
-"""Strict JSON files: what is read is checked before use, what is written reads back the same."""
+"""Strict JSON files: content is checked before it is used, and written content reads back unchanged."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _SHORT.maxstring = _SHORT.maxother = 160
 
 
 class _Refused(ValueError):
-    """Well-formed JSON that says something no reader should guess the meaning of."""
+    """Well-formed JSON whose meaning is ambiguous, such as an object with a duplicate key."""
 
 
 def shown(value: object) -> str:
-    """`value` as it may stand in an error message: quoted, on one line, bounded in length and depth."""
+    """Return `value` quoted for an error message: on one line, and bounded in length and depth."""
     return _SHORT.repr(value)
 
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[BinaryIO]:
-    """Open a regular file for reading bytes; an OSError, here or in the body, becomes a CheckpointError.
+    """Open a regular file for reading bytes; an OSError on opening or in the body becomes a CheckpointError.
 
-    Anything but a regular file is refused before it is opened, since opening a pipe would wait forever.
+    Anything but a regular file is refused before it is opened, because opening a pipe could block forever.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -61,7 +61,10 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, what: str) -> Iterator[Path]:
-    """A temporary sibling to write, which becomes `path` in one step at the end of the body; errors as for `writing`."""
+    """Yield a temporary sibling of `path` to write to, and rename it to `path` when the body ends.
+
+    Raises OutputError as `writing` does. The temporary file is removed if the body raises.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         with writing(path, what):
@@ -74,7 +77,7 @@ def replacing(path: Path, what: str) -> Iterator[Path]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of `pairs`; readers differ on which of two equal keys wins, so two are refused."""
+    """Return the object of `pairs`. A duplicate key is refused, because JSON readers differ on which value wins."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
@@ -95,9 +98,10 @@ def _finite(text: str) -> float:
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in UTF-8 `data`; CheckpointError, which `where` begins, for anything else.
+    """Return the JSON object in UTF-8 `data`.
 
-    Duplicate keys, NaN, infinities and nesting beyond the interpreter's depth are refused too.
+    Raises CheckpointError, with a message that begins with `where`, for anything else: also for duplicate keys, NaN,
+    infinities, and nesting beyond the interpreter's depth.
     """
     try:
         value = json.loads(
@@ -113,7 +117,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     except RecursionError:
         reason = "nested too deeply"
     except ValueError:
-        # The one ValueError left is the interpreter's limit on the digits of an integer.
+        # The only ValueError left is the interpreter's limit on the digits of an integer.
         reason = "a number has too many digits"
     else:
         if isinstance(value, dict):
@@ -123,9 +127,10 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def load_json(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in the file at `path`, at most `MAX_JSON_BYTES` long; CheckpointError for anything else.
+    """Return the JSON object in the file at `path`.
 
-    `what` says in messages what the file is, such as "model configuration".
+    `what` names the file in messages, such as "model configuration". Raises CheckpointError for anything that is not a
+    JSON object of at most `MAX_JSON_BYTES` bytes.
     """
     with reading(path, what) as file:
         data = file.read(MAX_JSON_BYTES + 1)
@@ -135,9 +140,9 @@ def load_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` as an indented JSON object, its keys in their order, through to the disk: all of it or nothing.
+    """Write `content` as an indented JSON object with its keys in order: completely and synced to disk, or not at all.
 
-    OutputError if the file cannot be written; ValueError (a bug of the caller) for NaN or infinity.
+    Raises OutputError if the file cannot be written, and ValueError (a caller's bug) for NaN or infinity.
     """
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     with replacing(path, "JSON") as partial, partial.open("w", encoding="utf-8") as file:

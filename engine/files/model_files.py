@@ -1,6 +1,6 @@
-"""The entries of a model directory: which of them nobody may read, and which are code.
+"""Checks of the entries of a model directory: links, special files, and files of code.
 
-A directory is checked once, where it is opened, so that no reader of a companion file has to think of links and pipes.
+A directory is checked once, when it is opened, so that readers of its files need not handle links and pipes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from engine.errors import CheckpointError
 from engine.files.json_file import shown
 
 MAX_ENTRIES = 100_000
-"""Files and folders that are looked at; a model has a few hundred."""
+"""Limit on the files and folders that are visited; a model has a few hundred."""
 CODE_SUFFIXES = frozenset((".py", ".pyc", ".pyd", ".pyi", ".pyo", ".pyw", ".pyx", ".pyz", ".so", ".dylib", ".dll"))
-"""The suffixes of files that Python imports."""
+"""Suffixes of the files that Python imports."""
 
 
 def check_entries(directory: Path) -> None:
@@ -42,24 +42,24 @@ def check_inside(directory: Path, path: Path) -> None:
 
 
 def files_in(directory: Path) -> Iterator[Path]:
-    """Everything at any depth that is not a directory, relative to this one; links are not followed."""
+    """Yield the relative paths of all entries at any depth that are not directories; links are not followed."""
     for entry in _entries(directory):
         if not entry.is_dir(follow_symlinks=False):
             yield Path(entry.path).relative_to(directory)
 
 
 def code_in(directory: Path) -> Iterator[Path]:
-    """Those files that Python would import, by their names."""
+    """Yield the relative paths of the files whose suffix Python would import."""
     return (path for path in files_in(directory) if path.suffix.lower() in CODE_SUFFIXES)
 
 
 def named(directory: Path, path: str | Path) -> str:
-    """A file of the directory as a message may name it, on one line whatever its name is."""
+    """Return a file's path for an error message, on one line even if the name contains control characters."""
     return str(path) if str(path).isprintable() else f"{directory}: {shown(os.path.relpath(path, directory))}"
 
 
 def _roots(directory: Path) -> tuple[Path, ...]:
-    """Where links may lead."""
+    """Return the directories that links may point into."""
     base = Path(os.path.realpath(directory))
     return (base, base.parent.parent / "blobs") if base.parent.name == "snapshots" else (base,)
 

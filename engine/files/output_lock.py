@@ -1,9 +1,10 @@
-"""One run at a time for each output: an advisory lock, the file `.NAME.lock` beside the output NAME.
+"""One run at a time for each output: an advisory lock on the file `.NAME.lock` beside the output NAME.
 
-The kernel holds the lock (flock) for as long as the process lives, so the next run takes over what a killed one leaves. On
-some shared file systems flock keeps only the processes of one machine apart, and some have none. The owner therefore also
-touches the file every few seconds: a file of another machine that was touched lately has an owner that lives. Its age is
-measured by the clock of the file system, with a file touched now, because the clocks of two machines differ.
+The kernel holds the lock (flock) as long as the process lives, so the next run can take over after a killed one. On
+some shared file systems, flock excludes only processes of one machine, and some file systems do not support flock.
+Therefore the owner also touches the file every few seconds: a recently touched file from another machine has a live
+owner. The file's age is measured with the clock of the file system, by comparison with a file touched now, because the
+clocks of two machines differ.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from engine.errors import CheckpointError, OutputError
 from engine.files.json_file import parse_object, shown
 
 TOUCH_SECONDS = 5.0
-"""The owner touches its file this often."""
+"""Interval at which the owner touches its lock file."""
 STALE_SECONDS = 60.0
-"""A file of another machine that was not touched for this long has no owner any more."""
+"""Age after which the untouched lock file of another machine counts as abandoned."""
 MAX_BYTES = 4096
 ATTEMPTS = 100
 NO_FLOCK = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
@@ -38,7 +39,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _Busy(Exception):
-    """Another run has the lock; the text says which, and how it becomes free."""
+    """Another run holds the lock; the text says which run it is and how the lock becomes free."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ class _Claim:
 
     descriptor: int
     thread: int
-    """The thread that holds it: another one of this process is another run."""
+    """Identifier of the thread that holds the lock; another thread of this process counts as another run."""
 
 
 _claims: dict[Path, _Claim] = {}
 
 
 def _forget_claims() -> None:
-    """A forked process owns no lock of its parent, and does not keep it when the parent is killed."""
+    """Close the lock descriptors that a forked child inherits: the child must not keep the lock of a killed parent."""
     for claim in _claims.values():
         os.close(claim.descriptor)
     _claims.clear()
@@ -64,19 +65,19 @@ os.register_at_fork(after_in_child=_forget_claims)
 
 
 def lock_path(output: Path) -> Path:
-    """The lock file of an output, with all links of its directory resolved: two ways to one place are one lock."""
+    """Return the path of an output's lock file, with links resolved: every path to one place has one lock."""
     return Path(os.path.realpath(output.absolute().parent)) / f".{output.name}.lock"
 
 
 @contextmanager
 def claimed(output: Path, *, is_directory: bool = True) -> Iterator[None]:
-    """Hold the lock of `output` for the body; inside the body, the same thread may claim it again.
+    """Hold the lock of `output` during the body; the same thread may claim it again inside the body.
 
-    The lock covers what lies beside the output under its name too: the partial result and the work directory. The parents of
-    an output directory are made, and those that are still empty at the end are removed again; an output file needs them.
-    Raises OutputError where another run holds the lock, or where no lock file can be made.
+    The lock also covers the files beside the output that carry its name: the partial result and the work directory. For
+    an output directory, missing parents are created, and those that are empty at the end are removed. For an output
+    file, the parents must exist. Raises OutputError if another run holds the lock or if no lock file can be created.
     """
-    if output.name in ("", ".."):  # names nothing that could be written, which check_output refuses
+    if output.name in ("", ".."):  # such a path names no output; check_output refuses it
         yield
         return
     path = lock_path(output)
@@ -101,17 +102,17 @@ def claimed(output: Path, *, is_directory: bool = True) -> Iterator[None]:
 
 
 def _acquired(output: Path, path: Path, is_directory: bool) -> int:
-    """A descriptor that holds the lock; OutputError as for `claimed`."""
+    """Return a descriptor that holds the lock. Raises OutputError as `claimed` does."""
     try:
         for _ in range(ATTEMPTS):
             if is_directory and not os.path.exists(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            # A run that ends may remove the file, or the directory, that this one is about to open.
+            # A run that is ending may remove the file or the directory just before it is opened here.
             with suppress(FileNotFoundError):
                 if (descriptor := _try(path)) is not None:
                     return descriptor
             if not is_directory:
-                os.stat(path.parent)  # which nobody makes
+                os.stat(path.parent)  # raises if missing: the parent of an output file is never created
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     except _Busy as busy:
         raise OutputError(f"{output}: is being written by {busy}, or give another output") from None
@@ -121,7 +122,7 @@ def _acquired(output: Path, path: Path, is_directory: bool) -> int:
 
 
 def _try(path: Path) -> int | None:
-    """A descriptor that holds the lock, or None where the file went away meanwhile. Raises _Busy or OSError."""
+    """Return a descriptor that holds the lock, or None if the file was removed meanwhile. Raises _Busy or OSError."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor, is_new = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
@@ -138,18 +139,21 @@ def _try(path: Path) -> int | None:
             _check_owner(path, descriptor, has_flock)
         undone.callback(os.unlink, path)  # before the descriptor is closed
         if not is_new and not has_flock:
-            return None  # only a file that is made anew is one run's alone
+            return None  # without flock, only a newly created file is exclusive to one run
         _write_owner(descriptor)
         undone.pop_all()
         return descriptor
 
 
 def _locked(descriptor: int) -> bool:
-    """Lock the file; False where its file system has no locks. Raises _Busy where another process has it."""
+    """Lock the file.
+
+    Returns False if its file system does not support locks; raises _Busy if another process has the lock.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _Busy(f"{_named(_owner(descriptor))}; wait until that ends") from None
+        raise _Busy(f"{_named(_owner(descriptor))}; wait until it ends") from None
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
@@ -158,19 +162,19 @@ def _locked(descriptor: int) -> bool:
 
 
 def _check_owner(path: Path, descriptor: int, has_flock: bool) -> None:
-    """Raise _Busy where the owner of a file that was there may live although its lock was free, or could not be tried."""
+    """Raise _Busy if an existing lock file may have a live owner although flock succeeded or is not supported."""
     owner = _owner(descriptor)
     for _ in range(10):
         if owner is not None:
             break
-        time.sleep(0.1)  # its owner may be about to write it
+        time.sleep(0.1)  # the owner may be about to write its name
         owner = _owner(descriptor)
     is_ours = owner is not None and owner["machine"] == _machine()
     if is_ours and (has_flock or _is_dead(owner)):
         return
     if (owner is not None or not has_flock) and _is_fresh(path, descriptor):
         raise _Busy(
-            f"{_named(owner)}; wait until that ends (where it has crashed, its lock ends {STALE_SECONDS:.0f} seconds after)"
+            f"{_named(owner)}; wait until it ends (after a crash, its lock expires within {STALE_SECONDS:.0f} seconds)"
         )
 
 
@@ -181,8 +185,8 @@ def _is_fresh(path: Path, descriptor: int) -> bool:
 
 
 def _is_dead(owner: dict[str, Any] | None) -> bool:
-    """Whether a process of this machine and host name has ended."""
-    if owner is None or owner["host"] != socket.gethostname():  # a container, say, which numbers its own processes
+    """Return whether the owner, a process with this host name, has ended."""
+    if owner is None or owner["host"] != socket.gethostname():  # for example in a container, which has its own process IDs
         return False
     try:
         os.kill(owner["process"], 0)
@@ -194,7 +198,7 @@ def _is_dead(owner: dict[str, Any] | None) -> bool:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the file is still the one that has this name."""
+    """Return whether `path` still names the open file."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -203,7 +207,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _machine() -> str:
-    """Something that all processes which share a kernel, and its locks, have in common."""
+    """Return an identifier shared by all processes under one kernel, and therefore under the same file locks."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -225,7 +229,7 @@ def _write_owner(descriptor: int) -> None:
 
 
 def _owner(descriptor: int) -> dict[str, Any] | None:
-    """The content of a lock file, which is trusted no more than any file; None where it says nothing."""
+    """Return the validated content of a lock file, or None if it is not valid. A lock file is not trusted."""
     try:
         values = parse_object(os.pread(descriptor, MAX_BYTES, 0), "lock")
     except CheckpointError:
@@ -258,11 +262,11 @@ def _touching(descriptor: int) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join()  # the descriptor's number must not be another file's when it is touched
+        thread.join()  # wait, so that no other file with the same descriptor number is touched
 
 
 def _release(path: Path, descriptor: int) -> None:
-    """Remove the file while the lock is held, so that nobody can have got it in between, and let go of it."""
+    """Remove the file while the lock is held, so that no other run can acquire it in between; then close it."""
     with suppress(OSError):
         if _is_at(path, descriptor):
             os.unlink(path)

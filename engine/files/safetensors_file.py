@@ -1,8 +1,8 @@
-"""Safetensors checkpoints: files validated whole before use and read by mapping.
+"""Safetensors checkpoints: files are validated completely before use, and read by memory mapping.
 
-The format: 8 bytes, the header's length (little-endian); the header, a JSON object that gives each tensor's dtype,
+The format: 8 bytes with the header's length (little-endian); the header, a JSON object that gives each tensor's dtype,
 shape and byte range; the data, which the ranges cover without gap or overlap. The reference library is not used here,
-so that every refusal of an untrusted file names the tensor that it is about and says what to do.
+so that every error about an untrusted file names the tensor and says what to do.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MAX_HEADER_BYTES = 100_000_000
 
 _WHAT = "safetensors file"
 HEADER_LENGTH = struct.Struct("<Q")
-_MAX_RANK = 64  # beyond this torch's own operations refuse a tensor
+_MAX_RANK = 64  # torch operations refuse tensors of higher rank
 _MAX_BYTES = 2**63 - 1  # torch counts elements and bytes in int64
 SMALL_BYTES, SAMPLE_BYTES = 16_384, 4_096
-"""A tensor up to the first size is a sample as a whole; of larger ones so many bytes are."""
+"""Sizes in bytes: a tensor up to SMALL_BYTES is sampled completely; a larger one is sampled by SAMPLE_BYTES bytes."""
 PICKLES = (".bin", ".pt", ".pth")
 METADATA = "__metadata__"
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
@@ -56,13 +56,13 @@ _TORCH_NAMES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-# The wider unsigned integers are missing from older releases of torch.
+# Older releases of torch lack the wider unsigned integers.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in _TORCH_NAMES.items() if hasattr(torch, own)}
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: bytes `begin` to `end`, counted from the start of the file."""
+    """Location of one tensor in the file: bytes `begin` to `end`, counted from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -76,9 +76,9 @@ class TensorEntry:
 
 
 def tensor_bytes(dtype: torch.dtype, shape: Iterable[int]) -> int | None:
-    """Bytes of a tensor; None where int64 cannot count them.
+    """Return the size of a tensor in bytes, or None if it exceeds int64.
 
-    A zero dimension makes the tensor empty but not its strides, so the others must be countable by themselves.
+    A tensor with a zero dimension is empty, but its strides are not: the product of its other dimensions must fit too.
     """
     nonzero, empty = dtype.itemsize, False
     for size in shape:
@@ -90,12 +90,12 @@ def tensor_bytes(dtype: torch.dtype, shape: Iterable[int]) -> int | None:
 
 
 def _is_natural(value: object) -> bool:
-    """Whether `value` is a non-negative integer; JSON's true and false, which Python counts as integers, are not."""
+    """Return whether `value` is a non-negative integer. JSON's true and false, which are ints in Python, do not count."""
     return type(value) is int and value >= 0
 
 
 def _parse_shape(where: str, dtype: torch.dtype, raw: object) -> tuple[tuple[int, ...], int]:
-    """The shape in a header's entry and the tensor's bytes."""
+    """Return the shape in a header's entry and the tensor's size in bytes."""
     if not isinstance(raw, list) or not all(map(_is_natural, raw)):
         raise CheckpointError(f"{where}: shape {shown(raw)} is not a list of non-negative integers; {_AGAIN}")
     if len(raw) > _MAX_RANK:
@@ -107,14 +107,14 @@ def _parse_shape(where: str, dtype: torch.dtype, raw: object) -> tuple[tuple[int
 
 
 def _parse_offsets(where: str, raw: object) -> tuple[int, int]:
-    """The byte range in a header's entry, counted from the start of the data."""
+    """Return the byte range in a header's entry, counted from the start of the data."""
     if not isinstance(raw, list) or len(raw) != 2 or not all(map(_is_natural, raw)) or raw[0] > raw[1]:
         raise CheckpointError(f"{where}: data_offsets {shown(raw)} is not [begin, end] with 0 <= begin <= end; {_AGAIN}")
     return raw[0], raw[1]
 
 
 def _parse_entry(where: str, raw: object, data_start: int, file_size: int) -> TensorEntry:
-    """One tensor's entry of the header, checked for itself; `where` begins the messages."""
+    """Parse and check one tensor's entry of the header; error messages begin with `where`."""
     if not isinstance(raw, dict) or raw.keys() != _ENTRY_KEYS:
         raise CheckpointError(f"{where}: entry does not hold exactly dtype, shape and data_offsets; {_AGAIN}")
     dtype = DTYPES.get(raw["dtype"]) if isinstance(raw["dtype"], str) else None
@@ -146,14 +146,14 @@ def _check_coverage(path: Path, entries: Mapping[str, TensorEntry], data_start: 
 
 
 def _parse_metadata(path: Path, raw: object) -> dict[str, str]:
-    """The header's free texts; JSON's keys are strings already."""
+    """Check and return the header's metadata. Its keys need no check: keys in JSON are strings."""
     if not isinstance(raw, dict) or not all(isinstance(value, str) for value in raw.values()):
         raise CheckpointError(f"{path}: {METADATA} does not map strings to strings; {_AGAIN}")
     return raw
 
 
 def _read_header(path: Path, file: BinaryIO, file_size: int) -> tuple[dict[str, Any], int]:
-    """The header's JSON object and the offset in bytes of the data after it."""
+    """Return the header's JSON object and the byte offset of the data after it."""
     prefix = file.read(HEADER_LENGTH.size)
     if len(prefix) < HEADER_LENGTH.size:
         raise CheckpointError(f"{path}: {len(prefix)} bytes are too short for a {_WHAT}; {_AGAIN}")
@@ -168,30 +168,30 @@ def _read_header(path: Path, file: BinaryIO, file_size: int) -> tuple[dict[str, 
 
 
 def _identity(file: BinaryIO) -> tuple[int, int, int, int]:
-    """What changes when the file at a path is replaced or rewritten."""
+    """Return a key that changes when the file at a path is replaced or rewritten."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _sampled(name: str, entry: TensorEntry) -> tuple[int, int]:
-    """Where in the file, and how long, the sample of a tensor is."""
+    """Return the offset in the file and the length of a tensor's sample, in bytes."""
     if entry.nbytes <= SMALL_BYTES:
         return entry.begin, entry.nbytes
     return entry.begin + zlib.crc32(name.encode(errors="surrogatepass")) % (entry.nbytes - SAMPLE_BYTES + 1), SAMPLE_BYTES
 
 
 class SafetensorsFile:
-    """One safetensors file, validated whole when opened, mapped into memory when a tensor is first asked for.
+    """One safetensors file: validated completely when opened, memory-mapped when a tensor is first requested.
 
-    Attributes: `path`; `metadata`, the header's free texts; `entries`, the place of each tensor in the header's order.
-    No file descriptor stays open between calls. CheckpointError is all that any content of the file can raise.
+    Attributes: `path`; `metadata`, the header's free texts; `entries`, each tensor's location, in the header's order.
+    No file descriptor stays open between calls. Invalid content raises only CheckpointError.
     """
 
     def __init__(self, path: Path) -> None:
         """Read and check the header of the file at `path`; CheckpointError says what is wrong with it."""
         self.path = path
         self.header_only = False
-        """Whether the data was left out when the file was fetched; its tensors are then refused."""
+        """Whether only the header was fetched; reading tensors then raises CheckpointError."""
         self._map: mmap.mmap | None = None
         with reading(path, _WHAT) as file:
             self._identity = _identity(file)
@@ -210,12 +210,12 @@ class SafetensorsFile:
         self.close()
 
     def _check_unchanged(self, file: BinaryIO) -> None:
-        """Refuse to go on with a file that is not the one whose header was checked."""
+        """Raise CheckpointError for a file that is not the one whose header was checked."""
         if _identity(file) != self._identity:
             raise CheckpointError(f"{self.path}: file changed while in use; start again once it is written")
 
     def _mapping(self) -> mmap.mmap:
-        """The whole file, mapped copy-on-write: torch takes only writable buffers, and no write reaches the file."""
+        """Return the whole file, mapped copy-on-write: torch needs writable buffers, and no write reaches the file."""
         if self.header_only:
             raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")
         if self._map is None:
@@ -225,10 +225,10 @@ class SafetensorsFile:
         return self._map
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor called `name`, in the dtype and shape of its entry; CheckpointError if the file has none.
+        """Return the tensor called `name`, in the dtype and shape of its entry; CheckpointError if the file has none.
 
-        It is a view of the mapping, not to be written to, and keeps the mapping alive; only where the file puts
-        its elements on addresses that are no multiple of their size is it a copy.
+        The tensor is a read-only view of the mapping by convention, and keeps the mapping alive. It is a copy only if
+        the file stores its elements at addresses that are not multiples of their size.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -241,26 +241,26 @@ class SafetensorsFile:
         return data.view(entry.dtype).view(entry.shape)
 
     def release(self) -> None:
-        """Give the mapping's resident pages back; tensors stay valid and load from the file again when next read.
+        """Drop the mapping's resident pages; tensors stay valid and load from the file again when next read.
 
-        Pages that were written to would lose what was written: this is safe only because nobody writes to mapped
-        tensors.
+        Changes in written pages would be lost. This is safe only because nothing writes to mapped tensors.
         """
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def samples(self) -> Iterator[tuple[str, bytes]]:
-        """Of each tensor its name and some of its bytes: all of a small one, of others a block where its name says.
+        """Yield each tensor's name and a sample of its bytes: all bytes of a small tensor, a block of a larger one.
 
-        They tell contents apart without reading the file, and are equal in a copy of it. No page becomes resident.
+        The position of the block depends on the name only. Samples distinguish contents without reading whole files,
+        and are equal in a copy of the file. No page becomes resident.
         """
         if self.header_only:
             raise CheckpointError(f"{self.path}: only its header was fetched; fetch the file to read its tensors")
         places = {name: _sampled(name, entry) for name, entry in self.entries.items()}
         with reading(self.path, _WHAT) as file:
             self._check_unchanged(file)
-            if hasattr(os, "posix_fadvise"):  # all are asked for before the first is waited for
-                for place, size in filter(itemgetter(1), places.values()):  # a size of 0 means all that follows
+            if hasattr(os, "posix_fadvise"):  # request all samples before waiting for the first
+                for place, size in filter(itemgetter(1), places.values()):  # a size of 0 would mean the rest of the file
                     os.posix_fadvise(file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
             for name in sorted(places, key=lambda name: (places[name], name)):
                 place, size = places[name]
@@ -268,11 +268,11 @@ class SafetensorsFile:
 
     @property
     def state(self) -> str:
-        """Name, size and time of the last change (ns): another one means that the file was written since."""
+        """Name, size and modification time (ns) of the file; a different value means that the file was rewritten."""
         return f"{self.path.name} {self._identity[2]} {self._identity[3]}"
 
     def read_ahead(self, names: Iterable[str]) -> None:
-        """Ask the system to read these tensors into its cache, while something else is computed; it is nobody's memory."""
+        """Ask the operating system to read these tensors into its page cache; no process memory is used."""
         if not hasattr(os, "posix_fadvise"):
             return
         with reading(self.path, _WHAT) as file:
@@ -280,15 +280,16 @@ class SafetensorsFile:
                 os.posix_fadvise(file.fileno(), entry.begin, entry.nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """Let go of the mapping, which ends with the last tensor on it; a later `tensor` maps the file anew.
+        """Drop the reference to the mapping, which ends with the last tensor on it; a later `tensor` maps the file anew.
 
-        The mapping is not closed outright: torch does not lock the buffer, so live tensors would then point nowhere.
+        The mapping is not closed explicitly: torch does not lock the buffer, so live tensors would point to unmapped
+        memory.
         """
         self._map = None
 
 
 def indexed_shards(directory: Path) -> dict[str, set[str]]:
-    """The index's shards, each file name with its tensors' names, in the index's order."""
+    """Return the shards listed in the index, file name to tensor names, in the index's order."""
     path = directory / INDEX_NAME
     check_inside(directory, path)
     weight_map = load_json(path, "checkpoint index").get("weight_map")
@@ -305,12 +306,12 @@ def indexed_shards(directory: Path) -> dict[str, set[str]]:
 
 
 def _is_shard_name(name: str) -> bool:
-    """Whether `name` can only be a file of the checkpoint directory itself, on any system."""
+    """Return whether `name` can only be a file in the checkpoint directory itself, on any operating system."""
     return name.isprintable() and name.endswith(".safetensors") and not any(mark in name for mark in ("/", "\\", ":"))
 
 
 def _check_names(index: Path, shard: SafetensorsFile, expected: set[str]) -> None:
-    """Refuse a shard that holds other tensors than the index says."""
+    """Raise CheckpointError for a shard whose tensors differ from those in the index."""
     absent = expected - shard.entries.keys()
     if absent:
         raise CheckpointError(
@@ -324,7 +325,7 @@ def _check_names(index: Path, shard: SafetensorsFile, expected: set[str]) -> Non
 
 
 def _no_weights_error(directory: Path) -> CheckpointError:
-    """What to say of a directory with neither an index nor the single file."""
+    """Return the error for a directory with neither an index nor the single file."""
     try:
         names = sorted(os.listdir(directory))
     except OSError as error:
@@ -346,10 +347,10 @@ def _no_weights_error(directory: Path) -> CheckpointError:
 
 
 def open_shards(directory: Path) -> tuple[dict[str, SafetensorsFile], list[SafetensorsFile]]:
-    """Open a checkpoint: the file that holds each tensor, by the tensor's name, and all files in order.
+    """Open a checkpoint: return a dict from tensor name to the file that holds it, and the list of all files in order.
 
-    The index, if there is one, decides; otherwise `model.safetensors` is the whole checkpoint. CheckpointError for
-    weights that are missing, not safetensors, outside the directory, or other than the index says.
+    If there is an index, it decides; otherwise `model.safetensors` is the whole checkpoint. Raises CheckpointError for
+    weights that are missing, not safetensors, outside the directory, or different from the index.
     """
     index = directory / INDEX_NAME
     if os.path.lexists(index):
@@ -368,5 +369,5 @@ def open_shards(directory: Path) -> tuple[dict[str, SafetensorsFile], list[Safet
 
 
 def state_of(files: Iterable[SafetensorsFile]) -> str:
-    """SHA-256 over the files' states, by which a run that is resumed tells that none was written since."""
+    """Return the SHA-256 over the files' states, by which a resumed run detects files that were rewritten."""
     return hashlib.sha256("\n".join(file.state for file in files).encode(errors="surrogatepass")).hexdigest()

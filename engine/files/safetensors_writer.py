@@ -1,4 +1,4 @@
-"""Safetensors shards written in bounded memory: planned whole, filled tensor by tensor, there when all of them are.
+"""Writing safetensors shards in bounded memory: planned in advance, filled tensor by tensor, valid only when complete.
 
 The format is that of engine/files/safetensors_file.py.
 """
@@ -20,7 +20,7 @@ from engine.files.json_file import replacing, shown, write_json, writing
 from engine.files.safetensors_file import DTYPES, HEADER_LENGTH, INDEX_NAME, METADATA, SINGLE_NAME, TensorEntry, tensor_bytes
 
 DEFAULT_SHARD_BYTES = 2_000_000_000
-_ALIGNMENT = 64  # of the data's start: tensors are used where they lie, and most then begin with a cache line
+_ALIGNMENT = 64  # alignment of the data's start, so that most tensors begin on a cache line when they are used in place
 _BLOCK = 1 << 20  # bytes written at a time
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -28,7 +28,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class _Shard:
-    """One file to be written: its header, padded, and the tensors' places in it."""
+    """One file to be written: its padded header and the tensors' locations in it."""
 
     path: Path
     header: bytes
@@ -36,7 +36,7 @@ class _Shard:
 
 
 def _layout_bytes(layout: Layout) -> dict[str, int]:
-    """Each tensor's bytes; ValueError for a layout that the format cannot hold."""
+    """Return each tensor's size in bytes; ValueError for a layout that the format cannot hold."""
     sizes: dict[str, int] = {}
     for name, (dtype, shape) in layout.items():
         nbytes = tensor_bytes(dtype, shape)
@@ -47,7 +47,7 @@ def _layout_bytes(layout: Layout) -> dict[str, int]:
 
 
 def _split(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """The tensors' names by shard, in order, each shard as full as `shard_bytes` of data allow, at least one tensor."""
+    """Return the tensors' names by shard, in order. A shard has at most `shard_bytes` of data, or only one tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, nbytes in sizes.items():
@@ -77,24 +77,25 @@ def _plan_shard(path: Path, layout: Layout, sizes: Mapping[str, int], metadata: 
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset` bytes, in blocks; a write may take less than it is given."""
+    """Write all of `data` at byte `offset`, in blocks; one system call may write fewer bytes than requested."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done : done + _BLOCK], offset + done)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements' bytes in order: no copy of a CPU tensor that is contiguous."""
+    """Return the elements' bytes in order, without a copy if the tensor is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 class ShardWriter:
-    """Writes a checkpoint whose layout is known beforehand, one tensor at a time, keeping none of them.
+    """Writes a checkpoint whose layout is known in advance, one tensor at a time, without keeping tensors in memory.
 
-    Until `finish` no file has its header, so what an interrupted run leaves behind is refused by every reader. As a
-    context it finishes at the end of the body, and removes its files if the body or `finish` raises. Use that breaks
-    the layout is a bug of the caller and raises ValueError; a directory that cannot be written raises OutputError.
+    Before `finish`, no file has its header, so every reader refuses the files of an interrupted run. As a context
+    manager, the writer finishes when the body ends, and removes its files if the body or `finish` raises. Calls that do
+    not match the layout are bugs of the caller and raise ValueError; a directory that cannot be written raises
+    OutputError.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class ShardWriter:
     ) -> None:
         """Plan the shards of `layout`, tensor name to dtype and shape, and create their files in `directory`.
 
-        Tensors go to shards in the layout's order; a shard holds at most `shard_bytes` bytes of data, unless one tensor
-        alone is larger. `metadata` goes into every header, `{"format": "pt"}` by default. The directory is made if need
-        be; one that already holds safetensors weights is refused, since old and new files could be read as one.
+        Tensors go to shards in the layout's order. A shard holds at most `shard_bytes` bytes of data, unless one tensor
+        alone is larger. `metadata` goes into every header, `{"format": "pt"}` by default. The directory is created if
+        necessary. A directory that already holds safetensors weights is refused, since old and new files could be read
+        as one checkpoint.
         """
         if shard_bytes <= 0:
             raise ValueError(f"shard_bytes is {shard_bytes}, not positive")
@@ -133,7 +135,7 @@ class ShardWriter:
         self._create()
 
     def _create(self) -> None:
-        """Make the directory and the empty files, all or none of them."""
+        """Create the directory and all empty files, or none of them."""
         with writing(self.directory, "a checkpoint"):
             self.directory.mkdir(parents=True, exist_ok=True)
             old = sorted(path.name for pattern in ("*.safetensors", INDEX_NAME) for path in self.directory.glob(pattern))
@@ -165,10 +167,10 @@ class ShardWriter:
             raise
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor, of the layout's dtype and shape, in any order and from any device.
+        """Write one tensor with the layout's dtype and shape, in any order and from any device.
 
-        ValueError for a name that is unknown or was added before, or for another dtype or shape; OutputError if the
-        disk takes no more, after which the tensor may be added again.
+        Raises ValueError for a name that is unknown or was added before, or for another dtype or shape. Raises
+        OutputError if the disk is full; the tensor may then be added again.
         """
         entry = self._entry(name)
         if tuple(tensor.shape) != entry.shape:
@@ -176,7 +178,7 @@ class ShardWriter:
         self.add_rows(name, [tensor])
 
     def add_rows(self, name: str, rows: Iterable[torch.Tensor]) -> None:
-        """The same of a tensor that comes in pieces: one after the other, they are its elements in order."""
+        """Write one tensor from consecutive pieces, which together hold its elements in order. Raises as `add` does."""
         entry, path, offset = self._entry(name), self._shard_of[name].path, 0
         for piece in rows:
             data = raw_bytes(piece)
@@ -192,7 +194,7 @@ class ShardWriter:
         self._pending.remove(name)
 
     def _entry(self, name: str) -> TensorEntry:
-        """Of a tensor that is still to be added."""
+        """Return the entry of a tensor that is still to be added."""
         if name not in self._shard_of:
             raise ValueError(f"tensor {name!r} is not in the layout")
         if name not in self._pending:
@@ -201,17 +203,17 @@ class ShardWriter:
 
     @staticmethod
     def _write(path: Path, data: memoryview, offset: int, what: str, sync: bool = False) -> None:
-        """Write `data` at `offset` of a file that exists, then with `sync` all of the file through to the disk."""
+        """Write `data` at byte `offset` of an existing file; with `sync`, flush the whole file to disk."""
         with writing(path, what), path.open("r+b", buffering=0) as file:
             _write_at(file.fileno(), data, offset)
             if sync:
                 os.fsync(file.fileno())
 
     def finish(self) -> list[Path]:
-        """Write the headers and the index; the paths of all files, once the disk has them.
+        """Write the headers and the index, and return the paths of all files once they are on disk.
 
-        A single shard has an index too: vLLM takes every safetensors file of a directory for weights, unless an index says
-        which are. ValueError if a tensor of the layout was not added.
+        A single shard has an index too: without an index, vLLM takes every safetensors file of a directory for weights.
+        Raises ValueError if a tensor of the layout was not added.
         """
         if self._pending:
             first = next(name for name in self._shard_of if name in self._pending)
@@ -230,20 +232,20 @@ class ShardWriter:
         write_json(path, {"metadata": {"total_size": self.total_size}, "weight_map": weight_map})
 
     def discard(self) -> None:
-        """Remove the files of an unfinished checkpoint; a finished one is left alone."""
+        """Remove the files of an unfinished checkpoint; a finished one is kept."""
         if self._finished:
             return
         for path in self._created:
             try:
                 path.unlink(missing_ok=True)
             except OSError:
-                # What led here is the error to report; a file without its header is refused by every reader anyway.
+                # The earlier error is the one to report, and every reader refuses a file without its header.
                 continue
         self._created.clear()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str) -> None:
-    """Write a file of `tensors` that are in memory anyway, replacing an old one only when whole; OutputError as above."""
+    """Write a file of `tensors` in memory, replacing an old file only once complete. Raises OutputError as above."""
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     shard = _plan_shard(path, layout, _layout_bytes(layout), metadata)
     with replacing(path, what) as partial, partial.open("wb", buffering=0) as file:
@@ -255,5 +257,5 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def _shard_name(number: int, count: int) -> str:
-    """The file name of shard `number` (from 1) of `count`, as Hugging Face names them."""
+    """Return the Hugging Face file name of shard `number` (from 1) of `count`."""
     return SINGLE_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"

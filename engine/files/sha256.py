@@ -9,7 +9,7 @@ from engine.files.json_file import reading
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a whole file in hexadecimal, read in blocks."""
+    """Return the SHA-256 of a file in hexadecimal; the file is read in blocks."""
     digest = hashlib.sha256()
     with reading(path, "file") as file:
         while block := file.read(1 << 20):

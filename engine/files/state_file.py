@@ -1,6 +1,6 @@
-"""Files that this program writes for itself and reads back: safetensors with a digest of all that is in them.
+"""State files of interrupted runs: safetensors files with a digest of their content.
 
-A state that was damaged on its disk, or changed, is refused: a run that went on from it would end in another result.
+A state file that was damaged or changed is refused, because a run resumed from it would give another result.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.safetensors_writer import raw_bytes, write_tensors
 
 DIGEST = "sha256"
-"""Metadata key."""
+"""Metadata key of the digest."""
 
 
 def write_state(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], what: str) -> None:
-    """Write a file with its digest, replacing an old one only when whole; OutputError names `what`."""
+    """Write a file with its digest, replacing an old file only once the new one is complete; OutputError names `what`."""
     digest = _digest(metadata, ((name, tensors[name]) for name in sorted(tensors)))
     write_tensors(path, tensors, {**metadata, DIGEST: digest}, what)
 
 
 def check_digest(file: SafetensorsFile, *, may_lack: bool = False) -> None:
-    """Raise DataError for a file that is not, byte for byte, what `write_state` wrote.
+    """Raise DataError unless the content is, byte for byte, the content that `write_state` wrote.
 
-    may_lack: take files of earlier versions, which have no digest, as they are.
+    may_lack: accept files of earlier versions, which have no digest.
     """
     if may_lack and DIGEST not in file.metadata:
         return
     said = {key: value for key, value in file.metadata.items() if key != DIGEST}
     if file.metadata.get(DIGEST) != _digest(said, ((name, file.tensor(name)) for name in sorted(file.entries))):
-        raise DataError(f"{file.path}: is not what was written (its digest differs); leave out --resume, or make it again")
+        raise DataError(f"{file.path}: is damaged or was changed (its digest differs); leave out --resume, or make it again")
 
 
 def _digest(metadata: Mapping[str, str], tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """One digest for texts, and for names, types, shapes and bytes."""
+    """Return one SHA-256 over the metadata and over the tensors' names, dtypes, shapes and bytes."""
     whole = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for name, tensor in tensors:
         whole.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())

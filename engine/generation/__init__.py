@@ -1,4 +1,4 @@
-"""Text from one model: prefill, decoding, sampling, speculation, and a report of what it cost.
+"""Text from one model: prefill, decoding, sampling, speculation, and a report of time and memory.
 
 Many requests at once are `engine/batching`. Start with `generate.py`.
 """

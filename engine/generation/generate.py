@@ -1,7 +1,7 @@
-"""Text from a checkpoint: prefill the prompts, then step and postprocess until every sequence has ended.
+"""Text generation from a checkpoint: prefill the prompts, then step and postprocess until every sequence has ended.
 
-A batch moves in step: prompts of different lengths are padded on the left, and each sequence ends for itself at an end
-token, a stop string or its limit.
+The sequences of a batch advance together: prompts of different lengths are padded on the left, and each sequence ends
+by itself at an end token, a stop string or its limit.
 
 Shape suffixes: B batch, L new positions, P all positions so far, V vocabulary.
 """
@@ -46,19 +46,19 @@ from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingOptions()
 DRAFT_TOKENS = 4
-"""Drafted before the target looks at them."""
+"""Tokens that the draft model proposes before the target model verifies them."""
 PREFILL_CHUNK = 512
-"""Positions of a prompt that are read at a time."""
+"""Prompt positions in one forward pass of the prefill."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one prompt was continued with."""
+    """Continuation of one prompt."""
 
     text: str
-    """Without the prompt, special tokens and whatever a stop string cut off."""
+    """Generated text, without the prompt, special tokens and the text from a stop string on."""
     token_ids: tuple[int, ...]
-    """Every generated token, the end token included."""
+    """All generated tokens, including the end token."""
     prompt_tokens: int
     generated_tokens: int
     finish_reason: str
@@ -66,10 +66,10 @@ class Generation:
 
 
 class Engine:
-    """A loaded checkpoint that generates and reports what that cost."""
+    """A loaded checkpoint that generates text and reports time and memory."""
 
     def __init__(self, checkpoint: ModelDirectory, decoder: Decoder | OnnxDecoder, skipping: bool = False) -> None:
-        """`skipping`: the decoder's routings leave slots empty and are to be counted."""
+        """`skipping`: the decoder's routings leave slots empty, and the empty slots are counted."""
         self.checkpoint = checkpoint
         self.decoder = decoder
         self.device = decoder.device
@@ -82,12 +82,12 @@ class Engine:
         if self.skip_counter is not None:
             self.skip_counter.attach()
         self.draft: Engine | None = None
-        """Writes ahead, for this one to verify."""
+        """Engine of the draft model, whose tokens this one verifies; None without a draft."""
         self.draft_tokens = DRAFT_TOKENS
         self.kv_cache_dtype = decoder.dtype
-        """What keys and values are kept in."""
+        """Dtype of the KV cache."""
         self.load_seconds = 0.0
-        """What `open` took."""
+        """Duration of `open` in seconds."""
         self._last: _Batch | None = None
 
     @classmethod
@@ -106,14 +106,14 @@ class Engine:
         draft_tokens: int = DRAFT_TOKENS,
         kv_cache_dtype: str = "auto",
     ) -> Engine:
-        """Open a directory, a hub id or `demo`; weights are mapped, not read, where device and dtype allow it.
+        """Open a directory, a hub id or `demo`; weights are memory-mapped and not read, if device and dtype allow it.
 
-        Raises CheckpointError, UnsupportedError, and OptionError for what this machine or model cannot honour.
-        `threads` holds for the whole process. `backend`: "torch" for checkpoints, "onnx" for what was exported, or "auto".
-        `kv_cache_dtype`: what keys and values are kept in, "float16", "bfloat16" or "int8", or "auto" for what is computed
-        in; the compiled kernels attend to bfloat16 only. `checksums`: first compare every file with what was written.
-        `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a time; it never changes
-        what is written, only how fast (Leviathan et al. 2023).
+        Raises CheckpointError, UnsupportedError, and OptionError for options that this machine or model does not
+        support. `threads` applies to the whole process. `backend`: "torch" for checkpoints, "onnx" for exported models,
+        or "auto". `kv_cache_dtype`: dtype of the KV cache, "float16", "bfloat16" or "int8", or "auto" for the compute
+        dtype; the compiled attention kernels support bfloat16 only. `checksums`: first compare every file with its
+        recorded checksum. `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a
+        time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023).
         """
         started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
@@ -127,9 +127,9 @@ class Engine:
             _check_pair(directory, drafting)
         if backend_of(directory, backend) == "onnx":
             if skip_threshold > 0:
-                raise OptionError("an exported model skips what it was exported to; give the skip threshold to the export")
+                raise OptionError("an exported model has a fixed skip threshold; give the skip threshold to the export")
             if kv_cache_dtype != "auto":
-                raise OptionError("an exported model has a KV cache of its own; leave the KV cache dtype at auto")
+                raise OptionError("an exported model has its own KV cache; leave the KV cache dtype at auto")
             exported = ModelDirectory(directory)
             engine = cls(exported, open_exported(exported, device, dtype))
             engine.load_seconds = time.perf_counter() - started
@@ -144,7 +144,7 @@ class Engine:
         routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own)
         decoder = Decoder(config, checkpoint.weights(computed, place)).eval()
         if computed != checkpoint.model_dtype or place.type != "cpu":
-            checkpoint.release()  # all was copied
+            checkpoint.release()  # all weights were copied
         for block, routing in zip(decoder.moe_blocks, routings, strict=True):
             block.routing = routing
         if place.type == "cuda":
@@ -158,12 +158,12 @@ class Engine:
         return engine
 
     def new_cache(self, sequences: int, capacity: int) -> KeyValueCache:
-        """An empty cache of so many positions for each of a batch's sequences."""
+        """Return an empty cache with this many positions for each sequence of a batch."""
         return KeyValueCache(self.checkpoint.config, sequences, capacity, self.kv_cache_dtype, self.device)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, loaded when first needed."""
+        """Tokenizer of the checkpoint, loaded when first needed."""
         return load_tokenizer(self.checkpoint)
 
     @cached_property
@@ -173,7 +173,7 @@ class Engine:
 
     @property
     def weights_resident_bytes(self) -> int:
-        """Of the weights, what is in memory: all, or of mapped ones the pages that were used."""
+        """Bytes of the weights in memory: all weights, or the resident pages of memory-mapped ones."""
         if self.device.type != "cpu":
             return 0
         if not isinstance(self.checkpoint, Checkpoint) or not isinstance(self.decoder, Decoder):
@@ -184,19 +184,25 @@ class Engine:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weights as they are computed with; tied ones count once."""
+        """Bytes of the weights in the compute dtype; tied weights count once."""
         return self.decoder.weights_bytes
 
     @property
     def bytes_read_per_token(self) -> float | None:
-        """Of weights, by a token that is decoded alone, with what was skipped since counting began."""
+        """Average bytes of weights read per token when decoding one sequence, given the share of skipped experts so far.
+
+        None for an exported model.
+        """
         if not isinstance(self.decoder, Decoder):
             return None
         blocks, counter = self.decoder.moe_blocks, self.skip_counter
         return self.decoder.bytes_read_per_token([0.0] * len(blocks) if counter is None else counter.share_per_layer)
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt. Raises OptionError for an empty one where the model has no token to begin with."""
+        """Return the token ids of a prompt.
+
+        Raises OptionError for an empty prompt if the model has no token to begin with.
+        """
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -206,7 +212,7 @@ class Engine:
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         if not ids:
-            raise OptionError("the prompt is empty and this model has no token to begin with; give a prompt")
+            raise OptionError("the prompt is empty and this model has no begin token; give a prompt")
         return ids
 
     def generate(
@@ -217,7 +223,7 @@ class Engine:
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> list[Generation]:
-        """Continue each prompt, all in one batch. OptionError for prompts or limits that do not fit the model."""
+        """Continue all prompts in one batch. Raises OptionError for prompts or limits that do not fit the model."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if not prompts:
             return []
@@ -234,21 +240,21 @@ class Engine:
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> Iterator[str]:
-        """The text of `generate` in pieces as it comes, in whole characters; the same errors, raised at once."""
+        """Yield the text of `generate` in pieces of whole characters as it is generated. Errors are raised immediately."""
         batch = self._start([prompt], max_new_tokens, sampling, stop)
         return (piece for _ in self._run(batch) if (piece := batch.sequences[0].take()))
 
     def report(self) -> Report:
-        """What the last run cost. Raises OptionError before any run."""
+        """Return time and memory of the last run. Raises OptionError before any run."""
         if self._last is None:
             raise OptionError("nothing was generated yet, so there is nothing to report")
         return self._last.report()
 
     def prefill(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
-        """Read the new tokens into the cache; logits [B, V] of the last position.
+        """Read the new tokens into the cache and return the logits [B, V] of the last position.
 
-        Activations do not grow with the prompt: PREFILL_CHUNK positions are read at a time, with the rotary angles of the
-        whole. An exported graph reads all at once.
+        Activations do not grow with the prompt: PREFILL_CHUNK positions are read at a time, with the rotary angles of
+        the whole prompt. An exported graph reads all positions at once.
         """
         decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
         cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
@@ -260,19 +266,19 @@ class Engine:
             return decoder.last_logits(tokens_BL[:, start - first :], self._seen(real_BP, start, last), cache)
 
     def _seen(self, real_BP: Tensor | None, start: int, end: int) -> Tensor | None:
-        """Which positions before `end` are real; only such from `start` on are counted in the next forward."""
+        """Return which positions before `end` are real; the skip counter counts only the real ones from `start` on."""
         seen_BP = None if real_BP is None else real_BP[:, :end]
         if self.skip_counter is not None:
             self.skip_counter.counted_T = None if seen_BP is None else seen_BP[:, start:].flatten()
         return seen_BP
 
     def step(self, tokens_B: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
-        """One more token of each sequence; logits [B, V] that follow it."""
+        """Read one more token of each sequence and return the logits [B, V] after it."""
         with torch.inference_mode(), decode_kernels(tokens_B.shape[0], self.dtype, self.device):
             return self.decoder.last_logits(tokens_B[:, None], real_BP, cache)
 
     def steps(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
-        """Several steps in one forward, of tokens that are known; logits [B, L, V] after each."""
+        """Read several known tokens of each sequence in one forward pass and return the logits [B, L, V] after each."""
         assert isinstance(self.decoder, Decoder), "an exported model has no such forward"
         with torch.inference_mode(), decode_kernels(tokens_BL.numel(), self.dtype, self.device):
             return self.decoder.step_logits(tokens_BL, cache)
@@ -280,7 +286,7 @@ class Engine:
     def _start(
         self, prompts: Sequence[str], max_new_tokens: int, sampling: SamplingOptions, stop: str | Sequence[str]
     ) -> _Batch:
-        _ = self.tokenizer, self.end_tokens  # loaded by the first run, and no part of what it took
+        _ = self.tokenizer, self.end_tokens  # loaded by the first run, and not counted in its time
         for engine in self._engines:
             prepare_decoding(engine.dtype, engine.device)
         started = time.perf_counter()
@@ -290,7 +296,7 @@ class Engine:
         ids = [self.encode(prompt) for prompt in prompts]
         if self.draft is not None and len(ids) > 1:
             raise OptionError(
-                f"a draft writes ahead for one prompt at a time, and {len(ids)} were given; give one, or no draft"
+                f"a draft model works on one prompt at a time, and {len(ids)} were given; give one, or no draft"
             )
         for engine in self._engines:
             name = "the model" if engine is self else "the draft"
@@ -303,7 +309,7 @@ class Engine:
         return self._last
 
     def _run(self, batch: _Batch) -> Iterator[None]:
-        """The loop. Yields after each forward of the model, with no torch mode left switched over to the consumer."""
+        """Run the generation loop. Yields after each forward pass, with torch's global modes restored for the consumer."""
         cache = batch.new_cache(self)
         logits_BV = self.prefill(batch.tokens_BL, batch.real(cache), cache)
         speculation = None if self.draft is None else batch.speculate(self.draft, cache)
@@ -320,12 +326,12 @@ class Engine:
 
     @property
     def _engines(self) -> list[Engine]:
-        """This one and its draft."""
+        """This engine and its draft, if any."""
         return [self] if self.draft is None else [self, self.draft]
 
 
 class _Batch:
-    """Sequences that move in step: their tokens, their padding and their clock. It outlives the run, for the report."""
+    """Sequences that advance together: their tokens, padding and clock. The object outlives the run, for the report."""
 
     def __init__(
         self,
@@ -354,22 +360,22 @@ class _Batch:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, padding not counted."""
+        """Number of tokens of all prompts, without padding."""
         return sum(len(sequence.prompt) for sequence in self.sequences)
 
     @property
     def done(self) -> bool:
-        """Every sequence has ended."""
+        """Whether every sequence has ended."""
         return all(sequence.finish_reason for sequence in self.sequences)
 
     def new_cache(self, engine: Engine) -> KeyValueCache:
-        """An empty cache as large as the batch can need."""
+        """Return an empty cache that is large enough for the whole batch."""
         cache = engine.new_cache(*self._real_BP.shape)
         self._kv_cache_bytes += cache.bytes
         return cache
 
     def speculate(self, draft: Engine, cache: KeyValueCache) -> Speculation:
-        """Let the draft read the prompt, as the target has; `cache` is the target's."""
+        """Make the draft read the prompt, as the target has; `cache` is the target's cache."""
         own = self._engine
         draft_cache = self.new_cache(draft)
         draft.prefill(self.tokens_BL, None, draft_cache)
@@ -378,14 +384,14 @@ class _Batch:
         return self._speculation
 
     def real(self, cache: KeyValueCache) -> Tensor | None:
-        """Bool [B, P] for the next forward, None where nothing is padded."""
+        """Return the mask of real positions for the next forward, bool [B, P]; None if nothing is padded."""
         if not self._padded:
             return None
         new = 1 if cache.length else self.tokens_BL.shape[1]
         return self._real_BP[:, : cache.length + new]
 
     def postprocess(self, logits_BV: Tensor) -> Tensor:
-        """Choose the next token of each sequence and let those still going take it; int64 [B]."""
+        """Choose the next token of each sequence, append it to the unfinished ones, and return the tokens, int64 [B]."""
         with torch.inference_mode():
             logits_BV = penalised_rows(logits_BV, [sequence.tokens for sequence in self.sequences], self._sampling)
             tokens_B = sample(logits_BV, self._sampling, self._generator)
@@ -393,7 +399,7 @@ class _Batch:
         return tokens_B
 
     def take(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Let each sequence take its next tokens, up to its end."""
+        """Append the next tokens to each sequence, up to its end."""
         for sequence, following in zip(self.sequences, tokens, strict=True):
             for token in following:
                 if not sequence.finish_reason:
@@ -405,7 +411,7 @@ class _Batch:
             self._decode_seconds += now - self._resumed
 
     def resume(self) -> None:
-        """Before a step: the consumer's time ends here, and ended sequences are no longer counted."""
+        """Restart the clock after the consumer's time, and exclude ended sequences from the counts."""
         self._resumed = time.perf_counter()
         going = [not sequence.finish_reason for sequence in self.sequences]
         self._evaluations += sum(going)
@@ -413,7 +419,7 @@ class _Batch:
             self._counter.counted_T = None if all(going) else torch.tensor(going, device=self._real_BP.device)
 
     def report(self) -> Report:
-        """The figures so far."""
+        """Return the figures of the run so far."""
         engine = self._engine
         generated = sum(len(sequence.tokens) for sequence in self.sequences)
         first_token_at = self._prefill_started if self._first_token_at is None else self._first_token_at
@@ -442,7 +448,7 @@ class _Batch:
 
 
 def left_padded(prompts: Sequence[Sequence[int]], more: int) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B, L], and which of them and of `more` places behind them are real, bool [B, P]."""
+    """Return the padded tokens, int64 [B, L], and the mask of real positions with `more` later ones, bool [B, P]."""
     longest = max(map(len, prompts))
     tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.int64)
     real_BP = torch.ones(len(prompts), longest + more, dtype=torch.bool)
@@ -453,22 +459,22 @@ def left_padded(prompts: Sequence[Sequence[int]], more: int) -> tuple[Tensor, Te
 
 
 def _generation(sequence: TextStream) -> Generation:
-    """The result, once ended."""
+    """Return the result of an ended sequence."""
     prompt, new = len(sequence.prompt), len(sequence.tokens)
     return Generation(sequence.text, tuple(sequence.tokens), prompt, new, sequence.finish_reason)
 
 
 @contextmanager
 def decode_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """The faster matrix products for few rows in half precision on a CPU: compiled ones, or torch's instead of oneDNN's.
+    """Use faster matrix products for few rows in half precision on a CPU: compiled ones, or torch's own.
 
-    With one row, oneDNN's products take up to twice as long as torch's own; with the many rows of prefill they are the
-    faster ones.
+    With one row, oneDNN's products take up to twice as long as torch's own; with the many rows of a prefill they are
+    faster.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         yield
         return
-    # torch.backends.mkldnn.flags is the public way, but warns about TF32 on each use, and warnings are errors here.
+    # torch.backends.mkldnn.flags is the public API, but it warns about TF32 on each use, and warnings are errors here.
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(before and rows > 1)
     try:
@@ -479,7 +485,7 @@ def decode_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> Itera
 
 
 def resolve_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """`auto` is the checkpoint's own. Raises OptionError for what cannot be computed in."""
+    """Return the compute dtype; `auto` is the checkpoint's own. Raises OptionError for an unsupported dtype."""
     if name != "auto" and name not in DTYPES:
         raise OptionError(f"dtype {name!r} is not known; choose auto, {', '.join(DTYPES)}")
     dtype = checkpoint.model_dtype if name == "auto" else DTYPES[name]
@@ -489,12 +495,15 @@ def resolve_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
 
 
 def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpoint) -> torch.dtype:
-    """`auto` is what is computed in. Raises OptionError for an unknown one, and for latent attention, which has no other."""
+    """Return the dtype of the KV cache; `auto` is the compute dtype.
+
+    Raises OptionError for an unknown dtype, and for any but `auto` with latent attention.
+    """
     if name == "auto":
         return computed
     if checkpoint.config.latent is not None:
         raise OptionError(
-            f"{checkpoint.directory}: latent attention keeps its vectors as they are; leave the KV cache dtype at auto"
+            f"{checkpoint.directory}: latent attention keeps the compute dtype; leave the KV cache dtype at auto"
         )
     if name not in KV_CACHE_DTYPES:
         raise OptionError(f"KV cache dtype {name!r} is not known; choose auto, {', '.join(KV_CACHE_DTYPES)}")
@@ -502,13 +511,13 @@ def resolve_kv_cache_dtype(name: str, computed: torch.dtype, checkpoint: Checkpo
 
 
 def _check_pair(target: Path, draft: Path) -> None:
-    """Raise OptionError unless the one can write ahead for the other."""
+    """Raise OptionError unless `draft` can be the draft model of `target`."""
     for directory in (target, draft):
         if backend_of(directory, "auto") == "onnx":
-            raise OptionError(f"{directory}: is an exported model, and drafting takes checkpoints; give both as such")
+            raise OptionError(f"{directory}: is an exported model, and drafting needs checkpoints; give both as such")
         if Checkpoint(directory).config.lightning_layers:
             raise OptionError(
-                f"{directory}: lightning attention cannot take back what it has read, as drafts ask for; leave out the draft"
+                f"{directory}: lightning attention cannot undo tokens, which drafting requires; leave out the draft"
             )
     check_same_tokens(Checkpoint(target), Checkpoint(draft))
 

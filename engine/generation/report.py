@@ -1,4 +1,4 @@
-"""What a run cost: tokens per second by the clock, memory by the operating system, experts that were skipped.
+"""Figures of a generation run: throughput, memory as the operating system reports it, and skipped experts.
 
 Shape suffixes: T tokens, S slots, L MoE layers.
 """
@@ -23,59 +23,61 @@ from engine.passes.memory_budget import resident_memory_bytes
 
 @dataclass(frozen=True)
 class Report:
-    """One run of generation. Rates are None where there was nothing to divide."""
+    """Figures of one generation run. Rates are None if they would divide by zero."""
 
     prompt_tokens: int
     generated_tokens: int
     time_to_first_token_seconds: float
-    """From the call to the first token of the batch, tokenizing included."""
+    """Time from the call to the first token of the batch, including tokenization."""
     prefill_tokens_per_second: float | None
     tokens_per_second: float | None
-    """Tokens after the first of each sequence, over the time after the first."""
+    """Tokens after the first of each sequence, divided by the time after the first."""
     peak_memory_bytes: int
     weights_bytes: int
-    """A draft's included, as in the cache."""
+    """Bytes of the weights, including the draft model's."""
     resident_memory_bytes: int
-    """When the report was made: the next three together."""
+    """Resident memory when the report was made: the sum of the next three fields."""
     weights_resident_bytes: int
-    """Of the weights, what is in memory: mapped ones come in as they are used."""
+    """Bytes of the weights in memory; memory-mapped weights are loaded when they are used."""
     kv_cache_bytes: int
     other_memory_bytes: int
-    """The interpreter, libraries and buffers."""
+    """Bytes of the interpreter, libraries and buffers."""
     load_seconds: float
     experts_skipped_share: float
-    """Of the expert evaluations that the model's own rule asks for."""
+    """Share of the expert evaluations in the model's own routing that were skipped."""
     experts_skipped_share_per_layer: list[float]
-    """One per MoE layer."""
+    """Share of skipped expert evaluations for each MoE layer."""
     experts_read: int
-    """Expert evaluations that were carried out: one for each expert of each token and layer; a draft's do not count."""
+    """Number of expert evaluations: one for each expert of each token and layer, without the draft model's."""
     weights_read_bytes_per_token: float | None
-    """Of weights, by a token that is decoded alone: experts that it does not choose, or skips, are not read. None for an
-    exported model."""
+    """Average bytes of weights read per token when decoding one sequence: experts not chosen or skipped are not read.
+
+    None for an exported model.
+    """
     draft_acceptance_rate: float | None = None
-    """Drafted tokens that were kept, of those that were drafted; None where none were."""
+    """Share of the draft model's tokens that the target accepted; None if there were none."""
     tokens_per_target_forward: float | None = None
-    """Tokens after the first, over forwards after the one of the prompt; None without a draft."""
+    """Tokens after the first, divided by the target's forward passes after the prefill; None without a draft."""
 
 
 def rate(count: int, seconds: float) -> float | None:
-    """Count per second, None for nothing in no time."""
+    """Return the count per second; None if either is zero."""
     return count / seconds if count > 0 and seconds > 0 else None
 
 
 def peak_memory_bytes() -> int:
-    """The most that this process ever had resident, mapped weights included."""
+    """Return the peak resident memory of this process, including memory-mapped weights."""
     peak = _status_bytes("VmHWM")
     if peak is not None:
         return peak
-    # Second best: on some systems this figure survives exec, so a child starts with its parent's peak.
+    # Fallback: on some systems this figure survives exec, so a child starts with its parent's peak.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def resident_weights_bytes(weights: Iterable[Tensor], paths: Iterable[Path]) -> int:
-    """Bytes of the weights in memory: of these files what is resident through maps, and weights that lie elsewhere whole.
+    """Return the bytes of the weights in memory: resident pages of these mapped files, and weights elsewhere.
 
-    Where the system tells nothing of maps, all weights.
+    If the operating system does not report mappings, all weights count.
     """
     ranges, resident = _maps(paths)
     elsewhere = (weight for weight in weights if not any(begin <= weight.data_ptr() < end for begin, end in ranges))
@@ -83,7 +85,7 @@ def resident_weights_bytes(weights: Iterable[Tensor], paths: Iterable[Path]) -> 
 
 
 def _maps(paths: Iterable[Path]) -> tuple[list[tuple[int, int]], int]:
-    """Where files are mapped, as ranges of addresses, and bytes of them that are resident."""
+    """Return the address ranges at which these files are mapped, and their resident bytes."""
     wanted, resident, ranges, counts = {os.path.realpath(path) for path in paths}, 0, [], False
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
@@ -102,7 +104,7 @@ def _maps(paths: Iterable[Path]) -> tuple[list[tuple[int, int]], int]:
 
 
 def memory_split(weights_resident_bytes: int, kv_cache_bytes: int) -> dict[str, int]:
-    """The four fields of a Report that say what is resident, for this process."""
+    """Return the four memory fields of a Report, for this process."""
     resident = resident_memory_bytes()
     return {
         "resident_memory_bytes": resident,
@@ -113,7 +115,7 @@ def memory_split(weights_resident_bytes: int, kv_cache_bytes: int) -> dict[str, 
 
 
 def _status_bytes(field: str) -> int | None:
-    """A field of /proc/self/status; None where the system has no such file or field."""
+    """Return a field of /proc/self/status in bytes; None if the system has no such file or field."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -123,9 +125,9 @@ def _status_bytes(field: str) -> int | None:
 
 
 class SkipCounter:
-    """Counts per MoE layer how many slots were left empty, as an observer of the blocks.
+    """Counts the empty slots per MoE layer, as an observer of the blocks.
 
-    The sums stay tensors on the device until they are asked for, so counting never makes decoding wait.
+    The sums stay tensors on the device until they are requested, so that counting never makes decoding wait.
     """
 
     def __init__(self, blocks: Sequence[MoeBlock], device: torch.device | str = "cpu") -> None:
@@ -136,17 +138,17 @@ class SkipCounter:
         """Bool [T], False for tokens of the next forward that are padding or past their end; None counts all."""
 
     def attach(self) -> None:
-        """Watch the blocks from now on."""
+        """Start to observe the blocks."""
         for layer, block in enumerate(self._blocks):
             block.observer = self._observer(layer)
 
     def detach(self) -> None:
-        """Watch no longer; what was counted stays."""
+        """Stop to observe the blocks; the counts stay."""
         for block in self._blocks:
             block.observer = None
 
     def reset(self) -> None:
-        """Count from zero again."""
+        """Reset the counts to zero."""
         self._slots_L.zero_()
         self._skipped_L.zero_()
 
@@ -164,32 +166,32 @@ class SkipCounter:
 
     @property
     def share(self) -> float:
-        """Share of all slots that were left empty, 0 before any forward."""
+        """Share of all slots that were left empty; 0 before any forward."""
         return int(self._skipped_L.sum()) / max(1, int(self._slots_L.sum()))
 
     @property
     def share_per_layer(self) -> list[float]:
-        """The same for each MoE layer."""
+        """Share of empty slots for each MoE layer."""
         return (self._skipped_L / self._slots_L.clamp_min(1)).tolist()
 
     @property
     def skipped_per_layer(self) -> list[int]:
-        """Slots that were left empty, for each MoE layer."""
+        """Number of empty slots for each MoE layer."""
         return self._skipped_L.tolist()
 
     @property
     def filled_per_layer(self) -> list[int]:
-        """Slots that were not."""
+        """Number of slots with an expert, for each MoE layer."""
         return (self._slots_L - self._skipped_L).tolist()
 
     @property
     def filled(self) -> int:
-        """The same in all layers together."""
+        """Number of slots with an expert, in all layers."""
         return sum(self.filled_per_layer)
 
 
 class ExportedSkipCounter(SkipCounter):
-    """The same of an exported decoder, which gives the empty slots of each token and layer."""
+    """Counts the empty slots of an exported decoder, which outputs them for each token and layer."""
 
     def __init__(self, decoder: OnnxDecoder) -> None:
         super().__init__([])
@@ -199,11 +201,11 @@ class ExportedSkipCounter(SkipCounter):
         self._slots_L, self._skipped_L = torch.zeros_like(self._per_token_L), torch.zeros_like(self._per_token_L)
 
     def attach(self) -> None:
-        """Watch the decoder from now on."""
+        """Start to observe the decoder."""
         self._decoder.observer = self._count
 
     def detach(self) -> None:
-        """Watch no longer; what was counted stays."""
+        """Stop to observe the decoder; the counts stay."""
         self._decoder.observer = None
 
     def _count(self, skipped_TL: Tensor) -> None:

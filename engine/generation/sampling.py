@@ -1,4 +1,4 @@
-"""From the logits of one step to the next token of each sequence.
+"""Sampling: the logits of one step to the next token of each sequence.
 
 Shape suffixes: B batch, V vocabulary.
 """
@@ -21,24 +21,24 @@ NOT_FINITE = (
 )
 
 LEAST_TEMPERATURE = 1e-5
-"""Below it only exact ties could be drawn from, and a quotient may be more than a float holds."""
+"""Smallest temperature that is divided by: below it only exact ties could be sampled, and the quotient may overflow."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen. Raises OptionError for values outside the ranges named here."""
+    """Options that determine the next token. Raises OptionError for values outside the ranges given here."""
 
     temperature: float = 0.0
-    """Logits are divided by it; 0, and anything below LEAST_TEMPERATURE, takes the most probable token."""
+    """Divisor of the logits; 0, and any value below LEAST_TEMPERATURE, selects the most probable token."""
     top_p: float = 1.0
-    """In (0, 1]: only the most probable tokens that together reach this probability."""
+    """In (0, 1]: keep only the most probable tokens that together reach this probability."""
     top_k: int = 0
-    """Only so many of the most probable tokens; 0 for all."""
+    """Keep only this many of the most probable tokens; 0 keeps all."""
     seed: int = 0
     presence_penalty: float = 0.0
-    """-2..2, taken off the logit of each token that was generated before."""
+    """-2..2, subtracted from the logit of each token that was generated before."""
     frequency_penalty: float = 0.0
-    """-2..2, taken off once for each time that the token was generated before."""
+    """-2..2, subtracted once for each time that the token was generated before."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -54,14 +54,14 @@ class SamplingOptions:
                 raise OptionError(f"{name} penalty is {penalty}; it must be from -2 to 2")
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """A random generator at the start of this seed."""
+        """Return a random generator in the initial state of this seed."""
         return torch.Generator(device).manual_seed(self.seed)
 
 
 def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generator) -> Tensor:
-    """The next tokens, int64 [B]. Top-k acts first, top-p on what is left, as is usual; one token always stays.
+    """Return the next tokens, int64 [B]. Top-k is applied before top-p, as usual; at least one token always stays.
 
-    Raises CheckpointError where a logit is NaN or infinite.
+    Raises CheckpointError if a logit is NaN or infinite.
     """
     if options.temperature < LEAST_TEMPERATURE:
         return _finite(logits_BV).argmax(dim=-1)
@@ -69,7 +69,10 @@ def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generat
 
 
 def probabilities(logits_BV: Tensor, options: SamplingOptions) -> Tensor:
-    """What `sample` draws from, float32 [B, V]: at temperature 0 all of it on one token. The same error."""
+    """Return the distribution that `sample` draws from, float32 [B, V]; at temperature 0 it is one-hot.
+
+    Raises CheckpointError if a logit is NaN or infinite.
+    """
     if options.temperature < LEAST_TEMPERATURE:
         best_B1 = _finite(logits_BV).argmax(dim=-1, keepdim=True)
         return torch.zeros_like(logits_BV, dtype=torch.float32).scatter_(-1, best_B1, 1.0)
@@ -78,7 +81,7 @@ def probabilities(logits_BV: Tensor, options: SamplingOptions) -> Tensor:
 
 
 def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
-    """Logits over the temperature; where that is more than float32 holds, less the row's largest, which softmax ignores."""
+    """Return logits / temperature; on float32 overflow, each row's maximum is subtracted first, which softmax ignores."""
     scores_BV = logits_BV / temperature
     if bool(scores_BV.isfinite().all()):
         return scores_BV
@@ -92,7 +95,7 @@ def _finite(logits_BV: Tensor) -> Tensor:
 
 
 def penalised(logits_V: Tensor, counts: Mapping[int, int], options: SamplingOptions) -> Tensor:
-    """Logits less what tokens lose for having been generated before; `counts`: how often each was. float32."""
+    """Return the logits [V] minus the penalties. `counts`: how often each token was generated before."""
     if not counts or options.presence_penalty == options.frequency_penalty == 0:
         return logits_V
     tokens = torch.tensor(list(counts), device=logits_V.device)
@@ -101,7 +104,7 @@ def penalised(logits_V: Tensor, counts: Mapping[int, int], options: SamplingOpti
 
 
 def penalised_rows(logits_BV: Tensor, written: Sequence[Sequence[int]], options: SamplingOptions) -> Tensor:
-    """The same of each row, by the tokens that were generated before it; logits [B, V]."""
+    """Apply `penalised` to each row of logits [B, V], with the tokens that were generated before it."""
     if options.presence_penalty == options.frequency_penalty == 0:
         return logits_BV
     rows = zip(logits_BV.float(), written, strict=True)
@@ -111,7 +114,7 @@ def penalised_rows(logits_BV: Tensor, written: Sequence[Sequence[int]], options:
 def _top_k(scores_BV: Tensor, count: int) -> Tensor:
     if count == 0 or count >= scores_BV.shape[-1]:
         return scores_BV
-    # The indices, not the k-th value, decide: among equals no more than k stay.
+    # The indices decide, not the k-th value: among equal values no more than k stay.
     kept_BK = scores_BV.topk(count, dim=-1).indices
     closed_BV = torch.ones_like(scores_BV, dtype=torch.bool).scatter(-1, kept_BK, False)
     return scores_BV.masked_fill(closed_BV, -torch.inf)
@@ -122,7 +125,7 @@ def _top_p(scores_BV: Tensor, share: float) -> Tensor:
         return scores_BV
     sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True, stable=True)
     probabilities_BV = sorted_BV.softmax(dim=-1)
-    # A token is left out when those before it reach the share already; none is before the first.
+    # A token is left out if the tokens before it already reach the share; no token is before the first.
     before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
     closed_BV = before_BV >= share
     closed_BV[:, 0] = False

@@ -1,4 +1,4 @@
-"""From tokens to text as they come: whole characters, and no more than what no stop string can take back."""
+"""Incremental detokenization: tokens to text in whole characters, holding back text that may become a stop string."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 CONTEXT_TOKENS = 5
-"""Last prompt tokens that are decoded with the first new ones, so that a space between the two is not lost."""
+"""Number of last prompt tokens decoded with the first new ones, so that a space between the two is not lost."""
 
 
 def plain_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of tokens, without special ones and otherwise as it is."""
+    """Return the text of tokens, without special tokens and without any cleanup of spaces."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class TextStream:
-    """One prompt and what follows it."""
+    """One prompt and its continuation."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TextStream:
         self._taken = 0
 
     def append(self, token: int) -> None:
-        """Take a token: extend the text, and end at an end token, a stop string or the limit."""
+        """Append a token: extend the text, and end at an end token, a stop string or the limit."""
         self.tokens.append(token)
         ended = token in self._end_tokens
         last = ended or len(self.tokens) == self._limit
@@ -52,11 +52,11 @@ class TextStream:
 
     @property
     def room(self) -> int:
-        """Tokens up to the limit."""
+        """Number of tokens left up to the limit."""
         return self._limit - len(self.tokens)
 
     def take(self) -> str:
-        """The text since the last call, but for an end that may become a stop string."""
+        """Return the text since the last call, except an ending that may become a stop string."""
         held_back = max((stop.begun for stop in self._stops), default=0)
         end = len(self.text) if self.finish_reason else len(self.text) - held_back
         piece = self.text[self._taken : end]
@@ -65,23 +65,23 @@ class TextStream:
 
 
 class Characters:
-    """Tokens to text, in whole characters: one character may take several tokens, and one token end within another."""
+    """Decodes tokens in whole characters: a character may take several tokens, and a token may end within a character."""
 
     def __init__(self, context: list[int], decode: Callable[[list[int]], str]) -> None:
-        """`context`: tokens before the first, decoded along because what a token reads as may depend on them."""
+        """`context`: tokens before the first; they are decoded too, because the text of a token may depend on them."""
         self._decode = decode
         self._ids = list(context)
-        self._begin = 0  # of the tokens that are decoded as context
-        self._read = len(context)  # tokens whose text was given out
+        self._begin = 0  # start of the tokens that are decoded as context
+        self._read = len(context)  # number of tokens whose text was returned
 
     def add(self, token: int) -> str:
-        """The characters that are complete with this token."""
+        """Return the characters that this token completes."""
         self._ids.append(token)
         text = self._pending()
         return "" if text.endswith("\ufffd") else self._give(text)
 
     def rest(self) -> str:
-        """What is left at the end, with U+FFFD for a character that was never completed."""
+        """Return the remaining text, with U+FFFD for a character that was never completed."""
         return self._give(self._pending())
 
     def _pending(self) -> str:
@@ -89,24 +89,24 @@ class Characters:
         return self._decode(self._ids[self._begin :])[len(before) :]
 
     def _give(self, text: str) -> str:
-        if text:  # special tokens read as nothing, and are no use as context
+        if text:  # special tokens have no text, and are of no use as context
             self._begin, self._read = self._read, len(self._ids)
         return text
 
 
 class StopString:
-    """Looks for a string in a text that comes in pieces, in time that grows with the text alone (Knuth et al. 1977)."""
+    """Searches for a string in a text that comes in pieces, in time linear in the text (Knuth et al. 1977)."""
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
         self._shorter = _borders(stop)
         self.begun = 0
-        """Length of the longest end of the text so far that is a beginning of the string, but not all of it."""
+        """Length of the longest suffix of the text so far that is a proper prefix of the string."""
 
     def find(self, piece: str) -> int | None:
-        """Where the string begins, counted from the piece's first character (negative: before it); None where it does not.
+        """Return the position of the string relative to the piece's first character (negative: before it), or None.
 
-        The first place counts, and nothing may follow the piece in which it was found.
+        Only the first match is reported; no piece may follow the one that completed the match.
         """
         for index, character in enumerate(piece):
             while self.begun and self._stop[self.begun] != character:
@@ -119,7 +119,7 @@ class StopString:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each beginning of a string the length of the longest shorter one that it also ends in."""
+    """Return for each prefix of a string the length of its longest proper border (both prefix and suffix)."""
     lengths, length = [0] * len(stop), 0
     for index in range(1, len(stop)):
         while length and stop[index] != stop[length]:

@@ -1,4 +1,4 @@
-"""Single tokens as text and bytes, for log-probabilities: a token may hold a part of a character only."""
+"""Single tokens as text and bytes, for log-probabilities: a token may hold only a part of a character."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenText:
-    """What each token of a tokenizer adds to a text."""
+    """The text and bytes of each token of a tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -22,17 +22,17 @@ class TokenText:
         self._kept: dict[int, bytes] = {}
 
     def data(self, token: int) -> bytes:
-        """UTF-8, or a part of a character's; of a special token its name."""
+        """Return the token's bytes: UTF-8, possibly a part of a character; for a special token its name."""
         if token not in self._kept:
             self._kept[token] = self._data(token)
         return self._kept[token]
 
     def in_text(self, token: int) -> bytes:
-        """What it adds to the text of an answer, where special tokens are left out."""
+        """Return the token's bytes in the text of an answer, where special tokens are left out."""
         return b"" if token in self._special else self.data(token)
 
     def name(self, token: int) -> str:
-        """Its text; `bytes:\\xe2\\x80` where that is no whole character."""
+        """Return the token's text, or the form `bytes:\\xe2\\x80` if it is not whole characters."""
         data = self.data(token)
         try:
             return data.decode()
@@ -44,7 +44,7 @@ class TokenText:
             return self._added[token].encode()
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
-            return b""  # of the padding of the model's vocabulary
+            return b""  # a padding token of the model's vocabulary
         if self._alphabet and all(letter in self._alphabet for letter in piece):
             return bytes(self._alphabet[letter] for letter in piece)
         if match := _BYTE_PIECE.fullmatch(piece):
@@ -54,7 +54,7 @@ class TokenText:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """The letters by which byte-level tokenizers write bytes: printable ones stand for themselves, others come after 255."""
+    """Return the byte of each letter in byte-level tokenizers: printable bytes are themselves, others come after 255."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

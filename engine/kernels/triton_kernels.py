@@ -10,7 +10,7 @@ with one vector. Many tokens (prompts) are sorted by expert and cut into tiles o
 `engine/decoder/triton_experts.py` checks and launches them. Optional: CUDA builds of torch bring Triton, and without it
 the same is computed by torch.
 
-Shape suffixes: T tokens, D hidden, F expert width, N experts, A tensors of an expert (architectures.GATE, UP, DOWN, then
+Shape suffixes: T tokens, D hidden, F expert width, N experts, A tensors of an expert (families.experts.GATE, UP, DOWN, then
 biases where there are any), R slots of all tokens, M tiles.
 """
 
@@ -38,7 +38,7 @@ def _biased(y, table_NA, expert, part: tl.constexpr, A: tl.constexpr, like, outp
 
 @triton.jit
 def _gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """silu(g)·u; with a limit (u + 1)·g·σ(α·g) of what it leaves (architectures.ClampedSwiglu)."""
+    """silu(g)·u; with a limit (u + 1)·g·σ(α·g) of what it leaves (families.layer_config.ClampedSwiglu)."""
     if LIMIT is None:
         h = gate * tl.sigmoid(gate) * up
     else:

@@ -1,19 +1,19 @@
-"""Attention as ONNX nodes, in two forms that read the same inputs and give the same logits.
+"""Attention as ONNX nodes, in two forms with equal inputs and equal logits.
 
-`GroupedQuery` is one com.microsoft::GroupQueryAttention node a layer. It wants sequences that begin at the first position,
-so a batch that is padded on the left is moved there when it is first read, and its hidden states are moved back before the
-head; the node itself counts positions, rotates, and writes into a cache that may be the one it reads. `Standard` is the
-formula in standard operators with a mask, for any head dimension.
+`GroupedQuery` is one com.microsoft::GroupQueryAttention node per layer. The node needs sequences that begin at the
+first position, so a batch padded on the left is shifted there in its first call, and its hidden states are shifted back
+before the head. The node counts positions, applies the rotary embedding, and writes into a cache that may be the one it
+reads. `Standard` is the formula in standard operators with a mask, for any head dimension.
 
-Where positions are rotated by other angles in a long text, the tables of cosines hold both kinds, one below the other.
+If a long text uses other rotary angles, the cosine and sine tables hold both kinds, one below the other.
 
-Latent attention is in standard operators in both: queries are taken to the latent vectors (`latent_attention.py` of the
-decoder), also where many positions are read at once, so that what is kept of a position is its latent vector and rotated
-key.
+Latent attention uses standard operators in both forms, and in its absorbed form (`latent_attention.py` of the decoder)
+for any number of positions: queries are projected to the latent space, and the cache holds the latent vector and the
+rotated key of each position.
 
-Shape suffixes: B batch, L new positions, P all positions so far, G key-value heads, Q query heads of one of those, H query
-heads, E head dimension, R its rotated dimensions, N the others, C half of the rotated ones or of the latent vector all, V a
-value's dimensions, D hidden.
+Shape suffixes: B batch, L new positions, P all positions so far, G key-value heads, Q query heads of each key-value
+head, H query heads, E head dimension, R its rotated dimensions, N its other dimensions, C half of the rotated
+dimensions or the latent dimension, V value dimension, D hidden.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.architectures import LATENT_UP, Chunk, DecoderConfig, sinks_tensor
 from engine.decoder.latent_attention import LATENT_NORM_EPSILON, softmax_scale
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import Chunk
 from engine.families.rotary_embedding import Rotary
+from engine.families.tensor_names import LATENT_UP, sinks_tensor
 from engine.onnx.graph import BOOL, INT32, INT64, MICROSOFT, Graph
 from engine.onnx.layers import Parts
 from engine.onnx.runtime import HEAD_MULTIPLE
 
 MASKED = -6e4
-"""In place of −∞ in scores: float16 can hold it."""
+"""Replacement of −∞ in scores that float16 can represent."""
 
 
 class Projected(NamedTuple):
-    """Query, key and value of the new positions, [B, L, heads · E] each."""
+    """Queries, keys and values of the new positions, [B, L, heads · E] each."""
 
     query: str
     key: str
@@ -43,23 +45,23 @@ class Projected(NamedTuple):
 
 
 class AttentionForm(Protocol):
-    """How a whole graph attends. What all layers share is made once, when the form is."""
+    """Interface of a graph's form of attention. Its constructor creates the nodes that all layers share."""
 
     shares_cache: bool
-    """Whether keys and values may be written into the memory that the past ones are read from."""
+    """Whether new keys and values may be written into the memory of the past ones."""
 
     def arrange(self, tokens_BL: str) -> str:
-        """The tokens in the order that the layers read them in."""
+        """Return the tokens in the order in which the layers read them."""
 
     def restore(self, x_BLD: str) -> str:
-        """Hidden states in the order of the input again."""
+        """Return hidden states in the order of the input."""
 
     def attend(self, layer: int, projected: Projected) -> str:
-        """[B, L, heads · E] to the same; reads and declares the layer's cache."""
+        """Return the attention output, [B, L, heads · E], and declare the layer's cache as inputs and outputs."""
 
 
 def attention(parts: Parts, form: AttentionForm, layer: int, x_BLD: str) -> str:
-    """One layer's self-attention, [B, L, D] to [B, L, D]."""
+    """Add the nodes of one layer's self-attention, [B, L, D] to [B, L, D]."""
     config, prefix = parts.config, f"model.layers.{layer}.self_attn"
     if isinstance(form, Latent):
         return form.attention(layer, x_BLD)
@@ -69,7 +71,7 @@ def attention(parts: Parts, form: AttentionForm, layer: int, x_BLD: str) -> str:
 
 
 def _projection(parts: Parts, layer: int, x_BLD: str, which: str) -> str:
-    """One of query, key and value, after its bias, norm and clipping."""
+    """Add the projection of queries, keys or values, including bias, norm and clipping."""
     graph, config, prefix = parts.graph, parts.config, f"model.layers.{layer}.self_attn"
     y = parts.linear(x_BLD, f"{prefix}.{which}_proj.weight", f"{prefix}.{which}_proj.bias" if config.qkv_bias else None)
     norm = "none" if which == "v" else config.qk_norm
@@ -84,7 +86,7 @@ def _projection(parts: Parts, layer: int, x_BLD: str, which: str) -> str:
 
 
 def attention_form(parts: Parts, tokens_BL: str, mask_BP: str) -> AttentionForm:
-    """GroupedQuery unless the operators are to be standard or the heads are of dimensions that it does not rotate."""
+    """Return GroupedQuery, or Standard for standard operators only and for head dimensions that the node cannot rotate."""
     if parts.config.latent is not None:
         return Latent(parts, tokens_BL, mask_BP)
     rotates = parts.config.head_dimension % HEAD_MULTIPLE == 0 == parts.config.rotary_dimension % HEAD_MULTIPLE
@@ -92,7 +94,7 @@ def attention_form(parts: Parts, tokens_BL: str, mask_BP: str) -> AttentionForm:
 
 
 class _Tables:
-    """Cosines and sines by position; below them, from row `switch` on, those of a text longer than that."""
+    """Cosines and sines by position; from row `switch` on, those for a text longer than `switch`."""
 
     def __init__(self, graph: Graph, config: DecoderConfig) -> None:
         rotary = Rotary(config)
@@ -105,7 +107,10 @@ class _Tables:
         self.sine = graph.weight("rotary.sine", lambda: sine_PC.to(graph.dtype))
 
     def first_row(self, graph: Graph, positions: str) -> str | None:
-        """Row of position 0, an int64 scalar, for a call whose last position is the largest of `positions`; None for 0."""
+        """Return the row of position 0 as an int64 scalar, or None for 0.
+
+        The row depends on the last position of the call, which is the largest of `positions`.
+        """
         if self.switch is None:
             return None
         last = graph.node("ReduceMax", positions, keepdims=0)
@@ -114,7 +119,10 @@ class _Tables:
 
 
 def _cache(parts: Parts, layer: int, part: str, length: str) -> tuple[str, str]:
-    """Names of a layer's cached keys or values before and after, declared as input and output; `length` names the first."""
+    """Declare a layer's cached keys or values as input and output, and return both names.
+
+    `length`: the past dimension's name.
+    """
     graph = parts.graph
     past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
     heads, key, value = parts.config.cached
@@ -125,7 +133,7 @@ def _cache(parts: Parts, layer: int, part: str, length: str) -> tuple[str, str]:
 
 
 class GroupedQuery:
-    """com.microsoft::GroupQueryAttention."""
+    """Attention by one com.microsoft::GroupQueryAttention node per layer."""
 
     shares_cache = True
 
@@ -136,7 +144,7 @@ class GroupedQuery:
         last_B1 = graph.node("Sub", real_B1, graph.integer(1))
         self._last_B = graph.node("Cast", graph.node("Squeeze", last_B1, graph.integers(1)), to=INT32)
         self._total = graph.node("Cast", graph.node("Squeeze", total_1), to=INT32)
-        # Only what is read first can be padded: afterwards each sequence's next token follows its own last one.
+        # Only the first call can be padded: afterwards, each sequence's next token follows its own last one.
         is_first_1 = graph.node("Cast", graph.node("Equal", new_1, total_1), to=INT64)
         padding_B1 = graph.node("Mul", graph.node("ArgMax", mask_BP, axis=1, keepdims=1), is_first_1)
         place_L = graph.range(new_1)
@@ -146,7 +154,7 @@ class GroupedQuery:
         self._positions = ""
         row = self._tables.first_row(graph, last_B1)
         if row is not None:
-            # The node adds what precedes in a first reading, and takes the positions as they are afterwards.
+            # In the first call the node adds the padding itself; afterwards it uses the positions as they are.
             before_B1 = graph.node("Mul", graph.node("Sub", real_B1, new_1), graph.node("Sub", graph.integer(1), is_first_1))
             self._positions = graph.node("Add", graph.node("Add", before_B1, place_L), row)
 
@@ -184,13 +192,13 @@ class GroupedQuery:
         return mixed
 
     def _optional(self, layer: int) -> list[str]:
-        """The node's last inputs: positions, a bias of scores, sinks."""
-        sinks = ["", self._parts.stored(sinks_tensor(layer))] if self._parts.config.architecture.sinks else []
+        """Return the node's last inputs: positions, a bias of scores, sinks."""
+        sinks = ["", self._parts.stored(sinks_tensor(layer))] if self._parts.config.has_sinks else []
         return [self._positions, *sinks] if self._positions or sinks else []
 
 
 class Standard:
-    """Scores, mask, softmax and mixture, with the query heads of one key-value head side by side."""
+    """Scores, mask, softmax and weighted sum, with the query heads of one key-value head side by side."""
 
     shares_cache = False
 
@@ -222,7 +230,10 @@ class Standard:
         return x_BLD
 
     def _mask(self, window: int | None) -> str:
-        """[B, 1, 1, L, P] to add to scores: causal, within the window, never at padding but for one's own position."""
+        """Return the mask [B, 1, 1, L, P] to add to scores: causal, within the window, and without padding.
+
+        A query at padding attends to its own position.
+        """
         if window not in self._masks:
             graph = self._parts.graph
             allowed_LP = graph.node("LessOrEqual", self._key_P, self._query_L1)
@@ -255,9 +266,9 @@ class Standard:
         return graph.node("Reshape", mixed_BLGQE, graph.integers(0, 0, config.attention_heads * size))
 
     def _shares(self, layer: int, scores_BGQLP: str) -> str:
-        """Softmax over the keys, and the sink where a head has one, whose share is dropped."""
+        """Apply the softmax over the keys, with a head's sink as one more key whose share is dropped."""
         graph, config = self._parts.graph, self._parts.config
-        if not config.architecture.sinks:
+        if not config.has_sinks:
             return graph.node("Softmax", scores_BGQLP, axis=-1)
         per_group = config.attention_heads // config.key_value_heads
         sinks = graph.node(
@@ -272,13 +283,13 @@ class Standard:
         return graph.node("Slice", shares, graph.integers(0), graph.integers(-1), graph.integers(-1))
 
     def _heads(self, x: str) -> str:
-        """[B, L, heads · E] to [B, heads, L, E]."""
+        """Reshape [B, L, heads · E] to [B, heads, L, E]."""
         graph = self._parts.graph
         split = graph.node("Reshape", x, graph.integers(0, 0, -1, self._parts.config.head_dimension))
         return graph.node("Transpose", split, perm=[0, 2, 1, 3])
 
     def _rotate_first(self, x_BHLE: str) -> str:
-        """The first dimensions of each head, which may be all."""
+        """Rotate the first dimensions of each head, which may be all."""
         graph, config = self._parts.graph, self._parts.config
         rest = config.head_dimension - config.rotary_dimension
         if not rest:
@@ -287,7 +298,7 @@ class Standard:
         return graph.node("Concat", self._rotate(self._paired(first)), last, axis=-1)
 
     def _paired(self, x_BHLR: str) -> str:
-        """Pairs that are neighbours put half against half."""
+        """Reorder neighboring pairs so that the first half is paired with the second half."""
         graph, half = self._parts.graph, self._parts.config.rotary_dimension // 2
         if not self._parts.config.rotary_pairs:
             return x_BHLR
@@ -304,16 +315,16 @@ class Standard:
         return graph.node("Concat", turned_first, turned_second, axis=-1)
 
     def _extended(self, layer: int, part: str, x_BGLE: str) -> str:
-        """The layer's cached keys or values with the new ones behind them."""
+        """Append the new keys or values to the layer's cached ones."""
         past, present = _cache(self._parts, layer, part, "past_sequence_length")
         return self._parts.graph.node("Concat", past, x_BGLE, name=present, axis=2)
 
 
 class Latent(Standard):
-    """Latent attention: all heads' queries meet the one latent vector of a position."""
+    """Latent attention: the queries of all heads attend to one latent vector per position."""
 
     def attention(self, layer: int, x_BLD: str) -> str:
-        """[B, L, D] to [B, L, D]."""
+        """Add the nodes of one layer's self-attention, [B, L, D] to [B, L, D]."""
         parts, graph, config = self._parts, self._parts.graph, self._parts.config
         assert config.latent is not None
         sizes, heads, prefix = config.latent, config.attention_heads, f"model.layers.{layer}.self_attn"
@@ -338,7 +349,7 @@ class Latent(Standard):
         return parts.linear(mixed, f"{prefix}.o_proj.weight", f"{prefix}.o_proj.bias" if config.output_bias else None)
 
     def _queries(self, prefix: str, x_BLD: str) -> tuple[str, str]:
-        """[B, H, L, N] and [B, H, L, R]."""
+        """Return queries without rotary embedding, [B, H, L, N], and with it, [B, H, L, R]."""
         parts, graph, config = self._parts, self._parts.graph, self._parts.config
         assert config.latent is not None
         if config.latent.query_rank:
@@ -350,14 +361,14 @@ class Latent(Standard):
         return plain, rotary
 
     def _down(self, name: str, x_BLD: str, sizes: tuple[int, ...]) -> list[str]:
-        """A product with a bias where the config has one, parted into pieces of these sizes."""
+        """Add a product, with a bias if the config has one, split into pieces of these sizes."""
         bias = f"{name}.bias" if self._parts.config.qkv_bias else None
         y = self._parts.linear(x_BLD, f"{name}.weight", bias)
         graph = self._parts.graph
         return graph.nodes("Split", y, graph.integers(*sizes), outputs=[""] * len(sizes), axis=-1) if sizes else [y]
 
     def _up(self, prefix: str) -> tuple[str, str]:
-        """What makes keys [H, N, C] and values [H, C, V] of a latent vector, never of fewer bits."""
+        """Return the up-projections from latent vectors to keys [H, N, C] and values [H, C, V]; they are never quantized."""
         parts, name = self._parts, f"{prefix}.{LATENT_UP}"
         sizes = parts.config.latent
         assert sizes is not None

@@ -1,11 +1,11 @@
-"""A mixture of ungated experts, one for each token and so many tokens for each expert, as ONNX nodes (Fedus et al. §2).
+"""The MoE block of Switch Transformer as ONNX nodes: top-1 routing, a capacity per expert (Fedus et al. §2).
 
-The router is computed in float32, and the expert's output is multiplied by the probability p of that expert. In one call an
-expert takes the first `capacity` tokens of each sequence that chose it, padding among them; those behind them get nothing
-from the block. transformers does so in inference as in training, and the graph counts in the same way.
+The router is computed in float32, and the expert's output is multiplied by the probability p of that expert. In one
+call, an expert takes the first `capacity` tokens of each sequence that chose it, including padding; the block outputs
+zero for later ones. transformers does this in inference as in training, and the graph counts in the same way.
 
-com.microsoft::MoE gives its one chosen expert the weight 1 (engine/onnx/experts.py says why), and its output is multiplied
-by p, or by 0 where the expert was full. QMoE is given those weights themselves.
+com.microsoft::MoE gives its one chosen expert the weight 1 (engine/onnx/experts.py explains why), and its output is
+multiplied by p, or by 0 if the expert was full. QMoE receives these weights directly.
 
 Shape suffixes: B batch, L positions, T tokens (B·L), D hidden, F width of an expert, N experts.
 """
@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from engine.architectures import EXPERT_OF_BLOCK, FFN_PROJECTIONS, ROUTER_OF_BLOCK
 from engine.decoder.routing import TopK
+from engine.families.encoder_decoders import EXPERT_OF_BLOCK, FFN_PROJECTIONS, ROUTER_OF_BLOCK
 from engine.onnx.experts import ROUTER_WEIGHTS, branches
 from engine.onnx.graph import FLOAT, INT64, MICROSOFT, Graph
 from engine.onnx.layers import ROUNDED_ACTIVATIONS, Layers, cast, float32
@@ -25,16 +25,16 @@ from engine.onnx.routing import expert_weights, select
 from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 OPERATOR_ACTIVATIONS = {"relu": "relu", "silu": "silu", "gelu_new": "gelu"}
-"""activation_type of onnxruntime's mixtures by the name that transformers has for it."""
+"""Value of activation_type in onnxruntime's mixtures, by the name of the activation in transformers."""
 IN, OUT = FFN_PROJECTIONS
 
 
 @dataclass(frozen=True)
 class Block:
-    """One sparse layer."""
+    """Description of one sparse layer."""
 
     prefix: str
-    """Of its tensors' names."""
+    """Prefix of its tensors' names."""
     experts: int
     hidden: int
     width: int
@@ -42,12 +42,12 @@ class Block:
     activation: str
 
     def names(self, projection: str) -> list[str]:
-        """Of all experts' weights: IN [F, D] or OUT [D, F]."""
+        """Return the names of all experts' weights: IN [F, D] or OUT [D, F]."""
         return [f"{self.prefix}.{EXPERT_OF_BLOCK.format(expert=expert)}.{projection}" for expert in range(self.experts)]
 
 
 def capacity_experts(layers: Layers, checkpoint: EncoderDecoderCheckpoint, block: Block, x_BLD: str) -> str:
-    """[B, L, D] to [B, L, D]."""
+    """Add the nodes of a sparse layer, [B, L, D] to [B, L, D]."""
     graph = layers.graph
     logits_TN, weights_TN = _routed(graph, checkpoint, block, cast(graph, x_BLD, graph.element_type, FLOAT))
     x_TD = graph.node("Reshape", x_BLD, graph.integers(-1, block.hidden))
@@ -61,7 +61,7 @@ def capacity_experts(layers: Layers, checkpoint: EncoderDecoderCheckpoint, block
 
 
 def _routed(graph: Graph, checkpoint: EncoderDecoderCheckpoint, block: Block, x_BLD: str) -> tuple[str, str]:
-    """Router logits and the weight of every expert for every token, zero where it is not used; both [T, N] in float32."""
+    """Return the router logits, and the weight of each expert for each token (zero if unused); both [T, N] in float32."""
     name = f"{block.prefix}.{ROUTER_OF_BLOCK}.classifier"
     logits_BLN = graph.node(
         "MatMul", x_BLD, graph.weight(f"{name}.weight", lambda: checkpoint.tensor(f"{name}.weight").float().T)
@@ -85,7 +85,7 @@ def _expert(layers: Layers, block: Block, expert: int, x_RD: str) -> str:
 
 
 def _mixture(layers: Layers, block: Block, x_TD: str, logits_TN: str, weights_TN: str) -> str:
-    """[T, D] by one com.microsoft::MoE node."""
+    """Return the output [T, D] of one com.microsoft::MoE node."""
     graph = layers.graph
     shapes = {IN: (block.experts, block.width, block.hidden), OUT: (block.experts, block.hidden, block.width)}
     fc_in, fc_out = (
@@ -105,7 +105,7 @@ def _mixture(layers: Layers, block: Block, x_TD: str, logits_TN: str, weights_TN
 
 
 def _quantised_mixture(layers: Layers, block: Block, x_TD: str, weights_TN: str, bits: int) -> str:
-    """[T, D] by one com.microsoft::QMoE node."""
+    """Return the output [T, D] of one com.microsoft::QMoE node."""
     size = block_size(block.hidden, block.width)
     assert size is not None, f"{block.hidden} and {block.width} inputs"
     shapes = {IN: (block.experts, block.width, block.hidden), OUT: (block.experts, block.hidden, block.width)}

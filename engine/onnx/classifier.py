@@ -1,7 +1,7 @@
-"""A classifier as an ONNX graph, and such a graph run by onnxruntime.
+"""Classifiers as ONNX graphs: writing a graph, and running it with onnxruntime.
 
-Inputs are those of the model in transformers: `pixel_values` [B, C, H, W], normalised (classifier_inputs.py), or `input_ids`
-and `attention_mask` [B, tokens]. The output `logits` [B, classes] has log-probabilities where there is a mixture.
+Inputs are those of the model in transformers: `pixel_values` [B, C, H, W], normalized (classifier_inputs.py), or
+`input_ids` and `attention_mask` [B, tokens]. The output `logits` [B, classes] has log-probabilities for a mixture.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.transformers_models.classifier import Classifier, ClassifierCheckpoi
 INPUTS = {"images": ("pixel_values",), "texts": ("input_ids", "attention_mask")}
 LOGITS = "logits"
 MIXTURE_SCOPE = "classifier.mixture/"
-"""How the names of the nodes begin that put experts and gate together."""
+"""Prefix of the names of the nodes that combine experts and gate."""
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 class _Positional(nn.Module):
-    """A classifier with its inputs in the order of INPUTS."""
+    """A classifier that takes its inputs as positional arguments, in the order of INPUTS."""
 
     def __init__(self, classifier: Classifier, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -42,19 +42,19 @@ class _Positional(nn.Module):
 
 
 def write_classifier(classifier: Classifier, what: str, sample: Mapping[str, Tensor], path: Path) -> None:
-    """Write the graph with its weights, of any batch size and, of texts, any length. sample: inputs of two examples or more.
+    """Write the graph with its weights, for any batch size and, for texts, any length.
 
-    Raises UnsupportedError for a model that torch cannot export.
+    sample: inputs of two examples or more. Raises UnsupportedError for a model that torch cannot export.
     """
     names = INPUTS[what]
     batch = torch.export.Dim("batch_size", min=1, max=1 << 20)
     sides = {0: batch} if what == "images" else {0: batch, 1: torch.export.Dim("sequence_length", min=1, max=1 << 20)}
     exporter = logging.getLogger("torch.onnx")
     level = exporter.level
-    exporter.setLevel(logging.ERROR)  # it says what packages it would also know the operators of
+    exporter.setLevel(logging.ERROR)  # it lists packages whose operators it would also support
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's exporter warns of its own use of torch
+            warnings.simplefilter("ignore")  # torch's exporter warns about its own use of torch
             program = torch.onnx.export(
                 _Positional(classifier, names),
                 tuple(sample[name] for name in names),
@@ -66,12 +66,12 @@ def write_classifier(classifier: Classifier, what: str, sample: Mapping[str, Ten
             )
         assert program is not None
         for node in program.model.graph.all_nodes():
-            # The exporter notes where in whose code each node comes from; its module alone is kept.
+            # The exporter records the source code of each node; only its module is kept.
             scopes = [scope for scope in ast.literal_eval(node.metadata_props.get(_SCOPES, "[]")) if "." in scope]
             node.name = f"{scopes[-1] if scopes else 'classifier'}/{node.name}"
             node.metadata_props.clear()
         program.save(path)
-    except Exception as error:  # of torch.export and torch.onnx, which have a dozen classes for it
+    except Exception as error:  # torch.export and torch.onnx raise a dozen exception classes
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedError(f"{classifier.name}: torch cannot export it ({reason}); take another model") from error
     finally:
@@ -79,10 +79,10 @@ def write_classifier(classifier: Classifier, what: str, sample: Mapping[str, Ten
 
 
 class OnnxClassifier:
-    """A classifier that onnxruntime runs, on the CPU, called as ours is."""
+    """A classifier that onnxruntime runs on the CPU, with the call interface of `Classifier`."""
 
     def __init__(self, directory: ClassifierDirectory, threads: int | None = None) -> None:
-        """Raises CheckpointError for a graph that is not of this config."""
+        """Raises CheckpointError for a graph that does not match the config."""
         path = directory.directory / ONNX_NAME
         self._session = session(path, threads or torch.get_num_threads())
         inputs = {each.name for each in self._session.get_inputs()}
@@ -93,18 +93,18 @@ class OnnxClassifier:
             )
 
     def __call__(self, **inputs: Tensor) -> Tensor:
-        """Logits [B, C] in float32."""
+        """Return the logits [B, C] in float32."""
         (logits_BC,) = self._session.run([LOGITS], {name: value.numpy() for name, value in inputs.items()})
         return torch.from_numpy(logits_BC)
 
 
 class Opened(NamedTuple):
-    """A classifier ready to be called."""
+    """A classifier that is ready to be called."""
 
     described: ClassifierDirectory
     classify: Classifier | OnnxClassifier
     device: torch.device
-    """Where its inputs must be."""
+    """Device of its inputs."""
 
 
 def open_classifier(
@@ -114,11 +114,11 @@ def open_classifier(
     dtype: torch.dtype | None = None,
     threads: int | None = None,
 ) -> Opened:
-    """What is there. Raises OptionError for a backend or device that cannot run it."""
+    """Open the classifier in a directory. Raises OptionError for a backend or device that cannot run it."""
     if backend_of(directory, backend) == "torch":
         checkpoint, where = ClassifierCheckpoint(directory), resolve_device(device)
         return Opened(checkpoint, checkpoint.load(dtype, where), where)
     if device not in ("auto", "cpu"):
-        raise OptionError(f"device {device!r} cannot be had with backend 'onnx'; it runs on the cpu")
+        raise OptionError(f"device {device!r} is not available with backend 'onnx'; it runs on the cpu")
     described = ClassifierDirectory(directory)
     return Opened(described, OnnxClassifier(described, threads), torch.device("cpu"))

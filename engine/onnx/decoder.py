@@ -1,8 +1,8 @@
-"""Our decoder as an ONNX graph: prefill and decoding in one, with the cache as inputs and outputs.
+"""Our decoder as an ONNX graph for prefill and decoding, with the cache as inputs and outputs.
 
-Inputs: `input_ids` [B, L], `attention_mask` [B, P] (0 at padding on the left; P counts the past too), and for each layer
-`past_key_values.N.key` and `.value`. Outputs: `logits` and `present.N.key` and `.value`, and where experts are skipped
-`experts_skipped`. `logits_to_keep` may be given too: of how many last positions logits are wanted, all by default.
+Inputs: `input_ids` [B, L], `attention_mask` [B, P] (0 at left padding; P includes the past), and for each layer
+`past_key_values.N.key` and `.value`. Outputs: `logits`, `present.N.key` and `.value`, and `experts_skipped` if experts
+are skipped. The optional input `logits_to_keep` is the number of last positions with logits, by default all.
 
 Shape suffixes: B batch, L new positions, P all positions so far, K positions with logits, T tokens (B·L), M MoE layers,
 D hidden, V vocabulary.
@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.architectures import check_onnx
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import FINAL_NORM
 from engine.decoder.routing import Routing
+from engine.families.results import check_onnx
 from engine.files.json_file import writing
 from engine.onnx.attention import AttentionForm, attention, attention_form
 from engine.onnx.experts import feed_forward
@@ -44,8 +44,8 @@ def write_decoder(
 ) -> Written:
     """Write model.onnx and its weights, layer by layer. `routings`: one for each MoE layer.
 
-    `portable`: standard operators only, otherwise also those of onnxruntime. `bits`: 8 or 4 for the weights of products;
-    embeddings and head then have 8.
+    `portable`: use standard operators only, otherwise onnxruntime's own too. `bits`: 8 or 4 for the weights of
+    products; embeddings and head then have 8 bits.
     """
     check_onnx(checkpoint.config)
     config, by_layer = checkpoint.config, dict(zip(checkpoint.config.moe_layers, routings, strict=True))
@@ -77,7 +77,7 @@ def write_decoder(
 
 
 def _layer(parts: Parts, form: AttentionForm, layer: int, x_BLD: str, routing: Routing | None) -> str:
-    """Attention, then the feed-forward, each after its norm and added to the residual."""
+    """Add one layer: attention and feed-forward block, each after its norm and with a residual connection."""
     graph, prefix = parts.graph, f"model.layers.{layer}"
     with graph.scope("attention"):
         normed = parts.norm(x_BLD, f"{prefix}.input_layernorm")
@@ -92,7 +92,7 @@ def _added(parts: Parts, x_BLD: str, y_BLD: str) -> str:
 
 
 def _skipped(parts: Parts, form: AttentionForm, tokens_BL: str) -> None:
-    """How many slots of each token each MoE layer left empty, [B, L, M]."""
+    """Add the output with the number of empty slots for each token and MoE layer, [B, L, M]."""
     graph, layers = parts.graph, parts.config.moe_layers
     counts_TM = graph.node("Concat", *(parts.skipped[layer] for layer in layers), axis=1)
     shape = graph.node("Concat", graph.node("Shape", tokens_BL), graph.integers(len(layers)), axis=0)
@@ -102,7 +102,7 @@ def _skipped(parts: Parts, form: AttentionForm, tokens_BL: str) -> None:
 
 
 def _head(parts: Parts, x_BLD: str) -> None:
-    """The last norm and the logits [B, K, V]."""
+    """Add the last norm and the logits [B, K, V]."""
     graph, config = parts.graph, parts.config
     keep = graph.optional_input("logits_to_keep", np.array([EVERY_POSITION], dtype=np.int64))
     first = graph.node("Neg", keep)

@@ -1,15 +1,15 @@
-"""An encoder-decoder as two ONNX graphs with one data file: what reads a source, and what writes its target.
+"""An encoder-decoder as two ONNX graphs with one data file: the encoder and the decoder.
 
-The encoder's inputs: `input_ids` and `attention_mask` [B, S], 0 at padding; its output `last_hidden_state` [B, S, D]. The
-decoder's: `input_ids` [B, L], `encoder_attention_mask` [B, S], `encoder_hidden_states` [B, S, D], and of each layer
-`past_key_values.N.decoder.key` and `.value` [B, H, P, E] and `past_key_values.N.encoder.key` and `.value` [B, H, C, E]; its
-outputs `logits` [B, L, V] and `present.N.…`, the next call's past.
+The encoder has the inputs `input_ids` and `attention_mask` [B, S], 0 at padding, and the output `last_hidden_state` [B,
+S, D]. The decoder has the inputs `input_ids` [B, L], `encoder_attention_mask` [B, S], `encoder_hidden_states` [B, S,
+D], and for each layer `past_key_values.N.decoder.key` and `.value` [B, H, P, E] and `past_key_values.N.encoder.key` and
+`.value` [B, H, C, E]. Its outputs are `logits` [B, L, V] and `present.N.…`, the past of the next call.
 
-Keys and values of the source are computed of those positions alone that the past lacks: of all when C is 0, of none when it
-is S. So the first call and all others are one graph without control flow.
+Keys and values of the source are computed only for positions that are not in the past: for all of them if C is 0, for
+none if C is S. Therefore the first call and all later ones use one graph without control flow.
 
-Shape suffixes: B batch, S source positions, C of those with keys and values, L new target positions, P earlier ones,
-H heads, E head dimension, D hidden, V vocabulary.
+Shape suffixes: B batch, S source positions, C source positions with cached keys and values, L new target positions, P
+earlier target positions, H heads, E head dimension, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from engine.architectures import FFN_PROJECTIONS, GATED_PROJECTIONS, STACKS
 from engine.errors import UnsupportedError
+from engine.families.encoder_decoders import FFN_PROJECTIONS, GATED_PROJECTIONS, STACKS
 from engine.files.json_file import shown, writing
 from engine.onnx.capacity_experts import Block, capacity_experts
 from engine.onnx.graph import INT64, Graph
@@ -33,11 +33,11 @@ from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAM
 END = 2**31 - 1
 PARTS = ("key", "value")
 FARTHEST = 65536
-"""Largest distance that may have a bias of its own: there is a row for each."""
+"""Upper limit of the distance with a separate bias, because the table has a row for each distance."""
 
 
 def check_graphs(checkpoint: EncoderDecoderCheckpoint) -> None:
-    """Raise UnsupportedError naming each attribute of the config that the graphs lack."""
+    """Raise UnsupportedError naming each attribute of the config that the graphs do not support."""
     config, lacking = checkpoint.config, []
     if config.dense_act_fn not in ACTIVATIONS:
         lacking.append(f"{checkpoint.row.activation_key}={shown(getattr(config, checkpoint.row.activation_key))}")
@@ -49,7 +49,7 @@ def check_graphs(checkpoint: EncoderDecoderCheckpoint) -> None:
     lacking += [f"no layers in the {stack}" for stack, layers in checkpoint.layers.items() if layers < 1]
     if lacking:
         raise UnsupportedError(
-            f"{checkpoint.directory}: config.json asks for what the exported graphs lack: {', '.join(lacking)}; "
+            f"{checkpoint.directory}: config.json needs features that exported graphs lack: {', '.join(lacking)}; "
             "this model cannot be exported"
         )
 
@@ -63,7 +63,10 @@ def write_encoder_decoder(
     bits: int | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> Written:
-    """Write both graphs and their weights, layer by layer. Options as of write_decoder (engine/onnx/decoder.py)."""
+    """Write both graphs and their weights, layer by layer.
+
+    The options are those of write_decoder (engine/onnx/decoder.py).
+    """
     names = [f"{stack}.{layer}" for stack in STACKS for layer in range(checkpoint.layers[stack])]
     data_path = directory / DATA_NAME
     with writing(data_path, "ONNX weights"), data_path.open("wb") as data:
@@ -92,7 +95,7 @@ def write_encoder_decoder(
 
 
 class Stack:
-    """One of the two graphs in the making: a residual stream [B, L, D] that sublayers add to."""
+    """One of the two graphs while it is written: a residual stream [B, L, D] with sublayers."""
 
     name: str
 
@@ -101,7 +104,7 @@ class Stack:
         self._x = layers.embedded(ids_BL, checkpoint.table(f"{self.name}.embed_tokens.weight"))
 
     def add_layer(self, layer: int) -> None:
-        """Attention, then the feed-forward, each after its norm and added to the residual."""
+        """Add one layer: attention and feed-forward block, each after its norm and with a residual connection."""
         with self.graph.scope(f"layers.{layer}"):
             self._attend(layer)
             with self.graph.scope("feed_forward"):
@@ -110,7 +113,7 @@ class Stack:
                 self._add(self._feed_forward(f"{self.name}.{layer}", block, normed))
 
     def end(self) -> None:
-        """The last norm and what comes after it."""
+        """Add the last norm and the graph's outputs."""
         raise NotImplementedError
 
     def _attend(self, layer: int) -> None:
@@ -131,7 +134,7 @@ class Stack:
         return position_bias(self.layers, weight, query_L, key_P, farthest, both_ways=self.name == "encoder")
 
     def _heads(self, x_BLD: str, prefix: str, which: str) -> str:
-        """Queries, keys or values, [B, H, L, E]."""
+        """Return queries, keys or values, [B, H, L, E]."""
         y = self.layers.linear(x_BLD, f"{prefix}.{which}.weight")
         return split_heads(self.graph, y, self.config.num_heads, self.config.d_kv)
 
@@ -155,7 +158,7 @@ class Stack:
 
 
 class Encoder(Stack):
-    """Reads a source."""
+    """The graph that reads a source."""
 
     name = "encoder"
 
@@ -182,7 +185,7 @@ class Encoder(Stack):
 
 
 class Decoder(Stack):
-    """Writes a target."""
+    """The graph that generates a target."""
 
     name = "decoder"
 
@@ -215,7 +218,7 @@ class Decoder(Stack):
                 self._add(self._mixed(prefix, self._heads(normed, prefix, "q"), key, value, bias))
 
     def _extended(self, layer: int, kind: str, part: str, x_BHLE: str) -> str:
-        """The layer's earlier keys or values with the new ones behind them, declared as input and output."""
+        """Append the new keys or values to the layer's earlier ones, declared as input and output."""
         graph, config = self.graph, self.config
         past, present = f"past_key_values.{layer}.{kind}.{part}", f"present.{layer}.{kind}.{part}"
         for declare, name, when in ((graph.input, past, "past"), (graph.output, present, "present")):

@@ -1,4 +1,4 @@
-"""An exported encoder-decoder in onnxruntime: a source is read once, its target is written call by call.
+"""An exported encoder-decoder in onnxruntime: one call reads a source, and further calls generate its target.
 
 Shape suffixes: B batch, S source positions, L new target positions, H heads, E head dimension, D hidden, V vocabulary.
 """
@@ -19,28 +19,28 @@ from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAM
 
 @dataclass
 class Target:
-    """A batch of targets in the making."""
+    """State of a batch of targets during generation."""
 
     states_BSD: Tensor
-    """Of the source."""
+    """Encoder's hidden states of the source."""
     real_BS: Tensor
     past: dict[str, Tensor]
-    """By the decoder's input, keys or values [B, H, positions, E]."""
+    """Cached keys or values [B, H, positions, E], by the decoder's input name."""
 
 
 class OnnxEncoderDecoder:
-    """Both graphs, on the CPU."""
+    """Both graphs of an exported encoder-decoder, on the CPU."""
 
     def __init__(self, directory: Path, config: Any, threads: int | None = None) -> None:
-        """`config`: of transformers. Raises CheckpointError where the graphs are not of a model that it describes."""
+        """`config`: of transformers. Raises CheckpointError if the graphs do not match it."""
         threads = threads or torch.get_num_threads()
         self._config = config
         self._encoder, self._decoder = (session(directory / name, threads) for name in (ENCODER_NAME, DECODER_NAME))
         self._check(directory)
         self.dtype = TYPES[self._encoder.get_outputs()[0].type]
-        """Of hidden states, cache and logits."""
+        """Dtype of hidden states, cache and logits."""
         self.weights_bytes = (directory / DATA_NAME).stat().st_size
-        """Bytes of the weights as they are stored."""
+        """Bytes of the weights as stored."""
 
     def _past_names(self) -> list[str]:
         layers, kinds = range(self._config.num_decoder_layers), ("decoder", "encoder")
@@ -68,7 +68,7 @@ class OnnxEncoderDecoder:
             )
 
     def read(self, tokens_BS: Tensor, real_BS: Tensor) -> Target:
-        """Read sources, padding being where `real` is 0."""
+        """Read sources and return the state of their targets. `real_BS` is 0 at padding."""
         inputs = {"input_ids": tokens_BS.numpy(), "attention_mask": real_BS.long().numpy()}
         (states_BSD,) = self._encoder.run(None, inputs)
         shape = (len(tokens_BS), self._config.num_heads, 0, self._config.d_kv)
@@ -76,13 +76,13 @@ class OnnxEncoderDecoder:
         return Target(torch.from_numpy(states_BSD), real_BS, past)
 
     def write(self, tokens_BL: Tensor, target: Target) -> Tensor:
-        """Logits of the next tokens, [B, L, V]; `target` has them behind its others then."""
+        """Append tokens to the targets, updating `target`, and return the logits of the next tokens, [B, L, V]."""
         inputs = {
             "input_ids": tokens_BL,
             "encoder_attention_mask": target.real_BS.long(),
             "encoder_hidden_states": target.states_BSD,
         }
-        # The source's keys and values come out of the first call, and go into every other as they are.
+        # The first call outputs the source's keys and values; all later calls take them unchanged.
         known = next(iter(target.past.values())).shape[2] > 0
         grown = [name for name in target.past if not (known and ".encoder." in name)]
         names = ["logits", *(name.replace("past_key_values", "present") for name in grown)]

@@ -1,15 +1,15 @@
-"""The MoE block as ONNX nodes, in two forms that compute only the experts that a token chose.
+"""The MoE block as ONNX nodes, in two forms that compute only the experts chosen by a token.
 
-The mixture operators of onnxruntime: com.microsoft::MoE takes the softmax of the logits that it is given, keeps the k
-largest and rescales them to sum to one (without the rescaling, onnxruntime issue 33866, its output may silently be zero). A
-Routing that does the same needs nothing else; of any other it is given the logarithms of the weights, and its output is
-multiplied by what they add up to. Experts of weight zero are not computed.
+The first form uses onnxruntime's mixture operators. com.microsoft::MoE computes the softmax of its logits, keeps the k
+largest values and rescales them to sum to one (without the rescaling, its output may silently be zero: onnxruntime
+issue 33866). A Routing with this rule needs nothing else. For any other Routing, the operator receives the logarithms
+of the weights, and its output is multiplied by the sum of the weights. Experts of weight zero are not computed.
 
-Standard operators only: each expert is a branch that is taken where a token chose it; there it gathers its tokens, and its
-output is put where they were.
+The second form uses standard operators only: each expert is a branch that is executed if a token chose it. The branch
+gathers its tokens, and its output is scattered to their rows.
 
-Shape suffixes: B batch, L new positions, T tokens (B·L), D hidden, F expert width, N routed experts of the layer, S slots,
-R tokens of one expert.
+Shape suffixes: B batch, L new positions, T tokens (B·L), D hidden, F expert width, N routed experts of the layer, S
+slots, R tokens of one expert.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import (
-    DOWN,
-    DOWN_BIAS,
-    GATE,
-    GATE_BIAS,
-    UP,
-    UP_BIAS,
-    MoeConfig,
+from engine.decoder.routing import Routing, Skipping, TopK
+from engine.families.experts import DOWN, DOWN_BIAS, GATE, GATE_BIAS, UP, UP_BIAS
+from engine.families.layer_config import MoeConfig
+from engine.families.tensor_names import (
+    block_prefix,
     dense_tensor,
     expert_parts,
     expert_tensor,
@@ -39,20 +36,19 @@ from engine.architectures import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.decoder.routing import Routing, Skipping, TopK
 from engine.onnx.graph import FLOAT, INT64, MICROSOFT, Graph
 from engine.onnx.layers import ROUNDED_ACTIVATIONS, Parts, cast, float32, in_turns
 from engine.onnx.quantize import block_size
 from engine.onnx.routing import Selected, expert_weights, select
 
 ROUTER_WEIGHTS = 14
-"""Place among QMoE's inputs of the weights that outputs are multiplied by."""
+"""Index of the QMoE input with the weights by which the experts' outputs are multiplied."""
 NOT_CHOSEN = -6e4
-"""In place of log 0: its exponential is zero, and float16 can hold it."""
+"""Replacement of log 0 that float16 can represent and whose exponential is zero."""
 
 
 def feed_forward(parts: Parts, layer: int, x_BLD: str, routing: Routing | None) -> str:
-    """[B, L, D] to [B, L, D]; `routing` is the layer's rule, None where it is dense."""
+    """Add the feed-forward block, [B, L, D] to [B, L, D]. `routing`: the layer's Routing; None for a dense layer."""
     moe, graph = parts.config.layers[layer].moe, parts.graph
     x_TD = graph.node("Reshape", x_BLD, graph.integers(-1, parts.config.hidden_size))
     if moe is None or routing is None:
@@ -68,13 +64,13 @@ def _routed(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, routing: Routin
     if moe.experts == 1 and isinstance(routing, TopK):
         y_TD = _expert(parts, layer, moe, 0, x_TD)
         return y_TD if routing.scale == 1.0 else graph.node("Mul", y_TD, graph.number(routing.scale))
-    logits_TN = _router_logits(parts, layer, x_TD)
+    logits_TN = _router_logits(parts, layer, moe, x_TD)
     form = _standard if parts.portable else _mixture if parts.bits is None else _quantised_mixture
     return form(parts, layer, moe, x_TD, logits_TN, routing)
 
 
 def _selected(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> Selected:
-    """The Routing's choice; how many slots a rule that skips left empty is noted."""
+    """Add the Routing's nodes; for adaptive skipping, record the number of empty slots."""
     graph = parts.graph
     selected = select(graph, routing, logits_TN, moe.experts)
     if isinstance(routing, Skipping):
@@ -83,17 +79,17 @@ def _selected(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing:
     return selected
 
 
-def _router_logits(parts: Parts, layer: int, x_TD: str) -> str:
-    """[T, N] in float32."""
+def _router_logits(parts: Parts, layer: int, moe: MoeConfig, x_TD: str) -> str:
+    """Return the router logits, [T, N] in float32."""
     row, graph = parts.config.architecture, parts.graph
-    if row.gate_network is not None:
+    if moe.gate_network_width:
         x_TD = graph.node("Tanh", parts.linear(x_TD, gate_hidden_tensor(row, layer), exact=True))
-    bias = None if row.logit_bias is None else logit_bias_tensor(row, layer)
-    return cast(graph, parts.linear(x_TD, router_tensor(row, layer), bias, exact=True), graph.element_type, FLOAT)
+    logits_TN = parts.linear(x_TD, router_tensor(row, layer), logit_bias_tensor(row, layer), exact=True)
+    return cast(graph, logits_TN, graph.element_type, FLOAT)
 
 
 def _shared(parts: Parts, layer: int, x_TD: str) -> str:
-    """The shared expert, scaled by its gate where it has one."""
+    """Add the shared expert, scaled by its gate if it has one."""
     row = parts.config.architecture
     y_TD = parts.feed_forward(x_TD, [shared_tensor(row, layer, p) for p in range(3)])
     if (name := shared_gate_tensor(row, layer)) is None:
@@ -102,7 +98,7 @@ def _shared(parts: Parts, layer: int, x_TD: str) -> str:
 
 
 def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
-    """[T, D] by one com.microsoft::MoE node."""
+    """Return the output [T, D] of one com.microsoft::MoE node."""
     graph = parts.graph
     logits_TN, total_T1 = _as_softmax(parts, layer, moe, logits_TN, routing)
     y_TD = graph.node(
@@ -122,7 +118,7 @@ def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str
 
 
 def _swiglu(moe: MoeConfig) -> dict[str, Any]:
-    """The attributes of a mixture for G · σ(α·G) · (U + β), with the rows of both projections in turns."""
+    """Return the attributes of a mixture for G · σ(α·G) · (U + β), with interleaved rows of both projections."""
     if moe.swiglu is None:
         values = {"activation_alpha": 1.0, "activation_beta": 0.0}
     else:
@@ -131,9 +127,9 @@ def _swiglu(moe: MoeConfig) -> dict[str, Any]:
 
 
 def _as_softmax(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> tuple[str, str | None]:
-    """Logits whose k largest, as a softmax among themselves, are the Routing's weights but for a factor; that factor.
+    """Return logits for the MoE operator, and the factor [T, 1] for its output; None for a factor of one.
 
-    The factor is [T, 1], or None where it is one.
+    The softmax of the k largest logits, multiplied by the factor, gives the Routing's weights.
     """
     graph = parts.graph
     if isinstance(routing, TopK) and routing.normalise:
@@ -147,7 +143,7 @@ def _as_softmax(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routin
 
 
 def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
-    """[T, D] by one com.microsoft::QMoE node, which takes the weights of all experts as they are."""
+    """Return the output [T, D] of one com.microsoft::QMoE node, which receives the weights of all experts directly."""
     graph, hidden, bits = parts.graph, parts.config.hidden_size, parts.bits
     assert bits is not None
     weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
@@ -172,30 +168,30 @@ def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logi
 
 
 def _stacked(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
-    """All experts' `gate_up` [N, 2F, D] or `down` [N, D, F], written expert by expert."""
+    """Write all experts' `gate_up` [N, 2F, D] or `down` [N, D, F], expert by expert."""
     hidden, width = parts.config.hidden_size, moe.expert_width
     shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
-    name = f"{parts.config.architecture.block.format(layer=layer)}.experts.{what}"
+    name = f"{block_prefix(parts.config.architecture, layer)}.experts.{what}"
     return parts.stacked(name, shape, _experts(parts, layer, moe, what))
 
 
 def _experts(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[Tensor]:
-    """Each expert's `gate_up` [2F, D], rows of gate and up in turns, or `down` [D, F]."""
+    """Yield each expert's `gate_up` [2F, D], with interleaved rows of gate and up, or `down` [D, F]."""
     for names in _names(parts, layer, moe, what):
         yield in_turns([parts.source(name) for name in names])
 
 
 def _names(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[list[str]]:
-    """Of each expert's weights in them."""
+    """Yield the names of each expert's weights in a stack."""
     row, projections = parts.config.architecture, (DOWN,) if what == "down" else (GATE, UP)
     for expert in range(moe.experts):
         yield [expert_tensor(row, layer, expert, projection) for projection in projections]
 
 
 def _stacked_biases(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
-    """Of the same products, [N, 2F] or [N, D]; nothing where experts have none."""
+    """Write all experts' biases of these products, [N, 2F] or [N, D]; return an empty name if experts have none."""
     row = parts.config.architecture
-    if not row.expert_biases:
+    if DOWN_BIAS not in expert_parts(row):
         return ""
 
     def made() -> Tensor:
@@ -207,20 +203,20 @@ def _stacked_biases(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
             return torch.stack([down for _, _, down in each])
         return torch.stack([torch.stack((gate, up), dim=1).flatten() for gate, up, _ in each])
 
-    return parts.graph.weight(f"{row.block.format(layer=layer)}.experts.{what}.biases", made)
+    return parts.graph.weight(f"{block_prefix(row, layer)}.experts.{what}.biases", made)
 
 
 def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: int, block: int) -> tuple[str, str]:
-    """The same in few bits: values and scales."""
+    """Write all experts' low-bit weights; return the names of values and scales."""
     row, hidden, width = parts.config.architecture, parts.config.hidden_size, moe.expert_width
     shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
-    name = f"{row.block.format(layer=layer)}.experts.{what}"
+    name = f"{block_prefix(row, layer)}.experts.{what}"
     rounded = ([parts.rounded(weight, bits, block) for weight in names] for names in _names(parts, layer, moe, what))
     return parts.stacked_in_bits(name, shape, rounded, bits)
 
 
 def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
-    """[T, D] by standard operators."""
+    """Return the output [T, D] with standard operators only."""
     graph = parts.graph
     weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
     sizes = moe.experts, parts.config.hidden_size
@@ -234,9 +230,9 @@ def _expert(parts: Parts, layer: int, moe: MoeConfig, expert: int, x_RD: str) ->
 
 
 def branches(graph: Graph, x_TD: str, weights_TN: str, sizes: tuple[int, int], run: Callable[[int, str], str]) -> str:
-    """[T, D] by standard operators: what `run` makes of each expert's tokens [R, D], times their weights, a branch for each.
+    """Return the output [T, D] with standard operators: one branch per expert computes `run` on its tokens [R, D].
 
-    `sizes`: N and D.
+    The results are multiplied by the tokens' weights. `sizes`: N and D.
     """
     experts, hidden = sizes
     largest_N = graph.node("ReduceMax", weights_TN, axes=[0], keepdims=0)
@@ -258,7 +254,7 @@ def branches(graph: Graph, x_TD: str, weights_TN: str, sizes: tuple[int, int], r
 
 
 def _expert_tokens(graph: Graph, expert: int, x_TD: str, weights_TN: str, run: Callable[[int, str], str]) -> list[str]:
-    """The tokens that chose an expert, [R, 1], and what it adds to them, [R, D]."""
+    """Return the tokens that chose an expert, [R, 1], and the expert's weighted output for them, [R, D]."""
     weights_T = graph.node("Gather", weights_TN, graph.integer(expert), axis=1)
     rows_R1 = graph.node("Transpose", graph.node("NonZero", weights_T), perm=[1, 0])
     weights_R1 = graph.node("Unsqueeze", graph.node("GatherND", weights_T, rows_R1), graph.integers(1))

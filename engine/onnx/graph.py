@@ -1,7 +1,7 @@
-"""An ONNX graph written node by node, its large weights streamed to a file beside it as they come.
+"""A builder of ONNX graphs that adds node by node and streams large weights to a data file.
 
-Values are named after where they arise (`layers.3/attention/MatMul_12`), weights as in the checkpoint. Weights are written
-in the order that they are asked for, one tensor at a time, so the model is never whole in memory.
+Values are named after their place in the model (`layers.3/attention/MatMul_12`), weights as in the checkpoint. Weights
+are written when they are requested, one tensor at a time, so the model is never completely in memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from engine.onnx.runtime import DATA_NAME
 
 STANDARD_OPSET = 17
 MICROSOFT = "com.microsoft"
-"""The domain of the operators that onnxruntime adds to the standard ones."""
+"""Domain of the operators that onnxruntime adds to the standard ones."""
 ALIGNMENT = 4096
-"""Of each weight in the data file, so that it can be used where it is mapped."""
+"""Alignment of each weight in the data file, in bytes, so that weights can be used memory-mapped."""
 ELEMENT_TYPES: dict[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT,
     torch.float16: TensorProto.FLOAT16,
@@ -39,16 +39,16 @@ ELEMENT_TYPES: dict[torch.dtype, int] = {
 BOOL, FLOAT, INT32, INT64 = TensorProto.BOOL, TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 
 Shape = Sequence[int | str]
-"""Of an input or output; a string names a dimension that varies."""
+"""Shape of an input or output; a string names a dynamic dimension."""
 
 
 class Graph:
-    """A graph in the making. `node` returns the name of the node's output, to be an input of others."""
+    """A graph under construction. `node` returns the name of the node's output, as an input for other nodes."""
 
     def __init__(self, directory: Path, data: BinaryIO, dtype: torch.dtype, beside: Graph | None = None) -> None:
-        """`dtype` is what weights and activations are computed in; `data` is open for writing in `directory`.
+        """`dtype`: dtype of weights and activations. `data`: a file in `directory`, open for writing.
 
-        `beside`: a graph with the same data file; what it has written under a name is this one's weight of that name too.
+        `beside`: a graph with the same data file, whose weights this graph shares by name.
         """
         self.directory, self.dtype = directory, dtype
         self.element_type = ELEMENT_TYPES[dtype]
@@ -62,11 +62,11 @@ class Graph:
         self._scope = ""
         self._count = 0
         self.weights_bytes = 0
-        """Of the weights in the data file, padding not counted."""
+        """Bytes of the weights in the data file, without padding."""
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Names of the values that arise inside begin with `name`."""
+        """Add a prefix to the names of values created in the body."""
         before, self._scope = self._scope, f"{self._scope}{name}/"
         try:
             yield
@@ -74,25 +74,25 @@ class Graph:
             self._scope = before
 
     def input(self, name: str, element_type: int, shape: Shape) -> str:
-        """An input of the graph."""
+        """Add an input of the graph."""
         self._inputs.append(helper.make_tensor_value_info(name, element_type, shape))
         return name
 
     def optional_input(self, name: str, value: npt.NDArray[Any]) -> str:
-        """An input that has `value` where the caller gives none."""
+        """Add an input with `value` as default."""
         self._initializers[name] = numpy_helper.from_array(value, name)
         return self.input(name, self._initializers[name].data_type, value.shape)
 
     def output(self, name: str, element_type: int, shape: Shape) -> None:
-        """Declare a value as an output of the graph; a node has given it its name."""
+        """Declare a value as an output of the graph; a node must have this output name."""
         self._outputs.append(helper.make_tensor_value_info(name, element_type, shape))
 
     def node(self, operator: str, *inputs: str, name: str = "", domain: str = "", **attributes: Any) -> str:
-        """Add a node with one output, called `name` if given; an empty name among the inputs leaves an optional one out."""
+        """Add a node with one output, called `name` if given; an empty input name leaves an optional input out."""
         return self.nodes(operator, *inputs, outputs=[name], domain=domain, **attributes)[0]
 
     def nodes(self, operator: str, *inputs: str, outputs: Sequence[str], domain: str = "", **attributes: Any) -> list[str]:
-        """Add a node with several outputs; those whose names are empty get one."""
+        """Add a node with several outputs; an empty output name is replaced by a generated one."""
         own = f"{self._scope}{operator}_{self._count}"
         self._count += 1
         names = [name or (f"{own}.{index}" if index else own) for index, name in enumerate(outputs)]
@@ -100,12 +100,12 @@ class Graph:
         return names
 
     def either(self, condition: str, then: Callable[[], list[str]], otherwise: Callable[[], list[str]]) -> list[str]:
-        """What `then` gives where `condition`, one truth, holds, else what `otherwise` gives; only one is computed."""
+        """Return the outputs of `then` if the boolean scalar `condition` holds, else of `otherwise`; one is computed."""
         branches = {"then_branch": self._branch("then", then), "else_branch": self._branch("else", otherwise)}
         return self.nodes("If", condition, outputs=[""] * len(branches["then_branch"].output), **branches)
 
     def _branch(self, name: str, make: Callable[[], list[str]]) -> onnx.GraphProto:
-        """The nodes that `make` adds, as a graph of their own; weights and values from outside are read where they are."""
+        """Return the nodes that `make` adds as a subgraph, which can read values and weights of the outer graph."""
         outside, self._nodes = self._nodes, []
         results = [onnx.ValueInfoProto(name=result) for result in make()]
         branch = helper.make_graph(self._nodes, f"{name}_{self._count}", [], results)
@@ -113,32 +113,32 @@ class Graph:
         return branch
 
     def size(self, tensor: str, dimension: int) -> str:
-        """A dimension of a tensor, an int64 vector of one."""
+        """Return a dimension of a tensor as an int64 vector of length one."""
         return self.node("Gather", self.node("Shape", tensor), self.integers(dimension))
 
     def range(self, end_1: str) -> str:
-        """0, 1, … up to a vector of one."""
+        """Return 0, 1, … below the value of a vector of length one."""
         return self.node("Range", self.integer(0), self.node("Squeeze", end_1), self.integer(1))
 
     def integers(self, *values: int) -> str:
-        """A constant int64 vector."""
+        """Return a constant int64 vector."""
         return self.constant(np.array(values, dtype=np.int64))
 
     def integer(self, value: int) -> str:
-        """A constant int64 scalar."""
+        """Return a constant int64 scalar."""
         return self.constant(np.array(value, dtype=np.int64))
 
     def number(self, value: float) -> str:
-        """A constant scalar in the graph's dtype."""
+        """Return a constant scalar in the graph's dtype."""
         return self.constant(np.array(value, dtype=self.numpy_dtype))
 
     @property
     def numpy_dtype(self) -> npt.DTypeLike:
-        """`dtype` as NumPy has it."""
+        """`dtype` as a NumPy dtype."""
         return np.float16 if self.dtype == torch.float16 else np.float32
 
     def constant(self, value: npt.NDArray[Any]) -> str:
-        """A small constant, kept in the graph itself; equal ones are one."""
+        """Return a small constant that is stored in the graph itself; equal constants are stored once."""
         key = (value.dtype.str, value.shape, value.tobytes())
         if key not in self._constants:
             name = f"constant_{len(self._constants)}"
@@ -147,7 +147,7 @@ class Graph:
         return self._constants[key]
 
     def weight(self, name: str, make: Callable[[], Tensor]) -> str:
-        """A tensor in the data file, made now unless there is one of that name already."""
+        """Return a tensor in the data file; `make` creates it unless the name exists already."""
         if name in self._written:
             self._initializers[name] = self._written[name]
         else:
@@ -156,7 +156,7 @@ class Graph:
         return name
 
     def weight_of_parts(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Tensor]) -> str:
-        """A tensor in the data file whose elements come in several parts, one after the other."""
+        """Write a tensor to the data file from consecutive parts of its elements."""
         with writing(self.directory / DATA_NAME, f"weight {name}"):
             offset = self._data.tell() + -self._data.tell() % ALIGNMENT
             self._data.seek(offset)
@@ -173,7 +173,7 @@ class Graph:
         return name
 
     def reshaped(self, name: str, weight: str, shape: tuple[int, ...]) -> str:
-        """The same bytes of the data file as a tensor of another shape."""
+        """Return a tensor of another shape that uses the bytes of an existing weight."""
         proto = TensorProto()
         proto.CopyFrom(self._initializers[weight])
         proto.name = name
@@ -182,7 +182,7 @@ class Graph:
         return name
 
     def save(self, name: str, metadata: dict[str, str], file_name: str = ONNX_NAME) -> None:
-        """Write the graph, once all weights are in the data file; `metadata` is what a loader asks it for."""
+        """Write the graph after all weights are in the data file. `metadata`: properties for the loader."""
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, list(self._initializers.values()))
         domains = sorted({node.domain for node in self._nodes})
         versions = [helper.make_opsetid(domain, 1 if domain else STANDARD_OPSET) for domain in domains]

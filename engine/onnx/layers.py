@@ -1,9 +1,9 @@
 """Norms, linear layers, feed-forward networks, embeddings and heads as ONNX nodes.
 
-Standard operators in patterns that onnxruntime fuses when it loads a graph.
+The standard operators form patterns that onnxruntime fuses when it loads a graph.
 
-Shape suffixes: B batch, L positions, D inputs, O outputs, F width of the feed-forward network, R rows: tokens of any
-sequences, N experts, V vocabulary.
+Shape suffixes: B batch, L positions, D inputs, O outputs, F width of the feed-forward network, R rows (tokens of any
+sequences), N experts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import ClampedSwiglu, DecoderConfig
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, quantise
 from engine.onnx.graph import FLOAT, MICROSOFT, Graph
 from engine.onnx.quantize import Packing, block_size
 
 Source = Callable[[str], Tensor]
-"""Gives the checkpoint's tensors by name, in the graph's dtype."""
+"""Function from name to the checkpoint's tensor, in the graph's dtype."""
 
 OUTER_BITS = 8
-"""Of embeddings and head where weights are of few bits: every token's error comes from them."""
+"""Bits of embeddings and head in a low-bit model: their rounding errors affect every token."""
 ROUNDED_ACTIVATIONS = 4
-"""accuracy_level of block-wise products: activations in 8 bits, so that the processor multiplies integers."""
+"""accuracy_level of block-wise products: activations are rounded to 8 bits, so that the processor multiplies integers."""
 
 
 class Packed(NamedTuple):
-    """A weight [O, D] in few bits: names of its values and scales, and its sizes."""
+    """A low-bit weight [O, D]: names of its values and scales, and its sizes."""
 
     values: str
     scales: str
@@ -45,26 +46,26 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """Where nodes go, and what they are made from."""
+    """The graph and the sources from which layers are made."""
 
     graph: Graph
     source: Source
     norm_epsilon: float
     portable: bool
-    """Standard operators only."""
+    """Whether only standard operators may be used."""
     bits: int | None = None
-    """Of the weights of products; None where they are of the graph's dtype."""
+    """Bits of the weights of products; None for the graph's dtype."""
     checkpoint: Callable[[str], Weight] | None = None
-    """Gives tensors as they are in the checkpoint, where some may be of few bits already."""
+    """Function from name to the tensor as stored in the checkpoint, if some may be quantized already."""
     packings: dict[str, Packing] = field(default_factory=dict)
-    """Noted here: how each weight of few bits was rounded."""
+    """Filled by `rounded`: the packing of each weight that was quantized."""
 
     def stored(self, name: str) -> str:
-        """A tensor as it is in the checkpoint."""
+        """Return a tensor as it is in the checkpoint."""
         return self.graph.weight(name, lambda: self.source(name))
 
     def rms_norm(self, x: str, weight: str, epsilon: float | None = None) -> str:
-        """x / rms(x) · weight over the last dimension, the mean square taken in float32; epsilon: None for the config's."""
+        """Return x / rms(x) · weight over the last dimension, the mean square in float32. epsilon: None for the config's."""
         graph = self.graph
         wide = cast(graph, x, graph.element_type, FLOAT)
         mean = graph.node("ReduceMean", graph.node("Pow", wide, float32(graph, 2.0)), axes=[-1], keepdims=1)
@@ -74,27 +75,30 @@ class Layers:
         return graph.node("Mul", normed, self.stored(weight))
 
     def times(self, x: str, factor: float) -> str:
-        """factor · x."""
+        """Return factor · x."""
         return x if factor == 1.0 else self.graph.node("Mul", x, self.graph.number(factor))
 
     def linear(self, x: str, weight: str, bias: str | None = None, exact: bool = False) -> str:
-        """x·Wᵀ + b for a weight [O, D] of the checkpoint; `exact`: never of fewer bits."""
+        """Return x·Wᵀ + b for a weight [O, D] of the checkpoint; with `exact`, the weight is never quantized."""
         if self.bits is None or exact:
-            # Stored the other way round, as MatMul reads it.
+            # Stored transposed, as MatMul reads it.
             y = self.graph.node("MatMul", x, self.graph.weight(weight, lambda: self.source(weight).T))
         else:
             y = self.product(x, self.quantised(weight, self.bits))
         return y if bias is None else self.graph.node("Add", y, self.stored(bias))
 
     def quantised(self, weight: str, bits: int) -> Packed:
-        """A weight [O, D] of the checkpoint in few bits."""
+        """Quantize a weight [O, D] of the checkpoint and write it to the graph."""
         graph, rounded = self.graph, self.rounded(weight, bits)
         values = graph.weight(f"{weight}.values", lambda: rounded.packed_OB)
         scales = graph.weight(f"{weight}.scales", lambda: rounded.scales_OC.float())
         return Packed(values, scales, bits, rounded.group_size, *rounded.shape)
 
     def rounded(self, weight: str, bits: int, block: int | None = None) -> QuantizedWeight:
-        """The same outside of the graph: what the checkpoint has in such blocks stays as it is. `block`: None for any."""
+        """Return a quantized weight; one that the checkpoint stores in this form stays as it is.
+
+        `block`: None for any size.
+        """
         stored = None if self.checkpoint is None else self.checkpoint(weight)
         inputs = (self.source(weight) if stored is None else stored).shape[1]
         block = block_size(inputs) if block is None else block
@@ -105,7 +109,7 @@ class Layers:
         return quantise(self.source(weight), bits, block)
 
     def product(self, x: str, packed: Packed) -> str:
-        """x·Wᵀ for a packed weight, with activations rounded to 8 bits for it."""
+        """Return x·Wᵀ for a packed weight, with activations rounded to 8 bits."""
         blocks = packed.inputs // packed.block
         shape = (packed.outputs, blocks, packed.block * packed.bits // 8)
         return self.graph.node(
@@ -122,7 +126,7 @@ class Layers:
         )
 
     def rows(self, x_RD: str, weight: str, bias: str | None = None) -> str:
-        """x·Wᵀ + b of a matrix of rows: Gemm reads the weight as it is stored, and a single row at the memory's speed."""
+        """Return x·Wᵀ + b for a matrix of rows. Gemm reads the weight as stored, and one row at the memory's bandwidth."""
         if self.bits is not None:
             y_RO = self.product(x_RD, self.quantised(weight, self.bits))
             return y_RO if bias is None else self.graph.node("Add", y_RO, self.stored(bias))
@@ -136,9 +140,10 @@ class Layers:
         biases: Sequence[str] = (),
         clamp: ClampedSwiglu | None = None,
     ) -> str:
-        """down(act(gate·x) ⊙ up·x), [R, D] of rows; the names of gate [F, D], up [F, D] if there is one, and down [D, F].
+        """Return down(act(gate·x) ⊙ up·x), [R, D].
 
-        biases: the names of as many. `clamp` stands in place of act(g) ⊙ u.
+        weights: names of gate [F, D], optionally up [F, D], and down [D, F]. biases: names in the same order. `clamp`
+        replaces act(g) ⊙ u.
         """
         *inner, down = zip_longest(weights, biases)
         gate, *up = (self.rows(x_RD, *names) for names in inner)
@@ -157,7 +162,7 @@ class Layers:
         return graph.node("Mul", graph.node("Mul", gate, sigmoid), graph.node("Add", up, graph.number(1.0)))
 
     def embedded(self, tokens_BL: str, weight: str) -> str:
-        """[B, L, D]: rows of a weight [V, D]."""
+        """Return the embeddings of tokens, [B, L, D], from a weight [V, D]."""
         if self.bits is None:
             return self.graph.node("Gather", self.stored(weight), tokens_BL, axis=0)
         packed = self.quantised(weight, OUTER_BITS)
@@ -172,10 +177,10 @@ class Layers:
         )
 
     def logits(self, x_BLD: str, weight: str, shape: tuple[int, int], bias: str | None = None) -> None:
-        """The graph's output `logits` [B, L, V] of a weight [V, D] of that shape."""
+        """Add the graph's output `logits` [B, L, V] with a weight [V, D] of this shape."""
         graph, (vocabulary, hidden) = self.graph, shape
         if self.bits is None:
-            # Tied embeddings are in the file once: Gemm reads them the other way round.
+            # Tied embeddings are stored once: Gemm reads them transposed.
             logits = self.rows(graph.node("Reshape", x_BLD, graph.integers(-1, hidden)), weight, bias)
             batch_length = graph.node("Slice", graph.node("Shape", x_BLD), graph.integers(0), graph.integers(2))
             whole = graph.node("Concat", batch_length, graph.integers(vocabulary), axis=0)
@@ -188,15 +193,16 @@ class Layers:
             graph.node("Add", logits, self.stored(bias), name="logits")
 
     def stacked(self, name: str, shape: tuple[int, int, int], weights: Iterable[Tensor]) -> str:
-        """A weight [N, O, D] of all experts, written expert by expert."""
+        """Write a weight [N, O, D] of all experts, expert by expert."""
         return self.graph.weight_of_parts(name, self.graph.dtype, shape, weights)
 
     def stacked_in_bits(
         self, name: str, shape: tuple[int, int, int], weights: Iterable[Sequence[QuantizedWeight]], bits: int
     ) -> tuple[str, str]:
-        """The same in few bits, their rows in turns where an expert has several: values as bytes and scales.
+        """Write low-bit weights of all experts; return the names of values (bytes) and scales.
 
-        Only the scales of a layer are in memory together.
+        If an expert has several weights, their rows are interleaved. Only the scales of one layer are in memory
+        together.
         """
         scales: list[Tensor] = []
 
@@ -213,32 +219,32 @@ class Layers:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts(Layers):
-    """The same for a decoder."""
+    """Layers of a decoder."""
 
     config: DecoderConfig
     skipped: dict[int, str] = field(default_factory=dict)
-    """Noted here: by layer, how many slots of each token a rule that skips left empty, [T, 1]."""
+    """Filled by experts.py: for each layer with adaptive skipping, the number of empty slots of each token, [T, 1]."""
 
     def norm(self, x: str, name: str) -> str:
-        """A norm before a block, or the last one, as the family has it."""
-        if not self.config.architecture.layer_norm:
+        """Add a norm before a block, or the last norm, in the family's form."""
+        if not self.config.layer_norm:
             return self.rms_norm(x, f"{name}.weight")
         weights = self.stored(f"{name}.weight"), self.stored(f"{name}.bias")
         return self.graph.node("LayerNormalization", x, *weights, axis=-1, epsilon=self.config.norm_epsilon)
 
 
 def in_turns(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor with a row of each in turns."""
+    """Interleave the rows of several tensors."""
     return torch.stack(tuple(tensors), dim=1).flatten(0, 1)
 
 
 def cast(graph: Graph, x: str, before: int, after: int) -> str:
-    """A value of element type `before` as one of `after`."""
+    """Convert a value of element type `before` to `after`."""
     return x if before == after else graph.node("Cast", x, to=after)
 
 
 def float32(graph: Graph, value: object) -> str:
-    """A constant in float32: a number or a list of them."""
+    """Return a constant in float32: a number or a list of numbers."""
     return graph.constant(np.array(value, dtype=np.float32))
 
 
@@ -251,7 +257,7 @@ def _silu(graph: Graph, x: str) -> str:
 
 
 def _gelu_of_tanh(graph: Graph, x: str) -> str:
-    """0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
+    """Return 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
     cube = graph.node("Pow", x, graph.number(3.0))
     inner = graph.node("Add", x, graph.node("Mul", cube, graph.number(0.044715)))
     bent = graph.node("Tanh", graph.node("Mul", inner, graph.number(math.sqrt(2.0 / math.pi))))
@@ -259,4 +265,4 @@ def _gelu_of_tanh(graph: Graph, x: str) -> str:
 
 
 ACTIVATIONS: dict[str, Callable[[Graph, str], str]] = {"relu": _relu, "silu": _silu, "gelu_new": _gelu_of_tanh}
-"""By the name that transformers has for them."""
+"""Activation functions by their names in transformers."""

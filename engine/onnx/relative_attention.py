@@ -1,7 +1,7 @@
-"""Attention with relative position biases as standard ONNX nodes (Raffel et al. §2.1): scores are not scaled.
+"""Attention with relative position biases (T5, Raffel et al. §2.1) as standard ONNX nodes; scores are not scaled.
 
-What a head adds to a score depends on the distance from query to key alone, and from `farthest` on no more on that. So the
-bias of every distance up to there is one row of a table, and a text may have any length.
+A head's bias depends only on the distance from query to key, and is constant from distance `farthest` on. Therefore a
+table holds one row for each distance up to `farthest`, and a text may have any length.
 
 Shape suffixes: B batch, L queries, P keys, S source positions, H heads, E head dimension, D hidden, R distances.
 """
@@ -19,9 +19,9 @@ from engine.onnx.layers import Layers
 
 
 def buckets(distances: Tensor, count: int, farthest: int, both_ways: bool) -> Tensor:
-    """Bucket of each distance from query to key: half of them exact, the others of widths that grow logarithmically.
+    """Return the bucket of each distance from query to key: half of them are exact, the others have logarithmic widths.
 
-    `both_ways`: keys behind the query have buckets of their own, half of all; otherwise they share that of distance 0.
+    `both_ways`: keys after the query have separate buckets, half of all; otherwise they share the bucket of distance 0.
     """
     first = torch.zeros_like(distances)
     if both_ways:
@@ -36,7 +36,7 @@ def buckets(distances: Tensor, count: int, farthest: int, both_ways: bool) -> Te
 
 
 def position_bias(layers: Layers, weight: str, query_L: str, key_P: str, farthest: int, both_ways: bool) -> str:
-    """[1, H, L, P] to add to scores, from the weight [buckets, H]; positions are vectors of integers."""
+    """Return the bias [1, H, L, P] to add to scores, from the weight [buckets, H]; positions are vectors of integers."""
     graph = layers.graph
 
     def table_RH() -> Tensor:
@@ -51,24 +51,24 @@ def position_bias(layers: Layers, weight: str, query_L: str, key_P: str, farthes
 
 
 def causal_mask(graph: Graph, query_L: str, key_P: str) -> str:
-    """[L, P] to add to scores: what comes later is not seen."""
+    """Return the causal mask [L, P] to add to scores."""
     seen_LP = graph.node("LessOrEqual", key_P, graph.node("Unsqueeze", query_L, graph.integers(1)))
     return graph.node("Where", seen_LP, graph.number(0.0), graph.number(MASKED))
 
 
 def padding_mask(graph: Graph, mask_BS: str) -> str:
-    """[B, 1, 1, S] to add to scores: padding is not seen."""
+    """Return the mask [B, 1, 1, S] that hides padding, to add to scores."""
     real_B11S = graph.node("Unsqueeze", graph.node("Cast", mask_BS, to=BOOL), graph.integers(1, 2))
     return graph.node("Where", real_B11S, graph.number(0.0), graph.number(MASKED))
 
 
 def split_heads(graph: Graph, x: str, heads: int, size: int) -> str:
-    """[B, L, H · E] to [B, H, L, E]; L may be 0."""
+    """Reshape [B, L, H · E] to [B, H, L, E]; L may be 0."""
     return graph.node("Transpose", graph.node("Reshape", x, graph.integers(0, 0, heads, size)), perm=[0, 2, 1, 3])
 
 
 def attend(graph: Graph, query_BHLE: str, key_BHPE: str, value_BHPE: str, bias_BHLP: str) -> str:
-    """[B, L, H · E]: the mixture of values by the softmax of scores and biases."""
+    """Return the sum of values weighted by the softmax of scores and biases, [B, L, H · E]."""
     scores_BHLP = graph.node("MatMul", query_BHLE, graph.node("Transpose", key_BHPE, perm=[0, 1, 3, 2]))
     weights_BHLP = graph.node("Softmax", graph.node("Add", scores_BHLP, bias_BHLP), axis=-1)
     mixed_BLHE = graph.node("Transpose", graph.node("MatMul", weights_BHLP, value_BHPE), perm=[0, 2, 1, 3])

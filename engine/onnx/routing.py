@@ -1,9 +1,9 @@
 """Routings (engine/decoder/routing.py) as ONNX nodes: router logits to (experts, weights), each [T, S].
 
-`SELECTIONS` has one function for each kind of Routing. An empty slot is a weight of zero.
+`SELECTIONS` has one function for each kind of Routing. An empty slot has the weight zero.
 
-Shape suffixes: T tokens, N routed experts of the layer, S slots, K the model's top-k, J slots after the first,
-G groups, M experts of one group.
+Shape suffixes: T tokens, N routed experts of the layer, S slots, K the model's top-k, J slots after the first, G
+groups, M experts of one group.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from engine.onnx.layers import float32
 
 _END = 2**31 - 1
 NEVER = -1e30
-"""In place of −∞, which would give 0 · ∞."""
+"""Replacement of −∞, because 0 · ∞ is NaN."""
 
 
 class Selected(NamedTuple):
-    """What a Routing returns, as names of values."""
+    """Result of a Routing, as names of values."""
 
     experts_TS: str
     weights_TS: str
-    """float32, zero where a slot is empty."""
+    """float32; zero in an empty slot."""
 
 
 def select(graph: Graph, routing: Routing, logits_TN: str, experts: int) -> Selected:
-    """The nodes of a Routing; logits are float32. Raises UnsupportedError for one that has no ONNX form."""
+    """Add the nodes of a Routing; logits are float32. Raises UnsupportedError for a Routing without an ONNX form."""
     own = SELECTIONS.get(type(routing))
     if own is None:
         raise UnsupportedError(f"routing {type(routing).__name__} has no ONNX form; export the model with its own routing")
@@ -40,7 +40,7 @@ def select(graph: Graph, routing: Routing, logits_TN: str, experts: int) -> Sele
 
 
 def expert_weights(graph: Graph, selected: Selected, logits_TN: str) -> str:
-    """The weight of every expert for every token, [T, N], zero for those that are not used."""
+    """Return the weight of each expert for each token, [T, N]; zero for unused experts."""
     zeros_TN = graph.node("ConstantOfShape", graph.node("Shape", logits_TN))
     return graph.node("ScatterElements", zeros_TN, selected.experts_TS, selected.weights_TS, axis=1)
 
@@ -68,7 +68,7 @@ def _sigmoid_top_k(graph: Graph, routing: SigmoidTopK, logits_TN: str, experts: 
     if routing.normalise:
         weights_TK = graph.node("Div", weights_TK, graph.node("Add", _sum(graph, weights_TK), float32(graph, 1e-20)))
     weights_TK = graph.node("Mul", weights_TK, float32(graph, routing.scale))
-    # Largest first, as those that wrap this rule expect.
+    # Sorted by weight, as wrapping Routings expect.
     weights_TK, order_TK = _largest(graph, weights_TK, slots)
     return Selected(graph.node("GatherElements", experts_TK, order_TK, axis=1), weights_TK)
 
@@ -90,7 +90,7 @@ def _sparse_mixer(graph: Graph, routing: SparseMixer, logits_TN: str, experts: i
     for _ in range(min(routing.experts_per_token, experts)):
         best_T1, expert_T1 = _largest(graph, left_TN, 1)
         behind_TN = graph.node("Sub", best_T1, logits_TN)
-        # Not as a quotient, which would be 0 / 0 where all logits are zero.
+        # Not as a quotient, which would be 0 / 0 if all logits are zero.
         allowed_TN = graph.node("Mul", graph.node("Max", size_TN, best_T1), float32(graph, 2.0 * routing.jitter))
         near_TN = graph.node("Where", graph.node("Greater", behind_TN, allowed_TN), nothing, left_TN)
         weights.append(graph.node("GatherElements", graph.node("Softmax", near_TN, axis=-1), expert_T1, axis=1))
@@ -110,13 +110,13 @@ def _grouped_top_k(graph: Graph, routing: GroupedTopK, logits_TN: str, experts: 
 
 
 def _of_best_groups(graph: Graph, routing: SigmoidTopK | GroupedTopK, choice_TN: str, judged_by: int) -> str:
-    """[T, N] with −∞ for experts whose group is not among the token's best."""
+    """Return the choice scores [T, N] with −∞ for experts whose group is not among the token's best."""
     in_best_TN = _in_best_groups(graph, routing, choice_TN, judged_by)
     return graph.node("Where", in_best_TN, choice_TN, float32(graph, -np.inf))
 
 
 def _in_best_groups(graph: Graph, routing: SigmoidTopK | GroupedTopK, choice_TN: str, judged_by: int) -> str:
-    """[T, N] bool: the expert's group is among the token's best."""
+    """Return bool [T, N]: whether the expert's group is among the token's best."""
     groups = [group for group in routing.groups if group]
     scores_TG = graph.node("Concat", *(_group_score(graph, choice_TN, group, judged_by) for group in groups), axis=1)
     _, best = _largest(graph, scores_TG, min(routing.groups_per_token, len(groups)))
@@ -129,7 +129,7 @@ def _in_best_groups(graph: Graph, routing: SigmoidTopK | GroupedTopK, choice_TN:
 
 
 def _group_score(graph: Graph, choice_TN: str, group: tuple[int, ...], judged_by: int) -> str:
-    """[T, 1] sum of the best of a group's experts."""
+    """Return the sum of the best scores in a group, [T, 1]."""
     own_TM = graph.node("Gather", choice_TN, graph.integers(*group), axis=1)
     return _sum(graph, _largest(graph, own_TM, min(judged_by, len(group)))[0])
 
@@ -143,7 +143,7 @@ def _skipping(graph: Graph, routing: Skipping, logits_TN: str, experts: int) -> 
     place_TJ = graph.node("Mul", graph.node("Slice", base.experts_TS, *first), graph.integers(experts))
     place_TJ = graph.node("Add", place_TJ, graph.node("Slice", base.experts_TS, *rest))
     gamma2_TJ = graph.node("Gather", float32(graph, routing.gamma2_NN.flatten().tolist()), place_TJ)
-    # A slot that is never skipped has a threshold that no weight is under.
+    # A slot that is never skipped has the threshold zero, and no weight is below it.
     scaled_J = [routing.threshold * gamma if slot >= routing.keep else 0.0 for slot, gamma in enumerate(gamma1_J, start=1)]
     gamma_TJ = graph.node("Mul", gamma2_TJ, float32(graph, scaled_J))
     least_TJ = graph.node("Mul", gamma_TJ, graph.node("Slice", base.weights_TS, *first))
@@ -167,7 +167,7 @@ SELECTIONS: dict[type, Callable[[Graph, Any, str, int], Selected]] = {
 
 
 def _largest(graph: Graph, values: str, count: int) -> tuple[str, str]:
-    """The largest of each row, best first, and their indices."""
+    """Return the largest values of each row, in descending order, and their indices."""
     found, indices = graph.nodes("TopK", values, graph.integers(count), outputs=["", ""], axis=-1)
     return found, indices
 

@@ -1,4 +1,4 @@
-"""An exported decoder in onnxruntime, called as our own is: tokens, padding and a cache in, logits out.
+"""An exported decoder in onnxruntime, with the interface of our decoder: tokens, padding and a cache in, logits out.
 
 Shape suffixes: B batch, L new positions, P all positions so far, K positions with logits, T tokens (B·L), M MoE layers,
 V vocabulary.
@@ -14,28 +14,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.checkpoint.checkpoint import ONNX_NAME, ModelDirectory
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import CheckpointError, OptionError
+from engine.families.config import DecoderConfig
 from engine.files.json_file import shown
 
 DATA_NAME = "model.onnx.data"
-"""The weights, beside the graph."""
+"""File name of the weights, beside the graph."""
 SHARES_CACHE = "shares_cache"
-"""Metadata key: 1 where the cache after a call may be in the memory of the one before, 0 where it is a longer one."""
+"""Metadata key: 1 if a call may write the new cache into the memory of the old one, 0 if the new cache is a longer copy."""
 HEAD_MULTIPLE = 16
-"""Of a head's dimensions, which onnxruntime's grouped-query attention rotates."""
+"""Divisor of the head dimensions that onnxruntime's grouped-query attention can rotate."""
 SKIPPED = "experts_skipped"
-"""The output that says what was skipped, of graphs that skip."""
+"""Name of the output with the numbers of skipped experts, in graphs that skip."""
 ENDLESS = ("Loop", "Scan", "SequenceMap")
-"""Operators whose graphs run for as long as they like."""
+"""Operators whose graphs may run without end."""
 TYPES = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
 
 
 def session(path: Path, threads: int) -> Any:
-    """An onnxruntime session. Raises OptionError where onnxruntime is missing, CheckpointError for what it refuses."""
+    """Return an onnxruntime session for the graph at `path`.
+
+    Raises OptionError if onnxruntime is missing, CheckpointError for a graph that it refuses.
+    """
     try:
         import onnx
         import onnxruntime
@@ -45,18 +48,18 @@ def session(path: Path, threads: int) -> Any:
         check_graph(path, onnx.load(path, load_external_data=False))
     except CheckpointError:
         raise
-    except Exception as error:  # protobuf's
+    except Exception as error:  # an exception of protobuf
         raise _unusable(path, "load", error) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # what is wrong comes as an exception
-    onnxruntime.set_default_logger_severity(4)  # of what is logged outside a session, as by its allocators
+    options.log_severity_level = 4  # errors are raised as exceptions
+    onnxruntime.set_default_logger_severity(4)  # for messages outside of a session, such as those of its allocators
     try:
         made = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        _ = made.get_modelmeta().custom_metadata_map  # here, since any text of the graph may be no UTF-8
+        _ = made.get_modelmeta().custom_metadata_map  # read here, since any text in the graph may be invalid UTF-8
         _ = [(each.name, each.type, each.shape) for each in (*made.get_inputs(), *made.get_outputs())]
         return made
-    except Exception as error:  # onnxruntime has a dozen classes of its own, none public
+    except Exception as error:  # onnxruntime raises a dozen private exception classes
         raise _unusable(path, "load", error) from error
 
 
@@ -74,7 +77,7 @@ def check_graph(path: Path, model: Any) -> None:
         for node in graph.node:
             if node.op_type in ENDLESS:
                 raise CheckpointError(
-                    f"{path}: has a node {node.op_type}, which may never end and which no export has; export it again"
+                    f"{path}: has a node {node.op_type}, which may never end and which no export contains; export it again"
                 )
             for attribute in node.attribute:
                 waiting += [attribute.g, *attribute.graphs]
@@ -83,17 +86,20 @@ def check_graph(path: Path, model: Any) -> None:
             places = [entry.value for entry in tensor.external_data if entry.key == "location"]
             if any(Path(place).name != place or place in ("", ".", "..") for place in places):
                 raise CheckpointError(
-                    f"{path}: has weights in {shown(places[0])}, which is no file beside it; export it again"
+                    f"{path}: has weights in {shown(places[0])}, which is not a file beside it; export it again"
                 )
 
 
 def is_exported(directory: Path) -> bool:
-    """Whether this is the directory of an exported model."""
+    """Return whether `directory` holds an exported model."""
     return (directory / ONNX_NAME).is_file()
 
 
 def backend_of(directory: Path, asked: str) -> str:
-    """`auto` is onnx for what was exported and torch for all else. Raises OptionError for one that cannot run it."""
+    """Return the backend for a directory; `auto` is onnx for an exported model and torch for any other.
+
+    Raises OptionError for a backend that cannot run the model.
+    """
     own = "onnx" if is_exported(directory) else "torch"
     if asked == "onnx" and own != "onnx":
         raise OptionError(f"{directory}: backend 'onnx' runs exported models only; make one with `compress export`")
@@ -103,9 +109,9 @@ def backend_of(directory: Path, asked: str) -> str:
 
 
 def open_exported(model: ModelDirectory, device: str = "auto", dtype: str = "auto") -> OnnxDecoder:
-    """The decoder of an exported model. Raises OptionError for a device or dtype that is not the export's."""
+    """Return the decoder of an exported model. Raises OptionError for a device or dtype that differs from the export's."""
     if device not in ("auto", "cpu"):
-        raise OptionError(f"device {device!r} cannot be had with backend 'onnx'; it runs on the cpu")
+        raise OptionError(f"device {device!r} is not available with backend 'onnx'; it runs on the cpu")
     decoder = OnnxDecoder(model.directory, model.config)
     if dtype not in ("auto", str(decoder.dtype).removeprefix("torch.")):
         raise OptionError(f"{model.directory}: was exported in {decoder.dtype}; leave --dtype, or export it again")
@@ -117,7 +123,7 @@ def open_exported(model: ModelDirectory, device: str = "auto", dtype: str = "aut
 
 
 class OnnxDecoder:
-    """A decoder that onnxruntime runs, on the CPU."""
+    """A decoder that onnxruntime runs on the CPU."""
 
     device = torch.device("cpu")
 
@@ -132,16 +138,16 @@ class OnnxDecoder:
         self.skips = any(each.name == SKIPPED for each in self._session.get_outputs())
         """Whether experts are skipped."""
         self.skip_threshold: float | None = None if self.skips else 0.0
-        """By which; None where nobody knows."""
+        """Skip threshold of the graph; None if it is unknown."""
         self.observer: Callable[[Tensor], None] | None = None
-        """Called after each run with how many slots of each token each MoE layer left empty, [T, M], where `skips`."""
+        """Called after each run of a graph that skips, with the empty slots of each token and MoE layer, [T, M]."""
         self.dtype = TYPES[types["past_key_values.0.key"]]
-        """Of the cache and the logits."""
+        """Dtype of the cache and the logits."""
         self.weights_bytes = (directory / DATA_NAME).stat().st_size
-        """Bytes of the weights as they are stored."""
+        """Bytes of the weights as stored."""
 
     def _check(self, path: Path, types: dict[str, str]) -> None:
-        """Refuse a graph that is not of this config."""
+        """Raise CheckpointError for a graph that does not match the config."""
         config, layers = self.config, range(len(self.config.layers))
         caches = {f"past_key_values.{layer}.{part}" for layer in layers for part in ("key", "value")}
         shapes = {each.name: each.shape for each in (*self._session.get_inputs(), *self._session.get_outputs())}
@@ -158,11 +164,11 @@ class OnnxDecoder:
             )
 
     def __call__(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits of every new position, [B, L, V]."""
+        """Return the logits of every new position, [B, L, V]."""
         return self._logits(tokens_BL, real_BP, cache, tokens_BL.shape[1])
 
     def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits of the last position only, [B, V]."""
+        """Return the logits of the last position only, [B, V]."""
         return self._logits(tokens_BL, real_BP, cache, 1)[:, 0]
 
     def _logits(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: KeyValueCache | None, keep: int) -> Tensor:
@@ -170,7 +176,7 @@ class OnnxDecoder:
         if cache is None:
             cache = KeyValueCache(self.config, batch, new, self.dtype)
         if self._shares_cache and cache.length and min(batch, new) > 1:
-            # Its attention reads several positions behind others of one sequence only.
+            # The attention node reads several positions after a past for one sequence only.
             pieces = [self._logits(tokens_B1, real_BP, cache, 1) for tokens_B1 in tokens_BL.split(1, dim=1)]
             return torch.cat(pieces[-keep:], dim=1)
         total = cache.length + new
@@ -192,7 +198,7 @@ class OnnxDecoder:
         return logits_BKV
 
     def _cache_tensors(self, cache: KeyValueCache, total: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the graph reads of the cache and what it writes, by name: the same memory where it may be."""
+        """Return the graph's cache inputs and outputs by name; both use one memory if the graph permits."""
         past, present = {}, {}
         for layer in range(len(self.config.layers)):
             for part, whole in (("key", cache.keys[layer]), ("value", cache.values[layer])):
@@ -202,15 +208,15 @@ class OnnxDecoder:
         return past, present
 
     def _run(self, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        """One run, in the tensors' own memory."""
+        """Run the graph on the tensors' own memory."""
         try:
             self._run_bound(inputs, outputs)
-        except Exception as error:  # as of loading
+        except Exception as error:  # as in loading
             raise _unusable(self._path, "run", error) from error
 
     def _run_bound(self, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         binding = self._session.io_binding()
-        inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}  # held until the run is over
+        inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}  # kept alive until the run ends
         for bind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, tensor in tensors.items():
                 bind(name, "cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())

@@ -1,4 +1,4 @@
-"""A model run layer by layer: within a limit of memory, with gradients, over several processes.
+"""Layer-by-layer passes over a model: within a memory limit, with gradients, over several processes.
 
-What a pass is for (statistics, scores, training) stays outside. Start with `streaming.py`.
+The purpose of a pass (statistics, scores, training) stays outside. Start with `streaming.py`.
 """

@@ -1,4 +1,4 @@
-"""Hidden states of many sequences, in memory up to a limit and beyond it in a file; those that a pass leaves to go on with.
+"""Hidden states of many sequences: in memory up to a limit, and in a file beyond it or to resume an interrupted pass.
 
 Shape suffixes: S sequences, L positions, D hidden.
 """
@@ -25,15 +25,15 @@ class Activations:
     """Hidden states of S sequences, [S, L, D], read and replaced batch by batch."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, path: Path | None = None, together: int = 1) -> None:
-        """`path`: a file of their own, which stays when they are closed; what it holds already is what they are.
+        """`path`: a file that is kept on close; if it exists already, its content is the hidden states.
 
-        together: how many such are held at a time. What does not fit on the disk raises OutputError where it is written.
+        together: how many Activations of this shape are held at a time. Writing raises OutputError if the disk is full.
         """
         self.shape, self.dtype, self.path = shape, dtype, path
         self._row_bytes = shape[1] * shape[2] * dtype.itemsize
         in_memory = path is None and together * shape[0] * self._row_bytes <= kept_bytes()
         self._tensor = torch.empty(shape, dtype=dtype) if in_memory else None
-        # A plain file and not a map: pages of a map count as resident, those of the page cache do not.
+        # A plain file instead of a mapping: mapped pages count as resident memory, pages of the page cache do not.
         self._file: Any = None
         if path is not None:
             self._file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)  # noqa: SIM115
@@ -47,7 +47,7 @@ class Activations:
         data = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         left = _bytes(data)
         self._file.seek(start * self._row_bytes)
-        while left:  # a read may give less than it is asked for
+        while left:  # a read may return fewer bytes than requested
             if not (count := self._file.readinto(left)):
                 raise DataError(f"{self.path}: ends too early; remove it, or leave out --resume")
             left = left[count:]
@@ -64,11 +64,11 @@ class Activations:
                 left = left[self._file.write(left) :]
 
     def select(self, rows: Iterable[int]) -> Tensor:
-        """Some sequences in any order, [rows, L, D]."""
+        """Return the sequences `rows`, in any order, [rows, L, D]."""
         return torch.cat([self[slice(row, row + 1)] for row in rows])
 
     def close(self) -> None:
-        """Let go of the memory or the file."""
+        """Free the memory, or close the file."""
         self._tensor = None
         if self._file is not None:
             self._file.close()
@@ -81,14 +81,14 @@ class Activations:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's own memory."""
+    """Return a view of a contiguous tensor's memory."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array).cast("B")
 
 
 @contextmanager
 def closed_on_error(*several: Activations) -> Iterator[None]:
-    """Let go of them where the body of the `with` raises."""
+    """Close the activations if the body raises."""
     try:
         yield
     except BaseException:
@@ -98,7 +98,7 @@ def closed_on_error(*several: Activations) -> Iterator[None]:
 
 
 class Shelf:
-    """Activations of one shape by name; in a directory files, which an interrupted pass finds again when it goes on."""
+    """Activations of one shape by name. With a directory they are files, which an interrupted pass finds when it resumes."""
 
     def __init__(self, directory: Path | None, shape: tuple[int, int, int], dtype: torch.dtype, together: int = 1) -> None:
         """together: how many are held at a time."""
@@ -107,7 +107,7 @@ class Shelf:
             directory.mkdir(parents=True, exist_ok=True)
 
     def begin(self, name: str) -> Activations:
-        """Ones to be filled."""
+        """Return new activations, to be filled."""
         if self.directory is None:
             return Activations(self._shape, self._dtype, together=self._together)
         path = self.directory / f"{name}.partial"
@@ -115,22 +115,22 @@ class Shelf:
         return Activations(self._shape, self._dtype, path)
 
     def finish(self, name: str) -> None:
-        """They are whole, and may be found again."""
+        """Mark activations as complete, so that they can be found again."""
         if self.directory is not None:
             os.replace(self.directory / f"{name}.partial", self.directory / name)
 
     def has(self, name: str) -> bool:
-        """Whether a pass before this one finished them."""
+        """Return whether an earlier pass completed these activations."""
         return self.directory is not None and (self.directory / name).is_file()
 
     def find(self, name: str) -> Activations | None:
-        """Those, where there are any."""
+        """Return activations that an earlier pass completed, or None."""
         if self.directory is None or not self.has(name):
             return None
         return Activations(self._shape, self._dtype, self.directory / name)
 
     def drop(self, name: str, own: Activations) -> None:
-        """They are not needed again."""
+        """Delete activations that are not needed any more."""
         own.close()
         if self.directory is not None:
             (self.directory / name).unlink(missing_ok=True)

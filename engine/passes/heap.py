@@ -1,4 +1,4 @@
-"""The allocator's own memory: what was freed goes back to the system, not only weights that were mapped."""
+"""Memory of the C allocator: returning freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _MMAP_THRESHOLD = -3
 
 
 def give_back() -> None:
-    """Let the C library return freed memory; nothing where it has no such call (all but glibc).
+    """Let the C library return freed memory to the operating system; does nothing without malloc_trim (all but glibc).
 
-    It keeps freed blocks below 32 MB, and a pass over layers whose experts get ever other numbers of tokens leaves holes
-    between those in use: resident memory would grow from layer to layer.
+    glibc keeps freed blocks below 32 MB. A pass over layers whose experts get varying numbers of tokens leaves holes
+    between the blocks in use, so resident memory would grow from layer to layer.
     """
     if (trim := _of_libc("malloc_trim")) is not None:
         trim(0)
 
 
 def give_back_large() -> None:
-    """From here on let it return each block from 1 MB on as soon as that is freed, at the price of new pages for the next.
+    """Make the C library return every freed block of 1 MB or more at once; each new block then needs new pages.
 
-    For those who hold large tensors for a moment, over and over, and have no moment of their own to call `give_back`.
+    This is for code that repeatedly holds large tensors for a short time and has no suitable point to call `give_back`.
     """
     if (set_option := _of_libc("mallopt")) is not None:
         set_option(_MMAP_THRESHOLD, 1 << 20)

@@ -1,9 +1,9 @@
-"""Gradients of what a decoder's routings are made of, with its weights in memory or with one layer's at a time.
+"""Gradients of the parameters of a decoder's routings, with all weights in memory or with one layer's at a time.
 
-Layer by layer, all sequences go through a layer before the next one is read: forward, keeping what each layer was given, and
-then backward from the last layer to the first, each run again on its input. That is what recomputing activations does within
-autograd, in another order; so the gradients are the same, and no more than one layer's weights and one batch's activations
-are held. With a directory a pass that was interrupted goes on from the layer where it was.
+In the layer-by-layer pass, all sequences go through a layer before the next layer is read. The forward pass keeps each
+layer's input; the backward pass goes from the last layer to the first and runs each layer again on its input. This is
+activation recomputation in another order than autograd's, so the gradients are equal, and no more than one layer's
+weights and one batch's activations are in memory. With a directory, an interrupted pass resumes from its last layer.
 
 Shape suffixes: S sequences, B sequences of one batch, L positions, D hidden.
 """
@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.architectures import DecoderConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import Decoder, DecoderLayer, Outer, routed_by
 from engine.decoder.routing import Routing
+from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import heap, processes
@@ -30,36 +30,39 @@ from engine.passes.memory_budget import batches
 from engine.passes.streaming import embed, layer_positions, one_layer, stream_layers
 
 Route = Callable[[int, Routing, slice], Routing]
-"""(number of the MoE layer, its own rule, which sequences) to the rule that they are routed by."""
+"""Function from (number of the MoE layer, its own routing, slice of sequences) to the routing to use instead."""
 Loss = Callable[[Tensor, Decoder | Outer, slice], Tensor]
-"""(hidden states after the last norm [B, L, D], the model for its head, which sequences) to a part of the loss."""
+"""Function that returns a part of the loss.
+
+Its arguments are the hidden states after the last norm [B, L, D], the model for its head, and the slice of sequences.
+"""
 
 
 class LayerwiseDecoder:
-    """A language model of which one layer's weights are in memory at a time."""
+    """A language model with the weights of only one layer in memory at a time."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, torch.device(device)
 
     @property
     def config(self) -> DecoderConfig:
-        """The model's."""
+        """The model's configuration."""
         return self.checkpoint.config
 
     @contextmanager
     def outer(self) -> Iterator[Outer]:
-        """What follows the last layer, in memory inside the `with`."""
+        """Hold the modules after the last layer in memory during the body."""
         yield Outer(self.config, self.checkpoint.source(self.dtype, self.device))
         self.checkpoint.release()
         heap.give_back()
 
     def layer(self, index: int) -> AbstractContextManager[DecoderLayer]:
-        """One layer, in memory inside the `with`."""
+        """Hold one layer in memory during the body."""
         return one_layer(self.checkpoint, index, self.dtype, self.device)
 
     @torch.no_grad()
     def hidden_states(self, tokens_SL: Tensor, directory: Path | None = None) -> Activations:
-        """Final hidden states after the last norm, [S, L, D]; `directory`: as of `stream_layers`."""
+        """Return the final hidden states after the last norm, [S, L, D]. `directory`: as in `stream_layers`."""
         with stream_layers(
             self.checkpoint,
             tokens_SL,
@@ -88,10 +91,11 @@ def backward(
     generator: torch.Generator | None = None,
     directory: Path | None = None,
 ) -> float:
-    """Add the gradient of Σ loss over batches of sequences to .grad of the `trained` tensors; the loss.
+    """Add the gradient of Σ loss over batches of sequences to .grad of the `trained` tensors; return the loss.
 
-    `trained` are leaves of `route`'s Routings. Of a LayerwiseDecoder, they have no gradients yet, and what a `directory`
-    holds of the same pass is gone on with, and is for the caller to remove; `generator` is the one that `loss` draws from.
+    `trained` are leaves of the Routings from `route`. For a LayerwiseDecoder they must not have gradients yet. A pass
+    resumes from the content that `directory` holds of the same pass; the caller removes it. `generator` is the random
+    generator of `loss`.
     """
     if isinstance(model, LayerwiseDecoder):
         return _Pass(model, tokens_SL, route, loss, trained, generator, directory).run()
@@ -111,10 +115,10 @@ def backward(
 def in_company(
     model: AnyDecoder, passes: int, tokens_1L: Tensor, route: Route, trained: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """After so many passes of `backward` inside the `with`, what others need of this process, whose sequences may be fewer.
+    """Keep this process in step with processes that make more `backward` passes. `passes`: the passes in the body.
 
-    All processes take part in gathering each layer of a model that is spread over them. Where another makes more passes,
-    this one goes on, over some sequence of the text, and adds nothing to the gradients.
+    All processes take part in gathering each layer of a sharded model. If another process makes more passes because it
+    has more sequences, this process makes further passes over one sequence, which add nothing to the gradients.
     """
     missing = int(processes.largest(passes)) - passes if processes.is_spread(model) else 0
     yield
@@ -125,7 +129,8 @@ def in_company(
 class _Pass:
     """One forward and one backward pass of all sequences, layer by layer.
 
-    `input-K` is what layer K is given, `gradient-K` the gradient of that; the last layer's output counts as one more input.
+    `input-K` is the input of layer K, and `gradient-K` is the gradient of that input. The last layer's output counts as
+    one more input.
     """
 
     def __init__(
@@ -147,7 +152,7 @@ class _Pass:
         self.kept: dict[str, Activations] = {}
 
     def run(self) -> float:
-        """The loss."""
+        """Run the pass, or the rest of an interrupted one, and return the loss."""
         try:
             lowest = next((index for index in range(self.layers + 1) if self._is_there(f"gradient-{index}")), None)
             if lowest is None:
@@ -176,7 +181,7 @@ class _Pass:
             with self.model.layer(index) as layer, self._made(f"input-{index + 1}") as after:
                 self.model.checkpoint.read_ahead(index + 1)
                 for rows in self._batches():
-                    # As within autograd: what rounds otherwise without gradients would be another model on the way back.
+                    # With gradients, as in the backward pass: without them some operations round differently.
                     x_BLD = states[rows].detach().requires_grad_(index > first)
                     after[rows] = self._run(layer, index, x_BLD, rows).detach()
                     del x_BLD
@@ -226,7 +231,7 @@ class _Pass:
     def _batches(self) -> Iterator[slice]:
         return batches(*self.tokens_SL.shape)
 
-    # What is kept
+    # Activations that are kept between layers
 
     def _is_there(self, name: str) -> bool:
         found = self.shelf.find(name)
@@ -250,7 +255,7 @@ class _Pass:
         del self.kept[name]
 
     def _save(self, index: int) -> None:
-        """What was added up down to this layer, before its gradient counts as whole."""
+        """Save the gradients accumulated down to this layer, before the gradient of its input counts as complete."""
         if self.shelf.directory is None:
             return
         tensors = {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}

@@ -1,7 +1,7 @@
-"""A limit on the memory that this process may have resident, and what obeys it: small batches, activations that go to files,
-pages of mapped weights that are given back between experts.
+"""A limit on the resident memory of this process, and the means to keep it.
 
-The limit belongs to the process, as its number of threads does. Without one nothing here changes anything.
+The means are smaller batches, activations in files, and releasing the pages of memory-mapped weights between experts.
+The limit belongs to the process, like the number of threads. Without a limit, nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ TOKENS_PER_BATCH = 4096
 KEPT_BYTES = 256 << 20
 """Activations above this size go to a file."""
 KEPT_WITHIN_LIMIT_BYTES = 16 << 20
-"""The same within a limit: a few are held at a time, and the page cache has room of its own."""
+"""Limit on activations in memory under a memory limit: several are held at a time, and the page cache holds the files."""
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """A limit, and how a run was found to fit into it (memory_need.py)."""
+    """A memory limit, and the batch sizes that were found to fit into it (memory_need.py)."""
 
     limit: int
-    """Bytes that may be resident, mapped weights included."""
+    """Maximum resident bytes, including memory-mapped weights."""
     batch: int
-    """Bytes that a batch may take in a layer: before it, pages go back where less is left."""
+    """Bytes that a batch may need in a layer; pages are released before the batch if less is left."""
     piece: int
-    """The same of one expert."""
+    """Bytes that one expert may need."""
     tokens_per_batch: int = TOKENS_PER_BATCH
 
 
@@ -40,13 +40,13 @@ _current: MemoryBudget | None = None
 
 
 def current() -> MemoryBudget | None:
-    """What this process keeps to; None for no limit."""
+    """Return the limit of this process; None for no limit."""
     return _current
 
 
 @contextmanager
 def limited(budget: MemoryBudget | None) -> Iterator[None]:
-    """Keep to it inside the `with`; None lifts nothing and sets nothing."""
+    """Apply a limit during the body; None leaves the current limit in force."""
     global _current
     before = _current
     _current = budget or before
@@ -57,37 +57,37 @@ def limited(budget: MemoryBudget | None) -> Iterator[None]:
 
 
 def kept_bytes() -> int:
-    """The largest activations that stay in memory."""
+    """Return the size in bytes above which activations go to a file."""
     return KEPT_BYTES if _current is None else min(KEPT_BYTES, KEPT_WITHIN_LIMIT_BYTES)
 
 
 def sequences_per_batch(length: int) -> int:
-    """The most sequences of so many tokens that go through a layer together."""
+    """Return the number of sequences of this length that go through a layer together."""
     tokens = TOKENS_PER_BATCH if _current is None else min(TOKENS_PER_BATCH, _current.tokens_per_batch)
     return max(1, tokens // length)
 
 
 def batches(sequences: int, length: int) -> Iterator[slice]:
-    """Slices of about as many tokens each as go through a layer together."""
+    """Yield slices of sequences, with about as many tokens each as may go through a layer together."""
     size = sequences_per_batch(length)
     for start in range(0, sequences, size):
         yield slice(start, min(start + size, sequences))
 
 
 def relieve(release: Callable[[], None], next_bytes: int | None = None) -> None:
-    """Call `release`, which gives mapped pages back, where the limit leaves less than comes next; None: one expert."""
+    """Call `release`, which releases mapped pages, if the limit leaves less than the next step needs (None: one expert)."""
     if _current is not None and resident_memory_bytes() > _current.limit - (next_bytes or _current.piece):
         release()
         heap.give_back()
 
 
 def resident_memory_bytes() -> int:
-    """What this process has resident, mapped weights included."""
+    """Return the resident memory of this process, including memory-mapped weights."""
     return int(_process().memory_info().rss)
 
 
 def relieved_between_experts(layer: nn.Module, expert: type[nn.Module], release: Callable[[], None]) -> None:
-    """Let a layer look at the limit before it runs and after each of its modules of this class, in the backward pass too."""
+    """Check the limit before a layer runs and after each of its modules of class `expert`, in the backward pass too."""
     if _current is None:
         return
     batch = _current.batch

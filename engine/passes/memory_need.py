@@ -1,8 +1,9 @@
-"""What a pass over a model layer by layer takes beside the interpreter, and so whether it fits into a limit.
+"""Estimates of the memory that a layer-by-layer pass needs, and the batch size that fits into a limit.
 
-Estimates from above, of what is resident at the worst moment; measured runs stay below (benchmarks/memory_limit_prune.py).
+The estimates are upper bounds on the resident memory at the worst moment; measured runs stay below them
+(benchmarks/memory_limit_prune.py).
 
-Shape suffixes: T tokens of a batch, D hidden, F expert width, K experts a token is given to, V vocabulary.
+Shape suffixes: T tokens of a batch, D hidden, F expert width, K experts per token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,51 +14,55 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.architectures import LayerConfig, layer_tensors
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.mxfp4 import is_packed
 from engine.decoder.lightning_attention import BLOCK
 from engine.errors import OptionError
+from engine.families.layer_config import LayerConfig
+from engine.families.tensor_shapes import layer_tensors
 from engine.kernels.linear import has_half_arithmetic
 from engine.passes import processes
 from engine.passes.memory_budget import KEPT_WITHIN_LIMIT_BYTES, TOKENS_PER_BATCH, MemoryBudget, resident_memory_bytes
 from engine.passes.streaming import chunk_tokens
 
 LOADED_LATER_BYTES = 64 << 20
-"""Libraries that draw pictures, compiled products and what the allocator keeps."""
+"""Allowance for plotting libraries, compiled kernels and the allocator's reserve."""
 ROUNDED_TO = 32 << 20
-"""What is resident at the start differs a little from run to run; the size of a batch should not."""
+"""Rounding of the resident memory at the start, which varies between runs: the batch size should not vary with it."""
 SCORES_BYTES = 32 << 20
-"""Scores of attention of a block of queries."""
+"""Bytes of the attention scores of one block of queries."""
 LOGITS_AT_ONCE = 5
-"""Logits of a chunk of tokens in float32, with what their loss and its gradient are made of."""
+"""Number of logits tensors of a chunk of tokens in float32, including the tensors of the loss and its gradient."""
 KEPT_AT_ONCE = 4
-"""Activations that are each below what stays in memory."""
+"""Number of activations held at a time, each below the limit for staying in memory."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run does with the model, as far as memory is concerned."""
+    """The operations of a run, as far as they determine its memory."""
 
     dtype: torch.dtype
     length: int
     """Tokens of a sequence."""
     gradients: bool = False
     optimises: bool = False
-    """With an optimiser of torch's."""
+    """Whether the run uses an optimizer of torch."""
     experts_per_token: int | None = None
-    """None for the model's own."""
+    """None for the model's own number."""
     other_bytes: int = 0
-    """The most that it holds besides layers and batches."""
+    """Upper bound of all other memory, besides layers and batches."""
 
 
 def budget_for(limit: int | None, checkpoint: Checkpoint, work: Work) -> MemoryBudget | None:
-    """How to keep to a limit, None for none. Raises OptionError where a larger one is needed, and says which."""
+    """Return the budget for a limit, or None for no limit.
+
+    Raises OptionError if the run needs a larger limit, and names that limit.
+    """
     if limit is None:
         return None
     if work.optimises:
-        importlib.import_module("torch._dynamo")  # as optimisers do in their first step: 150 MB where Triton is installed
-    resident = processes.largest(resident_memory_bytes())  # several processes have batches of one size
+        importlib.import_module("torch._dynamo")  # optimizers import it in their first step: 150 MB if Triton is installed
+    resident = processes.largest(resident_memory_bytes())  # processes must use batches of one size
     interpreter = math.ceil((resident + LOADED_LATER_BYTES) / ROUNDED_TO) * ROUNDED_TO
     piece = _largest_piece(checkpoint, work)
     fixed = interpreter + piece + _logits_bytes(checkpoint) + KEPT_AT_ONCE * KEPT_WITHIN_LIMIT_BYTES + work.other_bytes
@@ -80,7 +85,7 @@ def _logits_bytes(checkpoint: Checkpoint) -> int:
 
 
 def batch_bytes(checkpoint: Checkpoint, work: Work, tokens: int) -> int:
-    """Activations of one layer for a batch of so many tokens."""
+    """Return the bytes of the activations of one layer for a batch of this many tokens."""
     return max(_layer_activations(checkpoint, layer, work, tokens) for layer in checkpoint.config.layers)
 
 
@@ -89,19 +94,19 @@ def _layer_activations(checkpoint: Checkpoint, layer: LayerConfig, work: Work, t
     hidden, heads = config.hidden_size, config.attention_heads * config.head_dimension
     slots = 0 if moe is None else work.experts_per_token or moe.experts_per_token
     width = max(layer.dense_width, 0 if moe is None else max(moe.expert_width, moe.shared_width))
-    # In float32 are norms and, where products are not in the dtype itself, what goes into them.
+    # float32: norms, and the inputs of products that are not computed in the dtype itself.
     per_token = work.dtype.itemsize * (8 * hidden + 6 * heads) + 4 * 3 * hidden
     if layer.is_lightning:  # queries, keys and values in float32, and a block's scores twice
         per_token += 4 * (5 * heads + 2 * config.attention_heads * BLOCK)
     if not work.gradients:
-        # All tokens may go to one expert; their outputs wait in the order of the experts.
+        # All tokens may go to one expert; the outputs wait in the order of the experts.
         return tokens * (per_token + work.dtype.itemsize * (3 * slots * hidden + 3 * width))
     kept = slots * (5 * hidden + 6 * (0 if moe is None else moe.expert_width)) + 6 * width
     return tokens * (2 * per_token + work.dtype.itemsize * kept)
 
 
 def _largest_piece(checkpoint: Checkpoint, work: Work) -> int:
-    """Bytes of weights that are resident together: an expert of mapped ones, a layer of those that are converted."""
+    """Return the bytes of weights that are resident together: one expert if mapped, one layer if converted."""
     config, shapes, size = checkpoint.config, checkpoint.shapes, work.dtype.itemsize
     layers = [layer_tensors(config, index) for index in range(len(config.layers))]
     head = math.prod(shapes["model.embed_tokens.weight"])
@@ -109,5 +114,5 @@ def _largest_piece(checkpoint: Checkpoint, work: Work) -> int:
     whole = [sum(math.prod(shape) for shape in layer.values()) for layer in layers]
     converted = checkpoint.model_dtype != work.dtype or checkpoint.float8_block or is_packed(checkpoint.raw_config)
     if work.gradients and size == 2 and not has_half_arithmetic():
-        return max(3 * max(whole), head) * size  # widened to float32 for the backward pass
+        return max(3 * max(whole), head) * size  # converted to float32 for the backward pass
     return max(max(whole if converted else experts), head) * size

@@ -1,10 +1,12 @@
-"""Several processes that work on one model together, as `torchrun` starts them; in a process alone all of this does nothing.
+"""Several processes that work on one model together, started by `torchrun`.
 
-All of them run the same code on the same files. Each has its own sequences, and what comes of them is added up here. What is
-written, and what is said, is the first one's. Nothing but numbers and JSON goes between them.
+In a single process, nothing here has an effect.
 
-`sharded` leaves each process a piece of every tensor (FSDP2), whose gradients FSDP adds up; whatever else a training does
-with tensors it does with pieces.
+All processes run the same code on the same files. Each has its own sequences, and the results are summed here. Only the
+first process writes files and prints messages. Only numbers and JSON are exchanged.
+
+`sharded` gives each process a shard of every tensor (FSDP2). FSDP sums the gradients of shards; every other tensor
+operation of training works on shards.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from engine.passes.memory_budget import batches
 
 T = TypeVar("T")
 BUCKET_ELEMENTS = 1 << 24
-"""Gradients are added up in buffers of about so many elements."""
+"""Approximate number of elements in one buffer of an all-reduce of gradients."""
 PATIENCE = timedelta(days=7)
-"""The others wait while the first process writes."""
+"""Timeout of collective operations: the other processes wait while the first one writes."""
 FAILED = "moe-compress/failed"
-"""The key in the processes' store under which stands who failed first."""
+"""Key in the processes' store that holds the rank of the first process that failed."""
 
 
 def started_together() -> bool:
-    """Whether torchrun started this process as one of several."""
+    """Return whether torchrun started this process as one of several."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
 
 
@@ -45,25 +47,25 @@ _store: Any = None
 
 
 def meet() -> None:
-    """Find the others, if there are any: from here on the first that fails can say it for all."""
+    """Connect to the other processes' store, if there are any, so that only the first failure is reported."""
     global _store
     if started_together() and _store is None:
         _store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
 
 
 def is_first_to_fail() -> bool:
-    """Whether this process is the one that is to say what went wrong: others fail of the same, or of its end."""
+    """Return whether this process is the one to report the error; the others fail as a consequence."""
     own = os.environ.get("RANK", "0")
     if _store is None:
         return own == "0"
     try:
         return bool(_store.compare_set(FAILED, "", own).decode() == own)
     except RuntimeError:
-        return False  # the store went with the process that had it
+        return False  # the store ended with the process that held it
 
 
 def join(device: str) -> str:
-    """Enter the group, if there is one; the device of this process."""
+    """Join the process group, if there is one, and return the device of this process."""
     if not started_together():
         return device
     backend = "cpu:gloo"
@@ -71,7 +73,7 @@ def join(device: str) -> str:
         place = int(os.environ["LOCAL_RANK"])
         if place >= torch.cuda.device_count():
             raise OptionError(
-                f"{place + 1} processes or more on a machine with {torch.cuda.device_count()} GPUs; lower --nproc-per-node"
+                f"at least {place + 1} processes on a machine with {torch.cuda.device_count()} GPUs; lower --nproc-per-node"
             )
         device, backend = f"cuda:{place}", "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(place)
@@ -84,28 +86,28 @@ def join(device: str) -> str:
 
 
 def leave() -> None:
-    """Take the group apart."""
+    """Destroy the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def count() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
+    """Return the rank of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_first() -> bool:
-    """Whether this is the process that reads, writes and speaks for all."""
+    """Return whether this is the process that reads, writes and prints for all."""
     return rank() == 0
 
 
 def told(value: Any = None, teller: int = 0) -> Any:
-    """One process's value, which is JSON, in all of them; the first one's unless another is named."""
+    """Return one process's JSON value in all processes; by default the value of the first process."""
     if count() == 1:
         return value
     text = json.dumps(value).encode() if rank() == teller else b""
@@ -117,26 +119,27 @@ def told(value: Any = None, teller: int = 0) -> Any:
 
 
 def all_told(value: T) -> list[T]:
-    """Every process's value, which is JSON, in all of them."""
+    """Return a list of every process's JSON value, in all processes."""
     return [told(value, teller) for teller in range(count())]
 
 
 def wait() -> None:
-    """Until all have come this far; not one comes through where another has failed."""
+    """Wait until all processes have reached this point; no process continues if another one has failed."""
     added_up([0.0])
 
 
 def share(items: Sequence[T]) -> Sequence[T]:
-    """This process's part of them: consecutive ones, as many as the others have, or one more or less; perhaps none."""
+    """Return this process's part of the items: consecutive ones, in numbers that differ by at most one, possibly none."""
     begin, end = (len(items) * place // count() for place in (rank(), rank() + 1))
     return items[begin:end]
 
 
 def own_rows(sequences: int, length: int) -> slice:
-    """Which of so many sequences this process runs.
+    """Return the slice of sequences that this process runs.
 
-    Whole batches as a process alone has them, where there are enough, so that each product is of the same rows and gives
-    the same bits; single sequences otherwise, and none where there are fewer than processes.
+    If there are enough batches, these are whole batches as a single process has them, so that each product has the same
+    rows and gives bit-identical results. Otherwise they are single sequences, and none if there are more processes than
+    sequences.
     """
     every = list(batches(sequences, length))
     if len(every) < count():
@@ -146,22 +149,25 @@ def own_rows(sequences: int, length: int) -> slice:
 
 
 def own_batch_size(batch_size: int, sequences: int, what: str) -> int:
-    """Of a training whose steps are of so many sequences in all. Raises OptionError where they cannot be shared evenly."""
+    """Return this process's batch size in training with `batch_size` sequences per step over all processes.
+
+    Raises OptionError if the sequences cannot be shared evenly.
+    """
     if count() > 1 and sequences < batch_size:
         raise OptionError(
-            f"{what} takes steps of {batch_size} sequences, and there are {sequences} to share; give more text, or leave "
-            "torchrun"
+            f"{what} takes steps of {batch_size} sequences, and there are {sequences} to share; give more text, or run "
+            "without torchrun"
         )
     if batch_size % count():
         raise OptionError(
-            f"{what} takes steps of {batch_size} sequences, which {count()} processes cannot share evenly; start as many as "
-            f"divide {batch_size}"
+            f"{what} takes steps of {batch_size} sequences, which {count()} processes cannot share evenly; start a number "
+            f"that divides {batch_size}"
         )
     return batch_size // count()
 
 
 def own_directory(directory: Path, rows: slice) -> Path:
-    """Where this process keeps what it has made of these sequences: inside the directory, where there are several."""
+    """Return the directory for this process's results for these sequences: a subdirectory if there are several processes."""
     if count() > 1:
         directory /= f"process-{rank()}-sequences-{rows.start}-{rows.stop}"
         directory.mkdir(parents=True, exist_ok=True)
@@ -169,7 +175,7 @@ def own_directory(directory: Path, rows: slice) -> Path:
 
 
 def add_up(tensors: Sequence[Tensor]) -> None:
-    """Make each tensor, of one dtype and device, the sum of what it is in the processes."""
+    """Replace each tensor by its sum over the processes. All tensors must have one dtype and device."""
     if count() == 1:
         return
     for bucket in _buckets(tensors):
@@ -180,14 +186,14 @@ def add_up(tensors: Sequence[Tensor]) -> None:
 
 
 def added_up(values: Iterable[float]) -> list[float]:
-    """Each number summed over the processes."""
+    """Return each number summed over the processes."""
     sums = torch.tensor(list(values), dtype=torch.float64)
     add_up([sums])
     return [float(value) for value in sums.tolist()]
 
 
 def gathered(own: Tensor | None) -> Tensor:
-    """What all have, one process's rows after another's; None for a process without any. On the device of its own."""
+    """Return the rows of all processes concatenated by rank, on the device of `own`. None: a process without rows."""
     if count() == 1:
         assert own is not None
         return own
@@ -197,9 +203,10 @@ def gathered(own: Tensor | None) -> Tensor:
 
 
 def in_turn(items: Sequence[T], compute: Callable[[T], Tensor], *, together: bool = False) -> Iterator[tuple[T, Tensor]]:
-    """(item, what `compute` gives of it) for all items in order. The processes take turns to compute, and send.
+    """Yield (item, compute(item)) for all items in order. The processes take turns to compute, and send their results.
 
-    together: a process computes with the others even if no item is left for it, an item that another one sends.
+    together: a process without an item of its own computes an item of another process, because `compute` needs all
+    processes.
     """
     for start in range(0, len(items), count()):
         turn = items[start : start + count()]
@@ -211,7 +218,7 @@ def in_turn(items: Sequence[T], compute: Callable[[T], Tensor], *, together: boo
 
 
 def _sent(own: Tensor | None, sender: int) -> Tensor | None:
-    """The sender's tensor, on the CPU."""
+    """Return the sender's tensor, on the CPU."""
     mine = own if rank() == sender else None
     header = told(None if mine is None else [list(mine.shape), str(mine.dtype).removeprefix("torch.")], sender)
     if header is None:
@@ -224,13 +231,13 @@ def _sent(own: Tensor | None, sender: int) -> Tensor | None:
 
 
 def check_several() -> None:
-    """Raise OptionError for a process alone."""
+    """Raise OptionError if there is only one process."""
     if count() == 1:
         raise OptionError("--shard spreads the model over several processes; start them with torchrun --nproc-per-node N")
 
 
 def largest(value: float) -> float:
-    """The largest of the processes' numbers."""
+    """Return the largest of the processes' numbers."""
     if count() == 1:
         return value
     highest = torch.tensor(value, dtype=torch.float64)
@@ -239,7 +246,7 @@ def largest(value: float) -> float:
 
 
 def smallest(value: float) -> float:
-    """The smallest of them."""
+    """Return the smallest of the processes' numbers."""
     return -largest(-value)
 
 
@@ -249,18 +256,19 @@ def sharded(
     device: torch.device | str,
     keep_whole: Callable[[DecoderLayer], Collection[nn.Parameter]] = lambda layer: (),
 ) -> Decoder:
-    """A decoder made of a checkpoint, of which this process has its pieces; layers are gathered as they are needed.
+    """Return a decoder of which this process holds its shards (FSDP2); layers are gathered when they are needed.
 
-    make: the decoder on its device, each layer given to the function before the next is made: no more than one is whole,
-    beside the embedding and the head, which are whole until all layers are there, and in each pass.
-    keep_whole: parameters of a layer that every process keeps. Raises OptionError for a process alone.
+    make: builds the decoder on its device and passes each layer to the given function before it builds the next one.
+    Thus only one layer is whole at a time, besides the embedding and the head, which are whole until all layers are
+    built, and in each pass. keep_whole: parameters of a layer that every process keeps. Raises OptionError if there is
+    only one process.
     """
     check_several()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     if torch.device(device).type == "cpu":
-        heap.give_back_large()  # what is gathered
+        heap.give_back_large()  # for the gathered tensors
     kept: set[nn.Parameter] = set()
     common: dict[str, Any] = {
         "mesh": init_device_mesh(torch.device(device).type, (count(),)),
@@ -277,14 +285,14 @@ def sharded(
     # The embedding and the head stay gathered from the forward pass on: the loss uses them after it.
     fully_shard(decoder, reshard_after_forward=False, **common)
     register_fsdp_forward_method(decoder, "hidden_states")
-    # An expert that no token of this process uses takes part with a gradient of zero: the others may have used it.
+    # An expert that no token of this process uses takes part with a zero gradient, because other processes may use it.
     fully_sharded: Any = decoder
     fully_sharded.set_reduce_scatter_unused_params(True)
     return decoder
 
 
 def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, shard: bool) -> Decoder:
-    """The checkpoint's decoder, whole or `sharded`, and then with plain weights in the place of those of few bits."""
+    """Return the checkpoint's decoder, whole or `sharded`. A sharded decoder has plain weights in place of low-bit ones."""
     config = checkpoint.config
     if not shard:
         return Decoder(config, checkpoint.weights(dtype, device))
@@ -292,29 +300,29 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def is_spread(decoder: object) -> bool:
-    """Whether it is `sharded`."""
+    """Return whether a decoder is `sharded`."""
     return hasattr(decoder, "reshard")
 
 
 def let_go(decoder: Decoder) -> None:
-    """After forward passes without a backward pass: what was gathered for them would not see the next update."""
+    """Free gathered parameters after forward passes without a backward pass: they would not see the next update."""
     reshard: Any = getattr(decoder, "reshard", None)
     if reshard is not None:
         reshard()
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process has but a piece of it."""
+    """Return whether this process holds only a shard of the tensor."""
     return count() > 1 and hasattr(tensor, "to_local")
 
 
 def piece(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor, sharing its memory; all of it where it is whole."""
+    """Return this process's shard of a tensor, sharing its memory; the tensor itself if it is whole."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def whole(own: Tensor, like: Tensor) -> Tensor:
-    """The tensor that every process has one piece of; `like`: a tensor that is sharded in the same way, or not at all."""
+    """Return the full tensor from every process's shard. `like`: a tensor that is sharded in the same way, or not at all."""
     if not is_sharded(like):
         return own
     from torch.distributed.tensor import DTensor
@@ -326,7 +334,7 @@ def whole(own: Tensor, like: Tensor) -> Tensor:
 
 
 def cut(full: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `whole`: this process's piece of a tensor that it has all of."""
+    """Return this process's shard of a full tensor: the inverse of `whole`."""
     if not is_sharded(like):
         return full
     from torch.distributed.tensor import distribute_tensor

@@ -1,7 +1,7 @@
-"""Forward passes over a checkpoint layer by layer: one layer's weights in memory, all sequences through it, then the next.
+"""Forward passes over a checkpoint layer by layer: load one layer's weights, run all sequences through it, load the next.
 
-Hidden states between layers are kept in memory up to a limit and beyond it in a file (activations.py), so that neither the
-size of the model nor that of the text decides whether a pass fits.
+Hidden states between layers are kept in memory up to a limit and in a file beyond it (activations.py), so that neither
+the size of the model nor the size of the text decides whether a pass fits.
 
 Shape suffixes: S sequences, B sequences of one batch, L positions, D hidden, V vocabulary.
 """
@@ -28,14 +28,14 @@ from engine.passes.memory_budget import batches, relieve, relieved_between_exper
 
 MOST_CHUNK_TOKENS = 512
 MOST_CHUNK_LOGITS = 1 << 23
-"""Of one chunk: 32 MB in float32."""
+"""Maximum number of logits in one chunk: 32 MB in float32."""
 
 Visit = Callable[[int, DecoderLayer], Callable[[], None] | None]
-"""Called with each layer before its forward; what it returns is called after it."""
+"""Callback before each layer's forward pass; the function that it returns is called after the forward pass."""
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Tokens whose logits are held at a time."""
+    """Return the number of tokens whose logits are held at a time."""
     return min(MOST_CHUNK_TOKENS, max(16, MOST_CHUNK_LOGITS // vocabulary))
 
 
@@ -52,9 +52,9 @@ def stream_layers(
 ) -> Activations:
     """Run all sequences through all layers; return the last layer's output, before the final norm.
 
-    With a `directory` what each layer gives stays there until the next has run and `visit`'s own work after it is done. A
-    pass over the same sequences that finds some there goes on behind that layer, and does not visit those before. Several
-    processes go on from the same layer, each with a directory of its own.
+    With a `directory`, each layer's output stays there until the next layer has run and its `visit` is finished. A
+    later pass over the same sequences resumes after the last layer found there, and does not visit the layers before.
+    Several processes resume from a common layer, each with its own directory.
     """
     layers = len(checkpoint.config.layers)
     shelf = Shelf(directory, (*tokens_SL.shape, checkpoint.config.hidden_size), dtype)
@@ -78,11 +78,11 @@ def stream_layers(
                     after[rows] = layer(states[rows].to(device), positions)
                 if finish is not None:
                     finish()
-                del layer, finish  # before the next layer is read: what was to be done after this one may hold it too
+                del layer, finish  # before the next layer is loaded: the callback may hold this one
             if directory is not None:
                 with closed_on_error(after):
                     shelf.finish(f"layer-{index + 1}")
-                    processes.wait()  # all go on from one layer: none drops what another may have to begin with
+                    processes.wait()  # all processes resume from one layer: none drops an input that another may need
                     shelf.drop(f"layer-{index}", states)
             states = after
         unfinished.pop_all()
@@ -91,7 +91,7 @@ def stream_layers(
 
 @torch.no_grad()
 def embed(checkpoint: Checkpoint, tokens_SL: Tensor, states: Activations, device: torch.device | str) -> None:
-    """Fill `states` with what the first layer is given."""
+    """Fill `states` with the first layer's input."""
     embedding_VD = checkpoint.source(states.dtype, device)("model.embed_tokens.weight")
     for rows in batches(*tokens_SL.shape):
         states[rows] = embedded(checkpoint.config, tokens_SL[rows].to(device), embedding_VD)
@@ -101,11 +101,11 @@ def embed(checkpoint: Checkpoint, tokens_SL: Tensor, states: Activations, device
 
 @contextmanager
 def one_layer(checkpoint: Checkpoint, index: int, dtype: torch.dtype, device: torch.device | str) -> Iterator[DecoderLayer]:
-    """A layer whose weights are in memory inside the `with` alone, and within a limit not all of them."""
+    """Hold one layer in memory during the body; under a memory limit, not all of its weights at a time."""
     source = checkpoint.weights(dtype, device)
 
     def relieved(name: str) -> Weight:
-        relieve(checkpoint.release)  # where weights are converted, they are read here
+        relieve(checkpoint.release)  # converted weights are read here
         return source(name)
 
     tensors: TensorSource = relieved
@@ -118,7 +118,7 @@ def one_layer(checkpoint: Checkpoint, index: int, dtype: torch.dtype, device: to
 
 
 def layer_positions(checkpoint: Checkpoint, tokens_SL: Tensor, dtype: torch.dtype, device: torch.device | str) -> Positions:
-    """Of sequences that are all as long and begin at their beginning."""
+    """Return the positions of sequences that all have one length and start at position 0."""
     return positions_for(checkpoint.config, Rotary(checkpoint.config), tokens_SL[:1].to(device), None, 0, dtype)
 
 
@@ -133,9 +133,9 @@ def stream_negative_log_likelihood(
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> tuple[float, int]:
-    """Summed negative log-likelihood in nats of each sequence's tokens after its first, and their count.
+    """Return the summed negative log-likelihood in nats of each sequence's tokens after its first, and their count.
 
-    `visit` may change a layer before it runs, such as its routing. `directory`: as of `stream_layers`.
+    `visit` may change a layer before it runs, such as its routing. `directory`: as in `stream_layers`.
     """
     total, count = 0.0, 0
     states = stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, directory=directory, progress=progress)

@@ -1,4 +1,4 @@
-"""Who may ask: the keys that clients show, and the names of the server that they ask for."""
+"""Access control: the API keys that clients send, and the host names that requests may use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from engine.server.errors import ApiError, printable
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/", "/health")
-"""Those that need no key."""
+"""Paths that need no key."""
 WRONG_KEY = "the API key is missing or wrong; send it as: Authorization: Bearer KEY"
 LET_IN = "let_in"
-"""In the state of a request that needed a key, where there are any, and had a right one."""
+"""Name in a request's state, set if the path is not open and the key check has passed."""
 SHOWN_CHARACTERS = 80
 HOST = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]*)?")
 
 
 def is_local(host: str) -> bool:
-    """Whether a server that is bound to it can be reached from this machine only."""
+    """Return whether a server bound to `host` can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -30,17 +30,17 @@ def is_local(host: str) -> bool:
 
 
 def allowed_hosts(bound: str, given: Sequence[str]) -> frozenset[str] | None:
-    """The names that a server bound to `bound` answers to; None for any."""
+    """Return the host names that a server bound to `bound` answers to; None for any."""
     if is_local(bound):
         return frozenset(map(plain_host, (*LOCAL_NAMES, bound, *given)))
     return frozenset(map(plain_host, (bound, *given))) if given else None
 
 
 def plain_host(field: str) -> str:
-    """The name in a `Host` field, without port and brackets, so that equal ones are equal text; empty for none."""
+    """Return the name in a `Host` field in a normal form, without port and brackets; empty if there is none."""
     field = field.strip().lower()
     match = HOST.fullmatch(field)
-    name = (match["address"] or match["name"]) if match else field  # an IPv6 address without brackets, or nothing
+    name = (match["address"] or match["name"]) if match else field  # an IPv6 address without brackets, or not a name
     try:
         return str(ipaddress.ip_address(name))
     except ValueError:
@@ -48,7 +48,10 @@ def plain_host(field: str) -> str:
 
 
 def check_host(headers: Headers, hosts: Collection[str] | None) -> None:
-    """Raises ApiError for a request to another name: a page whose name leads here must not speak for its visitor."""
+    """Raise ApiError for a request to another host name.
+
+    A web page whose domain resolves to this server (DNS rebinding) must not act for its visitor.
+    """
     if hosts is None:
         return
     given = headers.getlist("host")
@@ -59,9 +62,9 @@ def check_host(headers: Headers, hosts: Collection[str] | None) -> None:
 
 
 def check_key(headers: Headers, path: str, keys: Sequence[bytes]) -> str:
-    """A name for whose request it is, the same for all clients of one key. Raises ApiError without a right key.
+    """Return a name for the key that a request was sent with, empty if there is at most one key.
 
-    With one key or none it is empty. Every key is compared, each in a time that does not depend on where they differ.
+    Raises ApiError without a right key. Every key is compared, each in constant time.
     """
     if not keys or path in OPEN_PATHS:
         return ""

@@ -1,7 +1,7 @@
-"""From the bytes of a body to what the engine is asked for, in the process that reads requests (`reading_process.py`).
+"""Request bodies: parsed, validated and tokenized, in the process that reads requests (`reading_process.py`).
 
-Nothing here imports torch. Sizes are compared before anything is made from them: the length of lists before validation,
-prompts times n before prompts, and bytes before tokens.
+Nothing here imports torch. Sizes are checked before any larger work: the lengths of lists before validation, the number
+of prompts times n before tokenization, and the bytes of a text before its tokens.
 """
 
 from __future__ import annotations
@@ -29,58 +29,58 @@ from engine.server.schema import (
 from engine.server.text_reader import TextReader, TokenizerSettings
 
 COMPLETION_TOKENS = 16
-"""The limit of a completion that names none; a chat may use all the room there is."""
+"""Default limit of new tokens for a completion; a chat may use all remaining positions."""
 TEMPERATURE = 1.0
-"""Where a body names none, as clients of this interface expect."""
+"""Default temperature, as clients of OpenAI's API expect."""
 MOST_ITEMS = 10_000
-"""Entries of a list that is no list of tokens."""
+"""Maximum number of entries in a list that holds no tokens, if the model's length is below it."""
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 @dataclass(frozen=True)
 class ReadingSettings:
-    """The facts of the model and the server that a reader of bodies knows."""
+    """Facts about the model and the server that the reader of bodies needs."""
 
     tokenizer: TokenizerSettings
     model_name: str
     max_model_length: int
     max_queue: int
     most_skip_threshold: float | None
-    """The server's own, and the most that a request may ask for; None where the engine itself decides."""
+    """The server's own threshold, which is the maximum for a request; None if the engine itself checks it."""
 
     @classmethod
     def of_json(cls, data: bytes) -> ReadingSettings:
-        """The settings that `to_json` wrote."""
+        """Return the settings that `to_json` wrote."""
         values = json.loads(data)
         return cls(**values | {"tokenizer": TokenizerSettings(**values["tokenizer"])})
 
     def to_json(self) -> bytes:
-        """For another process."""
+        """Return the settings as JSON, for another process."""
         return json.dumps(asdict(self)).encode()
 
 
 @dataclass(frozen=True)
 class Read:
-    """A body of a completion, checked, with its prompts as tokens."""
+    """A validated completion body with its prompts as tokens."""
 
     prompts: Sequence[Sequence[int]]
     new_tokens: Sequence[int]
-    """At most, after each prompt."""
+    """Maximum number of new tokens for each prompt."""
     choices: int
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     seed: int | None
     sampling: dict[str, Any]
     """Fields of SamplingOptions, without the seed."""
     request: dict[str, Any]
-    """Fields of a Request that all share."""
+    """Fields of Request that all requests of the body share."""
     echoes: Sequence[str] = ()
-    """The text of each prompt, where answers are to repeat it."""
+    """Text of each prompt, if the answers repeat it."""
     stream: bool = False
     include_usage: bool = False
 
 
 class BodyReader:
-    """Reads bodies for one model and server."""
+    """Reads request bodies for one model and server."""
 
     def __init__(self, settings: ReadingSettings) -> None:
         self._settings = settings
@@ -88,12 +88,15 @@ class BodyReader:
         self._most_bytes = settings.max_model_length * self._texts.longest_token_bytes
 
     def prepare(self) -> None:
-        """Load what the first conversation would wait for."""
+        """Import the modules that the first conversation needs."""
         if self._settings.tokenizer.chat_template is not None:
             import transformers.utils.chat_template_utils  # noqa: F401
 
     def read(self, path: str, data: bytes) -> Read | dict[str, Any]:
-        """The requests of a body, or the whole answer. Raises ApiError for a body that is refused."""
+        """Return the content of a completion body, or the complete answer to another body.
+
+        Raises ApiError for a refused body.
+        """
         try:
             return READERS[path](self, data)
         except CompressError as error:
@@ -134,7 +137,7 @@ class BodyReader:
         """POST /tokenize"""
         body = self._parsed(data, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give prompt or messages, one of them", param="prompt")
+            raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.messages is not None:
             ids = self._conversation(body.messages)
         else:
@@ -151,7 +154,7 @@ class BodyReader:
             values = json.loads(data)
         except json.JSONDecodeError as error:
             raise not_json(error.pos) from error
-        except ValueError as error:  # not UTF-8, or a number of thousands of digits
+        except ValueError as error:  # not UTF-8, or a number with thousands of digits
             raise no_object() from error
         if not isinstance(values, dict):
             raise no_object()
@@ -172,7 +175,7 @@ class BodyReader:
                 raise ApiError(400, f"{name} has {len(value)} entries, and at most {most} are read; send fewer", param=name)
 
     def _check_count(self, prompts: int, choices: int | None) -> None:
-        """Raise OptionError for more requests than ever wait at once: no later time would be better."""
+        """Raise OptionError if there are more requests than the queue can ever hold: retrying later would not help."""
         count = prompts * (choices or 1)
         if count > self._settings.max_queue:
             raise OptionError(
@@ -180,13 +183,13 @@ class BodyReader:
             )
 
     def _check_bytes(self, text: str, param: str) -> None:
-        """Raise ApiError for a text that is too long whatever its tokens are."""
+        """Raise ApiError for a text that is too long, whatever its tokens are."""
         size = len(text) if len(text) > self._most_bytes else len(text.encode())
         if size > self._most_bytes:
             raise ApiError(
                 400,
-                f"{param} has {size} bytes, and the most that can fit into {self._settings.max_model_length} tokens of this "
-                f"model is {self._most_bytes}; shorten it",
+                f"{param} has {size} bytes, and {self._settings.max_model_length} tokens of this model hold at most "
+                f"{self._most_bytes} bytes; shorten it",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -209,18 +212,21 @@ class BodyReader:
     def _known(self, tokens: list[int], param: str) -> list[int]:
         vocabulary = self._settings.tokenizer.vocabulary
         if tokens and max(tokens) >= vocabulary:
-            message = f"{param} has token {max(tokens)}, and the model knows those below {vocabulary}"
+            message = f"{param} has token {max(tokens)}, and the model's tokens are below {vocabulary}"
             raise ApiError(400, message, param=param)
         return tokens
 
     def _room(self, prompt: list[int], limit: int | None, default: int, param: str) -> int:
-        """New tokens that may be asked for. Raises ApiError where prompt and limit are longer than the model allows."""
+        """Return the maximum number of new tokens.
+
+        Raises ApiError if prompt and limit together exceed the model's length.
+        """
         most = self._settings.max_model_length
         left, least = most - len(prompt), 1 if limit is None else limit
         if left < least:
             message = (
-                f"the prompt has {len(prompt)} tokens and {least} new ones are asked for, which make "
-                f"{len(prompt) + least}, and the most is {most}; shorten the prompt or ask for fewer"
+                f"the prompt has {len(prompt)} tokens and {least} new ones are requested, which make "
+                f"{len(prompt) + least}; the maximum is {most}; shorten the prompt or request fewer"
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return min(default, left) if limit is None else limit
@@ -276,11 +282,11 @@ READERS: dict[str, Callable[[BodyReader, bytes], Read | dict[str, Any]]] = {
     "/tokenize": BodyReader.tokenize,
     "/detokenize": BodyReader.detokenize,
 }
-"""By the path of the endpoint."""
+"""Methods that read the body, by path of the endpoint."""
 
 
 def _lists(values: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """The lists of a body that validation goes through, with the field that each belongs to."""
+    """Yield the lists in a body that validation traverses, each with the name of its field."""
     yield from ((name, value) for name, value in values.items() if isinstance(value, list))
     messages = values.get("messages")
     for message in messages if isinstance(messages, list) else ():
@@ -290,6 +296,6 @@ def _lists(values: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def unknown_model(name: str, own: str) -> ApiError:
-    """The error for a model that is not served."""
-    message = f"the model {name!r:.80} is not here; this server has {own!r}"
+    """Return the error for a model that is not served."""
+    message = f"the model {name!r:.80} is not served here; this server has {own!r}"
     return ApiError(404, message, param="model", code="model_not_found")

@@ -1,4 +1,4 @@
-"""What stands between the socket and the endpoints: hosts, keys, sizes, times, states of the server, clients that leave."""
+"""Middleware between the socket and the endpoints: hosts, keys, size and time limits, server phases, client disconnects."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from engine.server.errors import ApiError
 
 MOST_BODY_BYTES = 8_000_000
 MOST_DISCARDED_BYTES = 64_000_000
-"""Read and thrown away of a body that is too large: a client that is still sending does not read the answer."""
+"""Bytes of a too large body that are read and discarded: a client that is still sending does not read the answer."""
 BODY_SECONDS = 60.0
-"""For the whole of a body to arrive."""
+"""Time limit for the whole body to arrive."""
 SMALL_BODY_BYTES = 65_536
 MOST_BODY_BYTES_IN_ALL = 256_000_000
-"""Of all bodies that are larger than small ones, until their requests are answered."""
+"""Limit on the bytes of all bodies that are not small, until their requests are answered."""
 NAMESPACE = "namespace"
-"""In the state of a request: whose it is, where several keys are kept apart."""
+"""Name in a request's state of its namespace, which separates the clients of different keys."""
 T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining"]
 CLOSED = {
     "loading": "the model is being loaded; try again",
-    "draining": "the server is about to end and takes no more requests; ask another one",
+    "draining": "the server is shutting down and accepts no more requests; try another one",
 }
 
 
 class Gone(Exception):
-    """The client went away before its answer."""
+    """The client disconnected before its answer."""
 
 
 class Gate:
-    """Lets a request through to the endpoints, or answers for them. A body is whole before any endpoint sees it."""
+    """ASGI middleware that passes a request on or refuses it. An endpoint runs only after the whole body has arrived."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class Gate:
         api_keys: Sequence[str] = (),
         hosts: Collection[str] | None = None,
     ) -> None:
-        """api_keys: any of them opens; none for everybody. hosts: the names that requests may be for; None for any."""
+        """api_keys: accepted keys; empty for no access control. hosts: accepted host names; None for any."""
         self._app, self._phase, self._hosts = app, phase, hosts
         self._keys = [key.encode() for key in api_keys]
         self._room = MOST_BODY_BYTES_IN_ALL
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -60,7 +60,7 @@ class Gate:
             self._check(scope)
             async with asyncio.timeout(BODY_SECONDS):
                 body = await _body(receive, taken)
-            self._check_phase(scope)  # it may have taken its time
+            self._check_phase(scope)  # the phase may have changed while the body arrived
         except (ApiError, TimeoutError) as error:
             taken.give_back()
             await error_response(_late() if isinstance(error, TimeoutError) else error)(scope, receive, send)
@@ -74,9 +74,9 @@ class Gate:
             taken.give_back()
 
     def take(self, size: int) -> None:
-        """Count bytes of a large body; a negative size gives them back. Raises ApiError where there are too many."""
+        """Reserve bytes for a large body; a negative size frees them. Raises ApiError if the total would be too large."""
         if size > self._room:
-            message = f"the server holds {MOST_BODY_BYTES_IN_ALL} bytes of large bodies, the most that it takes; try again"
+            message = f"the server holds {MOST_BODY_BYTES_IN_ALL} bytes of large bodies, its maximum; try again"
             raise ApiError(503, message, code="too_many_large_bodies")
         self._room -= size
 
@@ -96,19 +96,19 @@ class Gate:
 
 
 class _Taken:
-    """What one body takes of the gate's room for large ones."""
+    """Bytes that one body reserves of the gate's room for large bodies."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate, self._bytes = gate, 0
 
     def grow(self, size: int) -> None:
-        """The body has so many bytes now. Raises ApiError where that is too much beside all others."""
+        """Reserve room for a body that now has `size` bytes. Raises ApiError if all bodies together are too large."""
         if size > SMALL_BODY_BYTES:
             self._gate.take(size - self._bytes)
             self._bytes = size
 
     def give_back(self) -> None:
-        """All of it; once is enough."""
+        """Free all reserved bytes; repeated calls have no effect."""
         self._gate.take(-self._bytes)
         self._bytes = 0
 
@@ -120,7 +120,7 @@ def _late() -> ApiError:
 
 
 async def _body(receive: Receive, taken: _Taken) -> bytes:
-    """Raises ApiError for a body that is too large, whether or not its headers admit it, and Gone."""
+    """Return the whole body. Raises ApiError for a too large body, with or without a true length header, and Gone."""
     parts, size = [], 0
     while True:
         message = await receive()
@@ -141,7 +141,7 @@ async def _body(receive: Receive, taken: _Taken) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body as one message, then whatever else comes."""
+    """Return a `receive` that yields the body as one message, followed by the original messages."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
@@ -151,12 +151,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def error_response(error: ApiError) -> Response:
-    """What the client gets."""
+    """Return the HTTP response for an error."""
     return JSONResponse(error.body(), error.status, error.headers)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises Gone when the client goes away first."""
+    """Return the result of `work`; cancel it and raise Gone if the client disconnects first."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +174,7 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events; `end` is called when the last was sent or the client went away."""
+    """Server-sent events; `end` is called after the last event or when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -184,7 +184,7 @@ class EventStream(Response):
         self._events, self._end = events, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Send the response as an ASGI application."""
         try:
             await while_connected(receive, self._send(send))
         except Gone:

@@ -1,8 +1,9 @@
-"""How many connections there may be and how long each may take: uvicorn's protocol with limits that it lacks.
+"""Limits on the number of connections and on their times, which uvicorn's protocol lacks.
 
-A connection waits while no complete request of it is being answered: its headers or its body are on their way, it is idle,
-or its client does not read what it is sent. Where there is no room, a new connection takes the place of the one that has
-waited longest, of strangers as long as there are any. So unfinished requests, however many, keep nobody out.
+A connection is waiting while none of its complete requests is being answered: its headers or its body are arriving, it
+is idle, or its client does not read the answer. If there is no room, a new connection replaces the one that has waited
+longest, and unauthenticated connections are replaced first. Therefore any number of unfinished requests keeps no new
+client out.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from engine.server.access import LET_IN
 from engine.server.errors import ApiError
 
 HEADER_SECONDS = 10.0
-"""From the first byte of a request, or from the connection, to the end of its headers."""
+"""Time limit for the headers, from the first byte of a request or from the connection."""
 SEND_SECONDS = 60.0
-"""That a client may leave its answer unread."""
+"""Time that a client may leave its answer unread."""
 MOST_CONNECTIONS = 4096
 OWN_DESCRIPTORS = 96
-"""Files and pipes of the process itself, and connections that are accepted and not yet counted."""
+"""File descriptors reserved for the process itself and for connections accepted but not yet counted."""
 LEAST_CONNECTIONS = 16
 SWEEP_SECONDS = 0.5
 NETWORK_BITS = 64
-"""The part of an IPv6 address that tells owners apart: one owner has all the rest."""
-FULL = "the server has as many connections as it takes, and answers all of them; try again"
-NOT_HTTP = "this is not a valid HTTP request; its first line and its headers, of at most 16 KB, have to be those of HTTP/1.1"
+"""Length of the prefix that identifies the owner of an IPv6 address: one owner has the whole network."""
+FULL = "the server has its maximum number of connections, and is answering all of them; try again"
+NOT_HTTP = "this is not a valid HTTP request; its first line and its headers, of at most 16 KB, must be those of HTTP/1.1"
 
 
 class _Waiting:
-    """Connections in the order in which they began to wait, strangers before those that the gate has let in."""
+    """Connections in the order in which they began to wait, unauthenticated ones before those that the gate has let in."""
 
     def __init__(self) -> None:
         self._strangers: dict[LimitedProtocol, None] = {}
@@ -63,7 +64,7 @@ class _Waiting:
 
 
 class Connections:
-    """All connections of a server, and which of them wait."""
+    """All connections of a server, with a list of the waiting ones."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Connections:
         header_seconds: float = HEADER_SECONDS,
         send_seconds: float = SEND_SECONDS,
     ) -> None:
-        """most: None for what the limit of open files allows. most_per_address: None for half of that."""
+        """most: None for the number that the limit of open files allows. most_per_address: None for half of `most`."""
         self.most = most_connections() if most is None else most
         self.most_per_address = max(1, self.most // 2) if most_per_address is None else most_per_address
         self.header_seconds, self.send_seconds = header_seconds, send_seconds
@@ -83,7 +84,7 @@ class Connections:
         self._sweeping = False
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Count a new connection, which may cost another one its place; False where every one is being answered."""
+        """Count a new connection, which may replace a waiting one. Returns False if all others are being answered."""
         too_many_of_address = self._per_address[connection.address] >= self.most_per_address
         if too_many_of_address or len(self._all) >= self.most:
             oldest = (self._waiting_of[connection.address] if too_many_of_address else self._waiting).first()
@@ -100,7 +101,7 @@ class Connections:
         return True
 
     def leave(self, connection: LimitedProtocol) -> None:
-        """It has ended, or is about to; nothing happens to one that is not counted."""
+        """Remove a connection that has ended or is about to end; ignored if it is not counted."""
         if connection not in self._all:
             return
         self.answer(connection)
@@ -111,13 +112,13 @@ class Connections:
             self._waiting_of.pop(connection.address, None)
 
     def wait(self, connection: LimitedProtocol) -> None:
-        """It waits from now on, or goes on waiting."""
+        """Mark a connection as waiting."""
         if connection in self._all:
             self._waiting.add(connection)
             self._waiting_of[connection.address].add(connection)
 
     def answer(self, connection: LimitedProtocol) -> None:
-        """It has a complete request, which is being answered."""
+        """Mark a connection as being answered: it has a complete request."""
         if connection in self._all:
             self._waiting.remove(connection)
             self._waiting_of[connection.address].remove(connection)
@@ -131,7 +132,7 @@ class Connections:
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection. It keeps `Connections` informed, and ends when its time is over."""
+    """One connection. It reports its state to `Connections`, and ends when its time limit is exceeded."""
 
     register: ClassVar[Connections]
 
@@ -139,14 +140,14 @@ class LimitedProtocol(H11Protocol):
         super().__init__(*arguments, **options)
         self.address = ""
         self.known = False
-        """The gate has let a request of it in, with a key where there are keys."""
+        """Whether the gate has let in a request of this connection, with a key if there are keys."""
         self._heading_since: float | None = None
-        """When the headers began that are not complete."""
+        """Time at which the incomplete headers began; None if there are none."""
         self._stuck_since: float | None = None
-        """When it was first seen that the client reads nothing."""
+        """Time at which the client was first seen not to read; None if it reads."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """asyncio's."""
+        """Callback of asyncio: the connection is open."""
         super().connection_made(transport)
         self.address = network(self.client[0]) if self.client else ""
         self._heading_since = self.loop.time()
@@ -154,58 +155,59 @@ class LimitedProtocol(H11Protocol):
             self._refuse(ApiError(503, FULL, code="too_many_connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio's."""
+        """Callback of asyncio: the connection is closed."""
         self.register.leave(self)
-        self._unset_keepalive_if_required()  # uvicorn leaves the timer, and so all of this, where the client has reset it
+        self._unset_keepalive_if_required()  # otherwise uvicorn's timer keeps this object alive after a reset by the client
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """asyncio's."""
+        """Callback of asyncio: bytes have arrived."""
         if self._heading_since is None and not self._has_headers():
             self._heading_since = self.loop.time()
         super().data_received(data)
         if self._has_headers() and not self.cycle.more_body and self.conn.trailing_data[0]:
-            # Pipelined: with hundreds of requests at once each connection would always have one that is being answered.
+            # Pipelining is refused: with hundreds of pipelined requests, a connection would always have one being
+            # answered.
             self.cycle.keep_alive = False
         self._tell()
 
     def on_response_complete(self) -> None:
-        """uvicorn's: the answer is written, and a request that came meanwhile may be next."""
+        """Callback of uvicorn: the answer is written, and a request that arrived meanwhile may be next."""
         super().on_response_complete()
         self._tell()
 
     def pause_writing(self) -> None:
-        """asyncio's: the client reads more slowly than it is answered."""
+        """Callback of asyncio: the client reads more slowly than the server writes."""
         super().pause_writing()
         self._tell()
 
     def resume_writing(self) -> None:
-        """asyncio's."""
+        """Callback of asyncio: the client has read enough for writing to continue."""
         super().resume_writing()
         self._tell()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's, for bytes that are not HTTP; here in the form of all errors."""
+        """Answer bytes that are not HTTP, in place of uvicorn's answer, with an error object of this API."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(ApiError(400, NOT_HTTP))
-        else:  # an answer has begun, and there can be no other
+        else:  # an answer has begun, so no other can follow
             self.transport.close()
 
     def shutdown(self) -> None:
-        """uvicorn's, for each connection when the server ends."""
+        """Callback of uvicorn for each connection when the server ends."""
         if not self.transport.is_closing():
             super().shutdown()
 
     def drop(self) -> None:
-        """End it now; what the client has not read by then is lost."""
+        """Close the connection now; bytes that the client has not read are lost."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
 
     def check_time(self, now: float) -> None:
-        """End it where its time is over."""
-        stuck = self.flow.write_paused or self.transport.is_closing()  # the latter with bytes that nobody fetches
+        """Close the connection if its time limit is exceeded."""
+        stuck = self.flow.write_paused or self.transport.is_closing()  # closing: the client has not read all bytes
         self._stuck_since = (self._stuck_since or now) if stuck else None
         if self._stuck_since is not None:
             if now - self._stuck_since > self.register.send_seconds:
@@ -215,7 +217,7 @@ class LimitedProtocol(H11Protocol):
             self._refuse(ApiError(408, f"the headers were not complete within {seconds:g} seconds", code="request_timeout"))
 
     def _has_headers(self) -> bool:
-        """Whether there is a request whose headers are complete and whose answer is not."""
+        """Return whether there is a request with complete headers and an incomplete answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _tell(self) -> None:
@@ -229,7 +231,7 @@ class LimitedProtocol(H11Protocol):
             self.register.wait(self)
 
     def _refuse(self, error: ApiError) -> None:
-        """Write an answer of our own and close. Only where no other has begun."""
+        """Write an error response and close, unless another response has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.body()).encode()
             fields = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
@@ -240,19 +242,19 @@ class LimitedProtocol(H11Protocol):
 
 
 def limited_protocol(connections: Connections) -> type[asyncio.Protocol]:
-    """The protocol of a server with these connections."""
+    """Return the protocol class of a server with these connections."""
     return type("LimitedProtocol", (LimitedProtocol,), {"register": connections})
 
 
 def most_connections() -> int:
-    """How many the process may have: its limit of open files less what it needs itself."""
+    """Return the maximum number of connections: the limit of open files minus the files of the process itself."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = MOST_CONNECTIONS + OWN_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     return min(MOST_CONNECTIONS, max(LEAST_CONNECTIONS, files - OWN_DESCRIPTORS))
 
 
 def network(address: str) -> str:
-    """Whose connections are counted together: an IPv4 address, or the network of an IPv6 address."""
+    """Return the key by which connections are counted: an IPv4 address, or the network of an IPv6 address."""
     try:
         read = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

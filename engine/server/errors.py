@@ -1,4 +1,4 @@
-"""What a client is told when its request is not answered: OpenAI's error object, and the status that goes with it."""
+"""Error responses in OpenAI's format: the error object and its HTTP status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from engine.errors import BusyError, CompressError, OptionError
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
-"""By status; others below 500 are invalid_request_error, and the rest server_error."""
+"""Error types by status; any other status below 500 is invalid_request_error, and the rest are server_error."""
 SHOWN_PROBLEMS = 4
 SHOWN_CHARACTERS = 300
 SHOWN_PARAM = 80
@@ -16,7 +16,7 @@ RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """A request is refused with this status; `param` names the field of the body that is at fault."""
+    """A refused request with its HTTP status; `param` names the field of the body with the problem."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come back, how to show who one is, whether the connection goes on."""
+        """HTTP headers for this status: retry-after, connection, or www-authenticate."""
         if self.status in (429, 503):
             return {"retry-after": str(RETRY_SECONDS)}
         if self.status == 408:
@@ -33,14 +33,14 @@ class ApiError(Exception):
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """Return the JSON object of the response."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = TYPES.get(self.status, default)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def api_error(error: CompressError) -> ApiError:
-    """An error of the engine as one of the interface."""
+    """Return the error of the API for an error of the engine."""
     message = " ".join(str(error).split())
     if isinstance(error, BusyError):
         return ApiError(429, message, code="queue_full")
@@ -50,17 +50,17 @@ def api_error(error: CompressError) -> ApiError:
 
 
 def no_object() -> ApiError:
-    """The error for a body that is no JSON object, or does not say that it is one."""
+    """Return the error for a body that is not a JSON object, or whose content type is not JSON."""
     return ApiError(400, "the body is not a JSON object; send one, with content-type: application/json")
 
 
 def not_json(place: int) -> ApiError:
-    """The error for a body that is no JSON at this character."""
+    """Return the error for a body that is not valid JSON at this character."""
     return ApiError(400, f"the body is not valid JSON at character {place}") if place else no_object()
 
 
 def body_error(problems: Sequence[Any]) -> ApiError:
-    """What validation found wrong with a body, of the first field at fault; values are not repeated."""
+    """Return the error for the validation problems of the first invalid field; values are not repeated."""
     param = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
     if param is None:
         return ApiError(400, f"the body is not valid: {problems[0]['msg']}"[:SHOWN_CHARACTERS])
@@ -70,5 +70,5 @@ def body_error(problems: Sequence[Any]) -> ApiError:
 
 
 def printable(text: str) -> str:
-    """Without halves of surrogate pairs, which no encoding takes."""
+    """Return the text with halves of surrogate pairs replaced, because no encoding accepts them."""
     return text.encode("utf-8", "replace").decode("utf-8")

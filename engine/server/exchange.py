@@ -1,4 +1,4 @@
-"""Requests that belong together, between a server's event loop and the engine's thread."""
+"""The requests of one client between a server's event loop and the engine's thread."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from engine.server.metrics import Metrics
 
 
 class Exchange:
-    """What one client asked for: its requests in the engine, and their updates as they come."""
+    """One client's requests in the engine, with a queue of their updates."""
 
     def __init__(self, engine_loop: EngineLoop, requests: Sequence[Request], metrics: Metrics) -> None:
-        """Submits all or none. Raises BusyError and OptionError, as the engine does."""
+        """Submits all requests or none. Raises BusyError and OptionError, as the engine does."""
         self._engine_loop, self._metrics = engine_loop, metrics
         self._event_loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
@@ -33,7 +33,10 @@ class Exchange:
             raise
 
     async def updates(self, deadline: float | None) -> AsyncIterator[tuple[int, Update]]:
-        """Each with its request's number, until all have ended. TimeoutError at the deadline, of the event loop's clock."""
+        """Yield each update with the index of its request, until all have ended.
+
+        deadline: time of the event loop's clock; TimeoutError is raised at this time.
+        """
         while self._going:
             async with asyncio.timeout_at(deadline):
                 index, update = await self._updates.get()
@@ -41,18 +44,18 @@ class Exchange:
             yield index, update
 
     def cancel(self) -> None:
-        """End what has not ended; the engine ignores the rest."""
+        """End the requests that have not ended; the engine ignores the others."""
         for request_id in self._ids:
             self._engine_loop.cancel(request_id)
 
     def _hear(self, index: int, update: Update) -> None:
-        """In the engine's thread."""
+        """Receive an update. Called in the engine's thread."""
         now = time.monotonic()
         if update.tokens:
             self._count(index, update, now)
         if update.finish_reason:
             self._metrics.ended(update.finish_reason, update.timings)
-        with suppress(RuntimeError):  # the server has ended, and nobody listens
+        with suppress(RuntimeError):  # the server has ended, and nothing receives the update
             self._event_loop.call_soon_threadsafe(self._updates.put_nowait, (index, update))
 
     def _count(self, index: int, update: Update, now: float) -> None:

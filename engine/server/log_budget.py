@@ -1,4 +1,4 @@
-"""A budget for log lines: whatever makes a process complain, its log grows by so much a minute and no more."""
+"""A rate limit for log lines: the log of a process grows by a bounded amount per minute."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TextIO
 
 LINES_A_MINUTE = 120
 MOST_CHARACTERS = 8_000
-"""The limit of one message with its traceback; the middle of a longer one is left out."""
+"""Maximum length of one message with its traceback; the middle of a longer message is left out."""
 
 
 class LogBudget(logging.Handler):
-    """Writes messages to a stream until the minute's lines are used up, and then says how many were left out."""
+    """Writes messages to a stream until the minute's lines are used up, and then reports how many were left out."""
 
     def __init__(
         self, stream: TextIO, lines_a_minute: int = LINES_A_MINUTE, clock: Callable[[], float] = time.monotonic
@@ -26,7 +26,7 @@ class LogBudget(logging.Handler):
         self._minute, self._used, self._left_out = -1, 0, 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one message, or count it. Never raises, as all handlers of logging."""
+        """Write one message, or count it as left out. Never raises, like all handlers of logging."""
         try:
             self._begin_minute()
             if self._used >= self._most:
@@ -43,7 +43,7 @@ class LogBudget(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Say what was left out last."""
+        """Report the messages left out last, and close the handler."""
         if self._left_out:
             self._tell()
         super().close()
@@ -67,7 +67,7 @@ class LogBudget(logging.Handler):
 
 @contextmanager
 def limited_logging() -> Iterator[None]:
-    """All loggers that propagate to the root write to stderr within the budget, warnings and what is worse."""
+    """Make all loggers that propagate to the root write warnings and errors to stderr, within the limit, during the body."""
     root, handler = logging.getLogger(), LogBudget(sys.stderr)
     handler.setLevel(logging.WARNING)
     before = root.handlers[:]

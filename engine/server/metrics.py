@@ -1,4 +1,4 @@
-"""What a server has done, in the text format that Prometheus reads: counts of its own and the engine's load."""
+"""Prometheus metrics of a server: its own counters and histograms, and the engine's load."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.batching.request import Load, Timings
 
 Figures = dict[str, tuple[str, Callable[[Load], float]]]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Bounds of every histogram: one token on a small model up to a long answer of a large one."""
+"""Bucket bounds of every histogram, from one token of a small model to a long answer of a large model."""
 GAUGES: Figures = {
     "compress_num_requests_running": ("Requests that are being answered.", lambda load: load.running),
     "compress_num_requests_waiting": ("Requests in the queue.", lambda load: load.waiting),
     "compress_kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1.", lambda load: load.kv_cache_used_share),
-    "compress_kv_cache_bytes": ("Bytes that there are for keys and values.", lambda load: load.kv_cache_bytes),
+    "compress_kv_cache_bytes": ("Bytes of the KV cache.", lambda load: load.kv_cache_bytes),
     "compress_weights_bytes": ("Bytes of the weights.", lambda load: load.weights_bytes),
     "compress_load_seconds": ("Seconds that loading the model took.", lambda load: load.load_seconds),
     "compress_process_resident_memory_bytes": ("Bytes of the process in memory.", lambda load: load.resident_bytes),
@@ -27,12 +27,12 @@ COUNTERS: Figures = {
     "compress_prompt_tokens": ("Tokens of prompts.", lambda load: load.prompt_tokens),
     "compress_generation_tokens": ("Generated tokens.", lambda load: load.generated_tokens),
     "compress_cached_tokens": ("Tokens of prompts that were in the cache.", lambda load: load.cached_tokens),
-    "compress_preemptions": ("Requests that had to make room for others.", lambda load: load.preemptions),
+    "compress_preemptions": ("Preemptions of requests.", lambda load: load.preemptions),
 }
 
 
 class Metrics:
-    """The figures of one server, in a registry of their own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self, load: Callable[[], Load]) -> None:
         self.registry = CollectorRegistry()
@@ -51,16 +51,16 @@ class Metrics:
         self._queued = Histogram("compress_request_queue_time_seconds", "In the queue.", buckets=SECONDS, registry=own)
 
     def first_token(self, seconds: float) -> None:
-        """A request had to wait so long for its first token."""
+        """Record a request's time to first token."""
         self._first.observe(seconds)
 
     def tokens(self, count: int, seconds: float) -> None:
-        """`count` more tokens of a request came `seconds` after the ones before."""
+        """Record `count` more tokens of a request, `seconds` after the previous ones."""
         for _ in range(count):
             self._between.observe(seconds / count)
 
     def ended(self, reason: str, timings: Timings | None) -> None:
-        """A request has ended."""
+        """Record the end of a request."""
         self._ended.labels(reason).inc()
         if timings is None or timings.finished is None:
             return
@@ -69,12 +69,12 @@ class Metrics:
             self._queued.observe(timings.started - timings.arrived)
 
     def text(self) -> bytes:
-        """All of it."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
 
 class _LoadCollector(Collector):
-    """The engine's load at the time of asking."""
+    """Collects the engine's load when the metrics are requested."""
 
     def __init__(self, load: Callable[[], Load]) -> None:
         self._load = load

@@ -1,4 +1,4 @@
-"""The processes that read bodies, and the turns that bodies take there."""
+"""Processes that read request bodies, and the queues in front of them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from engine.server.errors import ApiError
 from engine.server.reading_process import EndedError, Frame, ReadingProcess
 
 READING_SECONDS = 10.0
-"""For one body, its template and its tokens."""
+"""Time limit for reading one body, including its chat template and its tokens."""
 SMALL_BYTES = 65_536
 """Bodies up to this size do not wait for larger ones."""
 MOST_WAITING_BYTES = 64_000_000
-"""The size of all bodies together that are read or wait for it."""
+"""Limit on the total size of all bodies that are being read or are waiting."""
 _LOG = logging.getLogger(__name__)
 
 
 class ReadingPool:
     """Two processes, each with a thread that waits for it: one for small bodies, one for large ones.
 
-    A process starts when it is first needed, and again when it was ended.
+    A process starts when it is first needed, and again after it was ended.
     """
 
     def __init__(self, settings: Callable[[], bytes], seconds: float = READING_SECONDS) -> None:
-        """settings: those of engine/server/body_reader.py, as JSON."""
+        """settings: returns the ReadingSettings of engine/server/body_reader.py as JSON."""
         self._seconds = seconds
         self._small, self._large = _Lane(settings), _Lane(settings)
         self._bytes = 0
@@ -42,10 +42,10 @@ class ReadingPool:
         self._small.put(lambda process: process.start())
 
     async def read(self, path: str, body: bytes, deadline: float | None = None) -> Frame:
-        """The reply to a body: tokens and what is asked for, or a whole answer (engine/server/reading_process.py).
+        """Return the reply to a body: its tokens and options, or a complete answer (engine/server/reading_process.py).
 
-        `deadline`: of the request, by time.monotonic(). Raises ApiError for a body that is refused or takes too much,
-        BusyError where too much waits, and TimeoutError at the deadline.
+        `deadline`: of the request, by time.monotonic(). Raises ApiError for a body that is refused or takes too much
+        time or memory, BusyError if too many bytes are waiting, and TimeoutError at the deadline.
         """
         lane = self._small if len(body) <= SMALL_BYTES else self._large
         with self._counting:
@@ -60,16 +60,16 @@ class ReadingPool:
             raise ApiError(**header["refused"])
         if "failed" in header:
             _LOG.error("reading a body failed:\n%s", header["failed"])
-            raise ApiError(500, "the server failed at this request; its log says how")
+            raise ApiError(500, "the server failed on this request; its log has the reason")
         return header, data
 
     def close(self) -> None:
-        """End the processes. Bodies that are still being read fail."""
+        """End the processes. Bodies that are being read fail."""
         self._small.close()
         self._large.close()
 
     def _ask(self, process: ReadingProcess, path: str, body: bytes, deadline: float | None) -> Frame:
-        """In the lane's thread."""
+        """Read one body, in the lane's thread."""
         left = self._seconds if deadline is None else min(self._seconds, deadline - time.monotonic())
         try:
             return process.ask(path, body, left)
@@ -79,7 +79,7 @@ class ReadingPool:
             message = f"the body takes longer than {self._seconds:g} seconds to read; send less text"
             raise ApiError(400, message, code="reading_timeout") from error
         except EndedError as error:
-            message = "the body takes more memory to read than it may, or ends the tokenizer; send less text at once"
+            message = "reading the body exceeds the memory limit, or crashes the tokenizer; send less text at once"
             raise ApiError(400, message, code="reading_failed") from error
 
     def _done(self, size: int) -> None:
@@ -91,7 +91,7 @@ Job = Callable[[ReadingProcess], Any]
 
 
 class _Lane:
-    """One process and its thread. The thread lives as long as this process, for the system ends a child with its thread."""
+    """One process and its thread. The thread must outlive the process, because Linux ends a child with its parent thread."""
 
     def __init__(self, settings: Callable[[], bytes]) -> None:
         self._process = ReadingProcess(settings)
@@ -100,7 +100,7 @@ class _Lane:
         self._starting = threading.Lock()
 
     def put(self, job: Job) -> Future[Any]:
-        """Its result, when its turn has come."""
+        """Queue a job and return a future for its result."""
         future: Future[Any] = Future()
         with self._starting:
             if self._thread is None:

@@ -1,12 +1,13 @@
-"""A process that reads the bodies of requests, from both sides.
+"""A process that reads request bodies, seen from the server and from the process.
 
-Bodies come from anyone, and a tokenizer and its chat template from whoever made the model. So they meet in a process that
-has no model, no keys and no sockets of clients, may take so much memory and time, and can be ended without the server.
+Bodies come from any client, and a tokenizer and its chat template from any model author. Therefore they are processed
+in a separate process without model, keys and client sockets, with limited memory and time, which can be ended without
+the server.
 
     python -m engine.server.reading_process DESCRIPTOR
 
-speaks in frames over the socket DESCRIPTOR: first come the settings (`body_reader.py`), then a path and a body for
-each reply. A frame is a JSON object and any bytes behind it, each with its length before it.
+The process exchanges frames over the socket DESCRIPTOR: first the settings (`body_reader.py`), then a path and a body
+for each reply. A frame is a JSON object followed by bytes, each preceded by its length.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from engine.server.errors import ApiError
 from engine.worker import package_path, python_module
 
 MEMORY_BYTES = 2_000_000_000
-"""The address space that reading may take, beside what the process has when it is ready."""
+"""Additional address space that reading may use after the process is ready."""
 START_SECONDS = 60
-"""For the process to be ready; a tokenizer of a quarter of a million tokens takes one."""
+"""Time limit for the process to be ready; loading a tokenizer of 250,000 tokens takes one second."""
 _LENGTHS = struct.Struct("<QQ")
 _TOKEN = "i"
 _PR_SET_PDEATHSIG = 1
@@ -43,19 +44,19 @@ Frame = tuple[dict[str, Any], bytes]
 
 
 class EndedError(Exception):
-    """The process has ended, or was ended since its time was over."""
+    """The process has ended, or was ended because its time was over."""
 
 
 class ReadingProcess:
-    """The process from the server's side: one body at a time, from one thread, which must outlive it."""
+    """The server's side of the process. It reads one body at a time, for one thread, which must outlive it."""
 
     def __init__(self, settings: Callable[[], bytes]) -> None:
-        """settings: those of a reader, as JSON; asked for at each start."""
+        """settings: returns a reader's settings as JSON; called at each start."""
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process unless it runs. Raises RuntimeError where it does not come to be ready."""
+        """Start the process unless it runs. Raises RuntimeError if it does not become ready."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
@@ -74,17 +75,20 @@ class ReadingProcess:
             raise RuntimeError("the process that reads the bodies of requests does not start") from error
 
     def ask(self, path: str, body: bytes, seconds: float) -> Frame:
-        """The reply to a body. Raises TimeoutError where it takes longer, and EndedError; the process is gone then."""
+        """Return the reply to a body.
+
+        Raises TimeoutError after `seconds`, and EndedError; the process has ended in both cases.
+        """
         self.start()
         return self._exchange({"path": path}, body, time.monotonic() + seconds)
 
     def kill(self) -> None:
-        """End the process from any thread; it has nothing to save, and a body that is being read fails."""
+        """End the process from any thread. It has nothing to save, and a body that is being read fails."""
         if (process := self._process) is not None:
             process.kill()
 
     def close(self) -> None:
-        """End the process, from the thread that it is asked from."""
+        """End the process, from the thread that uses it."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -111,7 +115,7 @@ def send(connection: socket.socket, header: dict[str, Any], data: bytes, deadlin
 
 
 def receive(connection: socket.socket, deadline: float | None = None) -> Frame:
-    """Read a frame. Raises EOFError where the other side has ended, and the errors of `send`."""
+    """Read a frame. Raises EOFError if the other side has ended, and the errors of `send`."""
     lengths = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size, deadline))
     text, data = (_exactly(connection, length, deadline) for length in lengths)
     return json.loads(text), data
@@ -140,20 +144,20 @@ def _limit(connection: socket.socket, deadline: float | None) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The environment without what reading has no use for: keys of this server and of the hub."""
+    """Return the environment without the keys of this server and of the hub, which reading does not need."""
     return {name: value for name, value in os.environ.items() if name not in ("COMPRESS_API_KEY", "HF_TOKEN")}
 
 
-# The other side
+# The side of the process itself
 
 
 def pack_tokens(prompts: list[list[int]]) -> bytes:
-    """Token ids one after the other, as 32-bit integers."""
+    """Return the token ids of all prompts as consecutive 32-bit integers."""
     return array.array(_TOKEN, [token for prompt in prompts for token in prompt]).tobytes()
 
 
 def unpack_tokens(data: bytes, counts: list[int]) -> list[list[int]]:
-    """The prompts that `pack_tokens` wrote, by their lengths."""
+    """Return the prompts that `pack_tokens` wrote, given their lengths."""
     tokens = array.array(_TOKEN)
     tokens.frombytes(data)
     found, start = tokens.tolist(), 0
@@ -165,7 +169,7 @@ def unpack_tokens(data: bytes, counts: list[int]) -> list[list[int]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Read bodies until the other side is gone."""
+    """Read bodies until the server has ended."""
     _end_with_the_server()
     from engine.server.body_reader import BodyReader, ReadingSettings
 
@@ -187,12 +191,12 @@ def _reply(reader: Any, path: str, body: bytes) -> Frame:
         read = reader.read(path, body)
     except ApiError as error:
         return _refused(error)
-    except Exception:  # a fault of ours, which the server's log describes
+    except Exception:  # a bug in this project; the server's log shows it
         return {"failed": traceback.format_exc()[-4000:]}, b""
     except BaseException as error:
         if not is_panic(error):
             raise
-        return _refused(ApiError(400, "the tokenizer fails at this text; change it", code="reading_failed"))
+        return _refused(ApiError(400, "the tokenizer fails on this text; change it", code="reading_failed"))
     if isinstance(read, dict):
         return {"answer": True}, json.dumps(read, separators=(",", ":")).encode()
     counts = [len(prompt) for prompt in read.prompts]
@@ -204,7 +208,7 @@ def _refused(error: ApiError) -> Frame:
 
 
 def _end_with_the_server() -> None:
-    """Signals of a terminal are for the server; where that is killed, the system ends this process too."""
+    """Ignore a terminal's signals, which are for the server; if the server is killed, Linux ends this process too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -214,7 +218,7 @@ def _end_with_the_server() -> None:
 
 
 def _take_no_more() -> None:
-    """From here on: no files written, and so much memory."""
+    """Forbid writing files from now on, and limit further memory."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, ValueError, IndexError):

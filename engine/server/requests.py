@@ -1,4 +1,4 @@
-"""From what was read of a body to requests to the engine."""
+"""Conversion of a body that was read into requests to the engine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from engine.server.text_reader import tokenizer_settings
 
 @dataclass(frozen=True)
 class Asked:
-    """Requests to the engine that one body makes: each prompt `choices` times, with seeds that differ."""
+    """Requests to the engine from one body: each prompt `choices` times, with different seeds."""
 
     requests: tuple[Request, ...]
     choices: int
     echoes: tuple[str, ...] = ()
-    """The text of each prompt, where answers are to repeat it."""
+    """Text of each prompt, if the answers repeat it."""
     stream: bool = False
     include_usage: bool = False
 
 
 def asked(header: dict[str, Any], tokens: bytes) -> Asked:
-    """The requests of a body, from the reply of the process that read it. Raises OptionError."""
+    """Return the requests of a body, from the reply of the process that read it. Raises OptionError for invalid options."""
     read = header["read"]
     seed = secrets.randbits(62) if read["seed"] is None else read["seed"]
     fields = read["request"] | {"stop": tuple(read["request"]["stop"])}
@@ -44,9 +44,9 @@ def asked(header: dict[str, Any], tokens: bytes) -> Asked:
 def reading_settings(
     engine: Engine, *, model_name: str, max_model_length: int, max_queue: int, skip_threshold: float
 ) -> ReadingSettings:
-    """What the processes that read bodies have to know. `skip_threshold`: the server's own."""
+    """Return the settings of the processes that read bodies. `skip_threshold`: the server's own."""
     directory, config = engine.checkpoint.directory, engine.checkpoint.config
-    exported = isinstance(engine.decoder, OnnxDecoder)  # the engine itself refuses what the graph was not exported with
+    exported = isinstance(engine.decoder, OnnxDecoder)  # the engine itself refuses other thresholds than the exported one
     return ReadingSettings(
         tokenizer_settings(engine.tokenizer, directory, config.vocabulary_size),
         model_name=model_name,

@@ -1,6 +1,6 @@
-"""From the engine's updates to JSON in OpenAI's form, whole or in the chunks of a stream.
+"""Responses in OpenAI's format: updates of the engine as JSON, complete or in the chunks of a stream.
 
-An answer has choices: those of the first prompt, then those of the next. Offsets count characters of a choice's text.
+The choices of an answer are ordered by prompt. Offsets count characters of a choice's text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.server.requests import Asked
 
 Json = dict[str, Any]
 Scored = tuple[int, TokenLogprob | None]
-"""A token, and how probable it was; None for the first of all, which nothing came before."""
+"""A token with its log-probability; None for the first token of a prompt, which has no preceding token."""
 
 
 @dataclass
@@ -31,13 +31,13 @@ class _Choice:
     finish_reason: str | None = None
     timings: Timings | None = None
     characters: int = 0
-    """Of the text of the tokens that offsets were given to."""
+    """Length of the text of the tokens that have offsets, in characters."""
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("ignore"))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one update adds to a choice."""
+    """The part that one update adds to a choice."""
 
     text: str
     scored: Sequence[Scored]
@@ -45,20 +45,20 @@ class Piece:
 
 
 class Answer:
-    """The JSON of one body's requests; subclasses say how a choice looks."""
+    """The JSON of one body's requests; subclasses define the format of a choice."""
 
     prefix: str
     kind: str
     chunk_kind: str
 
     def __init__(self, asked: Asked, model: str, words: TokenText, *, include_usage: bool = False) -> None:
-        """`include_usage`: a stream's chunks say so too."""
+        """`include_usage`: whether a stream ends with a usage chunk, which the other chunks announce."""
         self._asked, self._words, self._include_usage = asked, words, include_usage
         self._choices = [_Choice() for _ in asked.requests]
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def take(self, index: int, update: Update) -> Piece:
-        """Add an update to its choice; what it adds."""
+        """Add an update to its choice and return the added piece."""
         choice, request = self._choices[index], self._asked.requests[index]
         text, scored = update.text, [(each.token, each) for each in update.logprobs]
         if self._asked.echoes and not choice.begun:
@@ -72,7 +72,7 @@ class Answer:
         return piece
 
     def chunk(self, index: int, piece: Piece) -> Json | None:
-        """A piece as the chunk of a stream; None for an empty one."""
+        """Return a piece as the chunk of a stream; None for an empty piece."""
         if not (piece.text or piece.scored or piece.finish_reason):
             return None
         chunk = self._chunk([self._streamed(index, piece)])
@@ -80,7 +80,7 @@ class Answer:
         return chunk | {"timings": timings([ended])} if piece.finish_reason and ended else chunk
 
     def whole(self) -> Json:
-        """The answer when all choices have ended."""
+        """Return the complete answer when all choices have ended."""
         choices = []
         for index, choice in enumerate(self._choices):
             choices.append(self._complete(index, Piece(choice.text, choice.scored, choice.finish_reason)))
@@ -93,11 +93,11 @@ class Answer:
         }
 
     def opening(self) -> list[Json]:
-        """Chunks that come before any text."""
+        """Return the chunks that come before any text."""
         return []
 
     def usage_chunk(self) -> list[Json]:
-        """The chunk before the end, where it was asked for."""
+        """Return the usage chunk before the end of a stream, if it was requested."""
         return [self._chunk([]) | {"usage": self._usage()}] if self._include_usage else []
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -124,12 +124,12 @@ class Answer:
 
 
 class ChatAnswer(Answer):
-    """Of /v1/chat/completions."""
+    """Answer of /v1/chat/completions."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """Who speaks."""
+        """Return the chunks that give the role of the speaker."""
         delta = {"role": "assistant", "content": ""}
         return [self._chunk([_choice(index, delta=delta)]) for index in range(len(self._choices))]
 
@@ -156,7 +156,7 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions."""
+    """Answer of /v1/completions."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -167,7 +167,7 @@ class CompletionAnswer(Answer):
         return _choice(index, piece.finish_reason, self._logprobs(index, piece), text=piece.text)
 
     def _logprobs(self, index: int, piece: Piece) -> Json | None:
-        """Lists side by side. The tokens are those of the choice that were not given out yet."""
+        """Return log-probabilities as parallel lists, for the tokens of the piece."""
         request = self._asked.requests[index]
         if request.top_logprobs is None:
             return None
@@ -181,16 +181,16 @@ class CompletionAnswer(Answer):
         }
 
     def _offset(self, choice: _Choice, token: int) -> int:
-        """Where a token begins; then count its characters."""
+        """Return the offset at which a token begins, and add the token's length."""
         start = choice.characters
         read = choice.decoder.decode(self._words.in_text(token))
         if self._asked.echoes and start == 0 and read.startswith(" ") and not choice.text.startswith(" "):
-            read = read[1:]  # decoders drop the space that words are written with, before the first
+            read = read[1:]  # decoders drop the space of the first word
         choice.characters += len(read)
         return start
 
     def _top(self, scored: TokenLogprob) -> dict[str, float]:
-        """Best first, and the token itself; of tokens of one name the better."""
+        """Return log-probabilities by token name, best first, the token itself last; of equal names the better counts."""
         top: dict[str, float] = {}
         for token, logprob in (*scored.top, (scored.token, scored.logprob)):
             top.setdefault(self._words.name(token), logprob)
@@ -208,7 +208,7 @@ def _choice(index: int, finish_reason: str | None = None, logprobs: Json | None 
 
 
 def timings(several: Sequence[Timings]) -> Json:
-    """Counts and milliseconds, from the first start to the last end; null where there was nothing to divide."""
+    """Return counts, and times in milliseconds from the first start to the last end; rates are null if undefined."""
     started = min(each.arrived if each.started is None else each.started for each in several)
     ends = [each.arrived if each.finished is None else each.finished for each in several]
     firsts = [end if each.first_token is None else each.first_token for each, end in zip(several, ends, strict=True)]

@@ -1,7 +1,7 @@
-"""Bodies of requests in OpenAI's form, checked as they come in; what changes the answer and we lack is refused.
+"""Request bodies in OpenAI's format, validated by pydantic; unsupported options that change the answer are refused.
 
-Fields that are null count as left out. Fields that nobody knows are let through: they come from clients made for other
-servers, and change nothing here.
+Fields with the value null count as absent. Unknown fields are accepted: clients made for other servers send them, and
+they have no effect here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 4
 MOST_STOP_CHARACTERS = 1_000
 INT64 = 2**63
-NO_FORMAT = "response_format {!r} is not available: the model writes text, and nothing holds it to a grammar; use text"
+NO_FORMAT = "response_format {!r} is not available: the output cannot be constrained to a grammar; use text"
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -45,38 +45,38 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
-"""Parameters that we do not have, with the values at which they ask for nothing."""
+"""Parameters that this server does not support, with the values at which they have no effect."""
 
 
 def _whole(text: str) -> str:
-    """JSON can write halves of surrogate pairs, and no tokenizer takes them."""
+    """Raise ValueError for half of a surrogate pair, which JSON can encode and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it has half of a surrogate pair, which is no character") from error
+        raise ValueError("it has half of a surrogate pair, which is not a character") from error
     return text
 
 
 Text = Annotated[str, AfterValidator(_whole)]
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose validation ends at the first entry that is wrong: a body may have a million of them."""
+"""A list whose validation ends at the first invalid entry: a body may have a million entries."""
 
 
 class Body(BaseModel):
-    """No value is converted: "1" is no number."""
+    """Base of all bodies. Values are not converted: the string "1" is not a number."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Body):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class ResponseFormat(Body):
-    """What the text has to look like."""
+    """Format of the generated text."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -85,7 +85,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 class GenerationBody(Body):
-    """What both kinds of completion take."""
+    """Fields that both kinds of completion share."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -102,11 +102,11 @@ class GenerationBody(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     response_format: ResponseFormat | None = None
     ignore_eos: bool | None = None
-    skip_threshold: float | None = Field(None, ge=0, description="Of adaptive skipping; at most the server's own.")
+    skip_threshold: float | None = Field(None, ge=0, description="Threshold of adaptive skipping; at most the server's own.")
 
 
 class ContentPart(Body):
-    """A part of a message; only those of type "text" can be read."""
+    """A part of a message; only parts of type "text" are supported."""
 
     type: str
     text: Text | None = None
@@ -142,7 +142,7 @@ class CompletionRequest(GenerationBody):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize: of a prompt, or of messages through the chat template."""
+    """POST /tokenize: a prompt, or messages for the chat template."""
 
     model: str | None = None
     prompt: Text | None = None
@@ -158,7 +158,7 @@ class DetokenizeRequest(Body):
 
 
 def refuse(body: GenerationBody) -> None:
-    """Raises ApiError for what would change the answer and cannot be honoured."""
+    """Raise ApiError for options that would change the answer and are not supported."""
     for name, value in (body.model_extra or {}).items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise ApiError(400, f"{name} is not available; leave it out", param=name, code="unsupported_parameter")
@@ -166,7 +166,7 @@ def refuse(body: GenerationBody) -> None:
         message = NO_FORMAT.format(body.response_format.type)
         raise ApiError(400, message, param="response_format", code="unsupported_parameter")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        message = f"best_of is {body.best_of} and n is {body.n or 1}; choosing among more than are returned is not available"
+        message = f"best_of is {body.best_of} and n is {body.n or 1}; choosing among additional answers is not available"
         raise ApiError(400, message, param="best_of", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is for streams; set stream, or leave it out", param="stream_options")
@@ -175,7 +175,7 @@ def refuse(body: GenerationBody) -> None:
 
 
 def content_text(message: Message) -> str:
-    """The text of a message. Raises ApiError for parts that are no text."""
+    """Return the text of a message. Raises ApiError for parts that are not text."""
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     for part in message.content:

@@ -1,6 +1,7 @@
-"""`compress serve`: the process. The socket is bound first, the model loaded in a thread, and signals end it in order.
+"""The process of `compress serve`: it binds the socket, loads the model in a thread, and shuts down on signals.
 
-SIGTERM lets running requests end and takes no more; a second one, or SIGINT, ends at once, whatever hangs.
+SIGTERM lets running requests end and refuses new ones. A second SIGTERM, or SIGINT, ends the process at once, even if a
+part of it hangs.
 """
 
 from __future__ import annotations
@@ -40,31 +41,31 @@ from engine.server.signals import Signals
 
 KEY_VARIABLE = "COMPRESS_API_KEY"
 BACKLOG = 2048
-"""Connections that the system keeps until they are accepted."""
+"""Length of the operating system's queue of connections that wait to be accepted."""
 ACCEPTED_AT_ONCE = 16
-"""Between two looks at how many there are."""
+"""Maximum number of connections accepted before the limits are checked again."""
 LAST_BYTES_SECONDS = 10
-"""For clients to read the end of their answers before connections are closed."""
+"""Time for clients to read the end of their answers before connections are closed."""
 KEEP_ALIVE_SECONDS = 75
 SMALL_CACHE = 1 << 30
-"""Bytes that are taken for one sequence whatever is free."""
+"""Size in bytes up to which one sequence's cache is allocated, regardless of free memory."""
 SPARE_MEMORY_SHARE = 0.25
-"""Of what is free, for keys and values, where no size is given."""
+"""Share of free memory for the KV cache if no size is given."""
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What to serve, where and how much of it. Raises OptionError for values that cannot be."""
+    """Options of the server: model, address and limits. Raises OptionError for invalid values."""
 
     model: str = "demo"
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    """Any of them opens, and what their holders have sent is kept apart; none for everybody."""
+    """Accepted API keys; empty for no access control. Cached prompts are not shared between keys."""
     allow_anonymous: bool = False
-    """Other machines may reach it without a key."""
+    """Whether other machines may reach the server without a key."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names of the server besides its own; see `engine.server.access.allowed_hosts`."""
+    """Host names of the server besides its own; see `engine.server.access.allowed_hosts`."""
     served_model_name: str | None = None
     max_queue: int = 256
     max_batch_size: int = 16
@@ -79,7 +80,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         if not all(key.strip() and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise OptionError("an API key is empty or has characters that no header carries; use printable ASCII")
+            raise OptionError("an API key is empty or has characters that a header cannot hold; use printable ASCII")
         for host in self.allowed_hosts:
             if not plain_host(host):
                 raise OptionError(
@@ -95,18 +96,18 @@ class ServeOptions:
 
     @property
     def name(self) -> str:
-        """By which clients ask for the model."""
+        """Name by which clients request the model."""
         path = Path(self.model)
         return self.served_model_name or (path.resolve().name if path.is_dir() else self.model)
 
     @property
     def is_exposed(self) -> bool:
-        """Whether others than this machine may reach it without a key."""
+        """Whether other machines can reach the server without a key."""
         return not is_local(self.host) and not self.api_keys
 
 
 def keys_from(given: Sequence[str]) -> tuple[str, ...]:
-    """The keys of the command line, or of the environment where it has none. Raises OptionError for an empty variable."""
+    """Return the keys of the command line, or else of the environment. Raises OptionError for an empty variable."""
     if given or KEY_VARIABLE not in os.environ:
         return tuple(given)
     keys = os.environ[KEY_VARIABLE].splitlines()
@@ -116,9 +117,9 @@ def keys_from(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
-    """Serve until a signal ends it; `ready` is called with the URL once requests are taken.
+    """Serve until a signal ends the server; `ready` is called with the URL once requests are accepted.
 
-    Raises OptionError where nothing can be bound, what loading the model raises, and KeyboardInterrupt at SIGINT.
+    Raises OptionError if the address cannot be bound, any error of loading the model, and KeyboardInterrupt at SIGINT.
     """
     listening = bind(options.host, options.port)
     host, port = listening.getsockname()[:2]
@@ -131,7 +132,7 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises OptionError where that cannot be."""
+    """Return a listening socket; port 0 selects a free port. Raises OptionError if the address cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind, protocol)
@@ -148,7 +149,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load(options: ServeOptions) -> Service:
-    """The model, ready and running. Raises what opening it raises, and OptionError where its cache does not fit."""
+    """Load the model and start its engine loop. Raises any error of opening, and OptionError if the cache does not fit."""
     engine = Engine.open(
         options.model,
         device=options.device,
@@ -177,9 +178,10 @@ def load(options: ServeOptions) -> Service:
 
 
 def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
-    """Room for a full batch of the longest sequences, within a share of free memory, and for one of them if it fits there.
+    """Return the size of a cache for a full batch of the longest sequences, limited to a share of free memory.
 
-    Where not even one does, sequences are shorter than the model would take.
+    The size is enough for at least one such sequence, if that fits into memory. Otherwise sequences are shorter than
+    the model's limit.
     """
     config = engine.checkpoint.config
     positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
@@ -192,7 +194,7 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's with limits on connections, and without its handling of signals."""
+    """A uvicorn server with limits on connections and without uvicorn's signal handling."""
 
     def __init__(self, state: State, connections: Connections | None = None) -> None:
         """connections: None for as many as the process may have."""
@@ -214,18 +216,18 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None: uvicorn would raise them again at the end, and the exit status would not be 0."""
+        """Handle no signals: uvicorn would raise them again at the end, and the exit status would not be 0."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """asyncio accepts as many at once as it lets wait; the system may let more of them wait."""
+        """Start the server with a longer listen queue: asyncio would use one value for queueing and for accepting."""
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(BACKLOG)
 
 
 class _Process:
-    """One server from its socket to its end. All but loading and draining happens in the event loop."""
+    """One server from its socket to its end. Everything except loading and draining runs in the event loop."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
@@ -237,7 +239,7 @@ class _Process:
         self._signals = Signals(self._pass_on)
 
     def run(self, listening: socket.socket, ready: Callable[[], None]) -> None:
-        """Until a signal ends it. Raises as `serve` does."""
+        """Run until a signal ends the server. Raises as `serve` does."""
         with self._signals.handled():
             asyncio.run(self._run(listening, ready))
         if self._failure is not None:
@@ -247,7 +249,7 @@ class _Process:
 
     async def _run(self, listening: socket.socket, ready: Callable[[], None]) -> None:
         self._event_loop = asyncio.get_running_loop()
-        if self._signals.count:  # it came before there was a loop
+        if self._signals.count:  # the signal came before the event loop existed
             self._signalled()
 
         def load_and_tell() -> None:
@@ -257,7 +259,7 @@ class _Process:
                 made = error
             self._in_event_loop(self._loaded, made, ready)
 
-        # A daemon: a signal does not wait for a large model to be loaded.
+        # A daemon thread: a signal does not wait until a large model is loaded.
         threading.Thread(target=load_and_tell, name="load", daemon=True).start()
         try:
             await self._server.serve(sockets=[listening])
@@ -266,7 +268,7 @@ class _Process:
                 await asyncio.to_thread(self._state.loaded.close)
 
     def _in_event_loop(self, function: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # there is no event loop any more
+        with suppress(RuntimeError):  # the event loop has ended
             if self._event_loop is not None:
                 self._event_loop.call_soon_threadsafe(function, *arguments)
 

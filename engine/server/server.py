@@ -1,4 +1,4 @@
-"""The HTTP interface of a running engine: OpenAI's endpoints, figures, and a page. docs/serving.md is its description."""
+"""The HTTP API of a running engine: OpenAI's endpoints, metrics, and a chat page. docs/serving.md describes it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from engine.server.schema import Body, ChatCompletionRequest, CompletionRequest,
 
 DONE = b"data: [DONE]\n\n"
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-"""For the schema: JSON, or this."""
+"""Responses of the OpenAPI schema: JSON, or server-sent events."""
 CLIENT_GONE = 499
-"""Nobody reads it; servers log it so."""
+"""Status for a disconnected client, used in logs only."""
 
 
 class Service:
-    """A model that is ready, and what its endpoints share."""
+    """A loaded model and the objects that its endpoints share."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Service:
         max_queue: int = 256,
         reading: ReadingPool | None = None,
     ) -> None:
-        """`reading`: reads bodies; made here where none is given."""
+        """`reading`: the pool that reads bodies; created here by default."""
         self.engine_loop, self.model_name = engine_loop, model_name
         self.reading = reading or ReadingPool(
             lambda: reading_settings(
@@ -66,12 +66,12 @@ class Service:
         )
         self.words = TokenText(engine.tokenizer)
         self.chats = bool(engine.tokenizer.chat_template)
-        """Whether the model has a chat template of its own."""
+        """Whether the model has its own chat template."""
         self.metrics = Metrics(engine_loop.load)
         self.created = int(time.time())
 
     def card(self) -> dict[str, Any]:
-        """The model, in the form of /v1/models."""
+        """Return the model's entry in the format of /v1/models."""
         return {
             "id": self.model_name,
             "object": "model",
@@ -82,38 +82,38 @@ class Service:
         }
 
     def close(self) -> None:
-        """End the engine's thread, and the processes that read bodies."""
+        """End the engine's thread and the processes that read bodies."""
         self.reading.close()
         self.engine_loop.stop()
 
 
 @dataclass
 class State:
-    """Of the server: from `loading` to `ready`, where there is a service, to `draining`."""
+    """State of the server: `loading`, then `ready` with a service, then `draining`."""
 
     api_keys: tuple[str, ...] = ()
-    """Any of them opens; none for everybody."""
+    """Accepted API keys; empty for no access control."""
     hosts: frozenset[str] | None = None
-    """The names that requests may be for; None for any."""
+    """Accepted host names; None for any."""
     request_timeout: float | None = None
     phase: Phase = "loading"
     loaded: Service | None = None
 
     @property
     def service(self) -> Service:
-        """The gate lets nothing through before there is one."""
+        """The loaded service; the gate refuses all requests before it exists."""
         assert self.loaded is not None
         return self.loaded
 
     def check_model(self, name: str | None) -> Service:
-        """The service. Raises ApiError for another model than the one there is."""
+        """Return the service. Raises ApiError if `name` is another model."""
         if name is not None and name != self.service.model_name:
             raise unknown_model(name, self.service.model_name)
         return self.service
 
 
 def create_app(state: State) -> FastAPI:
-    """The application; `state` is changed from outside while it runs."""
+    """Return the application; `state` may change while it runs."""
     app = FastAPI(title="compress serve", docs_url=None, redoc_url=None)
     app.add_middleware(Gate, phase=lambda: state.phase, api_keys=state.api_keys, hosts=state.hosts)
     _handle_errors(app, state)
@@ -121,7 +121,7 @@ def create_app(state: State) -> FastAPI:
     _add_tokens(app, state)
     _add_figures(app, state)
     _add_pages(app)
-    # Validation answers 400, and FastAPI writes 422 into the schema of its own accord.
+    # Validation errors have status 400 here, but FastAPI documents 422 by itself.
     make_schema = app.openapi
     app.openapi = cache(lambda: _with_errors(make_schema()))  # type: ignore[method-assign]
     return app
@@ -147,11 +147,11 @@ def _handle_errors(app: FastAPI, state: State) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "the server failed at this request; its log says how"))
+        return error_response(ApiError(500, "the server failed on this request; its log has the reason"))
 
 
 def _described(body: type[Body]) -> dict[str, Any]:
-    """For the schema: the body of a request, which the endpoint itself does not read."""
+    """Return the OpenAPI entry for a request body that the endpoint itself does not parse."""
     reference = {"$ref": f"#/components/schemas/{body.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
@@ -169,7 +169,7 @@ def _add_completions(app: FastAPI, state: State) -> None:
 
 
 async def _read(state: State, request: Request, deadline: float | None) -> Frame:
-    """What the process that reads bodies says of this one. Raises ApiError, BusyError and Gone."""
+    """Return the reply of the process that reads bodies. Raises ApiError, BusyError and Gone."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise no_object()
@@ -232,9 +232,9 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 def _check_end(reason: str, error: str) -> None:
     if reason == "error":
-        raise ApiError(500, error or "the engine failed at this request", code="engine_error")
+        raise ApiError(500, error or "the engine failed on this request", code="engine_error")
     if reason == "cancelled":
-        raise ApiError(503, "the server is about to end and gave this request up; ask another one", code="cancelled")
+        raise ApiError(503, "the server is shutting down and cancelled this request; try another one", code="cancelled")
 
 
 def _timeout(state: State) -> ApiError:
@@ -264,27 +264,27 @@ def _add_tokens(app: FastAPI, state: State) -> None:
 def _add_figures(app: FastAPI, state: State) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """200 when requests are taken, 503 before and after."""
+        """Status 200 while requests are accepted, 503 before and after."""
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics in the format of Prometheus."""
         return PlainTextResponse(await run_in_threadpool(state.service.metrics.text))
 
     @app.get("/v1/load")
     async def load() -> dict[str, Any]:
-        """How busy the server is, and what it has done."""
+        """Current load and statistics of the server."""
         return state.service.card() | asdict(state.service.engine_loop.load())
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model, in a list."""
+        """List of models, with one entry."""
         return {"object": "list", "data": [state.service.card()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The model."""
+        """Description of the model."""
         return state.check_model(name).card()
 
 
@@ -304,7 +304,7 @@ def _page() -> str:
 
 
 def _docs(schema: dict[str, Any]) -> str:
-    """A list of the endpoints that needs nothing from elsewhere."""
+    """Return an HTML list of the endpoints without external resources."""
     rows = [
         f"<tr><td>{escape(method.upper())}</td><td><code>{escape(path)}</code></td>"
         f"<td>{escape(str(about.get('description') or about.get('summary', '')))}</td></tr>"
@@ -320,7 +320,7 @@ def _docs(schema: dict[str, Any]) -> str:
 
 
 def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with the errors that there are, instead of FastAPI's own."""
+    """Return the OpenAPI schema with this server's errors in place of FastAPI's own."""
     text = {"type": "string"}
     fields = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}}
     error = {"type": "object", "required": list(fields), "properties": fields}
@@ -335,7 +335,7 @@ def _with_errors(schema: dict[str, Any]) -> dict[str, Any]:
         "421": "Another host",
         "429": "The queue is full",
         "500": "The engine failed",
-        "503": "Loading, or about to end",
+        "503": "Loading, or shutting down",
         "504": "The time is over",
     }
     for methods in schema["paths"].values():

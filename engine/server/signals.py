@@ -1,7 +1,7 @@
-"""Signals that end a process in order, and that end it in any case when they come again.
+"""Signal handling: the first signal ends the process in order, and a second one ends it in any case.
 
-The first SIGTERM asks. The second one, or SIGINT, gives the process a few seconds to end by itself; then a thread ends it,
-whatever the event loop and all other threads do.
+The first SIGTERM requests the end. The second one, or SIGINT, gives the process a few seconds to end by itself; then a
+thread ends it, whatever the event loop and all other threads do.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from types import FrameType
 GRACE_SECONDS = 3.0
 FLUSH_SECONDS = 1.0
 INTERRUPTED = 130
-"""The exit status of a process that a signal has ended at once."""
+"""Exit status of a process that a signal has ended at once."""
 
 
 class Signals:
-    """Counts SIGTERM and SIGINT in the main thread, between any two steps of Python: an event loop may be busy."""
+    """Counts SIGTERM and SIGINT in the main thread, even while an event loop is busy."""
 
     def __init__(self, tell: Callable[[], None], grace: float = GRACE_SECONDS) -> None:
-        """`tell` is called in the signal handler after each signal; it may raise nothing and must not wait."""
+        """`tell` is called in the signal handler after each signal; it must not raise and must not wait."""
         self._tell, self._grace = tell, grace
         self.count = 0
         self.at_once = False
-        """A second signal came, or SIGINT: nothing is waited for."""
+        """Whether the process ends at once, after a second signal or SIGINT."""
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """The handlers that were there before come back at the end, when the last seconds have already begun to count."""
+        """Handle signals during the body, and restore the previous handlers; a deadline that has begun stays in force."""
         before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -50,7 +50,7 @@ class Signals:
 
     def _end_soon(self) -> None:
         time.sleep(self._grace)
-        flushing = threading.Thread(target=_flush, daemon=True)  # a pipe that nobody reads would hold it up
+        flushing = threading.Thread(target=_flush, daemon=True)  # a thread, because writing to a full pipe would block
         flushing.start()
         flushing.join(FLUSH_SECONDS)
         os._exit(INTERRUPTED)

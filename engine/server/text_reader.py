@@ -1,4 +1,4 @@
-"""From texts and messages to token ids, in the process that reads requests: no torch, and no model."""
+"""Tokenization of texts and messages in the process that reads requests, without torch and without a model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from engine.errors import OptionError
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """A tokenizer as it is given to another process, which loads no model."""
+    """Settings of a tokenizer for another process, which loads no model."""
 
     tokenizer: str | None
-    """The content of tokenizer.json; None for a tokenizer that is not in that form, which is loaded from `directory`."""
+    """Content of tokenizer.json; None for a tokenizer without this file, which is loaded from `directory`."""
     directory: str
     vocabulary: int
     begin_token: int | None
     chat_template: str | None
-    """None for a model without a template of its own."""
+    """The model's chat template; None for a model without one."""
     splits_special_tokens: bool = False
     special_tokens: dict[str, Any] = field(default_factory=dict)
-    """By the names that templates call them."""
+    """Special tokens by their names in chat templates."""
 
 
 def tokenizer_settings(tokenizer: Any, directory: Path, vocabulary: int) -> TokenizerSettings:
-    """The settings of a transformers tokenizer of a model in `directory` that knows so many tokens."""
+    """Return the settings of a transformers tokenizer, for the model in `directory` with `vocabulary` tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     template = tokenizer.chat_template
     if isinstance(template, dict):
@@ -45,7 +45,7 @@ def tokenizer_settings(tokenizer: Any, directory: Path, vocabulary: int) -> Toke
 
 
 class _Tokens(Protocol):
-    """The operations of a tokenizer that reading needs."""
+    """Interface of a tokenizer."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
@@ -79,7 +79,7 @@ class _FastTokens:
 
 
 class _SlowTokens:
-    """A tokenizer that only transformers reads."""
+    """A tokenizer that only transformers supports."""
 
     def __init__(self, settings: TokenizerSettings) -> None:
         from engine.checkpoint.tokenizer import load_tokenizer_of
@@ -98,39 +98,45 @@ class _SlowTokens:
 
 
 class TextReader:
-    """One tokenizer with its chat template."""
+    """A tokenizer with its chat template."""
 
     def __init__(self, settings: TokenizerSettings) -> None:
         self._settings = settings
         self._tokens: _Tokens = _SlowTokens(settings) if settings.tokenizer is None else _FastTokens(settings)
         self.longest_token_bytes = max((len(token.encode()) for token in self._tokens.vocabulary), default=1)
-        """No token stands for more bytes of UTF-8 than this."""
+        """Maximum number of UTF-8 bytes of one token."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return self._tokens.encode(text, add_special_tokens)
 
     def prompt(self, text: str) -> list[int]:
-        """The same with a token to begin with. Raises OptionError for an empty text where the model has no such token."""
+        """Return the token ids of a prompt; an empty text becomes the model's begin token.
+
+        Raises OptionError for an empty text if the model has no such token.
+        """
         ids = self.encode(text)
         if not ids and self._settings.begin_token is not None:
             ids = [self._settings.begin_token]
         if not ids:
-            raise OptionError("the prompt is empty and this model has no token to begin with; give a prompt")
+            raise OptionError("the prompt is empty and this model has no begin token; give a prompt")
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         return self._tokens.decode(ids)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text that an answer to the messages follows. Raises OptionError for messages that the template refuses."""
+        """Return the text of the messages, ready for the answer.
+
+        Raises OptionError for messages that the template refuses.
+        """
         return render(self._settings.chat_template or DEFAULT_TEMPLATE, messages, self._settings.special_tokens)
 
     def conversation_ids(self, text: str) -> list[int]:
-        """Token ids of what `conversation` gave. Raises OptionError where there are none."""
-        # A template writes the special tokens itself; the default one has none, so that the tokenizer's own are right.
+        """Return the token ids of a text from `conversation`. Raises OptionError if there are none."""
+        # A template writes the special tokens itself. The default template has none, so the tokenizer adds them.
         ids = self.encode(text, add_special_tokens=self._settings.chat_template is None)
         if not ids:
-            raise OptionError("the messages make no token; say something in them")
+            raise OptionError("the messages contain no tokens; add some text")
         return ids

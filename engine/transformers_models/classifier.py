@@ -1,8 +1,8 @@
-"""A classifier of images or texts on disk: validated when opened, loaded through transformers, split into features and head.
+"""A classifier of images or texts: validated when opened, loaded through transformers, split into features and head.
 
-Any model of transformers' image and sequence classification will do whose logits are what its last linear layer says; that
-is tried when it is loaded. A mixture of experts behind the head (mixture_head.py) is in a file of its own, so that without
-it the directory is an ordinary classifier, the one that all experts together come down to on average.
+Any model of transformers' image or sequence classification works if its logits are the output of its last linear layer;
+this is checked when the model is loaded. A mixture of experts behind the head (mixture_head.py) is stored in a separate
+file. Without that file, the directory is an ordinary classifier that equals the average of all experts.
 
 Shape suffixes: B batch, C classes, K experts, D features, H W of a feature map.
 """
@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.architectures import check_token_ids, classified, load_transformers_config, positive
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import ONNX_NAME
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import CheckpointError, CompressError, UnsupportedError
+from engine.families.checks import check_token_ids
+from engine.families.classifiers import classified
+from engine.families.resolve import load_transformers_config
+from engine.families.values import positive
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of
@@ -32,21 +35,21 @@ from engine.transformers_models.transformers_model import SAME_MODEL, load_model
 
 MIXTURE_NAME = "mixture.safetensors"
 MIXTURE_KEY = "mixture_experts"
-"""In config.json: how many experts MIXTURE_NAME has."""
+"""Key in config.json with the number of experts in MIXTURE_NAME."""
 PROTOTYPES = "prototypes"
 MAX_CLASSES = 1_000_000
 
 
 def is_classifier(directory: Path) -> bool:
-    """Whether config.json there is that of a classifier. Raises CheckpointError where it cannot be read."""
+    """Return whether config.json describes a classifier. Raises CheckpointError if it cannot be read."""
     return classified(load_json(directory / "config.json", "model config")) is not None
 
 
 class ClassifierDirectory:
-    """A classifier whose weights may be in any format: what config.json and its like say of it."""
+    """A classifier with weights in any format: the content of config.json and its companions."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for what is no classifier."""
+        """Raises CheckpointError for damaged or inconsistent files, UnsupportedError for a model that is no classifier."""
         check_entries(directory)
         self.directory = directory
         self.provenance = read_provenance(directory)
@@ -57,8 +60,8 @@ class ClassifierDirectory:
         named = shown(self.raw_config.get("architectures"))
         if not isinstance(family, str) or what is None:
             raise UnsupportedError(
-                f"{directory}: `architectures` in config.json is {named}, no classifier; give a model of image or sequence "
-                "classification"
+                f"{directory}: `architectures` in config.json is {named}, which is no classifier; give a model of image or "
+                "sequence classification"
             )
         if self.raw_config.get("auto_map"):
             raise UnsupportedError(f"{directory}: config.json has auto_map, code of its own, which is never run; remove it")
@@ -68,7 +71,7 @@ class ClassifierDirectory:
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
         if not 1 <= self.config.num_labels <= MAX_CLASSES:
-            raise CheckpointError(f"{directory}: config.json has {self.config.num_labels} classes; it must name some")
+            raise CheckpointError(f"{directory}: config.json has {self.config.num_labels} classes; it must have 1 or more")
         if what == "texts":
             try:
                 check_token_ids("config.json", self.raw_config, positive(self.config, "vocab_size"))
@@ -80,22 +83,22 @@ class ClassifierDirectory:
                 f"{directory}: config.json: {MIXTURE_KEY} is {shown(experts)}; it must be a number of experts"
             )
         self.experts: int = experts
-        """Of the mixture behind the head; 0 for a plain classifier."""
+        """Number of experts of the mixture behind the head; 0 for a plain classifier."""
 
     @property
     def parameters(self) -> int:
-        """Stored numbers; of an export what its provenance says, 0 where it has none."""
+        """Number of stored parameters; for an export the number in its provenance, 0 without provenance."""
         found = (self.provenance or {}).get("figures", {}).get("parameters")
         return found if isinstance(found, int) else 0
 
     @property
     def bytes(self) -> int:
-        """Of the graph of an export."""
+        """Size of an export's graph in bytes."""
         return (self.directory / ONNX_NAME).stat().st_size
 
     @property
     def data(self) -> str | None:
-        """The examples that an artifact was distilled on, or an export made with, by the name they were given."""
+        """Name of the examples that an artifact was distilled on or exported with; None if unknown."""
         options = (self.provenance or {}).get("options")
         options = options if isinstance(options, dict) else {}
         named = options.get("calibration", options)
@@ -104,12 +107,12 @@ class ClassifierDirectory:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """In the order of the logits."""
+        """Class names, in the order of the logits."""
         names = self.config.id2label
         return tuple(str(names[number]) for number in range(len(names)))
 
     def inputs(self, length: int | None = None) -> ImageInputs | TextInputs:
-        """Makes what the model takes of examples. length: tokens of a text at most; None for as many as the model takes."""
+        """Return the preprocessing of examples. length: maximum number of tokens of a text; None for the model's maximum."""
         if self.what == "images":
             return image_inputs(self.directory, self.config)
         tokenizer = load_tokenizer_of(self.directory, self.config.vocab_size)
@@ -118,41 +121,41 @@ class ClassifierDirectory:
 
 
 class ClassifierCheckpoint(ClassifierDirectory):
-    """The same with safetensors. Opening checks config and headers; `load` compares all names and shapes."""
+    """A classifier with safetensors. Opening checks config and headers; `load` compares all names and shapes."""
 
     def __init__(self, directory: Path) -> None:
-        """Errors as of ClassifierDirectory, for weights too."""
+        """Raises the errors of ClassifierDirectory, also for weights."""
         super().__init__(directory)
         self.by_name, self.files = open_shards(directory)
         self._mixture = SafetensorsFile(directory / MIXTURE_NAME) if self.experts else None
 
     @cached_property
     def model_dtype(self) -> torch.dtype:
-        """Of most parameters, which `--dtype auto` computes in."""
+        """Dtype of most parameters, which is the compute dtype for `--dtype auto`."""
         dtypes = [file.entries[name].dtype for name, file in self._files()]
         floating = [dtype for dtype in dtypes if dtype.is_floating_point]
         if not floating:
-            raise CheckpointError(f"{self.directory}: holds no floating-point weights; quantised weights are not read")
+            raise CheckpointError(f"{self.directory}: holds no floating-point weights; quantized weights are not read")
         return max(set(floating), key=floating.count)
 
     def _files(self) -> list[tuple[str, SafetensorsFile]]:
-        """Every tensor with its file, those of the mixture last."""
+        """Return every tensor's name with its file, those of the mixture last."""
         own = [] if self._mixture is None else [(name, self._mixture) for name in self._mixture.entries]
         return [*self.by_name.items(), *own]
 
     @property
     def parameters(self) -> int:
-        """Stored numbers, without counters; the running figures of norms count as parameters."""
+        """Number of stored parameters, including the running statistics of norms, without counters."""
         entries = (file.entries[name] for name, file in self._files())
         return sum(torch.Size(entry.shape).numel() for entry in entries if entry.dtype.is_floating_point)
 
     @property
     def bytes(self) -> int:
-        """Of the stored tensors."""
+        """Size of the stored tensors in bytes."""
         return sum(file.entries[name].nbytes for name, file in self._files())
 
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
-        """Read every tensor once; CheckpointError naming the first that holds NaN or infinity."""
+        """Read every tensor once; raise CheckpointError naming the first that holds NaN or infinity."""
         files = dict(self._files())
         for name in progress(list(files)):
             tensor = files[name].tensor(name)
@@ -161,7 +164,7 @@ class ClassifierCheckpoint(ClassifierDirectory):
             files[name].release()
 
     def fingerprint(self) -> str:
-        """SHA-256 over config and all weights: classifiers are small enough to be read."""
+        """Return a SHA-256 over config and all weights: classifiers are small enough to be read completely."""
         digest = hashlib.sha256(repr(sorted(self.raw_config.items())).encode())
         for name, file in sorted(self._files(), key=lambda pair: pair[0]):
             entry = file.entries[name]
@@ -170,12 +173,15 @@ class ClassifierCheckpoint(ClassifierDirectory):
         return digest.hexdigest()
 
     def identity(self) -> dict[str, str]:
-        """The fingerprint, and the state of the files, as of a decoder."""
+        """Return the fingerprint and the state of the files, as for a decoder."""
         files = self.files if self._mixture is None else [*self.files, self._mixture]
         return {"fingerprint": self.fingerprint(), "state": state_of(files)}
 
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Classifier:
-        """Frozen and in eval mode. Raises CheckpointError for tensors that do not fit, UnsupportedError for no head."""
+        """Return the model, frozen and in eval mode.
+
+        Raises CheckpointError for tensors that do not fit, UnsupportedError for a model whose head is not found.
+        """
         from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
         auto_class = AutoModelForImageClassification if self.what == "images" else AutoModelForSequenceClassification
@@ -185,7 +191,7 @@ class ClassifierCheckpoint(ClassifierDirectory):
             classifier.check_head(self._sample())
         except CompressError:
             raise
-        except Exception as error:  # whatever a model of sizes that do not fit each other runs into
+        except Exception as error:  # any exception of a model with inconsistent sizes
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(f"{self.directory}: the model cannot be run ({reason}); {SAME_MODEL}") from error
         if self._mixture is not None:
@@ -194,7 +200,7 @@ class ClassifierCheckpoint(ClassifierDirectory):
         return loaded
 
     def _sample(self) -> dict[str, Tensor]:
-        """The least that the model takes."""
+        """Return the smallest inputs that the model accepts."""
         if self.what == "texts":
             return {"input_ids": torch.zeros(1, 2, dtype=torch.long), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
         inputs = image_inputs(self.directory, self.config)
@@ -220,7 +226,10 @@ class ClassifierCheckpoint(ClassifierDirectory):
 
 
 def gate_of(tensors: Mapping[str, Tensor], experts: int) -> Gate:
-    """The gate that such tensors are of; without any it is uniform. Raises KeyError or RuntimeError for others."""
+    """Return the gate with these tensors; without tensors it is uniform.
+
+    Raises KeyError or RuntimeError for other tensors.
+    """
     if not tensors:
         return Gate(None, None, experts)
     first, features = tensors["projector.0.weight"], tensors["classifier.weight"].shape[1]
@@ -230,25 +239,25 @@ def gate_of(tensors: Mapping[str, Tensor], experts: int) -> Gate:
 
 
 class Split(NamedTuple):
-    """What a classifier makes of inputs, before any mixture."""
+    """Outputs of a classifier before any mixture."""
 
     logits_BC: Tensor
     features_BD: Tensor
-    """z: what the head takes."""
+    """z: the input of the head."""
     map: Tensor | None
-    """The last feature map before pooling, [B, D', H, W]; None for models that have none."""
+    """Last feature map before pooling, [B, D', H, W]; None for models without one."""
 
     @property
     def gated(self) -> Tensor:
-        """What a gate's projector takes: the map where there is one (§5), the features otherwise."""
+        """Input of a gate's projector: the feature map if there is one (§5), otherwise the features."""
         return self.features_BD if self.map is None else self.map
 
 
 class Classifier(nn.Module):
-    """A transformers classifier, with a mixture behind its head where there is one."""
+    """A transformers classifier, with a mixture behind its head if there is one."""
 
     def __init__(self, model: nn.Module, name: str, mixture: MixtureHead | None = None) -> None:
-        """name: what messages call it. Raises UnsupportedError where no linear layer can be the head."""
+        """name: the model's name in messages. Raises UnsupportedError if no linear layer can be the head."""
         super().__init__()
         self.model, self.name, self.mixture = model, name, mixture
         classes = self.config.num_labels
@@ -262,27 +271,27 @@ class Classifier(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Of transformers."""
+        """Configuration of transformers."""
         return self.model.config
 
     @property
     def head(self) -> nn.Linear:
-        """W and the bias beside it."""
+        """The head: its weight W and its bias."""
         layer = self.model.get_submodule(self.head_name)
         assert isinstance(layer, nn.Linear)
         return layer
 
     @torch.no_grad()
     def check_head(self, sample: Mapping[str, Tensor]) -> None:
-        """Raise UnsupportedError unless the logits of a batch of one are what the head says of one vector."""
+        """Raise UnsupportedError unless the logits of a batch of one are the head's output for one vector."""
         split = self.split(**sample)
         if split.features_BD.dim() != 2 or not torch.equal(self.head(split.features_BD), split.logits_BC):
             raise UnsupportedError(
-                f"{self.name}: its logits are not what its last linear layer says ({self.head_name}); take another model"
+                f"{self.name}: its logits are not the output of its last linear layer ({self.head_name}); take another model"
             )
 
     def split(self, **inputs: Tensor) -> Split:
-        """Logits of the plain head, and what they are made of."""
+        """Return the logits of the plain head, with its features and the feature map."""
         seen: dict[str, Any] = {}
         base: Any = getattr(self.model, "base_model", self.model)
         dtype = self.head.weight.dtype
@@ -300,7 +309,7 @@ class Classifier(nn.Module):
         return Split(logits_BC, seen["features"], found if found is not None and found.dim() == 4 else None)
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        """Logits [B, C] in float32; of a mixture log-probabilities."""
+        """Return the logits [B, C] in float32; log-probabilities for a mixture."""
         split = self.split(**inputs)
         if self.mixture is None:
             return split.logits_BC.float()

@@ -1,4 +1,4 @@
-"""Images and texts as a classifier takes them.
+"""Preprocessing of images and texts for classifiers.
 
 Shape suffixes: B batch, C channels, H height, W width.
 """
@@ -19,25 +19,25 @@ from engine.files.json_file import load_json, shown
 
 PREPROCESSOR = "preprocessor_config.json"
 MIDDLE = (0.5,)
-"""Mean and deviation of pixels where a checkpoint has no PREPROCESSOR to say."""
+"""Default mean and standard deviation of pixels for a checkpoint without PREPROCESSOR."""
 SMALL_SIZE = (32, 32)
-"""Of images for a model that takes any size, where there are none yet."""
+"""Default image size for a model that accepts any size, if there are no images yet."""
 Examples = Tensor | Sequence[str]
 """uint8 images [B, C, H, W], or texts."""
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Pixels of one size, normalised."""
+    """Preprocessing of images to normalized pixels of one size."""
 
     channels: int
     size: tuple[int, int] | None
-    """(height, width); None for whatever the images have."""
+    """(height, width); None for the size of the given images."""
     mean: tuple[float, ...] = MIDDLE
     deviation: tuple[float, ...] = MIDDLE
 
     def __call__(self, images: Examples) -> dict[str, Tensor]:
-        """`pixel_values`, float32 [B, channels, H, W]. Grey images get as many equal channels, coloured ones their mean."""
+        """Return `pixel_values`, float32 [B, channels, H, W]. Other numbers of channels are averaged and repeated."""
         if not isinstance(images, Tensor):
             raise DataError("these are texts, and the model classifies images; give other --data")
         pixels_BCHW = images.float()
@@ -51,7 +51,7 @@ class ImageInputs:
         return {"pixel_values": (pixels_BCHW / 255 - mean) / deviation}
 
     def described(self, size: tuple[int, int]) -> dict[str, Any]:
-        """The same as PREPROCESSOR has it, for images of this size where there is none yet."""
+        """Return these values in the format of PREPROCESSOR. `size`: image size, if none is set."""
         height, width = self.size or size
         return {
             "do_resize": True,
@@ -66,20 +66,20 @@ class ImageInputs:
 
 @dataclass(frozen=True)
 class TextInputs:
-    """Token ids, padded on the right to the longest of the batch."""
+    """Tokenization of texts, padded on the right to the longest text of the batch."""
 
     tokenizer: Any
     length: int
-    """Tokens at most; longer texts are cut."""
+    """Maximum number of tokens; longer texts are truncated."""
     pad: int
 
     def __call__(self, texts: Examples) -> dict[str, Tensor]:
-        """`input_ids` and `attention_mask`, int64 [B, tokens]."""
+        """Return `input_ids` and `attention_mask`, int64 [B, tokens]."""
         if isinstance(texts, Tensor):
             raise DataError("these are images, and the model classifies texts; give other --data")
         try:
             rows = self.tokenizer(list(texts), truncation=True, max_length=self.length, verbose=False)["input_ids"]
-        except Exception as error:  # tokenizers raises plain Exception for what its own files lack
+        except Exception as error:  # tokenizers raises plain Exception for incomplete files
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"the model's tokenizer cannot read these texts: {reason}; take another model") from error
         longest = max(1, *map(len, rows))
@@ -89,7 +89,7 @@ class TextInputs:
 
 
 def image_inputs(directory: Path, config: Any) -> ImageInputs:
-    """As PREPROCESSOR and config.json there say. Raises CheckpointError for what cannot be meant."""
+    """Return the preprocessing in PREPROCESSOR and config.json. Raises CheckpointError for invalid values."""
     channels, path = int(getattr(config, "num_channels", 3)), directory / PREPROCESSOR
     said = load_json(path, "image preprocessing") if path.is_file() else {}
     sizes = (said.get("crop_size"), said.get("size"), getattr(config, "image_size", None))

@@ -1,6 +1,7 @@
 """An encoder-decoder on disk: validated when opened, described, and loaded through transformers, which runs it.
 
-Layers are named by stack and place, "encoder.1"; where numbers are wanted, sparse layers count from 0, the encoder's first.
+Layers are named by stack and index, such as "encoder.1". Where numbers are needed, sparse layers are counted from 0,
+the encoder's first.
 """
 
 from __future__ import annotations
@@ -15,44 +16,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.architectures import (
-    ENCODER_DECODERS,
-    EXPERT_OF_BLOCK,
-    FFN_PROJECTIONS,
-    STACKS,
-    EncoderDecoder,
-    check_token_ids,
-    load_transformers_config,
-    positive,
-)
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import check_generation
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.checks import check_token_ids
+from engine.families.encoder_decoders import ENCODER_DECODERS, EXPERT_OF_BLOCK, FFN_PROJECTIONS, STACKS, EncoderDecoder
+from engine.families.resolve import load_transformers_config
+from engine.families.values import positive
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, TensorEntry, open_shards, state_of
 from engine.transformers_models.transformers_model import SAME_MODEL, load_model
 
 ENCODER_NAME, DECODER_NAME = "encoder_model.onnx", "decoder_model_merged.onnx"
-"""The graphs of an exported one, called as those who run such models expect; its directory has no safetensors."""
+"""File names of an export's graphs, as used by Optimum and Transformers.js; its directory has no safetensors."""
 
 
 def is_encoder_decoder(directory: Path) -> bool:
-    """Whether config.json there names such a family. Raises CheckpointError where it cannot be read."""
+    """Return whether config.json names an encoder-decoder family. Raises CheckpointError if it cannot be read."""
     model_type = load_json(directory / "config.json", "model config").get("model_type")
     return isinstance(model_type, str) and model_type in ENCODER_DECODERS
 
 
 def is_exported_encoder_decoder(directory: Path) -> bool:
-    """Whether this is the directory of an exported one."""
+    """Return whether `directory` holds an exported encoder-decoder."""
     return (directory / ENCODER_NAME).is_file()
 
 
 class EncoderDecoderDirectory:
-    """One model on disk whose weights may be in any format: what config.json and compression.json say of it."""
+    """An encoder-decoder with weights in any format: the content of config.json and compression.json."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError for what is damaged or disagrees, UnsupportedError for another family."""
+        """Raises CheckpointError for damaged or inconsistent files, UnsupportedError for another family."""
         check_entries(directory)
         self.directory = directory
         self.provenance = read_provenance(directory)
@@ -61,7 +56,7 @@ class EncoderDecoderDirectory:
         self.raw_config: dict[str, Any] = load_json(directory / "config.json", "model config")
         model_type = self.raw_config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ENCODER_DECODERS:
-            raise UnsupportedError(f"{directory}: model family {shown(model_type)} is no encoder-decoder that is known here")
+            raise UnsupportedError(f"{directory}: model family {shown(model_type)} is not a supported encoder-decoder")
         if self.raw_config.get("auto_map"):
             raise UnsupportedError(f"{directory}: config.json has auto_map, code of its own, which is never run; remove it")
         self.row: EncoderDecoder = ENCODER_DECODERS[model_type]
@@ -77,20 +72,20 @@ class EncoderDecoderDirectory:
 
     @property
     def layers(self) -> dict[str, int]:
-        """By stack, how many."""
+        """Number of layers of each stack."""
         return {"encoder": int(self.config.num_layers), "decoder": int(self.config.num_decoder_layers)}
 
 
 class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
-    """One model on disk. Opening checks config, headers and experts; `load` compares all names and shapes."""
+    """An encoder-decoder checkpoint. Opening checks config, headers and experts; `load` compares all names and shapes."""
 
     def __init__(self, directory: Path) -> None:
-        """Errors as of EncoderDecoderDirectory, for weights too."""
+        """Raises the errors of EncoderDecoderDirectory, also for weights."""
         super().__init__(directory)
         if is_exported_encoder_decoder(directory):
             raise UnsupportedError(
-                f"{directory}: is an ONNX export, which this needs as a checkpoint; inspect describes it, all else takes "
-                "the model it was made from"
+                f"{directory}: is an ONNX export, and this needs a checkpoint; inspect describes it, other commands need "
+                "the checkpoint that was exported"
             )
         self.by_name, self.files = open_shards(directory)
         if self.row.embedding not in self.by_name:
@@ -99,7 +94,7 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
 
     @cached_property
     def experts(self) -> dict[str, int]:
-        """Experts of each sparse layer by its name, the encoder's first."""
+        """Number of experts of each sparse layer by its name, the encoder's first."""
         counts: dict[str, int] = {}
         for stack in STACKS:
             for layer in range(self.layers[stack]):
@@ -111,7 +106,7 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
         return counts
 
     def block(self, name: str, row: EncoderDecoder | None = None) -> str:
-        """Prefix of the FFN or MoE block of the layer of that name; `row`: in a model of another family."""
+        """Return the prefix of the layer's FFN or MoE block. `row`: the family to use instead of this model's own."""
         stack, layer = name.split(".")
         return (row or self.row).block(stack, int(layer))
 
@@ -137,50 +132,50 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
 
     @cached_property
     def model_dtype(self) -> torch.dtype:
-        """Of the embeddings, which `--dtype auto` computes in."""
+        """Dtype of the embeddings, which is the compute dtype for `--dtype auto`."""
         return self._entry(self.row.embedding).dtype
 
     @property
     def parameters(self) -> int:
-        """Stored parameters."""
+        """Number of stored parameters."""
         return sum(torch.Size(self._entry(name).shape).numel() for name in self.by_name)
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token of source and target uses: of each sparse layer one expert."""
+        """Number of parameters that one token of source and target uses: one expert of each sparse layer."""
         expert = 2 * int(getattr(self.config, self.row.width_key)) * int(self.config.hidden_size)
         return self.parameters - expert * sum(count - 1 for count in self.experts.values())
 
     @property
     def bytes(self) -> int:
-        """Of the stored tensors."""
+        """Size of the stored tensors in bytes."""
         return sum(self._entry(name).nbytes for name in self.by_name)
 
     def _entry(self, name: str) -> TensorEntry:
         return self.by_name[name].entries[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored, mapped, not to be written to. Reading it makes its pages resident until `release`."""
+        """Return a tensor as stored: memory-mapped and read-only. Its pages stay resident until `release`."""
         return self.by_name[name].tensor(name)
 
     def table(self, name: str) -> str:
-        """The stored tensor that an embedding or head is: of that name if it is there and differs from the shared one."""
+        """Return the stored name of an embedding or head: `name` if it exists and differs from the shared embedding."""
         if name in self.by_name and not torch.equal(self.tensor(name), self.tensor(self.row.embedding)):
             return name
         return self.row.embedding
 
     def release(self) -> None:
-        """Give resident weight pages back to the system; tensors stay valid."""
+        """Give resident pages of weights back to the operating system; tensors stay valid."""
         for file in self.files:
             file.release()
 
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
-        """Read every tensor once; CheckpointError naming the first that holds NaN or infinity, or is quantised."""
+        """Read every tensor once; raise CheckpointError naming the first that is quantized or holds NaN or infinity."""
         for name in progress(list(self.by_name)):
             file: SafetensorsFile = self.by_name[name]
             if not file.entries[name].dtype.is_floating_point:
                 raise CheckpointError(
-                    f"{self.directory}: tensor {name} is {file.entries[name].dtype}; quantised weights are not read"
+                    f"{self.directory}: tensor {name} is {file.entries[name].dtype}; quantized weights are not read"
                 )
             low, high = torch.aminmax(file.tensor(name))
             if not bool(low.isfinite() & high.isfinite()):
@@ -188,7 +183,7 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
             file.release()
 
     def fingerprint(self) -> str:
-        """SHA-256 over config, headers and samples of every tensor: which model this is, reading little of the weights."""
+        """Return a SHA-256 over config, headers and samples of every tensor; few of the weights are read."""
         digest = hashlib.sha256(repr(sorted(self.raw_config.items())).encode())
         for name in sorted(self.by_name):
             entry = self._entry(name)
@@ -199,11 +194,14 @@ class EncoderDecoderCheckpoint(EncoderDecoderDirectory):
         return digest.hexdigest()
 
     def identity(self) -> dict[str, str]:
-        """The fingerprint, and the state of the files, as of a decoder."""
+        """Return the fingerprint and the state of the files, as for a decoder."""
         return {"fingerprint": self.fingerprint(), "state": state_of(self.files)}
 
     def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
-        """The model, frozen and in eval mode. Raises CheckpointError for a tensor that is missing, extra or misshapen."""
+        """Return the model, frozen and in eval mode.
+
+        Raises CheckpointError for a tensor that is missing, extra or misshapen.
+        """
         from transformers import AutoModelForSeq2SeqLM
 
         return load_model(AutoModelForSeq2SeqLM, self.directory, self.raw_config, dtype, self.parameters).to(device)

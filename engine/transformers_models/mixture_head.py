@@ -1,10 +1,11 @@
-"""A classifier's head as a mixture of experts, an expert for each class that a teacher may say (MoE-KD §4.1).
+"""A classifier's head as a mixture with one expert for each class of the teacher (MoE-KD §4.1).
 
-The student's linear head is W; expert k adds b_k = Wᵀe_k to what it says, so all experts together cost two products of
-classes by classes. The gate is the teacher's classifier g^T on features that a projector G takes into the teacher's space.
-A bias of the student's head, which the paper's has not, is part of Wᵀz wherever that stands here.
+The student's linear head is W. Expert k adds b_k = Wᵀe_k to the head's output, so all experts together cost two
+products with matrices of classes by classes. The gate is the teacher's classifier g^T on features that a projector G
+maps into the teacher's space. If the student's head has a bias, which the paper's has not, it is included in Wᵀz here.
 
-Shape suffixes: B batch, K experts (classes of the gate), C classes, D student features, E teacher features, H W of a map.
+Shape suffixes: B batch, K experts (classes of the gate), C classes, D student features, E teacher features, H W of a
+map.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _LEAST = 1e-300
 
 
 class Experts(NamedTuple):
-    """b_k of all experts, as both products take them.
+    """b_k of all experts, as both products need them.
 
-    A number added to all of b_k changes nothing of expert k; it is chosen so that the largest is 0.
+    Adding a constant to b_k does not change expert k; the constant is chosen so that the largest element is 0.
     """
 
     biases_KC: Tensor
@@ -36,14 +37,14 @@ class Experts(NamedTuple):
 
 
 def log_product(x_BC: Tensor, powers_CK: Tensor) -> Tensor:
-    """log Σ_c exp(x_bc)·powers_ck, [B, K], as one product: a tensor of all three dimensions never exists."""
+    """Return log Σ_c exp(x_bc)·powers_ck, [B, K], as one product: no tensor with all three dimensions is created."""
     shift_B1 = x_BC.detach().amax(dim=1, keepdim=True)
     product_BK = (x_BC - shift_B1).double().exp() @ powers_CK
     return product_BK.clamp_min(_LEAST).log().to(x_BC.dtype) + shift_B1
 
 
 def log_experts(scores_BC: Tensor, experts: Experts, labels_B: Tensor) -> Tensor:
-    """log P(Y^S=y|Y^T=k,x) = log softmax_y(Wᵀz + b_k) of each example's label by each expert (eq. 6), [B, K].
+    """Return log P(Y^S=y|Y^T=k,x) = log softmax_y(Wᵀz + b_k), [B, K], for each example's label and expert (eq. 6).
 
     scores_BC: Wᵀz.
     """
@@ -52,17 +53,17 @@ def log_experts(scores_BC: Tensor, experts: Experts, labels_B: Tensor) -> Tensor
 
 
 def log_mixture(log_gate_BK: Tensor, scores_BC: Tensor, experts: Experts) -> Tensor:
-    """log P(Y^S=y|x) = log Σ_k P(Y^S=y|Y^T=k,x)·P(Y^T=k|x) of every class (eq. 4), [B, C]."""
+    """Return log P(Y^S=y|x) = log Σ_k P(Y^S=y|Y^T=k,x)·P(Y^T=k|x) for every class (eq. 4), [B, C]."""
     log_normalisers_BK = log_product(scores_BC, experts.powers_KC.T)
     return scores_BC + log_product(log_gate_BK - log_normalisers_BK, experts.powers_KC)
 
 
 def projector(features: int, teacher_features: int, of_map: bool) -> nn.Sequential:
-    """G: a three-layer bottleneck from the student's features to the teacher's (§5), half as wide as those.
+    """Return G: a three-layer bottleneck from the student's features to the teacher's (§5), half as wide as the latter.
 
-    Of a map [B, D, H, W] 1×1, 3×3 and 1×1 convolutions and the mean over positions; of a vector [B, D] linear layers. The
-    paper names the three layers and leaves norms and activations open; the last layer has neither, as features of a teacher
-    may have any sign.
+    For a map [B, D, H, W] the layers are 1×1, 3×3 and 1×1 convolutions, followed by the mean over positions; for a
+    vector [B, D] they are linear. The paper names the three layers and leaves norms and activations open. The last
+    layer has neither, because features of a teacher may have any sign.
     """
     width = max(1, teacher_features // 2)
     if not of_map:
@@ -77,14 +78,14 @@ def projector(features: int, teacher_features: int, of_map: bool) -> nn.Sequenti
 
 
 class Gate(nn.Module):
-    """P(Y^T=k|x) = softmax_k[g^T(G(z))] (eq. 5), or 1/K of each where there is no projector."""
+    """P(Y^T=k|x) = softmax_k[g^T(G(z))] (eq. 5), or 1/K for each expert if there is no projector."""
 
     def __init__(self, projector: nn.Sequential | None, classifier: nn.Linear | None, experts: int) -> None:
         super().__init__()
         self.projector, self.classifier, self.experts = projector, classifier, experts
 
     def forward(self, features: Tensor) -> Tensor:
-        """log P(Y^T=k|x), [B, K]. features: what the projector takes, [B, D, H, W] or [B, D]."""
+        """Return log P(Y^T=k|x), [B, K]. features: the projector's input, [B, D, H, W] or [B, D]."""
         if self.projector is None or self.classifier is None:
             return features.new_full((len(features), self.experts), -math.log(self.experts))
         return F.log_softmax(self.classifier(self.projector(features)), dim=-1)
@@ -97,12 +98,12 @@ class MixtureHead(nn.Module):
     powers_KC: Tensor
 
     def __init__(self, gate: Gate, prototypes_KD: Tensor, head: nn.Linear) -> None:
-        """prototypes_KD: e_k in the student's space; b_k = Wᵀe_k is made of them here, once."""
+        """prototypes_KD: e_k in the student's space, from which b_k = Wᵀe_k is computed once."""
         super().__init__()
         self.gate = gate
         for name, value in Experts.of(prototypes_KD @ head.weight.float().T)._asdict().items():
             self.register_buffer(name, value)
 
     def forward(self, features: Tensor, scores_BC: Tensor) -> Tensor:
-        """[B, C]. features: what the gate takes; scores_BC: Wᵀz."""
+        """Return log-probabilities, [B, C]. features: the gate's input; scores_BC: Wᵀz."""
         return log_mixture(self.gate(features), scores_BC, Experts(self.biases_KC, self.powers_KC))

@@ -1,4 +1,4 @@
-"""A model that transformers builds and runs: loaded from safetensors, its tensors compared with its config."""
+"""Models that transformers builds and runs: loaded from safetensors and checked against their config."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.architectures import ARCHITECTURES
 from engine.checkpoint.remote_code import check_loadable, check_no_code, own_class
 from engine.errors import CheckpointError
+from engine.families.table import ARCHITECTURES
 
 _SPARE = 1 << 24
-"""Numbers that a model may have besides those in its files, such as tables of positions."""
+"""Allowance for numbers that a model has besides those in its files, such as position tables."""
 SAME_MODEL = "config.json and the weights must be of the same model"
 
 
 def load_decoder(directory: Path, config: Mapping[str, Any], dtype: torch.dtype | str = "auto") -> Any:
-    """A decoder as transformers builds it, in eval mode; no code of the directory is run. `config`: of its config.json.
+    """Return a decoder built by transformers, in eval mode, without running code of the directory. `config`: config.json.
 
-    Raises OptionError where transformers cannot load it so, CheckpointError for what it refuses.
+    Raises OptionError if transformers cannot load it in this way, CheckpointError for a model that transformers
+    refuses.
     """
     check_loadable(directory, config)
     from transformers import AutoModelForCausalLM
@@ -35,21 +36,22 @@ def load_decoder(directory: Path, config: Mapping[str, Any], dtype: torch.dtype 
             model = loader.from_pretrained(
                 directory, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever transformers makes of a config that it cannot build a model from
+        except Exception as error:  # any exception of transformers for a config that it cannot build
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{directory}: transformers cannot load it ({reason}); {SAME_MODEL}") from error
     return model.eval()
 
 
 def load_model(auto_class: Any, directory: Path, config: Mapping[str, Any], dtype: torch.dtype, stored: int) -> nn.Module:
-    """The model, frozen and in eval mode. `auto_class`: of transformers; `config`: of config.json; `stored`: its numbers.
+    """Return the model, frozen and in eval mode.
 
-    Raises CheckpointError for a tensor that is missing, extra or misshapen, OptionError as `check_no_code` does.
+    `auto_class`: of transformers; `config`: config.json; `stored`: number of stored parameters. Raises CheckpointError
+    for a tensor that is missing, extra or misshapen, OptionError as `check_no_code` does.
     """
     family = config["model_type"]
     check_no_code(directory)
     if config.get("quantization_config"):
-        raise CheckpointError(f"{directory}: config.json has a quantization_config; quantised weights are not read")
+        raise CheckpointError(f"{directory}: config.json has a quantization_config; quantized weights are not read")
     _check_size(auto_class, directory, stored)
     with quiet_transformers():
         try:
@@ -62,7 +64,7 @@ def load_model(auto_class: Any, directory: Path, config: Mapping[str, Any], dtyp
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except Exception as error:  # whatever transformers makes of a config that it cannot build a model from
+        except Exception as error:  # any exception of transformers for a config that it cannot build
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{directory}: transformers cannot load it ({reason}); {SAME_MODEL}") from error
     for what, names in (
@@ -77,7 +79,7 @@ def load_model(auto_class: Any, directory: Path, config: Mapping[str, Any], dtyp
 
 
 def _check_size(auto_class: Any, directory: Path, stored: int) -> None:
-    """Refuse a config.json that describes far more than the files hold, before memory is taken for it."""
+    """Raise CheckpointError for a config.json that describes far more numbers than the files hold."""
     from transformers import AutoConfig
 
     with quiet_transformers():
@@ -85,7 +87,7 @@ def _check_size(auto_class: Any, directory: Path, stored: int) -> None:
             config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
             with torch.device("meta"):
                 described = sum(part.numel() for part in _outlined(auto_class, config))
-        except Exception as error:  # whatever transformers makes of a config that it cannot build a model from
+        except Exception as error:  # any exception of transformers for a config that it cannot build
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CheckpointError(f"{directory}: transformers cannot build it ({reason}); {SAME_MODEL}") from error
     if described > 2 * stored + _SPARE:
@@ -95,7 +97,7 @@ def _check_size(auto_class: Any, directory: Path, stored: int) -> None:
 
 
 def _outlined(auto_class: Any, config: Any) -> Iterator[Tensor]:
-    """All that a model of this config takes memory for."""
+    """Yield all parameters and buffers of a model of this config."""
     model = auto_class.from_config(config, trust_remote_code=False)
     yield from model.parameters()
     yield from model.buffers()
@@ -103,7 +105,7 @@ def _outlined(auto_class: Any, config: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no report of its own: what is wrong is said by our errors."""
+    """Disable transformers' progress bars and reports during the body; our errors report problems."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -20,10 +20,12 @@ from calibrate.similarity import linear_cka, rbf_cka
 from calibrate.skipping import relative_similarity, skip_tables
 from calibrate.statistics import LayerStatistics, Statistics, load_statistics
 from compress.training.losses import next_token_loss
-from engine.architectures import MoeConfig, expert_parts, expert_tensor, router_tensors
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.errors import CheckpointError, DataError, OutputError
+from engine.families.layer_config import MoeConfig
+from engine.families.tensor_names import expert_parts, expert_tensor
+from engine.families.tensor_shapes import router_tensors
 from engine.passes.streaming import stream_negative_log_likelihood
 
 TOKENS = torch.randint(3, 96, (5, 13), generator=torch.Generator().manual_seed(7))

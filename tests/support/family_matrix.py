@@ -29,7 +29,6 @@ from compress.plans.plan import (
     kept_expert,
     pruning_plan,
 )
-from engine.architectures import expert_tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.stacks import stored_tensors
 from engine.decoder.block_pool import BlockTable
@@ -38,6 +37,7 @@ from engine.decoder.model import Decoder, own_routings, routed_by
 from engine.decoder.paged_cache import PagedBatch, PagedCache, position_bytes
 from engine.decoder.routing import NO_EXPERT, Masked
 from engine.decoder.skip_tables import SkipTables, skipping_routings
+from engine.families.tensor_names import expert_tensor
 
 ROWS = {
     "mixtral": "Mixtral",

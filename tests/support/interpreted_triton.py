@@ -17,7 +17,6 @@ from conftest import save_reference
 from torch import Tensor, nn
 from triton.runtime import interpreter
 
-from engine.architectures import ClampedSwiglu
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder import triton_experts
 from engine.decoder.experts import SPARSE_MAX_TOKENS, Expert, MoeBlock, grouped, sparse
@@ -25,6 +24,7 @@ from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.decoder.routing import NO_EXPERT, Selection, Skipping, TopK
 from engine.decoder.triton_experts import TritonExperts, can_serve, use_triton
+from engine.families.layer_config import ClampedSwiglu
 
 FEW, MANY = (44, 20), (72, 100)
 """Hidden size and width beside so many tokens: no multiples of a block."""

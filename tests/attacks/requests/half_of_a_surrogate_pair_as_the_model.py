@@ -2,7 +2,7 @@
 
 PATH = "/v1/completions"
 STATUS = 404
-SAYS = "is not here"
+SAYS = "is not served here"
 
 
 def body() -> bytes:

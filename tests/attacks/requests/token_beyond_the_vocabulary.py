@@ -4,7 +4,7 @@ import json
 
 PATH = "/v1/completions"
 STATUS = 400
-SAYS = "the model knows those below"
+SAYS = "the model's tokens are below"
 
 
 def body() -> bytes:

@@ -52,7 +52,7 @@ def test_a_model_whose_logits_are_not_its_last_linear_layers_is_refused(tmp_path
     model.forward = lambda pixel_values: type(
         "Output", (), {"logits": model.classifier(model.resnet(pixel_values).pooler_output) + 1}
     )
-    with pytest.raises(UnsupportedError, match=r"not what its last linear layer says \(classifier.1\)"):
+    with pytest.raises(UnsupportedError, match=r"not the output of its last linear layer \(classifier.1\)"):
         Classifier(model, "it").check_head({"pixel_values": torch.zeros(1, 1, SIZE, SIZE)})
     model.classifier[1] = nn.Identity()
     with pytest.raises(UnsupportedError, match="no linear layer of 3 outputs"):

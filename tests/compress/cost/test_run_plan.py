@@ -17,8 +17,9 @@ from compress.cost.counts import Passes, Work
 from compress.cost.devices import DEVICES, Device
 from compress.methods.naee import compared_subsets
 from compress.run_plan import RunOptions, planned_model, planned_phases, smaller
-from engine.architectures import decoder_config, expected_tensors
 from engine.decoder.model import Decoder
+from engine.families.resolve import decoder_config
+from engine.families.tensor_shapes import expected_tensors
 
 TINY = shape(hidden=512, layers=1, experts=3, top_k=1, width=5) | {
     "hidden_size": 4,

@@ -20,10 +20,10 @@ import compress.dense.dense_training
 import compress.run.result
 from compress.dense.dense_plan import SELECTIONS
 from compress.training.layer_distillation import DistillationLoss
-from engine import architectures
-from engine.architectures import ARCHITECTURES, expert_parts, expert_tensor, router_tensor, shared_gate_tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
+from engine.families.table import ARCHITECTURES
+from engine.families.tensor_names import expert_parts, expert_tensor, router_tensor, shared_gate_tensor
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = [*CALIBRATION, "--evaluation-samples", "2"]
@@ -54,7 +54,7 @@ def make_experts_alike(path: Path) -> None:
             for projection in expert_parts(row):
                 first = tensors[expert_tensor(row, layer, 0, projection)]
                 tensors[expert_tensor(row, layer, expert, projection)] = first.clone()
-        if row.shared_expert:
+        if row.shared:
             tensors[shared_gate_tensor(row, layer)].zero_()
     save_tensors(tensors, checkpoint, path)
 
@@ -77,7 +77,7 @@ def transformers_logits(path: Path) -> Tensor:
 def test_experts_that_are_alike_become_dense_without_a_difference(
     family: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {} if ARCHITECTURES[family].always_normalises_top_k else {"norm_topk_prob": True}
+    changes = {} if ARCHITECTURES[family].router.normalized else {"norm_topk_prob": True}
     make_workplace(tmp_path, family, **changes)
     make_experts_alike(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
@@ -91,7 +91,7 @@ def test_experts_that_are_alike_become_dense_without_a_difference(
     assert float((transformers_logits(tmp_path / "out") - full).abs().max()) <= 1e-5
     assert figures["perplexity_after"] == pytest.approx(figures["perplexity_before"], rel=1e-5)
     assert max(figures["block_error_per_layer"]) < 1e-5
-    if row.shared_expert:
+    if row.shared:
         assert max(figures["shared_gate_error_per_layer"]) < 1e-5
 
 
@@ -240,7 +240,7 @@ def test_a_sibling_that_would_lose_a_tensor_is_refused_before_any_work(
 ) -> None:
     make_workplace(tmp_path, "qwen3_moe")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(architectures.ARCHITECTURES, "qwen3_moe", replace(ARCHITECTURES["qwen3_moe"], dense_sibling="llama"))
+    monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", replace(ARCHITECTURES["qwen3_moe"], dense_sibling="llama"))
     refused(tmp_path, DENSIFY, "llama has no place for model.layers.0.self_attn.q_norm.weight")
 
 

@@ -14,7 +14,8 @@ from compress.run.clock import Clock
 from compress.distillation.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
 from compress.training.training import Trainer, TrainingOptions
 from calibrate.instructions import Example
-from engine.architectures import decoder_config, expected_tensors
+from engine.families.resolve import decoder_config
+from engine.families.tensor_shapes import expected_tensors
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
 from engine.generation.report import peak_memory_bytes

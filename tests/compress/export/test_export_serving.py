@@ -269,7 +269,7 @@ def test_what_an_export_cannot_honour_is_400(client: openai.OpenAI) -> None:
     client.completions.create(model="onnx", prompt="x", max_tokens=1, extra_body={"skip_threshold": 0})
     with pytest.raises(openai.BadRequestError, match="baked into the graph of an exported model"):
         client.completions.create(model="onnx", prompt="x", max_tokens=1, extra_body={"skip_threshold": 0.5})
-    with pytest.raises(openai.BadRequestError, match="the most is 256"):
+    with pytest.raises(openai.BadRequestError, match="the maximum is 256"):
         client.completions.create(model="onnx", prompt="x", max_tokens=300)
 
 

@@ -16,8 +16,8 @@ from compress.methods.alignment import Projections, alignment, expert_weights
 from compress.methods.merging import Group, merging_plan
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
-from engine.architectures import expert_tensor
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.families.tensor_names import expert_tensor
 
 
 def expert(seed: int, width: int, hidden: int, dtype: torch.dtype = torch.float32, biased: bool = False) -> Projections:

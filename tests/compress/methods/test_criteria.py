@@ -28,11 +28,11 @@ from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
 from compress.plans.selection import Budget
 from compress.prune import GRADIENT_METHODS, METHODS
-from engine.architectures import MoeConfig
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.model import Decoder
 from engine.decoder.routing import Routing, SigmoidTopK
+from engine.families.layer_config import MoeConfig
 
 TOKENS = torch.randint(3, 96, (4, 11), generator=torch.Generator().manual_seed(1))
 COUNTS = {0: 4, 1: 3}

@@ -33,10 +33,10 @@ from compress.methods.merging import (
 )
 from compress.plans.apply import apply
 from compress.plans.plan import kept_expert
-from engine.architectures import router_tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert
 from engine.decoder.model import Decoder, own_routing
+from engine.families.tensor_names import router_tensor
 
 METHODS = pytest.mark.parametrize("method", MERGE_METHODS)
 

@@ -27,9 +27,14 @@ from compress.plans.plan import (
 )
 from compress.plans.selection import Budget
 from compress.prune import PruneOptions, checked_budget
-from engine import architectures
-from engine.architectures import (
-    ARCHITECTURES,
+from engine.checkpoint import remote_code
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.stacks import joined
+from engine.decoder.model import Decoder, own_routing, routed_by
+from engine.decoder.routing import Masked
+from engine.errors import CheckpointError, OptionError, PlanError, UnsupportedError
+from engine.families.table import ARCHITECTURES
+from engine.families.tensor_names import (
     expert_parts,
     expert_tensor,
     router_in_memory,
@@ -37,12 +42,6 @@ from engine.architectures import (
     shared_tensor,
     stacks_in_memory,
 )
-from engine.checkpoint import remote_code
-from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.stacks import joined
-from engine.decoder.model import Decoder, own_routing, routed_by
-from engine.decoder.routing import Masked
-from engine.errors import CheckpointError, OptionError, PlanError, UnsupportedError
 
 TOKENS = torch.randint(3, 96, (2, 17), generator=torch.Generator().manual_seed(1))
 UNIFORM = {0: [1, 4, 5], 1: [0, 2, 3], 2: [0, 1, 5]}
@@ -96,7 +95,7 @@ def worst(one: Tensor, other: Tensor) -> float:
 def test_removing_experts_equals_masking_their_logits(
     family: str, normalise: bool, kept: dict[int, list[int]], tmp_path: Path
 ) -> None:
-    changes = {} if ARCHITECTURES[family].always_normalises_top_k else {"norm_topk_prob": normalise}
+    changes = {} if ARCHITECTURES[family].router.normalized else {"norm_topk_prob": normalise}
     full, kept = model(family, tmp_path / "full", **changes), enough(family, kept)
     apply(pruning_plan(kept), full, tmp_path / "pruned")
     pruned = Checkpoint(tmp_path / "pruned")
@@ -253,7 +252,7 @@ def test_concatenated_experts_are_one_dense_ffn(family: str, tmp_path: Path) -> 
         1: [(1, 1.0), (5, -2.0)],
         2: [(2, 0.1), (4, 0.9)],
     }
-    if row.shared_expert:
+    if row.shared:
         for experts in chosen.values():
             experts.append((SHARED_EXPERT, 0.4))
     apply(concatenation_plan(chosen), full, tmp_path / "dense")
@@ -391,8 +390,8 @@ def test_plans_that_do_not_fit_are_refused_with_nothing_written(plan: Plan, mess
 def test_a_sibling_that_would_lose_a_tensor_is_refused_by_the_tensor_s_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = replace(architectures.ARCHITECTURES["qwen3_moe"], dense_sibling="llama")  # which has no norms of queries and keys
-    monkeypatch.setitem(architectures.ARCHITECTURES, "qwen3_moe", row)
+    row = replace(ARCHITECTURES["qwen3_moe"], dense_sibling="llama")  # which has no norms of queries and keys
+    monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", row)
     plan = concatenation_plan({layer: [(0, 1.0)] for layer in range(3)})
     with pytest.raises(UnsupportedError, match=r"llama has no place for model\.layers\.0\.self_attn\.q_norm\.weight"):
         apply(plan, model("qwen3_moe", tmp_path / "full"), tmp_path / "out")

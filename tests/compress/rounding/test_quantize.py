@@ -229,9 +229,7 @@ def test_bad_models_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert f"{name} holds NaN or infinity" in refused(place, *QUANTIZE, "-o", "out")
     small = Checkpoint(place / "small")
     monkeypatch.setattr(remote_code, "find_spec", lambda name: None)
-    with pytest.raises(
-        OptionError, match="transformers reads weights of few bits only where compressed-tensors is installed"
-    ):
+    with pytest.raises(OptionError, match="transformers reads low-bit weights only if compressed-tensors is installed"):
         remote_code.check_loadable(small.directory, small.raw_config)
     with pytest.raises(OptionError, match="bits is 3; it must be 8 or 4"):
         QuantiserOptions(3).check(small.config)

@@ -21,11 +21,11 @@ from compress.plans.plan import Plan
 from compress.training.layer_distillation import DistillationLoss, LossWeights, Teacher, decoder_perplexity
 from compress.training.losses import layer_distance
 from compress.training.training import Batch
-from engine.architectures import expected_tensors
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
 from engine.errors import OptionError
+from engine.families.tensor_shapes import expected_tensors
 
 TOKENS = torch.randint(3, 96, (6, 12), generator=torch.Generator().manual_seed(1))
 OPTIONS = DenseTrainingOptions(6, 4, learning_rate=1e-2, batch_size=4, validate_every=3, save_every=2)

@@ -237,7 +237,7 @@ def test_a_shard_that_is_cut_on_the_hub_is_found_by_its_header(made: Path, hub: 
         (f"{NAME}@v9", None, "no such revision"),
         ("ada/gated", "reader", "accept its terms at https://huggingface.co/ada/gated"),
         (NAME, "expired", "refuses the token"),
-        ("ada/pickled", None, "weights pickled only"),
+        ("ada/pickled", None, "only pickled weights"),
         ("ada/..", None, "no such directory"),
     ],
 )

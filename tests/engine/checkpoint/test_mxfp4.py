@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from compress.plans.apply import apply
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, pruning_plan
-from engine.architectures import expert_tensor
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.mxfp4 import unpacked
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.tensor_names import expert_tensor
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from engine.architectures import ARCHITECTURES
 from engine.checkpoint import remote_code
+from engine.families.table import ARCHITECTURES
 
 Kept = list[list[int] | None]  # the experts that each layer keeps; None: the layer has no experts
 KEPT: Kept = [[0, 2, 3], [1], [0, 1, 2, 3]]  # the second layer keeps fewer than top-k

@@ -249,7 +249,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "truncation": ({"truncation": {"max_length": 4, "stride": 10**12}}, "stride"),
     "text twice": ({"post_processor": template([A, A])}, "a sequence twice"),
     "text a thousand times": ({"post_processor": template([A] * 1000)}, "at most 64"),
-    "text that is not there": ({"post_processor": template([B])}, "one that it is not given"),
+    "text that is not there": ({"post_processor": template([B])}, "one that is not an input"),
     "special token that is not there": ({"post_processor": template([BOS, A])}, "not in special_tokens"),
     "special token beyond": ({"post_processor": template([BOS, A], {"<s>": {"ids": [2**32 - 1]}})}, "id 4294967295"),
     "separator beyond": ({"post_processor": {"type": "BertProcessing", "sep": ["a", 0], "cls": ["b", 9]}}, "cls: id 9"),

@@ -22,10 +22,10 @@ from transformers import AutoConfig
 
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
-from engine.architectures import expert_tensor, router_tensor
 from engine.checkpoint import vllm_plugin
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.families.tensor_names import expert_tensor, router_tensor
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 ROOT = Path(__file__).resolve().parents[3]

@@ -34,7 +34,6 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from compress.plans.apply import apply
 from compress.plans.plan import SHARED_EXPERT, concatenation_plan, pruning_plan
-from engine.architectures import ARCHITECTURES, decoder_config, loading_note
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder import lightning_attention
@@ -42,6 +41,9 @@ from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.latent_attention import Queries
 from engine.decoder.routing import NO_EXPERT, GroupedTopK, SigmoidTopK
 from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
+from engine.families.resolve import decoder_config
+from engine.families.results import loading_note
+from engine.families.table import ARCHITECTURES
 from engine.generation.generate import Engine
 from engine.inspect import inspect
 
@@ -73,9 +75,9 @@ def test_what_a_family_can_become(family: str, column: str, made_of: Any, matrix
 
 def test_every_family_is_tested() -> None:
     """Under a name; that of a config in its authors' words has a test of its own."""
-    tested = {name: row for name, row in ARCHITECTURES.items() if not row.keys_of_authors}
+    tested = {name: row for name, row in ARCHITECTURES.items() if not row.words.renames}
     assert set(FAMILIES | FURTHER_FAMILIES) == set(tested)
-    assert set(ROWS) == {name for name, row in tested.items() if row.experts_keys}
+    assert set(ROWS) == {name for name, row in tested.items() if row.has_experts}
 
 
 def test_the_table_shows_every_cell() -> None:
@@ -356,7 +358,7 @@ def test_a_state_goes_with_its_sequence_and_takes_nothing_back(made_of: Any) -> 
         both = decoder(TOKENS[:, 9:10], None, cache)
     assert worst(one, both[1:]) < 1e-5
     assert len(cache.states) == 2 and cache.keys.shape[0] == 1, "positions of the one layer that keeps them"
-    with pytest.raises(OptionError, match="cannot take back what it has read"):
+    with pytest.raises(OptionError, match="cannot undo tokens"):
         Engine.open(checkpoint.directory, draft=checkpoint.directory)
 
 

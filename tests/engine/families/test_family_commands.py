@@ -16,13 +16,14 @@ import compress.report.plots
 from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import pruning_plan
 from compress.plans.selection import Budget
-from engine.architectures import GROUPS_KEY, decoder_config
 from engine.checkpoint import remote_code, vllm_plugin
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, gate_of
 from engine.decoder.parameters import parameters_on_disk
 from engine.decoder.routing import AllExperts, SampledExperts, SigmoidTopK
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.families.block_configs import GROUPS_KEY
+from engine.families.resolve import decoder_config
 
 TEXT = [*CALIBRATION, "--evaluation-samples", "2"]
 
@@ -119,7 +120,7 @@ def test_groups_are_written_and_read_again(tmp_path: Path) -> None:
 
 def test_vllm_is_not_given_groups_of_different_sizes() -> None:
     config = {"block_configs": [{"ffn": {"moe": {"num_local_experts": 1, GROUPS_KEY: [2]}}}]}
-    with pytest.raises(UnsupportedError, match="vLLM has groups of one size"):
+    with pytest.raises(UnsupportedError, match="vLLM supports one group size only"):
         vllm_plugin.check_groups(config)
 
 

@@ -25,14 +25,6 @@ from compress.plans.apply import apply
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, concatenation_plan, kept_expert, pruning_plan
 from compress.run.clock import Clock
 from compress.training.training import Batch
-from engine.architectures import (
-    ARCHITECTURES,
-    GATE_WIDTH_KEY,
-    expert_tensor,
-    gate_hidden_tensor,
-    router_noise_tensor,
-    router_tensor,
-)
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
@@ -40,6 +32,9 @@ from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, routed_by
 from engine.decoder.routing import Noisy, TopK
 from engine.errors import CheckpointError, CompressError, OptionError, UnsupportedError
+from engine.families.router import GATE_WIDTH_KEY
+from engine.families.table import ARCHITECTURES
+from engine.families.tensor_names import expert_tensor, gate_hidden_tensor, router_noise_tensor, router_tensor
 
 FAMILY = "llama_moe"
 ROW = ARCHITECTURES[FAMILY]

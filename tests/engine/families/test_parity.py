@@ -80,7 +80,7 @@ def test_logits_equal_transformers(family: str, variant: str, changes: dict[str,
     shapes = {name: entry.shape for file in checkpoint.files for name, entry in file.entries.items()}
     assert {name: stored.shape for name, stored in stored_tensors(checkpoint.config).items()} == shapes
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
-    if checkpoint.config.architecture.rope_mscales:
+    if checkpoint.config.rope_mscales:
         read_with_long_frequencies(reference)
     compare(partial(parity, family, variant), variant, reference, decoder)
 

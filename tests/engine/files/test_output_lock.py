@@ -132,7 +132,7 @@ def test_another_process_is_refused_until_the_first_ends(tmp_path: Path) -> None
         words = f"{output}: {REFUSED.format(process=process.pid)}"
         with pytest.raises(OutputError) as refused:
             claim(output)
-        assert str(refused.value).startswith(words) and "wait until that ends" in str(refused.value)
+        assert str(refused.value).startswith(words) and "wait until it ends" in str(refused.value)
         partial = tmp_path / ".out.partial"
         partial.mkdir()
         with pytest.raises(OutputError), whole_or_nothing(output, overwrite=True):
@@ -183,7 +183,7 @@ def test_a_run_of_another_machine_is_known_by_its_touches(tmp_path: Path) -> Non
     path = leave_lock(tmp_path / "out", STALE_SECONDS / 2)
     before = listing(tmp_path)
     with pytest.raises(
-        OutputError, match=rf"process 7 on 'elsewhere' since .*crashed, its lock ends {STALE_SECONDS:.0f} sec"
+        OutputError, match=rf"process 7 on 'elsewhere' since .*a crash, its lock expires within {STALE_SECONDS:.0f} sec"
     ):
         claim(tmp_path / "out")
     assert listing(tmp_path) == before

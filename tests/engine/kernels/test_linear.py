@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 import engine.decoder.experts
 import engine.kernels.linear
-from engine.architectures import ClampedSwiglu
 from engine.decoder.experts import CompiledExperts, Expert, MoeBlock, grouped
 from engine.decoder.routing import NO_EXPERT, TopK
 from engine.errors import OptionError
+from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.linear import addresses, as_bfloat16, decoding, kernel_form, linear, linears, plain
 from engine.kernels.quantized_weight import quantise
 

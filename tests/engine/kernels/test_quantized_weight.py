@@ -16,13 +16,14 @@ from torch import Tensor
 from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import concatenation_plan, pruning_plan, same_plan
 from compress.rounding.quantizer import Quantiser, QuantiserOptions
-from engine.architectures import expert_tensor, loading_note
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.pack_quantized import Scheme, schemes_of, tensors_of
 from engine.decoder.experts import Expert
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.errors import CheckpointError, UnsupportedError
+from engine.families.results import loading_note
+from engine.families.tensor_names import expert_tensor
 from engine.generation.generate import Engine
 from engine.kernels.linear import decoding
 from engine.kernels.quantized_weight import WHOLE_ROW, QuantizedWeight, quantise
@@ -385,5 +386,5 @@ def test_packed_tensors_need_settings(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "quantised" / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"weight_packed is packed and config.json has no quantization_config of that"):
+    with pytest.raises(CheckpointError, match=r"weight_packed is packed, and config.json has no quantization_config for it"):
         Checkpoint(tmp_path / "quantised")

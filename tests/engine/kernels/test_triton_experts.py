@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.architectures import ClampedSwiglu
 from engine.decoder import triton_experts
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.routing import NO_EXPERT, Selection, Skipping, TopK
 from engine.decoder.triton_experts import TritonExperts, can_serve, tiles, use_triton
 from engine.errors import OptionError
+from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.quantized_weight import quantise
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -245,9 +245,9 @@ def test_a_request_skips_what_it_asks_for_and_no_more_than_the_server_allows(cli
 @pytest.mark.parametrize(
     ("options", "param", "said"),
     [
-        ({"max_tokens": 200}, "prompt", "16 tokens and 200 new ones .* 216, and the most is 128"),
+        ({"max_tokens": 200}, "prompt", "16 tokens and 200 new ones .* 216; the maximum is 128"),
         ({"prompt": "x" * 128}, "prompt", "128 tokens and 12 new ones"),
-        ({"prompt": [VOCABULARY]}, "prompt", f"token {VOCABULARY}, and the model knows those below {VOCABULARY}"),
+        ({"prompt": [VOCABULARY]}, "prompt", f"token {VOCABULARY}, and the model's tokens are below {VOCABULARY}"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"best_of": 3}, "best_of", "best_of is 3 and n is 1"),
         ({"suffix": "x"}, "suffix", "not available"),
@@ -300,7 +300,7 @@ def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
 def test_models_and_one_that_is_not_here(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
     for ask in (lambda: client.models.retrieve("org/other"), lambda: client.completions.create(model="other", prompt="a")):
-        with pytest.raises(openai.NotFoundError, match="is not here") as caught:
+        with pytest.raises(openai.NotFoundError, match="is not served here") as caught:
             ask()
         assert caught.value.code == "model_not_found"
 

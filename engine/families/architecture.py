@@ -1,0 +1,88 @@
+"""`Architecture`: one model family as a composition of parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.families.aliases import OwnWords, Settings
+from engine.families.attention import GroupedQuery
+from engine.families.experts import Experts, SharedExpert
+from engine.families.head import Head, PredictionLayers
+from engine.families.layer_pattern import EveryLayer
+from engine.families.residual import PlainResidual, RootMeanSquareNorms
+from engine.families.rotation import Rotation
+from engine.families.router import TopK
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model family: two names, and a part for each concern.
+
+    A part that a row leaves out is that of a Llama without biases.
+    """
+
+    model_type: str
+    causal_lm_class: str
+    """The transformers class, for the modelling file of non-uniform artifacts and for `architectures` in config.json."""
+    attention: GroupedQuery = field(default_factory=GroupedQuery)
+    rotation: Rotation = field(default_factory=Rotation)
+    router: TopK = field(default_factory=TopK)
+    experts: Experts = field(default_factory=Experts)
+    """Without a config key of their number in a dense family."""
+    shared: SharedExpert | None = None
+    layers: EveryLayer = field(default_factory=EveryLayer)
+    norms: RootMeanSquareNorms = field(default_factory=RootMeanSquareNorms)
+    residual: PlainResidual = field(default_factory=PlainResidual)
+    head: Head = field(default_factory=Head)
+    prediction: PredictionLayers | None = None
+    words: OwnWords = field(default_factory=OwnWords)
+    settings: Settings = field(default_factory=dict, hash=False)
+    dense_sibling: str | None = None
+    """model_type of the family that the same weights form when each MoE layer becomes one FFN; None where there is none."""
+    not_dense: str | None = None
+    """Why no model of the family can be made dense; None where it can."""
+    not_onnx: str | None = None
+    """Why no model of the family can be written as an ONNX graph; None where it can."""
+
+    @property
+    def in_transformers(self) -> bool:
+        """Whether transformers has a class of the family."""
+        return self.words.read_as is None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether this is a family of mixtures."""
+        return bool(self.experts.count)
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether a gate scales the family's shared expert."""
+        return self.shared is not None and self.shared.gate is not None
+
+    @property
+    def least_experts(self) -> int:
+        """Experts that a layer must keep: the family's own router always takes so many."""
+        return self.router.least
+
+    @property
+    def count_keys(self) -> tuple[str, ...]:
+        """Config keys of the number of experts, best first."""
+        return self.experts.count
+
+    @property
+    def experts_per_token_key(self) -> str:
+        """Config key of the number of experts that a token uses."""
+        return self.router.per_token[0]
+
+    @property
+    def modules(self) -> tuple[str, str]:
+        """What transformers calls the MoE block within a layer, and the router within the block."""
+        return self.experts.names.modules
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Config keys that the parts read, which transformers' config of the family may not know."""
+        shared = () if self.shared is None else self.shared.reads
+        prediction = () if self.prediction is None else (self.prediction.count,)
+        routed = (*self.router.reads, *self.experts.reads, *self.layers.reads) if self.has_experts else ()
+        return frozenset((*self.attention.reads, *self.rotation.reads, *routed, *shared, *prediction))

@@ -1,0 +1,187 @@
+"""Attention as a part of a family: biases, norms, windows, sizes of heads, and which layers are of another kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from engine.errors import CheckpointError
+from engine.families.layer_config import Chunk, LatentConfig
+from engine.families.values import keys, natural, of_layer, positive
+from engine.files.json_file import shown
+
+LINEAR, FULL, SLIDING, CHUNKED = "linear_attention", "full_attention", "sliding_attention", "chunked_attention"
+"""Kinds of layers, as entries of `layer_types`."""
+
+
+class Heads(NamedTuple):
+    """Dimensions of a head's query and key, and the sizes of latent attention where they are made from latent vectors."""
+
+    size: int
+    latent: LatentConfig | None = None
+
+
+@dataclass(frozen=True)
+class Unbounded:
+    """Every position attends to everything before it."""
+
+    kinds: ClassVar[frozenset[str]] = frozenset()
+    """Unusual kinds of layers that the window brings."""
+
+    def of_layer(self, family: Any, index: int) -> int | Chunk | None:
+        """A layer's window; None where it has none."""
+        return None
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Unbounded):
+    """Every layer has the config's `sliding_window`, where it has one."""
+
+    def of_layer(self, family: Any, index: int) -> int | Chunk | None:
+        """The window in tokens."""
+        return natural(family, "sliding_window") or None
+
+
+@dataclass(frozen=True)
+class SlidingLayers(SlidingWindow):
+    """Layers that are `sliding_attention` by `layer_types` have the window."""
+
+    def of_layer(self, family: Any, index: int) -> int | Chunk | None:
+        """The window in tokens."""
+        return super().of_layer(family, index) if family.layer_types[index] == SLIDING else None
+
+
+@dataclass(frozen=True)
+class ChunkedLayers(Unbounded):
+    """Layers that are `chunked_attention` by `layer_types` attend within chunks."""
+
+    kinds: ClassVar[frozenset[str]] = frozenset(["chunked"])
+    size: str
+    """Config key of the size of chunks."""
+
+    def of_layer(self, family: Any, index: int) -> int | Chunk | None:
+        """The layer's chunks."""
+        if of_layer(family, "layer_types", index) != CHUNKED or getattr(family, self.size) is None:
+            return None
+        return Chunk(positive(family, self.size))
+
+
+@dataclass(frozen=True)
+class GroupedQuery:
+    """Grouped-query attention (arXiv 2305.13245)."""
+
+    kinds: ClassVar[frozenset[str]] = frozenset()
+    """Unusual kinds of layers that the attention brings."""
+    has_sinks: ClassVar[bool] = False
+    """Each head has a learned score beside those of the keys, which takes its share of the softmax and adds nothing."""
+    qk_norm: str = "none"
+    """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
+    qkv_bias: bool | str = False
+    """True, False, or the config key that says."""
+    output_bias: bool | str = False
+    window: Unbounded = Unbounded()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return keys(self.qkv_bias, self.output_bias)
+
+    def lacking(self, family: Any) -> Iterator[str]:
+        """Settings of the config that cannot be honored."""
+        unknown = {"linear", "chunked"} - self.kinds - self.window.kinds
+        if any(kind in own for own in getattr(family, "layer_types", None) or () for kind in unknown):
+            yield f"layer_types={sorted(set(family.layer_types))}"
+
+    def heads(self, config: Mapping[str, Any], family: Any, hidden: int, count: int) -> Heads:
+        """Sizes of a head. Raises CheckpointError for sizes that do not divide, which shapes alone would not show."""
+        groups, size = positive(family, "num_key_value_heads"), getattr(family, "head_dim", None) or hidden // count
+        if count % groups:
+            raise CheckpointError(f"config.json: {count} attention heads cannot share {groups} key-value heads evenly")
+        if not config.get("head_dim") and hidden % count:
+            raise CheckpointError(f"config.json: hidden_size {hidden} is not divisible by {count} attention heads")
+        if size < 2 or size % 2:
+            raise CheckpointError(f"config.json: a head has {size} dimensions; rotary positions need an even number")
+        return Heads(size)
+
+    def norm(self, family: Any) -> str:
+        """The norm of queries and keys, as `qk_norm`."""
+        return self.qk_norm
+
+    def clip(self, family: Any) -> float | None:
+        """The largest magnitude of queries, keys and values; None where they are not clipped."""
+        return None
+
+    def is_linear(self, family: Any, index: int) -> bool:
+        """Whether a layer's attention is linear."""
+        return False
+
+
+@dataclass(frozen=True)
+class GroupedQueryWithSinks(GroupedQuery):
+    """Grouped-query attention whose heads have sinks."""
+
+    has_sinks: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class ClippedGroupedQuery(GroupedQuery):
+    """Queries, keys and values are clipped where `clip_qkv` says so."""
+
+    def clip(self, family: Any) -> float | None:
+        """The config's number. Raises CheckpointError where it is not positive."""
+        value = getattr(family, "clip_qkv", None)
+        if value is not None and not (isinstance(value, int | float) and 0 < value < 1e38):
+            raise CheckpointError(f"config.json: clip_qkv is {shown(value)}; it must be a positive number")
+        return value
+
+
+@dataclass(frozen=True)
+class OptionallyNormed(GroupedQuery):
+    """Queries and keys have the norm only where the config says so."""
+
+    normed: str = "use_qk_norm"
+    """Config key that says whether there is a norm."""
+
+    def norm(self, family: Any) -> str:
+        """The norm, or "none"."""
+        return self.qk_norm if getattr(family, self.normed, False) else "none"
+
+
+@dataclass(frozen=True)
+class Lightning(GroupedQuery):
+    """Layers that are `linear_attention` by `layer_types` have lightning attention, all others grouped-query attention."""
+
+    kinds: ClassVar[frozenset[str]] = frozenset(["linear"])
+
+    def lacking(self, family: Any) -> Iterator[str]:
+        """Settings of the config that cannot be honored: other kinds of layers, or no layer of full attention."""
+        yield from super().lacking(family)
+        if not {FULL} <= set(own := family.layer_types or ()) <= {LINEAR, FULL}:
+            yield f"layer_types={sorted(set(own))}"
+
+    def is_linear(self, family: Any, index: int) -> bool:
+        """Whether a layer has lightning attention."""
+        return bool(of_layer(family, "layer_types", index) == LINEAR)
+
+
+@dataclass(frozen=True)
+class Latent(GroupedQuery):
+    """Multi-head latent attention: keys and values are made from a latent vector (DeepSeek-V2, §2.1)."""
+
+    def heads(self, config: Mapping[str, Any], family: Any, hidden: int, count: int) -> Heads:
+        """Sizes of a head. Raises CheckpointError where heads share keys, or an odd number of dimensions is rotated."""
+        latent = LatentConfig(
+            query_rank=natural(family, "q_lora_rank"),
+            key_value_rank=positive(family, "kv_lora_rank"),
+            plain_dimension=positive(family, "qk_nope_head_dim"),
+            rotary_dimension=positive(family, "qk_rope_head_dim"),
+            value_dimension=positive(family, "v_head_dim"),
+        )
+        groups = positive(family, "num_key_value_heads")
+        if count != groups or latent.rotary_dimension % 2:
+            raise CheckpointError(
+                f"config.json: latent attention of {count} heads has num_key_value_heads {groups} and rotates "
+                f"{latent.rotary_dimension} dimensions; it needs as many of the one as of the other, and an even number"
+            )
+        return Heads(latent.plain_dimension + latent.rotary_dimension, latent)

@@ -1,0 +1,115 @@
+"""The layer pattern as a part of a family: which layers hold experts, and what the others' feed-forward blocks are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.families.values import natural, positive
+
+
+@dataclass(frozen=True)
+class EveryLayer:
+    """Every layer holds experts."""
+
+    dense_block: str = field(default="mlp", kw_only=True)
+    """Name on disk of a dense FFN within the layer."""
+    dense_width: str = field(default="intermediate_size", kw_only=True)
+    """Config key of a dense FFN's width."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return ()
+
+    def holds_experts(self, family: Any, index: int) -> bool:
+        """Whether a layer holds experts."""
+        return True
+
+    def all_dense(self, layers: int) -> dict[str, int] | None:
+        """Config keys with which none of so many layers holds experts; None where no config says so."""
+        return None
+
+
+@dataclass(frozen=True)
+class SparseStep(EveryLayer):
+    """Every n-th layer holds experts, by `decoder_sparse_step`, but for those in `mlp_only_layers`."""
+
+    def holds_experts(self, family: Any, index: int) -> bool:
+        """Whether a layer holds experts."""
+        only_dense = set(getattr(family, "mlp_only_layers", None) or ())
+        return not (index + 1) % positive(family, "decoder_sparse_step") and index not in only_dense
+
+
+@dataclass(frozen=True)
+class DenseFirst(EveryLayer):
+    """The first layers are dense."""
+
+    count: str = "first_k_dense_replace"
+    """Config key of how many."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return (self.count,)
+
+    def holds_experts(self, family: Any, index: int) -> bool:
+        """Whether a layer holds experts."""
+        return index >= natural(family, self.count)
+
+    def all_dense(self, layers: int) -> dict[str, int] | None:
+        """Config keys with which none of so many layers holds experts."""
+        return {self.count: layers}
+
+
+@dataclass(frozen=True)
+class DenseFirstThenEveryNth(DenseFirst):
+    """After the first layers, only those hold experts whose number is a multiple of n."""
+
+    step: str = "moe_layer_freq"
+    """Config key of n."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return (*super().reads, self.step)
+
+    def holds_experts(self, family: Any, index: int) -> bool:
+        """Whether a layer holds experts."""
+        return super().holds_experts(family, index) and index % (natural(family, self.step) or 1) == 0
+
+
+@dataclass(frozen=True)
+class LayerRange(EveryLayer):
+    """Every n-th layer of a range holds experts. All fields are config keys."""
+
+    first: str
+    last: str
+    step: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return self.first, self.last, self.step
+
+    def holds_experts(self, family: Any, index: int) -> bool:
+        """Whether a layer holds experts."""
+        in_range = natural(family, self.first) <= index <= natural(family, self.last)
+        return in_range and not (index + 1) % positive(family, self.step)
+
+
+@dataclass(frozen=True)
+class ListedLayers(EveryLayer):
+    """The config lists the layers that hold experts."""
+
+    layers: str = "moe_layers"
+    """Config key of the list."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return (self.layers,)
+
+    def holds_experts(self, family: Any, index: int) -> bool:
+        """Whether a layer holds experts."""
+        return index in (getattr(family, self.layers) or ())

@@ -1,0 +1,134 @@
+"""From config.json to a `DecoderConfig`: the family's row is found, and each of its parts resolves itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import CheckpointError, UnsupportedError
+from engine.families.architecture import Architecture
+from engine.families.block_configs import block_config_counts
+from engine.families.checks import check_flags, refuse_absurd, refuse_unsupported
+from engine.families.classifiers import classified
+from engine.families.config import DecoderConfig
+from engine.families.encoder_decoders import ENCODER_DECODERS
+from engine.families.layer_config import LayerConfig, MoeConfig
+from engine.families.table import ARCHITECTURES
+from engine.families.values import flag, positive
+
+_WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantization_config"])
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """The row for a raw config.json; unknown families are refused by name."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError("config.json has no model_type; is this a Hugging Face checkpoint?")
+    if model_type in ENCODER_DECODERS:
+        raise UnsupportedError(
+            f"model family {model_type!r} is an encoder-decoder, which this command does not take; `compress densify` makes "
+            "mixtures of that kind dense, `compress export` writes ONNX graphs of them, and transformers runs them"
+        )
+    if (what := classified(config)) is not None:
+        raise UnsupportedError(
+            f"this {model_type!r} is a classifier of {what}, which this command does not take; distill, evaluate, bench, "
+            "export and inspect do"
+        )
+    if model_type not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"model family {model_type!r} is not supported; supported families: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return ARCHITECTURES[model_type]
+
+
+def load_transformers_config(config: Mapping[str, Any]) -> Any:
+    """The family's transformers config object for a raw config.json. Raises CheckpointError where there can be none."""
+    # Imported here: transformers takes seconds to import, and `--help` must not wait for it.
+    from transformers import CONFIG_MAPPING
+
+    refuse_absurd(config)
+    check_flags(config)
+    row = ARCHITECTURES.get(config["model_type"])
+    renamed = dict(config) if row is None else row.words.renamed(config)
+    values = {key: value for key, value in renamed.items() if key not in _WITHHELD_KEYS}
+    try:
+        return CONFIG_MAPPING[(row and row.words.read_as) or config["model_type"]](**values)
+    except Exception as error:  # transformers and huggingface_hub validate with classes of their own
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"config.json cannot be read as a {config['model_type']} config: {reason}") from error
+
+
+def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Resolve a raw config.json. Raises UnsupportedError naming each attribute that the decoder cannot honor."""
+    row = architecture_of(config)
+    config = row.words.renamed(config)
+    family = load_transformers_config(config)
+    refuse_unsupported(row, config, family)
+    counts = experts_per_layer(row, config, family)
+    count = positive(family, "num_attention_heads")
+    hidden = positive(family, "hidden_size")
+    if getattr(family, "head_dim", 0) is None:
+        family.head_dim = hidden // count  # transformers' initializers of rotary embeddings take None for a number
+    heads = row.attention.heads(config, family, hidden, count)
+    rotated = heads.latent.rotary_dimension if heads.latent else row.rotation.dimension(family, heads.size)
+    return DecoderConfig(
+        architecture=row,
+        vocabulary_size=positive(family, "vocab_size"),
+        hidden_size=hidden,
+        attention_heads=count,
+        key_value_heads=positive(family, "num_key_value_heads"),
+        head_dimension=heads.size,
+        rotary_dimension=rotated,
+        rotary_pairs=flag(row.rotation.pairs, family),
+        latent=heads.latent,
+        qk_norm=row.attention.norm(family),
+        norm_epsilon=row.norms.epsilon(family),
+        qkv_bias=flag(row.attention.qkv_bias, family),
+        output_bias=flag(row.attention.output_bias, family),
+        head_bias=flag(row.head.bias, family),
+        clip_qkv=row.attention.clip(family),
+        tied_embeddings=bool(family.tie_word_embeddings),
+        max_positions=positive(family, "max_position_embeddings"),
+        prediction_layers=row.prediction.number(family) if row.prediction else 0,
+        layers=tuple(_layer_config(row, config, family, index, experts) for index, experts in enumerate(counts)),
+        multipliers=row.residual.multipliers(family),
+        temperature=row.rotation.temperature(family),
+        has_sinks=row.attention.has_sinks,
+        layer_norm=row.norms.layer_norm,
+        rope_mscales=row.rotation.has_mscales,
+        transformers_config=family,
+    )
+
+
+def experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any) -> list[int]:
+    """Routed experts per decoder layer, 0 where the layer is dense."""
+    layers, keys = positive(family, "num_hidden_layers"), row.count_keys
+    if not keys:
+        return [0] * layers
+    declared = [config[key] for key in keys if isinstance(config.get(key), int)]
+    if len(set(declared)) > 1:
+        raise CheckpointError(f"config.json: {' and '.join(keys)} disagree: {declared}")
+    experts, per_token = positive(family, keys[0]), positive(family, row.experts_per_token_key)
+    if per_token > experts:
+        raise CheckpointError(
+            f"config.json: a token cannot use {per_token} of {experts} experts ({row.experts_per_token_key})"
+        )
+    counts = [experts if row.layers.holds_experts(family, index) else 0 for index in range(layers)]
+    blocks = config.get("block_configs")
+    return counts if blocks is None else block_config_counts(blocks, counts)
+
+
+def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> LayerConfig:
+    moe = _moe_config(row, config, family, index, experts) if experts else None
+    rotates, unit_norm = row.rotation.of_layer(family, index)
+    window = row.attention.window.of_layer(family, index)
+    is_lightning = row.attention.is_linear(family, index)
+    residuals = row.residual.of_layer(family, is_lightning)
+    return LayerConfig(window, moe, positive(family, row.layers.dense_width), rotates, unit_norm, is_lightning, residuals)
+
+
+def _moe_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> MoeConfig:
+    moe = row.router.layer(config, family, index, experts, row.experts.width_of(family, index, experts))
+    shared_width = row.shared.width_of(family, row.experts) if row.shared else 0
+    return replace(moe, shared_width=shared_width, swiglu=row.experts.activation(family))

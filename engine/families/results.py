@@ -1,0 +1,181 @@
+"""config.json for smaller models: other numbers of experts, or dense ones; and who loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from engine.errors import UnsupportedError
+from engine.families.architecture import Architecture
+from engine.families.block_configs import block_config
+from engine.families.config import DecoderConfig
+from engine.families.encoder_decoders import ENCODER_DECODERS, EncoderDecoder
+from engine.families.resolve import architecture_of, decoder_config, load_transformers_config
+from engine.families.router import GATE_WIDTH_KEY
+from engine.families.table import ARCHITECTURES
+from engine.families.values import positive
+from engine.files.json_file import shown
+
+_OF_ANOTHER = frozenset(["block_configs", "auto_map", "quantization_config", GATE_WIDTH_KEY])
+"""Config keys that say something of the weights that a result is made from."""
+
+
+def with_experts(
+    config: dict[str, Any], experts_per_decoder_layer: list[int], groups: Mapping[int, Sequence[int]] | None = None
+) -> dict[str, Any]:
+    """config.json of the same model with other expert counts (0 = the layer was dense and stays so).
+
+    groups: of each expert of a layer that has groups, by layer. Uniform counts, also in all groups, give a plain config of
+    the family. Others add `block_configs`; the caller adds `auto_map`.
+    """
+    row, family, of_layers = architecture_of(config), load_transformers_config(config), groups or {}
+    counts = {count for count in experts_per_decoder_layer if count}
+    changed = {key: value for key, value in row.words.renamed(config).items() if key not in _OF_ANOTHER}
+    changed |= {"model_type": row.words.written_as or row.model_type} | _without_prediction_layers(row)
+    is_plain = len(counts) == 1 and _is_plain(row, max(counts), row.router.group_count(family), of_layers.values())
+    changed |= row.experts.with_counts(family, experts_per_decoder_layer)
+    changed |= row.router.with_counts(config, family, experts_per_decoder_layer, is_plain)
+    if not is_plain:
+        blocks = [block_config(count, of_layers.get(index)) for index, count in enumerate(experts_per_decoder_layer)]
+        changed["block_configs"] = blocks
+    return changed
+
+
+def _without_prediction_layers(row: Architecture) -> dict[str, Any]:
+    return {} if row.prediction is None else {row.prediction.count: 0}
+
+
+def _is_plain(row: Architecture, experts: int, groups: int, of_layers: Iterable[Sequence[int]]) -> bool:
+    """Whether the family's own classes build layers of so many experts, whose groups are `of_layers`."""
+    each, rest = divmod(experts, groups)
+    even = [expert // max(each, 1) for expert in range(experts)]
+    if rest or any(list(own) != even for own in of_layers):
+        return False
+    # transformers judges every group by its two best experts, also where all experts are one group.
+    return each >= 2 or row.router.scores != "sigmoid" or not row.in_transformers
+
+
+def otherwise_in_transformers(config: Mapping[str, Any]) -> str | None:
+    """Why transformers' class computes another function than the model that was trained; None where it does not."""
+    if not architecture_of(config).rotation.unknown_to_transformers:
+        return None
+    whole = decoder_config(config)
+    if whole.rotary_dimension == whole.head_dimension:
+        return None
+    return f"its class rotates all of a head's {whole.head_dimension} dimensions, and this model {whole.rotary_dimension}"
+
+
+def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | None:
+    """Who loads a checkpoint with this config.json, in a clause; None where transformers does.
+
+    few_bits: with packed weights, which are always one by one.
+    """
+    row = architecture_of(config)
+    if few_bits and (row.experts.names.stacks or (row.shared and row.shared.stacks)):
+        return f"only moe-compress loads it: experts of a {row.model_type} are stacked elsewhere, and here packed one by one"
+    if few_bits and not row.in_transformers:
+        return f"only moe-compress loads it: transformers has no {row.model_type}"
+    if (reason := otherwise_in_transformers(config)) is not None:
+        return f"transformers loads another model: {reason}; moe-compress loads it as it was trained"
+    if row.in_transformers:
+        return None
+    if "block_configs" in config or GATE_WIDTH_KEY in config:
+        network = " and as many hidden units in every gate network" if row.router.names.hidden else ""
+        return (
+            f"only moe-compress loads it: transformers has no {row.model_type}, and the class that its authors publish "
+            f"needs as many experts in every layer{network}"
+        )
+    return f"transformers has no {row.model_type}: moe-compress loads it, and the class that its authors publish"
+
+
+def check_onnx(config: DecoderConfig) -> None:
+    """Raise UnsupportedError for a model that cannot be written as an ONNX graph."""
+    row = config.architecture
+    if row.not_onnx is not None:
+        raise UnsupportedError(f"a {row.model_type} cannot be exported: {row.not_onnx}")
+
+
+def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
+    """config.json of the dense sibling, each FFN `width` wide.
+
+    A family without a sibling stays what it is, with one expert of that width in each MoE layer, which every token uses
+    with weight 1: as dense a model as its checkpoints can express.
+    """
+    row = architecture_of(config)
+    if row.dense_sibling is None:
+        counts = [int(layer.moe is not None) for layer in decoder_config(config).layers]
+        return with_experts(config, counts) | {row.experts.width: width, "architectures": [row.causal_lm_class]}
+    sibling, family = ARCHITECTURES[row.dense_sibling], load_transformers_config(config)
+    kind = {"model_type": sibling.model_type, "architectures": [sibling.causal_lm_class], "intermediate_size": width}
+    if (dense := sibling.layers.all_dense(positive(family, "num_hidden_layers"))) is not None:
+        # The sibling is the mixture's own family, whose layers may all be dense.
+        kept = {key: value for key, value in config.items() if key not in _OF_ANOTHER}
+        return kept | kind | dense | _without_prediction_layers(sibling)
+    # The rotary parameters are always written whole: old configs have them under names of their own.
+    meant = family.to_dict()
+    known, kept = _as_meant(config, meant, sibling.model_type, "rope_theta", "torch_dtype")
+    kept["rope_parameters"] = meant["rope_parameters"]
+    if known.get("head_dim") is not None and "head_dim" not in meant:
+        kept["head_dim"] = decoder_config(config).head_dimension
+    kept |= kind
+    kept.setdefault("sliding_window", None)
+    return kept
+
+
+def _as_meant(
+    config: Mapping[str, Any], meant: Mapping[str, Any], sibling: str, *others: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The defaults of a sibling's config, and what a config of it must say to mean what this one does.
+
+    That is what this config says under keys of the sibling or `others`, and what it leaves to its own family's defaults
+    where the sibling's are different.
+    """
+    from transformers import CONFIG_MAPPING
+
+    known = CONFIG_MAPPING[sibling]().to_dict()
+    kept = {key: value for key, value in config.items() if key in known or key in others}
+    kept |= {key: meant[key] for key in known if key not in config and key in meant and meant[key] != known[key]}
+    return known, kept
+
+
+def as_dense_encoder_decoder(config: dict[str, Any], width: int) -> dict[str, Any]:
+    """config.json of the dense sibling of an encoder-decoder mixture, each FFN `width` wide.
+
+    Raises UnsupportedError naming what the sibling cannot express.
+    """
+    row = ENCODER_DECODERS[config["model_type"]]
+    assert row.dense_sibling is not None
+    sibling = ENCODER_DECODERS[row.dense_sibling]
+    meant = load_transformers_config(config).to_dict()
+    _refuse_what_has_no_place(row, sibling, config, meant)
+    _, kept = _as_meant(config, meant, sibling.model_type, "torch_dtype")
+    return kept | {
+        # No key of the sibling's own config, but its models look for it there.
+        "decoder_start_token_id": meant["decoder_start_token_id"],
+        "model_type": sibling.model_type,
+        "architectures": [sibling.model_class],
+        row.width_key: width,
+        sibling.activation_key: meant[row.activation_key],
+    }
+
+
+def _refuse_what_has_no_place(
+    row: EncoderDecoder, sibling: EncoderDecoder, config: Mapping[str, Any], meant: Mapping[str, Any]
+) -> None:
+    from transformers.activations import ACT2FN
+
+    activation, lacking = meant[row.activation_key], []
+    for key in dict.fromkeys((row.activation_key, sibling.activation_key)):
+        # Old configs have the sibling's key too; both must say the same plain activation.
+        if config.get(key, activation) != activation or activation not in ACT2FN or "-" in activation:
+            lacking.append(f"{key}={shown(config.get(key, activation))}")
+    if config.get("is_gated_act"):
+        lacking.append("is_gated_act=true")
+    if not meant["tie_word_embeddings"]:
+        lacking.append(f"tie_word_embeddings=false (a {sibling.model_type} has no place for {row.head})")
+    lacking += [f"no {key}" for key in ("pad_token_id", "decoder_start_token_id") if not isinstance(meant.get(key), int)]
+    if lacking:
+        raise UnsupportedError(
+            f"config.json of this {row.model_type} asks for what a {sibling.model_type} made of it cannot have: "
+            f"{', '.join(lacking)}; this model cannot be made dense"
+        )

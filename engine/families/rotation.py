@@ -1,0 +1,133 @@
+"""Rotary positions as a part of a family: which dimensions of which layers are rotated, and with which scalings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from engine.errors import CheckpointError
+from engine.families.layer_config import Temperature
+from engine.families.values import above_zero, keys, natural, number, of_layer
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """All dimensions of every head are rotated in every layer (Su et al. 2021)."""
+
+    is_partial: ClassVar[bool] = False
+    """`partial_rotary_factor` is honored."""
+    has_mscales: ClassVar[bool] = False
+    """The short and the long form of `longrope` have a factor each, `short_mscale` and `long_mscale`."""
+    unknown_to_transformers: ClassVar[bool] = False
+    """transformers' class of the family rotates all dimensions, whatever the config says."""
+    pairs: bool | str = False
+    """Rotated dimensions are paired with their neighbors and not half against half: True, False, or the config key."""
+    types: tuple[str, ...] = ROPE_TYPES
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return keys(self.pairs)
+
+    def lacking(self, family: Any) -> Iterator[str]:
+        """Settings of the config that cannot be honored."""
+        rope = family.rope_parameters or {}
+        if rope.get("rope_type", "default") not in self.types:
+            yield f"rope_type={rope.get('rope_type')!r}"
+        if any(isinstance(value, dict) for value in rope.values()):
+            yield "rope_parameters for each kind of layer"
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not self.is_partial:
+            yield f"partial_rotary_factor={rope['partial_rotary_factor']}"
+
+    def dimension(self, family: Any, size: int) -> int:
+        """The number of a head's `size` dimensions that are rotated, the first ones."""
+        return size
+
+    def of_layer(self, family: Any, index: int) -> tuple[bool, bool]:
+        """Whether a layer rotates, and whether rotated queries and keys are divided by their root mean square."""
+        return True, False
+
+    def temperature(self, family: Any) -> Temperature | None:
+        """How queries of layers that do not rotate grow with their position; None where they do not."""
+        return None
+
+
+@dataclass(frozen=True)
+class PartialRotation(Rotation):
+    """The share `partial_rotary_factor` of a head's dimensions is rotated."""
+
+    is_partial: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return (*super().reads, "partial_rotary_factor")
+
+    def dimension(self, family: Any, size: int) -> int:
+        """The share of `size`."""
+        return int(size * family.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+@dataclass(frozen=True)
+class CountedRotation(Rotation):
+    """The config says how many dimensions of a head are rotated."""
+
+    unknown_to_transformers: ClassVar[bool] = True
+    count: str = "rotary_dim"
+    """Config key; all dimensions where config.json does not say."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return (*super().reads, self.count)
+
+    def dimension(self, family: Any, size: int) -> int:
+        """The config's number. Raises CheckpointError for more than there are, and for an odd number."""
+        rotated = natural(family, self.count) or size
+        if rotated > size or rotated % 2:
+            raise CheckpointError(
+                f"config.json: {self.count} is {rotated}; of {size} dimensions an even number can be rotated"
+            )
+        return rotated
+
+
+@dataclass(frozen=True)
+class LongRotation(Rotation):
+    """`longrope` whose two forms have a factor each."""
+
+    has_mscales: ClassVar[bool] = True
+    types: tuple[str, ...] = ("default", "longrope")
+
+
+@dataclass(frozen=True)
+class SomeLayersRotate(Rotation):
+    """Some layers rotate; in the others queries may grow with their position (arXiv 2501.19399)."""
+
+    layers: str = "no_rope_layers"
+    """Config key of a list with a 0 for each layer that does not rotate."""
+    unit_norm: str = "use_qk_norm"
+    """Config key that says whether rotated queries and keys are divided by their root mean square."""
+    grows: str = "attn_temperature_tuning"
+    """Config key that says whether queries grow with their position where they are not rotated."""
+    floor: str = "floor_scale"
+    slope: str = "attn_scale"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Config keys that are read."""
+        return (*super().reads, self.layers, self.unit_norm, self.grows, self.floor, self.slope)
+
+    def of_layer(self, family: Any, index: int) -> tuple[bool, bool]:
+        """Whether a layer rotates, and whether rotated queries and keys are divided by their root mean square."""
+        rotates = bool(of_layer(family, self.layers, index))
+        return rotates, rotates and bool(getattr(family, self.unit_norm))
+
+    def temperature(self, family: Any) -> Temperature | None:
+        """The config's floor and slope. Raises CheckpointError where they are not numbers, or the floor is 0."""
+        if not getattr(family, self.grows):
+            return None
+        floor, slope = above_zero(family, self.floor), number(self.slope, getattr(family, self.slope))
+        return Temperature(floor, slope)

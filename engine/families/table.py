@@ -1,0 +1,300 @@
+"""The families, one row each. A row has the names and config keys of one family; how they are used is in the parts.
+
+To add a family, write its row here: see "Adding a family" in docs/families.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.families.aliases import AuthorsWords, OwnWords, another_name, only, unused
+from engine.families.architecture import Architecture
+from engine.families.attention import (
+    FULL,
+    LINEAR,
+    ChunkedLayers,
+    ClippedGroupedQuery,
+    GroupedQuery,
+    GroupedQueryWithSinks,
+    Latent,
+    Lightning,
+    OptionallyNormed,
+    SlidingLayers,
+    SlidingWindow,
+)
+from engine.families.experts import (
+    DOWN,
+    GATE,
+    UP,
+    ClampedExperts,
+    ExpertNames,
+    Experts,
+    PartitionedExperts,
+    SharedExpert,
+    SharedExperts,
+    Stack,
+    transposed_stacks,
+)
+from engine.families.head import Head, PredictionLayers
+from engine.families.layer_pattern import DenseFirst, DenseFirstThenEveryNth, LayerRange, ListedLayers, SparseStep
+from engine.families.residual import LayerNorms, NormResidual, ScaledResidual
+from engine.families.rotation import CountedRotation, LongRotation, PartialRotation, Rotation, SomeLayersRotate
+from engine.families.router import (
+    BiasedLogits,
+    GateNetwork,
+    Groups,
+    InputScaling,
+    LeastSum,
+    SigmoidTopK,
+    SparseMixer,
+    TopK,
+)
+
+_SPARSE_BLOCK = ExpertNames("block_sparse_moe", ("w1", "w3", "w2"))
+_BIASED = GroupedQuery(qkv_bias="attention_bias", output_bias="attention_bias")
+
+# LLaMA-MoE
+_CALCULATOR = ExpertNames("mlp", ("weight_gate", "weight_up", "weight_down"), "calculator.experts.{projection}.{expert}")
+
+# DeepSeek's families and those after them
+_FINE_GRAINED = Experts(("n_routed_experts",), width="moe_intermediate_size")
+_SIGMOID_GROUPS = SigmoidTopK(
+    scale="routed_scaling_factor", in_float32=True, choice_bias="gate.e_score_correction_bias", groups=Groups()
+)
+_LIMITED_GROUPS = Groups(only_if=("topk_method", "group_limited_greedy"))
+_DEEPSEEK_TRAINING = unused("aux_loss_alpha", "seq_aux", "ep_size")
+_DEEPSEEK_V3 = Architecture(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    attention=Latent(qkv_bias="attention_bias", output_bias="attention_bias"),
+    rotation=Rotation(pairs="rope_interleave"),
+    router=_SIGMOID_GROUPS,
+    experts=_FINE_GRAINED,
+    shared=SharedExperts(),
+    layers=DenseFirst(),
+    prediction=PredictionLayers(),
+    settings=only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1) | _DEEPSEEK_TRAINING,
+    dense_sibling="deepseek_v3",
+)
+
+# Granite
+_GRANITE_NAMES = ExpertNames(
+    "block_sparse_moe",
+    stacks=(Stack("input_linear.weight", (GATE, UP)), Stack("output_linear.weight", (DOWN,))),
+    modules=("block_sparse_moe", "router"),
+)
+_SHARED_MLP = (Stack("shared_mlp.input_linear.weight", (GATE, UP)), Stack("shared_mlp.output_linear.weight", (DOWN,)))
+_GRANITE_MOE = Architecture(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    attention=_BIASED,
+    router=TopK("router.layer.weight", normalized=True),
+    experts=Experts(("num_local_experts",), names=_GRANITE_NAMES),
+    residual=ScaledResidual(),
+    dense_sibling="granite",
+)
+
+# MiniMax
+_MINIMAX_RESIDUAL = NormResidual(
+    attention=("full_attn_alpha_factor", "full_attn_beta_factor"),
+    lightning=("linear_attn_alpha_factor", "linear_attn_beta_factor"),
+    feed_forward=("mlp_alpha_factor", "mlp_beta_factor"),
+)
+_MINIMAX = Architecture(
+    # MiniMax-Text-01 and M1 (arXiv 2501.08313), as transformers names what is in their config.
+    "minimax",
+    "MiniMaxForCausalLM",
+    attention=Lightning(window=SlidingWindow()),
+    rotation=CountedRotation(),
+    router=TopK(normalized=True),
+    experts=Experts(("num_local_experts",), names=_SPARSE_BLOCK),
+    residual=_MINIMAX_RESIDUAL,
+    settings=only(postnorm=True, shared_intermediate_size=(0, None)) | unused("shared_moe_mode", "max_model_len"),
+    not_onnx="its lightning attention keeps a state, for which our graphs have no input",
+)
+_MINIMAX_AUTHORS = AuthorsWords(
+    "minimax",
+    "minimax",
+    names=(
+        ("attn_type_list", "layer_types"),
+        *(
+            (f"layernorm_{theirs}_{factor}", f"{ours}_{factor}_factor")
+            for theirs, ours in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
+            for factor in ("alpha", "beta")
+        ),
+    ),
+    kinds=(LINEAR, FULL),
+)
+
+# Llama 4 and GPT-OSS
+_LLAMA4_NAMES = ExpertNames("feed_forward", stacks=transposed_stacks(), modules=("feed_forward", "router"))
+_GPT_OSS_NAMES = ExpertNames(stacks=transposed_stacks(interleaved=True, biases=True), modules=("mlp", "router"))
+
+_ROWS = (
+    Architecture(
+        "mixtral",
+        "MixtralForCausalLM",
+        attention=GroupedQuery(window=SlidingWindow()),
+        router=TopK(normalized=True),
+        experts=Experts(("num_local_experts",), names=_SPARSE_BLOCK),
+        dense_sibling="mistral",
+    ),
+    Architecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        attention=GroupedQuery(qkv_bias="qkv_bias", window=SlidingLayers()),
+        experts=Experts(("num_experts",), width="moe_intermediate_size"),
+        shared=SharedExpert(gate="shared_expert_gate.weight"),
+        layers=SparseStep(),
+        dense_sibling="qwen2",
+    ),
+    Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        attention=replace(_BIASED, qk_norm="head", window=SlidingWindow()),
+        # transformers 5 writes num_local_experts, every older reader wants num_experts.
+        experts=Experts(("num_experts", "num_local_experts"), width="moe_intermediate_size"),
+        layers=SparseStep(),
+        dense_sibling="qwen3",
+    ),
+    Architecture(
+        "olmoe",
+        "OlmoeForCausalLM",
+        attention=ClippedGroupedQuery(qk_norm="full", qkv_bias="attention_bias", output_bias="attention_bias"),
+        experts=Experts(("num_experts",)),
+    ),
+    Architecture(
+        # LLaMA-MoE v1 (arXiv 2406.16554; github.com/pjlab-sys4nlp/llama-moe, which has the classes).
+        "llama_moe",
+        "LlamaMoEForCausalLM",
+        router=GateNetwork("gate.gate_network.2.weight", ("num_selects",), normalized=True, scale="score_scale_factor"),
+        experts=PartitionedExperts(("num_experts",), names=_CALCULATOR),
+        words=OwnWords(read_as="llama"),
+        settings=only(gate_type="TopKBalancedNoisyGate", gate_network="mlp", gate_use_softmax=True)
+        | only(calculator_type="UniversalCalculator", multiply_gate_scores=True, add_weight_norm=False)
+        | only(rope_theta=10000, rope_parameters=None, attention_bias=False, head_dim=None)  # which its class ignores
+        | only(gate_add_noise=(True, False))
+        | unused("gate_use_balance", "gate_balance_loss_weight", "drop_tokens", "dropped_padding", "capacity_factor"),
+        dense_sibling="llama",
+    ),
+    Architecture(
+        # DeepSeekMoE (arXiv 2401.06066; huggingface.co/deepseek-ai/deepseek-moe-16b-base, which has the classes).
+        "deepseek",
+        "DeepseekForCausalLM",
+        attention=_BIASED,
+        rotation=Rotation(types=("default", "linear", "dynamic")),
+        experts=_FINE_GRAINED,
+        shared=SharedExperts(),
+        layers=DenseFirstThenEveryNth(),
+        words=OwnWords(read_as="llama"),
+        settings=only(scoring_func="softmax", head_dim=None) | _DEEPSEEK_TRAINING,  # its class ignores head_dim
+        dense_sibling="llama",
+    ),
+    Architecture(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        attention=Latent(qkv_bias="attention_bias", output_bias="attention_bias"),
+        rotation=Rotation(pairs=True),
+        router=TopK(scale="routed_scaling_factor", in_float32=True, groups=_LIMITED_GROUPS),
+        experts=_FINE_GRAINED,
+        shared=SharedExperts(),
+        layers=DenseFirst(),
+        settings=only(scoring_func="softmax", topk_method=("greedy", "group_limited_greedy"))
+        | only(norm_topk_prob=False, moe_layer_freq=1)
+        | _DEEPSEEK_TRAINING,
+        dense_sibling="deepseek_v2",
+    ),
+    _DEEPSEEK_V3,
+    # Kimi K2 is a DeepSeek V3 that needs code of its own for nothing but its name.
+    replace(_DEEPSEEK_V3, model_type="kimi_k2", words=another_name("deepseek_v3")),
+    Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        attention=OptionallyNormed(qk_norm="head", qkv_bias="attention_bias"),
+        rotation=PartialRotation(),
+        router=_SIGMOID_GROUPS,
+        experts=_FINE_GRAINED,
+        shared=SharedExperts(),
+        layers=DenseFirst(),
+        prediction=PredictionLayers(),
+        dense_sibling="glm4_moe",
+    ),
+    _GRANITE_MOE,
+    replace(
+        _GRANITE_MOE,
+        model_type="granitemoeshared",
+        causal_lm_class="GraniteMoeSharedForCausalLM",
+        shared=SharedExpert(width="shared_intermediate_size", stacks=_SHARED_MLP),
+    ),
+    Architecture("granite", "GraniteForCausalLM", attention=_BIASED, residual=ScaledResidual()),
+    Architecture(
+        "phimoe",
+        "PhimoeForCausalLM",
+        attention=replace(_BIASED, window=SlidingWindow()),
+        rotation=LongRotation(),
+        router=SparseMixer(),
+        experts=Experts(("num_local_experts",), names=replace(_SPARSE_BLOCK, modules=("mlp", "router"))),
+        norms=LayerNorms(),
+        head=Head(bias="lm_head_bias"),
+        settings=unused("hidden_dropout", "original_max_position_embeddings"),
+        not_dense="it has no dense sibling, and its router takes two experts, so that one cannot be a dense layer",
+    ),
+    Architecture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        rotation=Rotation(pairs=True),
+        router=LeastSum(per_token=("moe_k",), in_float32=True, choice_bias="moe_statics.e_score_correction_bias"),
+        experts=Experts(("moe_num_experts",), width="moe_intermediate_size"),
+        shared=SharedExperts(width="moe_num_shared_experts"),
+        layers=LayerRange("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+        prediction=PredictionLayers(prefix="model.mtp_"),
+        # use_bias is about all projections, the experts' too.
+        settings=only(use_bias=False, moe_gate="topk", moe_gate_act="softmax", moe_use_aux_free=True, use_rmsnorm=True)
+        | unused("moe_capacity", "moe_aux_loss_lambda"),
+        dense_sibling="ernie4_5",
+    ),
+    Architecture("ernie4_5", "Ernie4_5ForCausalLM", rotation=Rotation(pairs=True), settings=only(use_bias=False)),
+    Architecture(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        attention=GroupedQuery(qk_norm="full"),
+        rotation=PartialRotation(),
+        router=SigmoidTopK(normalized=True, choice_bias="e_score_correction_bias"),
+        experts=Experts(("num_local_experts",), names=_SPARSE_BLOCK),
+        prediction=PredictionLayers("num_mtp_modules"),
+        settings=only(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer")
+        | only(attn_type_list=1, shared_intermediate_size=0)
+        | unused("rotary_dim", "mlp_intermediate_size", "shared_moe_mode", "use_mtp", "mtp_transformer_layers")
+        | unused("max_model_len")
+        | only(layernorm_full_attention_beta=1, layernorm_linear_attention_beta=1, layernorm_mlp_beta=1),
+    ),
+    _MINIMAX,
+    replace(_MINIMAX, model_type="minimax_text_01", words=_MINIMAX_AUTHORS),
+    replace(_MINIMAX, model_type="minimax_m1", words=_MINIMAX_AUTHORS),
+    Architecture(
+        "llama4_text",
+        "Llama4ForCausalLM",
+        attention=replace(_BIASED, window=ChunkedLayers("attention_chunk_size")),
+        rotation=SomeLayersRotate(pairs=True),
+        router=InputScaling("router.weight"),
+        experts=Experts(("num_local_experts",), names=_LLAMA4_NAMES),
+        shared=SharedExpert(width="intermediate_size"),
+        layers=ListedLayers("moe_layers", dense_block="feed_forward", dense_width="intermediate_size_mlp"),
+        settings=unused("for_llm_compressor", "cache_implementation"),
+        not_dense="the inputs of its experts are scaled by the router, token by token, which no FFN does",
+        not_onnx="its chunked attention and experts whose inputs the router scales have no form in our graphs",
+    ),
+    Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        attention=GroupedQueryWithSinks(qkv_bias="attention_bias", output_bias="attention_bias", window=SlidingLayers()),
+        router=BiasedLogits("router.weight", ("num_experts_per_tok", "experts_per_token"), normalized=True),
+        experts=ClampedExperts(("num_local_experts",), names=_GPT_OSS_NAMES),
+        settings=unused("initial_context_length"),
+    ),
+    Architecture("mistral", "MistralForCausalLM", attention=GroupedQuery(window=SlidingWindow())),
+    Architecture("llama", "LlamaForCausalLM", attention=_BIASED),
+    Architecture("qwen2", "Qwen2ForCausalLM", attention=GroupedQuery(qkv_bias=True, window=SlidingLayers())),
+    Architecture("qwen3", "Qwen3ForCausalLM", attention=replace(_BIASED, qk_norm="head", window=SlidingLayers())),
+)
+ARCHITECTURES: dict[str, Architecture] = {row.model_type: row for row in _ROWS}

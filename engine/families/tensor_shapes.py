@@ -1,0 +1,194 @@
+"""The tensors that a model's checkpoint holds, with their shapes, by its `DecoderConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from engine.families.config import DecoderConfig
+from engine.families.layer_config import LatentConfig
+from engine.families.tensor_names import (
+    LATENT_UP,
+    LIGHTNING,
+    dense_tensor,
+    expert_parts,
+    expert_tensor,
+    gate_hidden_tensor,
+    logit_bias_tensor,
+    router_bias_tensor,
+    router_noise_tensor,
+    router_tensor,
+    shared_gate_tensor,
+    shared_tensor,
+    sinks_tensor,
+)
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the checkpoint with its shape, experts one by one, in the order of the layers."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocabulary_size, config.hidden_size)}
+    for index in range(len(config.layers)):
+        shapes.update(layer_tensors(config, index))
+    shapes.update(_norm_tensors(config, "model.norm"))
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocabulary_size, config.hidden_size)
+    if config.head_bias:
+        shapes["lm_head.bias"] = (config.vocabulary_size,)
+    return shapes
+
+
+def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of one decoder layer with their shapes."""
+    row, layer, hidden = config.architecture, config.layers[index], config.hidden_size
+    prefix = f"model.layers.{index}"
+    shapes = _norm_tensors(config, f"{prefix}.input_layernorm")
+    shapes.update(_attention_tensors(config, index))
+    shapes.update(_norm_tensors(config, f"{prefix}.post_attention_layernorm"))
+    if layer.moe is None:
+        shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
+        return shapes
+    shapes.update(router_tensors(config, index) | expert_rows(config, index))
+    own = expert_shapes(config, index)
+    for expert in range(layer.moe.experts):
+        shapes.update((expert_tensor(row, index, expert, part), shape) for part, shape in enumerate(own))
+    if layer.moe.shared_width:
+        shapes.update(_ffn(lambda p: shared_tensor(row, index, p), layer.moe.shared_width, hidden))
+        if (gate := shared_gate_tensor(row, index)) is not None:
+            shapes[gate] = (1, hidden)
+    return shapes
+
+
+def router_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """The tensors that a layer's router logits are made from, with shapes."""
+    row, moe = config.architecture, config.layers[layer].moe
+    assert moe is not None
+    if not moe.gate_network_width:
+        shapes: dict[str, tuple[int, ...]] = {router_tensor(row, layer): (moe.experts, config.hidden_size)}
+        if (bias := logit_bias_tensor(row, layer)) is not None:
+            shapes[bias] = (moe.experts,)
+        return shapes
+    return {
+        gate_hidden_tensor(row, layer): (moe.gate_network_width, config.hidden_size),
+        router_tensor(row, layer): (moe.experts, moe.gate_network_width),
+    }
+
+
+def noise_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """The tensors that the noise of a layer's router is made from, with shapes; nothing where it has none."""
+    moe = config.layers[layer].moe
+    assert moe is not None
+    if moe.noise_epsilon is None:
+        return {}
+    return {router_noise_tensor(config.architecture, layer): (moe.experts, config.hidden_size)}
+
+
+def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer that have one row for each expert, with shapes."""
+    row, moe = config.architecture, config.layers[layer].moe
+    assert moe is not None
+    shapes = router_tensors(config, layer)
+    if moe.gate_network_width:
+        del shapes[gate_hidden_tensor(row, layer)]
+    if (bias := router_bias_tensor(row, layer)) is not None:
+        shapes[bias] = row.router.choice_bias_shape(moe.experts)
+    return shapes | noise_tensors(config, layer)
+
+
+def expert_shapes(config: DecoderConfig, layer: int) -> tuple[tuple[int, ...], ...]:
+    """The shape of each tensor of one of a layer's experts."""
+    moe, hidden = config.layers[layer].moe, config.hidden_size
+    assert moe is not None
+    weights = (moe.expert_width, hidden), (moe.expert_width, hidden), (hidden, moe.expert_width)
+    biases = (moe.expert_width,), (moe.expert_width,), (hidden,)
+    return (*weights, *biases)[: len(expert_parts(config.architecture))]
+
+
+def attention_weights(config: DecoderConfig, index: int) -> list[str]:
+    """Names on disk of the matrices of a layer's attention that are multiplied by as they are.
+
+    The one that keys and values of latent attention are made by is not among them: single positions are read with its
+    parts (absorbed).
+    """
+    tensors = _attention_tensors(config, index)
+    return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(f".{LATENT_UP}")]
+
+
+def feed_forward_weights(config: DecoderConfig, index: int) -> list[str]:
+    """Names on disk of the matrices of a layer's experts, the shared one among them, or of its dense FFN."""
+    row, moe = config.architecture, config.layers[index].moe
+    if moe is None:
+        return [dense_tensor(index, projection) for projection in range(3)]
+    names = [expert_tensor(row, index, expert, projection) for expert in range(moe.experts) for projection in range(3)]
+    return names + [shared_tensor(row, index, projection) for projection in range(3) if moe.shared_width]
+
+
+def derived_tensors(config: DecoderConfig) -> list[str]:
+    """Tensors that transformers writes beside the weights and config.json says too: the decays of lightning attention."""
+    names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    return [f"model.layers.{layer}.self_attn.{name}" for layer in config.lightning_layers for name in names]
+
+
+def _norm_tensors(config: DecoderConfig, name: str) -> dict[str, tuple[int, ...]]:
+    parts = ("weight", "bias") if config.layer_norm else ("weight",)
+    return {f"{name}.{part}": (config.hidden_size,) for part in parts}
+
+
+def _ffn(name: Callable[[int], str], width: int, hidden: int) -> Shapes:
+    yield name(0), (width, hidden)
+    yield name(1), (width, hidden)
+    yield name(2), (hidden, width)
+
+
+def _attention_tensors(config: DecoderConfig, index: int) -> Shapes:
+    prefix = f"model.layers.{index}.self_attn"
+    if config.latent is not None:
+        return _latent_tensors(config, config.latent, prefix)
+    if config.layers[index].is_lightning:
+        return _lightning_tensors(config, prefix)
+    return _grouped_query_tensors(config, index, prefix)
+
+
+def _latent_tensors(config: DecoderConfig, latent: LatentConfig, prefix: str) -> Shapes:
+    hidden, rank = config.hidden_size, latent.key_value_rank
+    query = config.attention_heads * config.head_dimension
+    if latent.query_rank:
+        yield f"{prefix}.q_a_proj.weight", (latent.query_rank, hidden)
+        if config.qkv_bias:
+            yield f"{prefix}.q_a_proj.bias", (latent.query_rank,)
+        yield f"{prefix}.q_a_layernorm.weight", (latent.query_rank,)
+        yield f"{prefix}.q_b_proj.weight", (query, latent.query_rank)
+    else:
+        yield f"{prefix}.q_proj.weight", (query, hidden)
+    yield f"{prefix}.kv_a_proj_with_mqa.weight", (rank + latent.rotary_dimension, hidden)
+    if config.qkv_bias:
+        yield f"{prefix}.kv_a_proj_with_mqa.bias", (rank + latent.rotary_dimension,)
+    yield f"{prefix}.kv_a_layernorm.weight", (rank,)
+    yield f"{prefix}.{LATENT_UP}", (config.attention_heads * (latent.plain_dimension + latent.value_dimension), rank)
+    yield f"{prefix}.o_proj.weight", (hidden, config.attention_heads * latent.value_dimension)
+    if config.output_bias:
+        yield f"{prefix}.o_proj.bias", (hidden,)
+
+
+def _lightning_tensors(config: DecoderConfig, prefix: str) -> Shapes:
+    width = config.attention_heads * config.head_dimension
+    shapes = (3 * width, config.hidden_size), (width, config.hidden_size), (width,), (config.hidden_size, width)
+    yield from ((f"{prefix}.{name}", shape) for name, shape in zip(LIGHTNING, shapes, strict=True))
+
+
+def _grouped_query_tensors(config: DecoderConfig, index: int, prefix: str) -> Shapes:
+    hidden, size = config.hidden_size, config.head_dimension
+    query, key = config.attention_heads * size, config.key_value_heads * size
+    for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+        yield f"{prefix}.{name}.weight", (rows, hidden)
+        if config.qkv_bias:
+            yield f"{prefix}.{name}.bias", (rows,)
+    yield f"{prefix}.o_proj.weight", (hidden, query)
+    if config.output_bias:
+        yield f"{prefix}.o_proj.bias", (hidden,)
+    if config.qk_norm != "none":
+        per_head = config.qk_norm == "head"
+        yield f"{prefix}.q_norm.weight", (size if per_head else query,)
+        yield f"{prefix}.k_norm.weight", (size if per_head else key,)
+    if config.has_sinks:
+        yield sinks_tensor(index), (config.attention_heads,)
