@@ -9,6 +9,8 @@ Shape suffixes: T tokens, D hidden, L layers, S slots, N experts, A addresses of
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +31,10 @@ from engine.kernels.quantized_weight import Weight
 
 @dataclass
 class _Tables:
-    """Tables from which the kernels read all layers; see `gemv.decode`."""
+    """Tables from which the kernels read all layers; see `compiled.decode`."""
 
-    addresses_LA: Any
-    numbers: Any
-    factors: Any
+    layers: Any
+    """Records of `step.LAYER`, with addresses in the others."""
     experts: Any
     shared: Any
     sinks: list[Tensor]
@@ -67,15 +68,14 @@ class DecodeStep:
         tokens, attention = batch * length, self._layers[0].attention
         size = attention.head_dimension
         angles = [angle.expand(batch, 1, length, size).contiguous() for angle in (positions.cosine, positions.sine)]
-        caches_L2 = np.array([cache.addresses(layer) for layer in range(len(self._layers))], np.uint64)
-        kinds = {"none": 0, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}
+        caches = [cache.addresses(layer) for layer in range(len(self._layers))]
+        kinds = {"none": kernels.NO_NORM, "head": kernels.HEAD_NORM, "full": kernels.WHOLE_NORM}
         seen = self._seen(tokens, hidden) if any(block.observer is not None for block in self._blocks) else None
-        tables = self._tables
-        assert tables is not None
+        assert self._tables is not None
         kernels.decode(
             x_BLD.data_ptr(),
-            (tables.addresses_LA, tables.numbers, tables.factors, tables.experts, tables.shared),
-            caches_L2,
+            self._tables.layers,
+            caches,
             (angles[0].data_ptr(), angles[1].data_ptr()),
             cache.places,
             (attention.query_heads, attention.key_heads, size, cache.group_stride, kinds[attention.qk_norm]),
@@ -102,22 +102,20 @@ class DecodeStep:
             self._routings = routings
             self._is_served = all(map(_is_known, routings))
             if self._is_served:
-                self._route(kernels)
+                self._route()
         return self._is_served
 
-    def _route(self, kernels: Any) -> None:
+    def _route(self) -> None:
         """Write the routings into the tables."""
         assert self._tables is not None
         for layer, block in self._moe_layers():
-            routing, rule = block.routing, _rule(block.routing)
-            number, at = self._tables.numbers[layer], self._tables.addresses_LA[layer]
-            number[kernels.SLOTS] = min(rule.experts_per_token, len(block.experts))
-            number[kernels.NORMALISES], at[kernels.GAMMAS] = int(rule.normalise), 0
-            self._tables.factors[layer, 0] = rule.scale
+            routing, rule, row = block.routing, _rule(block.routing), self._tables.layers[layer]
+            row["slots"] = min(rule.experts_per_token, len(block.experts))
+            row["normalizes"], row["restores"], row["gamma1"] = int(rule.normalise), 0, 0
+            row["weight_scale"] = rule.scale
             if isinstance(routing, Skipping):
-                at[kernels.GAMMAS], at[kernels.GAMMAS + 1] = routing.gamma1_K.data_ptr(), routing.gamma2_NN.data_ptr()
-                number[kernels.KEEP] = routing.keep
-                number[kernels.NORMALISES] |= 2 * int(routing.normalise)
+                row["gamma1"], row["gamma2"] = routing.gamma1_K.data_ptr(), routing.gamma2_NN.data_ptr()
+                row["keep"], row["restores"] = routing.keep, int(routing.normalise)
 
     def _moe_layers(self) -> list[tuple[int, MoeBlock]]:
         blocks = ((index, layer.feed_forward) for index, layer in enumerate(self._layers))
@@ -198,41 +196,66 @@ def _alone(ffn: MoeBlock | Expert) -> Expert | None:
 
 def _tables(kernels: Any, layers: Any) -> _Tables:
     """Return the tables of supported layers, without the routings."""
-    addresses_LA = np.zeros((len(layers), kernels.ADDRESSES), np.uint64)
-    numbers, factors = np.zeros((len(layers), kernels.NUMBERS), np.int64), np.ones((len(layers), 3), np.float32)
-    routed: list[list[tuple[int, int]]] = []
-    alone: list[list[tuple[int, int]]] = []
-    sinks = []
-    for layer, at, number, factor in zip(layers, addresses_LA, numbers, factors, strict=True):
-        attention, ffn = layer.attention, layer.feed_forward
-        at[kernels.NORM], at[kernels.FFN_NORM] = layer.attention_norm.data_ptr(), layer.feed_forward_norm.data_ptr()
-        matrices = [attention.query, attention.key, attention.value, attention.output]
-        at[kernels.QUERY : kernels.QUERY + 8] = [part for weight in matrices for part in addresses(weight)]
-        at[kernels.BIASES : kernels.BIASES + 6] = [_address(extra) for extra in _attention_extras(attention)]
-        number[kernels.FORM : kernels.FORM + 2] = kernel_form(kernels, matrices)
-        number[kernels.WINDOW] = -attention.window.size if isinstance(attention.window, Chunk) else attention.window or 0
-        if attention.sinks is not None:
-            sinks.append(attention.sinks.detach().float().contiguous())
-            at[kernels.SINKS] = sinks[-1].data_ptr()
-        number[kernels.SHARED], factor[2] = -1, 0.0
-        if isinstance(ffn, MoeBlock):
-            at[kernels.ROUTER], at[kernels.ROUTER + 1] = ffn.router_ND.data_ptr(), _address(ffn.logit_bias_N)
-            at[kernels.SHARED_GATE] = _address(ffn.shared_gate_1D)
-            first: Expert = ffn.experts[0]  # type: ignore[assignment]
-            number[kernels.FIRST], number[kernels.EXPERTS] = len(routed), len(ffn.experts)
-            number[kernels.WIDTH] = first.gate_FD.shape[0]
-            number[kernels.EXPERT_FORM : kernels.EXPERT_FORM + 2] = kernel_form(kernels, first.projections[:3])
-            experts = [expert for expert in ffn.experts if isinstance(expert, Expert)]
-            routed += [[addresses(weight) for weight in expert.projections] for expert in experts]
-            if first.swiglu is not None:
-                factor[1:] = first.swiglu.alpha, first.swiglu.limit
-        if (own := _alone(ffn)) is not None:
-            number[kernels.SHARED], number[kernels.SHARED_WIDTH] = len(alone), own.gate_FD.shape[0]
-            number[kernels.SHARED_FORM : kernels.SHARED_FORM + 2] = kernel_form(kernels, own.projections)
-            alone.append([addresses(weight) for weight in own.projections])
-    parts = len(routed[0]) if routed else 3
-    experts_NA2 = np.array(routed, np.uint64).reshape(-1, parts, 2)
-    return _Tables(addresses_LA, numbers, factors, experts_NA2, np.array(alone, np.uint64).reshape(-1, 3, 2), sinks)
+    table = np.zeros(len(layers), kernels.LAYER)
+    routed = [_routed_experts(layer.feed_forward) for layer in layers]
+    alone = [_alone(layer.feed_forward) for layer in layers]
+    experts = kernels.expert_table(map(_projections, itertools.chain(*routed)))
+    shared = kernels.expert_table(_projections(expert) for expert in alone if expert is not None)
+    sinks: list[Tensor] = []
+    next_expert, next_shared = int(experts.ctypes.data), int(shared.ctypes.data)
+    for row, layer, own, one in zip(table, layers, routed, alone, strict=True):
+        _fill_attention(kernels, row, layer)
+        if layer.attention.sinks is not None:
+            sinks.append(layer.attention.sinks.detach().float().contiguous())
+            row["sinks"] = sinks[-1].data_ptr()
+        if isinstance(layer.feed_forward, MoeBlock):
+            _fill_experts(kernels, row, layer.feed_forward, own)
+            row["experts"] = next_expert
+            next_expert += len(own) * experts.itemsize
+        if one is not None:
+            row["shared"], row["shared_width"] = next_shared, one.gate_FD.shape[0]
+            row["shared_form"] = _form_address(kernels, one.projections)
+            next_shared += shared.itemsize
+    return _Tables(table, experts, shared, sinks)
+
+
+def _fill_attention(kernels: Any, row: Any, layer: Any) -> None:
+    """Norms, projections and the window."""
+    attention, parts = layer.attention, ("query", "key", "value", "output")
+    row["attention_norm"], row["ffn_norm"] = layer.attention_norm.data_ptr(), layer.feed_forward_norm.data_ptr()
+    matrices = [getattr(attention, part) for part in parts]
+    for part, matrix in zip(parts, matrices, strict=True):
+        row[part] = addresses(matrix)
+    extras = (*(f"{part}_bias" for part in parts), "query_norm", "key_norm")
+    for name, extra in zip(extras, _attention_extras(attention), strict=True):
+        row[name] = _address(extra)
+    row["form"] = _form_address(kernels, matrices)
+    row["window"] = -attention.window.size if isinstance(attention.window, Chunk) else attention.window or 0
+
+
+def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]) -> None:
+    """The router, and what the routed experts have in common."""
+    row["router"], row["router_bias"] = addresses(block.router_ND), _address(block.logit_bias_N)
+    row["shared_gate"] = _address(block.shared_gate_1D), 0
+    row["expert_count"], row["width"] = len(experts), experts[0].gate_FD.shape[0]
+    row["expert_form"] = _form_address(kernels, experts[0].projections[:3])
+    swiglu = experts[0].swiglu
+    row["alpha"], row["limit"] = (1.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
+
+
+def _routed_experts(ffn: MoeBlock | Expert) -> list[Expert]:
+    return [expert for expert in ffn.experts if isinstance(expert, Expert)] if isinstance(ffn, MoeBlock) else []
+
+
+def _projections(expert: Expert) -> list[tuple[int, int]]:
+    return [addresses(weight) for weight in expert.projections]
+
+
+def _form_address(kernels: Any, weights: Sequence[Weight]) -> int:
+    form = kernel_form(kernels, weights)
+    assert form is not None, "only layers that the kernels serve have tables"
+    address: int = kernels.form_address(form)
+    return address
 
 
 def _address(tensor: Weight | None) -> int:

@@ -111,7 +111,9 @@ class CompiledExperts:
     def __init__(self) -> None:
         self._experts: Any = None
         self._weights: list[Weight] = []
-        self._table_NA2 = np.empty((0, 3, 2), np.uint64)
+        self._table: Any = None
+        self._ends = (0, 0)
+        """Where the first and the last weight lie."""
         self._clamp: tuple[float, float] | None = None
         self._width = 0
         self._form: tuple[int, int] | None = None
@@ -133,21 +135,21 @@ class CompiledExperts:
         kind = self._form, self._clamp
         many = takes_many(tokens)
         made = kernels.swiglu(
-            x_TD.data_ptr(), self._table_NA2, chosen_TS, weights_TS, (hidden, self._width), *kind, scales_TS, many=many
+            x_TD.data_ptr(), self._table, chosen_TS, weights_TS, (hidden, self._width), *kind, scales_TS, many=many
         )
         return as_bfloat16(made)
 
     def _knows(self, experts: Any) -> bool:
         """Return whether the table belongs to these experts. Weights are moved all together or not at all."""
-        if self._experts != experts or self._table_NA2.size != 2 * len(self._weights) or not self._weights:
+        if self._experts != experts or not self._weights:
             return False
-        first, last = addresses(self._weights[0])[0], addresses(self._weights[-1])[0]
-        return bool(first == self._table_NA2[0, 0, 0] and last == self._table_NA2[-1, -1, 0])
+        return self._ends == (addresses(self._weights[0])[0], addresses(self._weights[-1])[0])
 
     def _look_up(self, kernels: Any, experts: Any) -> None:
         every = [weight for expert in experts for weight in expert.projections]
         self._experts, self._weights = experts, every
-        self._table_NA2 = np.array([addresses(weight) for weight in every], np.uint64).reshape(len(experts), -1, 2)
+        self._table = kernels.expert_table([[addresses(weight) for weight in expert.projections] for expert in experts])
+        self._ends = addresses(every[0])[0], addresses(every[-1])[0]
         swiglu: ClampedSwiglu | None = experts[0].swiglu
         self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
         widths = {expert.gate_FD.shape[0] for expert in experts}

@@ -1,7 +1,7 @@
 """x·Wᵀ for weights stored in half precision, at the speed that the processor allows.
 
 The few rows of decoding are bound by memory: in bfloat16 they go through compiled kernels where Numba is installed
-(gemv.py), and through torch otherwise. Many rows go through torch, except on processors that only emulate bfloat16
+(engine/kernels), and through torch otherwise. Many rows go through torch, except on processors that only emulate bfloat16
 arithmetic (on AVX2 a product of 512 rows runs 8 times slower than the same in float32): there they widen the weight a block
 at a time into a small buffer that stays in cache and multiply in float32, which is also the more exact result.
 
@@ -167,7 +167,7 @@ def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
         _loaded_kernels() if dtype == torch.bfloat16 and _is_served(weight.scales_OC) and _lies_packed(weight) else None
     )
     if kernels is not None and weight.group_size % kernels.ROUNDED == 0:
-        return as_bfloat16(kernels.dequantised(weight.addresses, weight.shape, (weight.bits, weight.group_size)))
+        return as_bfloat16(kernels.dequantized(weight.addresses, weight.shape, (weight.bits, weight.group_size)))
     return weight.dequantised(dtype)
 
 
@@ -266,14 +266,14 @@ def _load_kernels() -> Any:
         return None
     threads = torch.get_num_threads()
     try:
-        from engine import gemv
+        from engine.kernels import compiled
     except (ImportError, RuntimeError):
         return None
     nothing = torch.zeros(1, dtype=torch.bfloat16)
-    gemv.products(nothing.data_ptr(), 1, [(nothing.data_ptr(), 0)], [1], 1)
+    compiled.products(nothing.data_ptr(), 1, [(nothing.data_ptr(), 0)], [1], 1)
     # Numba's start gives all cores to the OpenMP pool that it shares with torch; torch takes its own number back.
     torch.set_num_threads(threads)
-    return gemv if wanted == "compiled" or _pays(gemv) else None
+    return compiled if wanted == "compiled" or _pays(compiled) else None
 
 
 @cache

@@ -19,7 +19,7 @@ from engine.decoder.routing import Selection, Skipping
 from engine.kernels.linear import decoding
 from engine.kernels.quantized_weight import QuantizedWeight, quantise
 
-pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
 TOKENS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(1))
 NOT_WHOLE = {"llama_moe", "ernie4_5", "deepseek_v2", "deepseek_v3", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"}
 """Families with something that only the layers know."""
@@ -77,9 +77,9 @@ def test_a_step_gives_the_bits_of_the_layers(
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_of_few_bits(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import engine.gemv
+    import engine.kernels.compiled
 
-    if not engine.gemv.MULTIPLIES_INTEGERS:
+    if not engine.kernels.compiled.MULTIPLIES_INTEGERS:
         pytest.skip("needs a processor with VNNI")
     wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     save_reference("mixtral", tmp_path, **wide)

@@ -157,7 +157,7 @@ def test_several_steps_at_once_give_the_logits_of_single_ones(
 ) -> None:
     """To the bit through the compiled kernels; the tokens go over the place where the frequencies switch."""
     if dtype == "bfloat16":
-        pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+        pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
     number = getattr(torch, dtype)
@@ -179,7 +179,7 @@ def test_several_steps_at_once_give_the_logits_of_single_ones(
 
 
 def test_half_precision_writes_what_it_writes_alone(pair: tuple[Path, Path]) -> None:
-    pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     target, draft = pair
     plain = Engine.open(target, dtype="bfloat16", device="cpu").generate(PROMPT, max_new_tokens=60)
     engine = Engine.open(target, dtype="bfloat16", device="cpu", draft=draft)

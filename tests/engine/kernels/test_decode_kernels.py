@@ -21,7 +21,7 @@ from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.kernels.linear import as_bfloat16, decoding, has_half_arithmetic, reading
 
 EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
-kernels: Any = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+kernels: Any = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in EVERY_FAMILY),
     ("llama4_text", {"floor_scale": 2}),

@@ -6,7 +6,6 @@ import math
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,7 +43,7 @@ def test_equals_float64(arithmetic: bool, dtype: torch.dtype, shape: tuple[int, 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("inputs", [51, 64 * 2 + 32 + 7])  # all widths that a step of a product has
 def test_compiled_products_equal_float64(threads: int, rows: int, inputs: int) -> None:
-    kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     torch.manual_seed(0)
     kernels.use_threads(threads)
     x, weights = torch.randn(rows, inputs).bfloat16(), [torch.randn(count, inputs).bfloat16() for count in (37, 1, 8)]
@@ -60,12 +59,12 @@ def test_compiled_products_equal_float64(threads: int, rows: int, inputs: int) -
 @pytest.mark.parametrize("slots", [0, 1, 3])
 @pytest.mark.parametrize("tokens", [1, 2, 9])
 def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
-    kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     torch.manual_seed(0)
     hidden, width = 24, 77  # no multiple of a block of rows
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     experts = [tuple(torch.randn(shape).bfloat16() for shape in shapes) for _ in range(5)]
-    table = np.array([[addresses(weight) for weight in expert] for expert in experts], np.uint64)
+    table = kernels.expert_table([[addresses(weight) for weight in expert] for expert in experts])
     x = torch.randn(tokens, hidden).bfloat16() * 4  # gates up to ±60: all of exp's range
     chosen = torch.stack([torch.randperm(5)[:slots] for _ in range(tokens)])
     chosen[:, 1:2][::2] = NO_EXPERT
@@ -94,7 +93,9 @@ def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 needs_integers = pytest.mark.skipif(
-    not getattr(pytest.importorskip("engine.gemv", reason="needs the extra `fast`"), "MULTIPLIES_INTEGERS", False),
+    not getattr(
+        pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`"), "MULTIPLIES_INTEGERS", False
+    ),
     reason="this processor does not multiply 8-bit integers four at a time",
 )
 
@@ -104,7 +105,7 @@ needs_integers = pytest.mark.skipif(
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("inputs", [128, 640, 1536])  # less than a chunk, a chunk and a rest, whole chunks
 def test_compiled_products_of_few_bits(bits: int, group: int, inputs: int) -> None:
-    kernels = pytest.importorskip("engine.gemv")
+    kernels = pytest.importorskip("engine.kernels.compiled")
     torch.manual_seed(0)
     x, outputs = torch.randn(7, inputs).bfloat16(), [36, 4, 64]
     weights = [quantise(torch.randn(count, inputs), bits, group, torch.bfloat16) for count in outputs]
@@ -154,7 +155,9 @@ def test_compiled_products_of_few_bits_hide_no_overflow(value: float) -> None:
 
 
 needs_pairs = pytest.mark.skipif(
-    not getattr(pytest.importorskip("engine.gemv", reason="needs the extra `fast`"), "MULTIPLIES_BFLOAT16", False),
+    not getattr(
+        pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`"), "MULTIPLIES_BFLOAT16", False
+    ),
     reason="this processor does not multiply pairs of bfloat16",
 )
 
@@ -165,7 +168,7 @@ needs_pairs = pytest.mark.skipif(
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 32), (16, 64), (97, 96), (113, 2048 + 32), (200, 160)])
 def test_compiled_products_of_many_rows(rows: int, inputs: int, threads: int, bits: int) -> None:
     """Panels of each width there is, empty places in the last one, and inputs that do not go into one block."""
-    kernels = pytest.importorskip("engine.gemv")
+    kernels = pytest.importorskip("engine.kernels.compiled")
     torch.manual_seed(0)
     kernels.use_threads(threads)
     x, outputs = torch.randn(rows, inputs).bfloat16(), [36, 4, 300]
@@ -265,7 +268,7 @@ def test_matrices_that_panels_do_not_take_go_through_torch() -> None:
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiled_dequantising_is_the_plain_one(bits: int, group: int) -> None:
-    pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     torch.manual_seed(0)
     weight = quantise(torch.randn(5, 256), bits, group, torch.bfloat16)
     engine.kernels.linear.prepare_decoding(torch.bfloat16, torch.device("cpu"))
@@ -284,7 +287,7 @@ def test_few_bits_that_the_kernels_do_not_know(change: str) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40])
 def test_the_compiled_kernel_hides_no_overflow(value: float) -> None:
-    kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     x, weight = torch.tensor([value, 1.0]).bfloat16(), torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16()
     y = as_bfloat16(kernels.products(x.data_ptr(), 1, [addresses(weight)], [2], 2))[0]
     expected = (weight.double() @ x.double()).float().bfloat16()
@@ -367,7 +370,7 @@ def test_outside_decoding_the_kernels_are_not_loaded(monkeypatch: pytest.MonkeyP
 
 
 def test_what_decodes_is_tried_and_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("engine.gemv", reason="needs the extra `fast`")
+    kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     load = engine.kernels.linear._load_kernels.__wrapped__
     right = kernels.products
 

@@ -1,0 +1,277 @@
+"""The compiled kernels as the rest of the program calls them: functions of addresses, which check nothing.
+
+Importing this module loads Numba, and raises ImportError without it, and RuntimeError where compiled code cannot be kept on
+disk. Weights are read where they lie; nothing is wrapped or checked on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from engine.kernels import attention, expert_panels, experts, low_bit, panels, step
+from engine.kernels import products as product_kernels
+from engine.kernels.attention import ATTENTION
+from engine.kernels.cache_directory import cache_directory
+from engine.kernels.compiling import Kernel, prepare
+from engine.kernels.experts import EXPERT, EXPERTS
+from engine.kernels.forms import PLAIN, form_address, form_kernels
+from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS, ROUNDED
+from engine.kernels.panels import multiplies_many
+from engine.kernels.parallel import TABLE_ADDRESS, threads_used, use_threads
+from engine.kernels.processor import MULTIPLIES_BFLOAT16, MULTIPLIES_INTEGERS
+from engine.kernels.products import PRODUCTS
+from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
+
+__all__ = [
+    "GROUP_SIZES",
+    "HEAD_NORM",
+    "LAYER",
+    "MULTIPLE_OF_OUTPUTS",
+    "MULTIPLIES_BFLOAT16",
+    "MULTIPLIES_INTEGERS",
+    "NO_NORM",
+    "PLAIN",
+    "ROUNDED",
+    "WHOLE_NORM",
+    "attend",
+    "cache_directory",
+    "decode",
+    "dequantized",
+    "expert_table",
+    "form_address",
+    "multiplies_many",
+    "needed",
+    "prepare",
+    "products",
+    "rms_norm",
+    "swiglu",
+    "use_threads",
+]
+Address = int
+Place = tuple[Address, Address]
+"""Where a weight's values and its scales begin; plain weights have no scales (0)."""
+
+cache_directory()
+
+
+def _record(kind: Any, **fields: Any) -> Any:
+    """An array of one record with these fields; the others are zero."""
+    made = np.zeros(1, kind)
+    own = made[0]
+    for name, value in fields.items():
+        own[name] = value
+    return made
+
+
+def _address(array: Any) -> Address:
+    return int(array.ctypes.data)
+
+
+def products(
+    x: Address,
+    rows: int,
+    weights: Sequence[Place],
+    outputs: Sequence[int],
+    inputs: int,
+    form: tuple[int, int] = PLAIN,
+    *,
+    many: bool = False,
+) -> Any:
+    """[x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O], as the bits of bfloat16.
+
+    x: contiguous bfloat16. form: of all the weights. many: take the kernel for many rows.
+    """
+    ends_M, matrices = np.array(list(accumulate(outputs)), np.int64), np.array(weights, np.int64)
+    y_TO = np.empty((rows, ends_M[-1]), np.uint16)
+    job = _record(
+        PRODUCTS,
+        kernels=TABLE_ADDRESS,
+        form=form_address(form),
+        x=x,
+        rows=rows,
+        inputs=inputs,
+        matrices=_address(matrices),
+        ends=_address(ends_M),
+        count=len(ends_M),
+        threads=threads_used(),
+        results=_address(y_TO),
+    )
+    (panels.panel_products if many else product_kernels.products)(_address(job))
+    return y_TO
+
+
+def expert_table(experts: Iterable[Sequence[Place]]) -> Any:
+    """Where the weights of experts lie, as `swiglu` reads it: gate, up and down of each, and their plain biases if any."""
+    rows = [(*each[:3], *(bias for bias, _ in each[3:]), *(0,) * (6 - len(each))) for each in experts]
+    return np.array(rows, EXPERT)
+
+
+def swiglu(
+    x: Address,
+    experts_N: Any,
+    chosen_TS: Any,
+    weights_TS: Any,
+    sizes: tuple[int, int],
+    form: tuple[int, int] = PLAIN,
+    clamp: tuple[float, float] | None = None,
+    scales_TS: Any = None,
+    *,
+    many: bool = False,
+) -> Any:
+    """Σ_s w_s · FFN_s(scale_s · x), [T, D], as the bits of bfloat16; an expert is read once for all tokens that chose it.
+
+    x [T, D]: contiguous bfloat16. experts_N: an `expert_table`. chosen_TS: int64, negative for an empty slot; weights_TS,
+    scales_TS: float32, None for scales of one. sizes: D and F. form: of the matrices. clamp: α and limit of a ClampedSwiglu.
+    many: take the kernel for many tokens of each expert.
+    """
+    (hidden, width), (alpha, limit) = sizes, clamp or (1.0, 0.0)
+    (tokens, slots), y_TD = chosen_TS.shape, np.empty((chosen_TS.shape[0], hidden), np.uint16)
+    job = _record(
+        EXPERTS,
+        kernels=TABLE_ADDRESS,
+        form=form_address(form),
+        x=x,
+        tokens=tokens,
+        hidden=hidden,
+        width=width,
+        experts=_address(experts_N),
+        count=len(experts_N),
+        chosen=_address(chosen_TS),
+        weights=_address(weights_TS),
+        scales=0 if scales_TS is None else _address(scales_TS),
+        slots=slots,
+        threads=threads_used(),
+        results=_address(y_TD),
+        alpha=alpha,
+        limit=limit,
+    )
+    (expert_panels.panel_swiglu if many else experts.swiglu)(_address(job))
+    return y_TD
+
+
+def dequantized(weight: Place, shape: tuple[int, int], form: tuple[int, int]) -> Any:
+    """The bits of the bfloat16 matrix [O, I] that a low-bit weight stands for, each weight rounded once."""
+    y_OI = np.empty(shape, np.uint16)
+    job = _record(low_bit.WIDENED, kernels=TABLE_ADDRESS, form=form_address(form), values=weight[0], scales=weight[1])
+    job["outputs"], job["inputs"], job["results"] = *shape, _address(y_OI)
+    low_bit.widen_matrix(_address(job))
+    return y_OI
+
+
+def rms_norm(x: Address, weight: Address, epsilon: float, rows: int, size: int) -> Any:
+    """x / rms(x) · weight of each row, [T, D], as the bits of bfloat16; both are contiguous bfloat16."""
+    y_TD = np.empty((rows, size), np.uint16)
+    product_kernels.rms_norm(x, weight, epsilon, rows, size, _address(y_TD))
+    return y_TD
+
+
+def attend(
+    inputs: Sequence[Address],
+    strides: Sequence[int],
+    cache: Sequence[Address],
+    shape: tuple[int, int, int, int],
+    group_stride: int,
+    places: tuple[Any, Any, int],
+    window: int | None,
+    scale: float,
+    sinks_H: Any = None,
+) -> Any:
+    """One new position of each sequence: rotates queries and keys, appends keys and values to the cache, attends.
+
+    inputs: query [B, H, E], key and value [B, G, E], cosine and sine [B, E]; strides: values from one sequence's query, key
+    and value to the next one's. cache: keys and values [G, slots, E], with `group_stride` values from one group to the next.
+    shape: B, H, G and E. places: blocks int64 [B, M] of each sequence, filled positions int64 [B], positions of a block.
+    window: sliding; below zero, the size of chunks; None for none. scale: of the scores. sinks_H: float32, where heads have
+    them. Returns [B, H, E] bits of bfloat16.
+    """
+    (sequences, heads, groups, size), (blocks_BM, past_B, block_size) = shape, places
+    mixed_BHE = np.empty((sequences, heads, size), np.uint16)
+    job = _record(
+        ATTENTION,
+        kernels=TABLE_ADDRESS,
+        **dict(zip(("query", "key", "value", "cosine", "sine"), inputs, strict=True)),
+        **dict(zip(("query_stride", "key_stride", "value_stride"), strides, strict=True)),
+        **dict(zip(("keys", "values"), cache, strict=True)),
+        group_stride=group_stride,
+        sequences=sequences,
+        heads=heads,
+        groups=groups,
+        size=size,
+        blocks=_address(blocks_BM),
+        blocks_of_one=blocks_BM.shape[1],
+        past=_address(past_B),
+        block_size=block_size,
+        window=window or 0,
+        sinks=0 if sinks_H is None else _address(sinks_H),
+        results=_address(mixed_BHE),
+        scale=scale,
+    )
+    attention.attend(_address(job))
+    return mixed_BHE
+
+
+def decode(
+    x: Address,
+    layers: Any,
+    caches: Sequence[Place],
+    angles: Place,
+    places: tuple[Any, Any, int],
+    sizes: tuple[int, int, int, int, int],
+    scalars: tuple[float, float, float],
+    shape: tuple[int, int],
+    thresholds_T: Any,
+    seen: tuple[Any, Any, Any, Any] | None = None,
+) -> None:
+    """All layers of a decoder for the next position of each sequence, or the next few of one; written over x [T, D].
+
+    x: contiguous bfloat16. layers: records of LAYER. caches: keys and values of each layer; they and places as in `attend`.
+    angles: cosine and sine [T, E]. sizes: H, G, E, `group_stride`, and the kind of query and key norms. scalars: ε of the
+    norms, scale of the scores, what is added to the residual is multiplied by. shape: T and D. thresholds_T: float32, of
+    adaptive skipping. seen: arrays that choices and weights [layers, T, S], inputs [layers, T, D] and logits [layers, T, N]
+    of experts go to.
+    """
+    (tokens, hidden), (blocks_BM, past_B, block_size), (heads, groups, size, group_stride, norms) = shape, places, sizes
+    caches_L = np.array(caches, np.int64)
+    job = _record(
+        STEP,
+        kernels=TABLE_ADDRESS,
+        plain_form=form_address(PLAIN),
+        x=x,
+        tokens=tokens,
+        hidden=hidden,
+        layers=_address(layers),
+        layer_count=len(layers),
+        caches=_address(caches_L),
+        cosine=angles[0],
+        sine=angles[1],
+        blocks=_address(blocks_BM),
+        blocks_of_one=blocks_BM.shape[1],
+        past=_address(past_B),
+        sequences=past_B.shape[0],
+        block_size=block_size,
+        heads=heads,
+        groups=groups,
+        size=size,
+        group_stride=group_stride,
+        head_norms=norms,
+        threads=threads_used(),
+        thresholds=_address(thresholds_T),
+        **dict(zip(("epsilon", "scale", "residual"), scalars, strict=True)),
+    )
+    if seen is not None:
+        for name, array in zip(("seen_chosen", "seen_weights", "seen_inputs", "seen_logits"), seen, strict=True):
+            job[name] = _address(array)
+        job["seen_slots"], job["seen_experts"] = seen[0].shape[2], seen[3].shape[2]
+    step.decode(_address(job))
+
+
+def needed(bits: Iterable[int], *, is_whole: bool = True) -> list[Kernel]:
+    """The kernels that decode with weights of so many bits each; is_whole: also the one of all layers at once."""
+    every = [kernel for each in sorted({16, *bits}, reverse=True) for kernel in form_kernels(each)]
+    every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu]
+    every += [step.decode] if is_whole else []
+    return every + ([panels.panel_products, expert_panels.panel_swiglu] if MULTIPLIES_BFLOAT16 else [])

@@ -1,0 +1,150 @@
+"""Kernels: functions that Numba compiles for this processor, each by itself, when it is first needed.
+
+A kernel takes whole numbers and float32 values, and gives nothing; it reads and writes at addresses. It is loaded from disk
+(cache_directory.py), or compiled and kept there. Kernels call each other through a table of addresses, so none is compiled
+into another and none twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
+
+from engine.kernels.cache_directory import KernelCache
+from engine.progress import Progress, no_progress
+
+_MATHS = {"reassoc", "contract", "nsz"}
+"""Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are. LLVM applies this to every
+kernel, to written instructions that say nothing else too: results change with it."""
+NOTICE_SECONDS = 2.0
+"""Compiling that takes longer than this is told about."""
+NOTICE = "compiling kernels for this processor (once)"
+JOB = "void(int64)"
+"""The signature of a kernel that is given the address of a record."""
+BLOCK = "void(int64, int64)"
+"""The signature of a kernel that does one part of the work that a record describes: its address, and the part's number."""
+
+
+def inline(function: Any) -> Any:
+    """A decorator: the function becomes part of each that calls it."""
+    return numba.njit(fastmath=_MATHS, inline="always", error_model="numpy")(function)
+
+
+def helper(function: Any) -> Any:
+    """A decorator: the function is compiled with each kernel that calls it, and cannot be called from Python."""
+    made = numba.njit(fastmath=_MATHS, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return made(function)
+
+
+class Kernel:
+    """One compiled function."""
+
+    def __init__(
+        self, function: Callable[..., None], signature: str, calls: tuple[str, ...], options: dict[str, Any]
+    ) -> None:
+        """calls: names of other kernels whose addresses it reads from the table."""
+        self.name = function.__name__
+        self._calls = calls
+        self._function: Any = CFunc(function, normalize_signature(signature), locals={}, options=options)
+        self._lock = threading.RLock()
+        self._is_loaded = False
+
+    def load(self) -> None:
+        """Have it ready to be called, with those that it calls: from disk, or compiled."""
+        if self._is_loaded:
+            return
+        with self._lock:
+            if not self._is_loaded:
+                for name in self._calls:
+                    KERNELS[name].load()
+                self._function._cache = KernelCache(self._function.__wrapped__)
+                self._function.compile()
+                if self.name in (TABLE.dtype.names or ()):
+                    TABLE[0][self.name] = self._function.address
+                self._is_loaded = True
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is loaded or lies on disk, ready to be loaded."""
+        function = self._function
+        if self._is_loaded:
+            return True
+        found = KernelCache(function.__wrapped__)
+        return found.holds(function._sig, function._targetdescr.target_context)
+
+    @property
+    def needs(self) -> list[Kernel]:
+        """Itself after all kernels that it calls."""
+        return [*(each for name in self._calls for each in KERNELS[name].needs), self]
+
+    @property
+    def address(self) -> int:
+        """Where its code begins."""
+        self.load()
+        address: int = self._function.address
+        return address
+
+    def __call__(self, *arguments: float) -> None:
+        self.load()
+        self._function.ctypes(*arguments)
+
+
+KERNELS: dict[str, Kernel] = {}
+"""All kernels by their names."""
+
+
+def kernel(
+    signature: str, calls: tuple[str, ...] = (), *, is_parallel: bool = False
+) -> Callable[[Callable[..., None]], Kernel]:
+    """A decorator that makes a kernel of a function; calls: names of the kernels that it calls."""
+    options = {"parallel": is_parallel, "error_model": "numpy", "fastmath": _MATHS}
+
+    def made(function: Callable[..., None]) -> Kernel:
+        KERNELS[function.__name__] = Kernel(function, signature, calls, options)
+        return KERNELS[function.__name__]
+
+    return made
+
+
+def prepare(wanted: Iterable[Kernel], progress: Progress = no_progress) -> None:
+    """Load these kernels and those that they call; show a progress bar where some are compiled and that takes long."""
+    every = dict.fromkeys(each for kernel in wanted for each in kernel.needs)
+    missing = [each for each in every if not each.is_kept]
+    started = time.perf_counter()
+    while missing and time.perf_counter() - started < NOTICE_SECONDS:
+        missing.pop(0).load()
+    for each in progress(missing, NOTICE) if missing else ():
+        each.load()
+    for each in every:
+        each.load()
+
+
+TABLE_OF_ADDRESSES = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *(
+                "parallel_for",
+                "multiply_wide",
+                "widen_block",
+                "rms_norm",
+                "products",
+                "products_block",
+                "swiglu",
+                "units_block",
+            ),
+            *("middle_block", "down_block", "attend", "attend_block", "add_weighted"),
+            *("multiply_panel", "pack_block", "panel_products_block"),
+            *("pack_experts_block", "unit_panels_block", "down_panels_block"),
+        )
+    ]
+)
+TABLE = np.zeros(1, TABLE_OF_ADDRESSES)
+"""Where the kernels that are loaded begin."""

@@ -1,0 +1,219 @@
+"""bfloat16 matrices times a few vectors: dot products of which each is added up in one order, for any number of vectors.
+
+A tile multiplies one or two matrix rows with up to four vectors, so that each weight is read once for all of them. Where the
+processor multiplies pairs of bfloat16 (AVX512-BF16), vectors are rounded to bfloat16; elsewhere they are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from engine.kernels.arithmetic import narrow
+from engine.kernels.compiling import KERNELS, kernel
+from engine.kernels.instructions import (
+    AHEAD,
+    FLOAT,
+    FLOATS,
+    INDEX,
+    INTS,
+    LANES,
+    add_halves,
+    add_pairs,
+    add_product,
+    added_up,
+    at,
+    fetch,
+    load,
+    loop,
+    many,
+    widened,
+)
+from engine.kernels.memory import floats, halves
+from engine.kernels.processor import MULTIPLIES_BFLOAT16
+
+MULTIPLY = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
+"""The signature of the kernels that multiply a few vectors:
+(weights, scales, weights that share a scale, matrix rows, inputs, prepared
+vectors, how many they are, results, stride). The product of matrix row w and vector r goes to place `w + r · stride` of the
+float32 results."""
+PREPARE = "void(int64, int64, int64)"
+"""The signature of the kernels that make of float32 values what `MULTIPLY` is given: (values, how many, result)."""
+_SUMS, _PAIR_SUMS = 4, 2
+"""Vector registers that one product is added up in, and where pairs of bfloat16 are multiplied. There are several because
+additions to one would wait for each other."""
+_TILE = types.void(types.int64, types.int64, types.int64, types.int64, types.int64)
+
+
+def _tile(rows: int) -> Any:
+    """A function of (address of I bfloat16, address of R vectors of I float32, I, address of the results, stride).
+
+    The product with vector r goes to place `r · stride` of the float32 results. It takes one matrix row at a time, because
+    memory gives one stream faster than several.
+    """
+
+    def tile(context: Any, weights_I: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
+        return _TILE, generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight_address, x_address, inputs, result_address, stride = arguments
+        x_rows = [at(builder, x_address, builder.mul(inputs, INDEX(r)), 4) for r in range(rows)]
+
+        def multiplied(size: int, parts: int) -> Any:
+            def step(index: Any, sums: list[Any]) -> list[Any]:
+                made = []
+                for part in range(parts):
+                    place = builder.add(index, INDEX(part * size))
+                    w = widened(builder, at(builder, weight_address, place, 2), size)
+                    if rows > 1 and part % 2 == 0:
+                        fetch(builder, builder.add(at(builder, weight_address, place, 2), INDEX(AHEAD[16])))
+                    x = [load(builder, at(builder, row, place, 4), many(FLOAT, size)) for row in x_rows]
+                    made += [builder.fmul(w, each, flags=("contract",)) for each in x]
+                return [builder.fadd(s, p, flags=("contract",)) for s, p in zip(sums, made, strict=True)]
+
+            return step
+
+        most, whole = builder.and_(inputs, INDEX(-LANES * _SUMS)), builder.and_(inputs, INDEX(-LANES))
+        zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * _SUMS)
+        sums = loop(builder, INDEX(0), most, LANES * _SUMS, zeros, multiplied(LANES, _SUMS))
+        sums = loop(builder, most, whole, LANES, add_halves(builder, sums, rows), multiplied(LANES, 1))
+        totals = loop(builder, whole, inputs, 1, added_up(builder, sums), multiplied(1, 1))
+        for r in range(rows):
+            place = at(builder, result_address, builder.mul(stride, INDEX(r)), 4)
+            builder.store(totals[r], builder.inttoptr(place, FLOAT.as_pointer()))
+        return context.get_dummy_value()
+
+    return intrinsic(tile)
+
+
+def _pair_tile(rows: int, matrix_rows: int) -> Any:
+    """A function like `_tile`'s, of vectors of bfloat16 and `matrix_rows` at once: for processors that multiply such pairs.
+
+    The product of matrix row w and vector r goes to place `w + r · stride`.
+    """
+    size = 2 * LANES
+
+    def tile(context: Any, weights_WI: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
+        return _TILE, generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight_address, x_address, inputs, result_address, stride = arguments
+        x_rows = [at(builder, x_address, builder.mul(inputs, INDEX(r)), 2) for r in range(rows)]
+        w_rows = [at(builder, weight_address, builder.mul(inputs, INDEX(w)), 2) for w in range(matrix_rows)]
+        products = rows * matrix_rows
+
+        def dots(parts: int) -> Any:
+            def step(index: Any, sums: list[Any]) -> list[Any]:
+                made: list[Any] = []
+                for part in range(parts):
+                    place = builder.add(index, INDEX(part * size))
+                    w = [load(builder, at(builder, row, place, 2), INTS) for row in w_rows]
+                    if rows > 1:
+                        for row in w_rows:
+                            fetch(builder, builder.add(at(builder, row, place, 2), INDEX(AHEAD[16])))
+                    for row in x_rows:
+                        x = load(builder, at(builder, row, place, 2), INTS)
+                        for each in w:
+                            made.append(add_pairs(builder, sums[len(made)], each, x))
+                return made
+
+            return step
+
+        def alone(index: Any, totals: list[Any]) -> list[Any]:
+            w = [widened(builder, at(builder, row, index, 2), 1) for row in w_rows]
+            x = [widened(builder, at(builder, row, index, 2), 1) for row in x_rows]
+            factors = [(x_r, w_r) for x_r in x for w_r in w]
+            return [add_product(builder, total, *pair) for total, pair in zip(totals, factors, strict=True)]
+
+        most, whole = builder.and_(inputs, INDEX(-size * _PAIR_SUMS)), builder.and_(inputs, INDEX(-size))
+        zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * (products * _PAIR_SUMS)
+        sums = loop(builder, INDEX(0), most, size * _PAIR_SUMS, zeros, dots(_PAIR_SUMS))
+        sums = loop(builder, most, whole, size, add_halves(builder, sums, products), dots(1))
+        totals = [total for first in range(0, products, 4) for total in added_up(builder, sums[first : first + 4])]
+        for number, total in enumerate(loop(builder, whole, inputs, 1, totals, alone)):
+            r, w = divmod(number, matrix_rows)
+            place = at(builder, result_address, builder.add(builder.mul(stride, INDEX(r)), INDEX(w)), 4)
+            builder.store(total, builder.inttoptr(place, FLOAT.as_pointer()))
+        return context.get_dummy_value()
+
+    return intrinsic(tile)
+
+
+_ONE_VECTOR, _TWO_VECTORS, _FOUR_VECTORS = _tile(1), _tile(2), _tile(4)
+_ROW_OF_1, _PAIR_OF_1, _PAIR_OF_2 = _pair_tile(1, 1), _pair_tile(1, 2), _pair_tile(2, 2)
+_PAIR_OF_3, _PAIR_OF_4 = _pair_tile(3, 2), _pair_tile(4, 2)
+
+
+@kernel(MULTIPLY)
+def multiply_wide(
+    weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
+) -> None:
+    """bfloat16 times float32 vectors. Weights have no scales."""
+    for place in range(count):
+        w = weights + 2 * place * inputs
+        row = 0
+        while row < rows:
+            own = x + 4 * row * inputs
+            y = results + 4 * (row * stride + place)
+            vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
+            if vectors == 4:
+                _FOUR_VECTORS(w, own, inputs, y, stride)
+            elif vectors == 2:
+                _TWO_VECTORS(w, own, inputs, y, stride)
+            else:
+                _ONE_VECTOR(w, own, inputs, y, stride)
+            row += vectors
+
+
+@kernel(MULTIPLY)
+def multiply_pairs(
+    weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
+) -> None:
+    """bfloat16 times bfloat16 vectors: two matrix rows at once share what is read of several vectors."""
+    place = 0
+    while place < count:
+        w = weights + 2 * place * inputs
+        alone = rows == 1 or place + 1 == count
+        row = 0
+        while row < rows:
+            own = x + 2 * row * inputs
+            y = results + 4 * (row * stride + place)
+            vectors = 1 if alone else min(4, rows - row)
+            if alone:
+                _ROW_OF_1(w, own, inputs, y, stride)
+            elif vectors == 4:
+                _PAIR_OF_4(w, own, inputs, y, stride)
+            elif vectors == 3:
+                _PAIR_OF_3(w, own, inputs, y, stride)
+            elif vectors == 2:
+                _PAIR_OF_2(w, own, inputs, y, stride)
+            else:
+                _PAIR_OF_1(w, own, inputs, y, stride)
+            row += vectors
+        place += 1 if alone else 2
+
+
+@kernel(PREPARE)
+def prepare_wide(values: Any, inputs: Any, target: Any) -> None:
+    """float32 values as they are."""
+    values_I, plain_I = numba.carray(floats(values), (inputs,)), numba.carray(floats(target), (inputs,))
+    for index in range(inputs):
+        plain_I[index] = values_I[index]
+
+
+@kernel(PREPARE)
+def prepare_pairs(values: Any, inputs: Any, target: Any) -> None:
+    """float32 values rounded to bfloat16."""
+    values_I, half_I = numba.carray(floats(values), (inputs,)), numba.carray(halves(target), (inputs,))
+    for index in range(inputs):
+        half_I[index] = narrow(values_I[index])
+
+
+VALUE_BYTES = 2 if MULTIPLIES_BFLOAT16 else 4
+"""Bytes of a vector's value beside bfloat16 weights."""
+KERNELS["multiply_plain"] = multiply_pairs if MULTIPLIES_BFLOAT16 else multiply_wide
+KERNELS["prepare_plain"] = prepare_pairs if MULTIPLIES_BFLOAT16 else prepare_wide

@@ -1,0 +1,193 @@
+"""All chosen experts of many tokens: the tokens of an expert lie in panels, and so does what its last product is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from engine.kernels.arithmetic import narrow, narrow_pair, wide_vector
+from engine.kernels.compiling import BLOCK, JOB, helper, kernel
+from engine.kernels.experts import EXPERT_BYTES, expert_at, experts_at, unit
+from engine.kernels.forms import form_at
+from engine.kernels.instructions import LANES
+from engine.kernels.memory import address_of, aligned, call, floats, halves, integers, keep, pairs
+from engine.kernels.panels import pack, panel_rows, panels, plain_rows, turned
+from engine.kernels.parallel import kernels_at
+
+_DOWN_ROWS = 32
+"""Rows of the last matrices that one thread takes at most."""
+
+
+@helper
+def _add_bias_to_rows(address: Any, first: Any, made_WZ: Any) -> None:
+    """Add the bfloat16 values at an address, from the one numbered `first`, one to each row."""
+    bias_W = wide_vector(address + 2 * first, made_WZ.shape[0])
+    for row in range(made_WZ.shape[0]):
+        for place in range(made_WZ.shape[1]):
+            made_WZ[row, place] += bias_W[row]
+
+
+@helper
+def _unit_pairs(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -> None:
+    """The units of W rows, written as W / 2 pairs of a panel."""
+    count, places = gate_WZ.shape
+    panel_CZ = numba.carray(pairs(target), (count // 2, places))
+    for pair in range(count // 2):
+        for place in range(places):
+            low = unit(gate_WZ[2 * pair, place], up_WZ[2 * pair, place], alpha, limit)
+            high = unit(gate_WZ[2 * pair + 1, place], up_WZ[2 * pair + 1, place], alpha, limit)
+            panel_CZ[pair, place] = narrow_pair(low, high)
+
+
+@helper
+def _place_members(job: Any, next_N: Any, tokens_Z: Any, weights_Z: Any, scales_Z: Any) -> None:
+    """Write which token each place is of, with its slot's weight and scale; next_N: the first place of each expert."""
+    chosen_TS = numba.carray(integers(job.chosen), (job.tokens, job.slots))
+    weights_TS = numba.carray(floats(job.weights), (job.tokens, job.slots))
+    scales_TS = numba.carray(floats(job.scales), (job.tokens, job.slots))
+    for token in range(job.tokens):
+        for slot in range(job.slots):
+            expert = chosen_TS[token, slot]
+            if expert >= 0:
+                place = next_N[expert]
+                tokens_Z[place], weights_Z[place] = token, weights_TS[token, slot]
+                if job.scales != 0:
+                    scales_Z[place] = scales_TS[token, slot]
+                next_N[expert] += 1
+
+
+@kernel(JOB, calls=("parallel_for", "pack_experts_block", "unit_panels_block", "down_panels_block"))
+def panel_swiglu(address: Any) -> None:
+    """`swiglu` of many tokens."""
+    job = experts_at(address)
+    table = kernels_at(job.kernels)
+    chosen_TS, members_N = numba.carray(integers(job.chosen), (job.tokens, job.slots)), np.zeros(job.count, np.int64)
+    for token in range(job.tokens):
+        for slot in range(job.slots):
+            if chosen_TS[token, slot] >= 0:
+                members_N[chosen_TS[token, slot]] += 1
+    panels_N, begins_P, vectors_P = panels(members_N)
+    used_N, next_N, used = np.empty(job.count, np.int64), np.empty(job.count, np.int64), 0
+    for expert in range(job.count):
+        next_N[expert] = begins_P[panels_N[expert]]
+        if members_N[expert] > 0:
+            used_N[used] = expert
+            used += 1
+    places = begins_P[-1]
+    tokens_Z, weights_Z = np.full(places, -1), np.empty(places, np.float32)
+    scales_Z = np.empty(places if job.scales != 0 else 0, np.float32)
+    _place_members(job, next_N, tokens_Z, weights_Z, scales_Z)
+    x, middle = aligned(2 * job.hidden * places), aligned(2 * job.width * places)
+    job.used, job.used_count, job.members = address_of(used_N), used, places
+    job.panels, job.panel_begins, job.panel_vectors = address_of(panels_N), address_of(begins_P), address_of(vectors_P)
+    job.tokens_of_places, job.weights_of_places, job.scales_of_places = (
+        address_of(tokens_Z),
+        address_of(weights_Z),
+        address_of(scales_Z),
+    )
+    job.prepared, job.prepared_middle = address_of(x), address_of(middle)
+    call(table.parallel_for, (table.pack_experts_block, address, vectors_P.shape[0]))
+    job.block_rows = panel_rows(job.width, job.threads)
+    blocks = (job.width + job.block_rows - 1) // job.block_rows
+    call(table.parallel_for, (table.unit_panels_block, address, used * blocks))
+    job.block_rows = min(_DOWN_ROWS, panel_rows(job.hidden, job.threads))
+    blocks = (job.hidden + job.block_rows - 1) // job.block_rows
+    call(table.parallel_for, (table.down_panels_block, address, blocks))
+    keep(used_N)
+    keep(panels_N)
+    keep(begins_P)
+    keep(vectors_P)
+    keep(tokens_Z)
+    keep(weights_Z)
+    keep(scales_Z)
+    keep(x)
+    keep(middle)
+
+
+@kernel(BLOCK)
+def pack_experts_block(address: Any, panel: Any) -> None:
+    """Packs one panel of one expert's tokens."""
+    job = experts_at(address)
+    begins_P = numba.carray(integers(job.panel_begins), (panel + 2,))
+    first, count = begins_P[panel], begins_P[panel + 1] - begins_P[panel]
+    tokens_Z = numba.carray(integers(job.tokens_of_places + 8 * first), (count,))
+    scales_Z = numba.carray(floats(job.scales_of_places + 4 * first), (count if job.scales != 0 else 0,))
+    pack(job.x, job.hidden, tokens_Z, scales_Z, job.prepared + 2 * job.hidden * first)
+
+
+@kernel(BLOCK, calls=("multiply_panel",))
+def unit_panels_block(address: Any, place: Any) -> None:
+    """Some hidden units of one expert, for all its panels.
+
+    Blocks of rows are outside and experts inside: experts have unequal numbers of tokens, and threads then the same work.
+    """
+    job = experts_at(address)
+    form, table, hidden, width, size = form_at(job.form), kernels_at(job.kernels), job.hidden, job.width, job.block_rows
+    used_N, panels_N = (
+        numba.carray(integers(job.used), (job.used_count,)),
+        numba.carray(integers(job.panels), (job.count + 1,)),
+    )
+    expert, first = used_N[place % job.used_count], place // job.used_count * size
+    count, own = min(size, width - first), expert_at(job.experts + expert * EXPERT_BYTES)
+    gate_weights = plain_rows(form, own.gate, first, count, hidden)
+    up_weights = plain_rows(form, own.up, first, count, hidden)
+    begins_P = numba.carray(integers(job.panel_begins), (panels_N[job.count] + 1,))
+    vectors_P = numba.carray(integers(job.panel_vectors), (panels_N[job.count],))
+    for panel in range(panels_N[expert], panels_N[expert + 1]):
+        begin, vectors = begins_P[panel], vectors_P[panel]
+        gate_WZ, up_WZ = np.zeros((count, LANES * vectors), np.float32), np.zeros((count, LANES * vectors), np.float32)
+        x = job.prepared + 2 * hidden * begin
+        call(table.multiply_panel, (address_of(gate_weights), count, hidden, x, vectors, address_of(gate_WZ)))
+        call(table.multiply_panel, (address_of(up_weights), count, hidden, x, vectors, address_of(up_WZ)))
+        if own.gate_bias != 0:
+            _add_bias_to_rows(own.gate_bias, first, gate_WZ)
+            _add_bias_to_rows(own.up_bias, first, up_WZ)
+        target = job.prepared_middle + 2 * width * begin + 2 * first * LANES * vectors
+        _unit_pairs(gate_WZ, up_WZ, job.alpha, job.limit, target)
+    keep(gate_weights)
+    keep(up_weights)
+
+
+@kernel(BLOCK, calls=("multiply_panel",))
+def down_panels_block(address: Any, place: Any) -> None:
+    """Some outputs of all experts, added up for each token by the weights of its slots."""
+    job = experts_at(address)
+    hidden, size = job.hidden, job.block_rows
+    used_N = numba.carray(integers(job.used), (job.used_count,))
+    first = place * size
+    count = min(size, hidden - first)
+    y_TW = np.zeros((job.tokens, count), np.float32)
+    for chosen in used_N:
+        _add_expert(job, chosen, first, count, y_TW)
+    y_TD = numba.carray(halves(job.results), (job.tokens, hidden))
+    for token in range(job.tokens):
+        for index in range(count):
+            y_TD[token, first + index] = narrow(y_TW[token, index])
+
+
+@helper
+def _add_expert(job: Any, chosen: Any, first: Any, count: Any, y_TW: Any) -> None:
+    """Add `count` outputs of one expert to those of its tokens."""
+    form, table, width, size = form_at(job.form), kernels_at(job.kernels), job.width, job.block_rows
+    panels_N, own = numba.carray(integers(job.panels), (job.count + 1,)), expert_at(job.experts + chosen * EXPERT_BYTES)
+    begins_P = numba.carray(integers(job.panel_begins), (panels_N[job.count] + 1,))
+    vectors_P = numba.carray(integers(job.panel_vectors), (panels_N[job.count],))
+    tokens_Z = numba.carray(integers(job.tokens_of_places), (job.members,))
+    weights_Z = numba.carray(floats(job.weights_of_places), (job.members,))
+    weights = plain_rows(form, own.down, first, count, width)
+    for panel in range(panels_N[chosen], panels_N[chosen + 1]):
+        begin, vectors = begins_P[panel], vectors_P[panel]
+        down_WZ = np.zeros((size, LANES * vectors), np.float32)
+        middle = job.prepared_middle + 2 * width * begin
+        call(table.multiply_panel, (address_of(weights), count, width, middle, vectors, address_of(down_WZ)))
+        if own.down_bias != 0:
+            _add_bias_to_rows(own.down_bias, first, down_WZ[:count])
+        down_ZW = turned(down_WZ)
+        for member in range(LANES * vectors):
+            token = tokens_Z[begin + member]
+            if token >= 0:
+                for index in range(count):
+                    y_TW[token, index] += weights_Z[begin + member] * down_ZW[member, index]
+    keep(weights)

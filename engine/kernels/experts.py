@@ -1,0 +1,226 @@
+"""All chosen experts of a few tokens in one call: Σ_s w_s · down_s(silu(gate_s·x_s) ⊙ up_s·x_s).
+
+Members are pairs of a token and one of its slots, sorted by expert: an expert's weights are read once for all its members.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from engine.kernels.arithmetic import exp, narrow, wide_vector
+from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.forms import form_at
+from engine.kernels.memory import address_of, aligned, call, floats, halves, integers, keep, record_at
+from engine.kernels.parallel import kernels_at
+from engine.kernels.products import MATRIX, block_rows, row_bytes, row_scale_bytes, vector_bytes
+
+EXPERT = np.dtype(
+    [
+        *((name, MATRIX) for name in ("gate", "up", "down")),
+        *((name, np.int64) for name in ("gate_bias", "up_bias", "down_bias")),  # addresses; 0 where there is none
+    ]
+)
+"""Addresses of an expert's matrices, gate and up [F, D], down [D, F], and of its biases."""
+expert_at = record_at(EXPERT)
+EXPERT_BYTES = EXPERT.itemsize
+EXPERTS = np.dtype(
+    [
+        ("kernels", np.int64),
+        ("form", np.int64),
+        ("x", np.int64),  # [T, D] bfloat16
+        ("tokens", np.int64),
+        ("hidden", np.int64),
+        ("width", np.int64),
+        ("experts", np.int64),  # EXPERT of each
+        ("count", np.int64),
+        ("chosen", np.int64),  # [T, S] int64, negative for an empty slot
+        ("weights", np.int64),  # [T, S] float32
+        ("scales", np.int64),  # [T, S] float32: what x is multiplied by; 0 for scales of one
+        ("slots", np.int64),
+        ("threads", np.int64),
+        ("results", np.int64),  # [T, D] bfloat16
+        ("alpha", np.float32),  # of ClampedSwiglu
+        ("limit", np.float32),  # 0 for a plain SwiGLU
+        # The rest is worked out by the kernel, for its blocks.
+        ("used", np.int64),  # numbers of the experts that have members
+        ("used_count", np.int64),
+        ("ends", np.int64),  # of the members of each expert, from 0 on [N + 1]
+        ("places", np.int64),  # [T, S] the member of a slot, negative for an empty one
+        ("prepared", np.int64),
+        ("middle", np.int64),  # [M, F] float32
+        ("prepared_middle", np.int64),
+        ("members", np.int64),
+        ("block_rows", np.int64),
+        # For many tokens, whose members lie in panels (expert_panels.py):
+        ("panels", np.int64),
+        ("panel_begins", np.int64),
+        ("panel_vectors", np.int64),
+        ("tokens_of_places", np.int64),
+        ("weights_of_places", np.int64),
+        ("scales_of_places", np.int64),
+    ],
+    align=True,
+)
+"""What chosen experts make of some tokens."""
+experts_at = record_at(EXPERTS)
+
+
+@inline
+def unit(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
+    """silu(gate) · up; with a limit above 0 that of ClampedSwiglu."""
+    if limit > np.float32(0.0):
+        gate, up = min(gate, limit), max(-limit, min(up, limit)) + np.float32(1.0)
+    return gate / (np.float32(1.0) + exp(-alpha * gate)) * up
+
+
+@helper
+def _add_bias(address: Any, first: Any, count: Any, y_TW: Any) -> None:
+    """Add `count` of the bfloat16 values at an address, from the one numbered `first`, to each row."""
+    bias_W = wide_vector(address + 2 * first, count)
+    for row in range(y_TW.shape[0]):
+        for index in range(count):
+            y_TW[row, index] += bias_W[index]
+
+
+@helper
+def _sort(chosen_TS: Any, ends_N: Any) -> Any:
+    """Count the members of each expert into `ends_N`, added up; returns the numbers of the experts that have any."""
+    for token in range(chosen_TS.shape[0]):
+        for slot in range(chosen_TS.shape[1]):
+            ends_N[chosen_TS[token, slot] + 1] += chosen_TS[token, slot] >= 0
+    experts, used = ends_N.shape[0] - 1, 0
+    for expert in range(experts):
+        used += ends_N[expert + 1] > 0
+        ends_N[expert + 1] += ends_N[expert]
+    used_N = np.empty(used, np.int64)
+    place = 0
+    for expert in range(experts):
+        if ends_N[expert + 1] > ends_N[expert]:
+            used_N[place] = expert
+            place += 1
+    return used_N
+
+
+@helper
+def _prepare_members(job: Any, chosen_TS: Any, ends_N: Any, place_TS: Any, target: Any) -> None:
+    """Write each member's prepared vector to its place, and its number to `place_TS`."""
+    form, hidden, begins_N = form_at(job.form), job.hidden, ends_N.copy()
+    size = vector_bytes(hidden, form.bits)
+    scales_TS = numba.carray(floats(job.scales), (job.tokens, job.slots))
+    scaled_D = np.empty(hidden, np.float32)
+    for token in range(job.tokens):
+        own_D = wide_vector(job.x + 2 * token * hidden, hidden)
+        for slot in range(job.slots):
+            expert = chosen_TS[token, slot]
+            place_TS[token, slot] = -1
+            if expert < 0:
+                continue
+            member = begins_N[expert]
+            place_TS[token, slot] = member
+            if job.scales != 0:
+                for index in range(hidden):
+                    scaled_D[index] = own_D[index] * scales_TS[token, slot]
+            given = address_of(scaled_D) if job.scales != 0 else address_of(own_D)
+            call(form.prepare, (given, hidden, target + member * size))
+            begins_N[expert] += 1
+        keep(own_D)
+    keep(scaled_D)
+
+
+@kernel(JOB, calls=("parallel_for", "units_block", "middle_block", "down_block"))
+def swiglu(address: Any) -> None:
+    """Few tokens: members are prepared, multiplied with gate and up, prepared again and multiplied with down."""
+    job = experts_at(address)
+    form, table = form_at(job.form), kernels_at(job.kernels)
+    chosen_TS = numba.carray(integers(job.chosen), (job.tokens, job.slots))
+    ends_N, place_TS = np.zeros(job.count + 1, np.int64), np.empty((job.tokens, job.slots), np.int64)
+    used_N = _sort(chosen_TS, ends_N)
+    members, used, width = ends_N[-1], used_N.shape[0], job.width
+    x_M = aligned(members * vector_bytes(job.hidden, form.bits))
+    _prepare_members(job, chosen_TS, ends_N, place_TS, address_of(x_M))
+    middle_MF = np.empty((members, width), np.float32)
+    middle_M = aligned(members * vector_bytes(width, form.bits))
+    job.used, job.used_count, job.ends, job.places = address_of(used_N), used, address_of(ends_N), address_of(place_TS)
+    job.prepared, job.middle, job.prepared_middle = address_of(x_M), address_of(middle_MF), address_of(middle_M)
+    size = block_rows(used * width, job.threads, form.bits)
+    job.members, job.block_rows = members, size
+    call(table.parallel_for, (table.units_block, address, used * ((width + size - 1) // size)))
+    call(table.parallel_for, (table.middle_block, address, members))
+    size = block_rows(job.hidden, job.threads, form.bits)
+    job.block_rows = size
+    call(table.parallel_for, (table.down_block, address, (job.hidden + size - 1) // size))
+    keep(used_N)
+    keep(ends_N)
+    keep(place_TS)
+    keep(x_M)
+    keep(middle_MF)
+    keep(middle_M)
+
+
+@kernel(BLOCK)
+def units_block(address: Any, place: Any) -> None:
+    """Some hidden units of one expert, for all its members."""
+    job = experts_at(address)
+    form, hidden, width, size = form_at(job.form), job.hidden, job.width, job.block_rows
+    used_N, ends_N = numba.carray(integers(job.used), (job.used_count,)), numba.carray(integers(job.ends), (job.count + 1,))
+    blocks = (width + size - 1) // size
+    expert, first = used_N[place // blocks], place % blocks * size
+    begin, rows, count = ends_N[expert], ends_N[expert + 1] - ends_N[expert], min(size, width - first)
+    x, own = job.prepared + begin * vector_bytes(hidden, form.bits), expert_at(job.experts + expert * EXPERT_BYTES)
+    values, scales = first * row_bytes(hidden, form.bits), first * row_scale_bytes(hidden, form.group)
+    gate, up = np.empty((rows, size), np.float32), np.empty((rows, size), np.float32)
+    given = (form.group, count, hidden, x, rows)
+    call(form.multiply, (own.gate.values + values, own.gate.scales + scales, *given, address_of(gate), size))
+    call(form.multiply, (own.up.values + values, own.up.scales + scales, *given, address_of(up), size))
+    if own.gate_bias != 0:
+        _add_bias(own.gate_bias, first, count, gate)
+        _add_bias(own.up_bias, first, count, up)
+    middle_MF = numba.carray(floats(job.middle), (job.members, width))
+    alpha, limit = job.alpha, job.limit
+    for row in range(rows):
+        for index in range(count):
+            middle_MF[begin + row, first + index] = unit(gate[row, index], up[row, index], alpha, limit)
+
+
+@kernel(BLOCK)
+def middle_block(address: Any, member: Any) -> None:
+    """Prepares one member's units for the last product."""
+    job = experts_at(address)
+    form, width = form_at(job.form), job.width
+    target = job.prepared_middle + member * vector_bytes(width, form.bits)
+    call(form.prepare, (job.middle + 4 * member * width, width, target))
+
+
+@kernel(BLOCK)
+def down_block(address: Any, place: Any) -> None:
+    """Some outputs of all experts, added up for each token by the weights of its slots."""
+    job = experts_at(address)
+    form, hidden, width, wide = form_at(job.form), job.hidden, job.width, job.block_rows
+    used_N, ends_N = numba.carray(integers(job.used), (job.used_count,)), numba.carray(integers(job.ends), (job.count + 1,))
+    first = place * wide
+    count = min(wide, hidden - first)
+    values, scales = first * row_bytes(width, form.bits), first * row_scale_bytes(width, form.group)
+    down_MW = np.empty((job.members, wide), np.float32)
+    for chosen in used_N:
+        begin, rows = ends_N[chosen], ends_N[chosen + 1] - ends_N[chosen]
+        middle = job.prepared_middle + begin * vector_bytes(width, form.bits)
+        results, own = address_of(down_MW) + 4 * begin * wide, expert_at(job.experts + chosen * EXPERT_BYTES)
+        given = (form.group, count, width, middle, rows, results, wide)
+        call(form.multiply, (own.down.values + values, own.down.scales + scales, *given))
+        if own.down_bias != 0:
+            _add_bias(own.down_bias, first, count, down_MW[begin : begin + rows])
+    places_TS = numba.carray(integers(job.places), (job.tokens, job.slots))
+    weights_TS, y_TD = (
+        numba.carray(floats(job.weights), (job.tokens, job.slots)),
+        numba.carray(halves(job.results), (job.tokens, hidden)),
+    )
+    for token in range(job.tokens):
+        for index in range(count):
+            total = np.float32(0.0)
+            for slot in range(job.slots):
+                if places_TS[token, slot] >= 0:
+                    total += weights_TS[token, slot] * down_MW[places_TS[token, slot], index]
+            y_TD[token, first + index] = narrow(total)

@@ -1,0 +1,284 @@
+"""Matrices times many vectors, as prompts need them, for processors that multiply pairs of bfloat16 (AVX512-BF16).
+
+Prompts are bound by multiplying. Vectors are packed into panels, where the same two inputs of 16 vectors fill a register: it
+is multiplied with a pair of weights that is repeated 16 times, and nothing is added up across lanes. Four matrix rows and
+up to six such registers keep their sums in registers, and every instruction but 10 of 34 multiplies. Low-bit weights are
+widened first, a block of rows at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from engine.kernels.arithmetic import as_float, narrow, narrow_pair
+from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
+from engine.kernels.forms import form_at
+from engine.kernels.instructions import FLOATS, INDEX, INT, INTS, LANES, add_pairs, at, fetch, load, loop
+from engine.kernels.low_bit import MULTIPLE_OF_OUTPUTS
+from engine.kernels.memory import address_of, aligned, call, halves, integers, keep, pairs
+from engine.kernels.parallel import kernels_at
+from engine.kernels.processor import MULTIPLIES_BFLOAT16
+from engine.kernels.products import MATRIX_BYTES, matrix_at, products_at, row_bytes
+
+_PANEL_VECTORS = 6
+"""Vector registers of tokens that four matrix rows are multiplied with at once: their sums fill the registers."""
+_PANEL_INPUTS = 2048
+"""Part of a panel, in inputs, that stays in the second-level cache while matrix rows go by."""
+_PANEL_ROWS = 128
+"""Matrix rows that one thread takes at most before it goes on to the next expert."""
+
+
+def multiplies_many(outputs: int, inputs: int) -> bool:
+    """Whether there is a kernel for many rows of such a matrix, on this processor."""
+    return MULTIPLIES_BFLOAT16 and outputs % MULTIPLE_OF_OUTPUTS == 0 and inputs % MULTIPLE_OF_OUTPUTS == 0
+
+
+def _panel_tile(vectors: int) -> Any:
+    """A function of (address of 4 matrix rows of I bfloat16, I, address of a panel, pairs to multiply, address of results):
+    adds the products of 4 rows with 16 · `vectors` tokens to the float32 results, row after row.
+
+    A panel holds the same two inputs of all its tokens side by side, and so pair after pair. Each sum is one lane, added up
+    in the order of the inputs whatever else is in the panel.
+    """
+    rows = 4
+    undefined, first_lane = ir.Constant(INTS, ir.Undefined), ir.Constant(INTS, [0] * LANES)
+
+    def tile(context: Any, weights: Any, inputs: Any, panel: Any, count: Any, results: Any) -> Any:
+        return types.void(*[types.int64] * 5), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight_address, inputs, panel, count, result_address = arguments
+        w_rows = [at(builder, weight_address, builder.mul(inputs, INDEX(w)), 2) for w in range(rows)]
+        next_rows = builder.mul(inputs, INDEX(2 * rows))
+
+        def dots(parts: int) -> Any:
+            def step(index: Any, sums: list[Any]) -> list[Any]:
+                for row in w_rows:
+                    fetch(builder, builder.add(at(builder, row, index, 4), next_rows))
+                for part in range(parts):
+                    place = builder.add(index, INDEX(part))
+                    begin = at(builder, panel, place, 4 * LANES * vectors)
+                    x = [load(builder, builder.add(begin, INDEX(4 * LANES * v)), INTS) for v in range(vectors)]
+                    made: list[Any] = []
+                    for row in w_rows:
+                        pair = builder.insert_element(undefined, load(builder, at(builder, row, place, 4), INT), INT(0))
+                        w = builder.shuffle_vector(pair, undefined, first_lane)
+                        for each in x:
+                            made.append(add_pairs(builder, sums[len(made)], w, each))
+                    sums = made
+                return sums
+
+            return step
+
+        places = [at(builder, result_address, INDEX(LANES * each), 4) for each in range(rows * vectors)]
+        whole = builder.and_(count, INDEX(-4))
+        sums = loop(builder, INDEX(0), whole, 4, [load(builder, place, FLOATS) for place in places], dots(4))
+        sums = loop(builder, whole, count, 1, sums, dots(1))
+        for place, total in zip(places, sums, strict=True):
+            builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return intrinsic(tile)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _turn(context: Any, square: Any, stride: Any, turned: Any, turned_stride: Any) -> Any:
+    """Write the transpose of 16 · 16 float32, rows of which begin `stride` values apart, `turned_stride` for the result."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, stride, target, target_stride = arguments
+        rows = [load(builder, at(builder, address, builder.mul(stride, INDEX(r)), 4), FLOATS) for r in range(LANES)]
+        half = LANES // 2
+        while half:
+            # Blocks of `half` lanes beside the diagonal change places with those below it.
+            low = [lane if not lane & half else LANES + lane - half for lane in range(LANES)]
+            high = [lane + half if not lane & half else LANES + lane for lane in range(LANES)]
+            for r in (row for row in range(LANES) if not row & half):
+                pair = rows[r], rows[r + half]
+                rows[r], rows[r + half] = (builder.shuffle_vector(*pair, ir.Constant(INTS, lanes)) for lanes in (low, high))
+            half //= 2
+        for r, row in enumerate(rows):
+            place = at(builder, target, builder.mul(target_stride, INDEX(r)), 4)
+            builder.store(row, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+_PANEL_OF_1, _PANEL_OF_2, _PANEL_OF_3 = _panel_tile(1), _panel_tile(2), _panel_tile(3)
+_PANEL_OF_4, _PANEL_OF_5, _PANEL_OF_6 = _panel_tile(4), _panel_tile(5), _panel_tile(6)
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def multiply_panel(weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any) -> None:
+    """Add `count` matrix rows, a multiple of 4, times a panel to float32 results, row after row."""
+    for start in range(0, inputs, _PANEL_INPUTS):
+        number = min(_PANEL_INPUTS, inputs - start) // 2
+        x = panel + 2 * LANES * start * vectors
+        for row in range(0, count, 4):
+            w, y = weights + 2 * (row * inputs + start), results + 4 * LANES * row * vectors
+            if vectors == 6:
+                _PANEL_OF_6(w, inputs, x, number, y)
+            elif vectors == 5:
+                _PANEL_OF_5(w, inputs, x, number, y)
+            elif vectors == 4:
+                _PANEL_OF_4(w, inputs, x, number, y)
+            elif vectors == 3:
+                _PANEL_OF_3(w, inputs, x, number, y)
+            elif vectors == 2:
+                _PANEL_OF_2(w, inputs, x, number, y)
+            else:
+                _PANEL_OF_1(w, inputs, x, number, y)
+
+
+@helper
+def turned(made_WZ: Any) -> Any:
+    """The transpose; both sizes are multiples of 16."""
+    rows, places = made_WZ.shape
+    made_ZW = np.empty((places, rows), np.float32)
+    source, target = address_of(made_WZ), address_of(made_ZW)
+    for row in range(0, rows, LANES):
+        for place in range(0, places, LANES):
+            _turn(source + 4 * (row * places + place), places, target + 4 * (place * rows + row), rows)
+    return made_ZW
+
+
+@helper
+def panels(members_N: Any) -> Any:
+    """How the members of N experts lie in panels, of which each expert has its own.
+
+    Returns the first panel of each expert [N + 1], and of each panel its first place, counted through all, and its vectors.
+    """
+    panels_N = np.zeros(members_N.shape[0] + 1, np.int64)
+    for each, members in enumerate(members_N):
+        vectors = (members + LANES - 1) // LANES
+        panels_N[each + 1] = panels_N[each] + (vectors + _PANEL_VECTORS - 1) // _PANEL_VECTORS
+    begins_P, vectors_P = np.empty(panels_N[-1] + 1, np.int64), np.empty(panels_N[-1], np.int64)
+    begins_P[0] = 0
+    for each, members in enumerate(members_N):
+        vectors = (members + LANES - 1) // LANES
+        for panel in range(panels_N[each], panels_N[each + 1]):
+            left = panels_N[each + 1] - panel
+            vectors_P[panel] = (vectors + left - 1) // left
+            vectors -= vectors_P[panel]
+            begins_P[panel + 1] = begins_P[panel] + LANES * vectors_P[panel]
+    return panels_N, begins_P, vectors_P
+
+
+@inline
+def _scaled(pair: Any, scale: Any) -> Any:
+    low, high = as_float(pair << np.uint32(16)) * scale, as_float(pair & np.uint32(0xFFFF0000)) * scale
+    return narrow_pair(low, high)
+
+
+@helper
+def pack(x: Any, inputs: Any, tokens_Z: Any, scales_Z: Any, panel: Any) -> None:
+    """Write rows of bfloat16, times their scales where there are any, into a panel of Z places; a negative one is empty."""
+    count = inputs // 2
+    panel_CZ = numba.carray(pairs(panel), (count, tokens_Z.shape[0]))
+    for start in range(0, count, LANES):  # a cache line of each row
+        end = min(start + LANES, count)
+        for place, token in enumerate(tokens_Z):
+            if token < 0:
+                for pair in range(start, end):
+                    panel_CZ[pair, place] = np.uint32(0)
+                continue
+            row_C = numba.carray(pairs(x + 2 * token * inputs), (count,))
+            if scales_Z.shape[0]:
+                for pair in range(start, end):
+                    panel_CZ[pair, place] = _scaled(row_C[pair], scales_Z[place])
+            else:
+                for pair in range(start, end):
+                    panel_CZ[pair, place] = row_C[pair]
+
+
+@helper
+def plain_rows(form: Any, matrix: Any, first: Any, count: Any, inputs: Any) -> Any:
+    """The bits of `count` matrix rows in bfloat16, one after the other: where they lie, or for low-bit ones a copy."""
+    if form.bits == 16:
+        return numba.carray(halves(matrix.values + first * row_bytes(inputs, 16)), (count * inputs,))
+    rows = np.empty(count * inputs, np.uint16)
+    call(form.widen, (matrix.values, matrix.scales, form.group, first, count, inputs, address_of(rows)))
+    return rows
+
+
+@inline
+def panel_rows(rows: Any, threads: Any) -> Any:
+    """Matrix rows that one thread takes at once, where there are so many in all."""
+    size = _PANEL_ROWS
+    while size > LANES and rows < size * threads:
+        size //= 2
+    return size
+
+
+@kernel(JOB, calls=("parallel_for", "pack_block", "panel_products_block"))
+def panel_products(address: Any) -> None:
+    """`products` of many rows."""
+    job = products_at(address)
+    table, inputs = kernels_at(job.kernels), job.inputs
+    _, begins_P, vectors_P = panels(np.full(1, job.rows))
+    x = aligned(2 * inputs * begins_P[-1])
+    ends_M = numba.carray(integers(job.ends), (job.count,))
+    job.prepared, job.panel_begins, job.panel_vectors = address_of(x), address_of(begins_P), address_of(vectors_P)
+    job.panels, job.block_rows = vectors_P.shape[0], panel_rows(ends_M[-1], job.threads)
+    call(table.parallel_for, (table.pack_block, address, vectors_P.shape[0]))
+    blocks = (ends_M[-1] + job.block_rows - 1) // job.block_rows
+    call(table.parallel_for, (table.panel_products_block, address, blocks))
+    keep(x)
+    keep(begins_P)
+    keep(vectors_P)
+
+
+@kernel(BLOCK)
+def pack_block(address: Any, panel: Any) -> None:
+    """Packs one panel."""
+    job = products_at(address)
+    begins_P = numba.carray(integers(job.panel_begins), (job.panels + 1,))
+    first, last = begins_P[panel], begins_P[panel + 1]
+    tokens_Z = np.full(last - first, -1)
+    for place in range(min(last, job.rows) - first):
+        tokens_Z[place] = first + place
+    pack(job.x, job.inputs, tokens_Z, np.empty(0, np.float32), job.prepared + 2 * job.inputs * first)
+
+
+@kernel(BLOCK, calls=("multiply_panel",))
+def panel_products_block(address: Any, block: Any) -> None:
+    """Multiplies some rows of the matrices, counted through all of them, with all panels."""
+    job = products_at(address)
+    form, size, inputs = form_at(job.form), job.block_rows, job.inputs
+    ends_M = numba.carray(integers(job.ends), (job.count,))
+    first, begin = block * size, 0
+    for matrix, end in enumerate(ends_M):
+        last = min(end, (block + 1) * size)
+        if first < last:
+            count, own = last - first, matrix_at(job.matrices + matrix * MATRIX_BYTES)
+            weights = plain_rows(form, own, first - begin, count, inputs)
+            _multiply_panels(job, weights, count, first)
+            first = last
+        begin = end
+
+
+@helper
+def _multiply_panels(job: Any, weights: Any, count: Any, first: Any) -> None:
+    """Multiply `count` matrix rows, which give the outputs from `first` on, with all panels."""
+    table, size, inputs = kernels_at(job.kernels), job.block_rows, job.inputs
+    ends_M = numba.carray(integers(job.ends), (job.count,))
+    y_TO = numba.carray(halves(job.results), (job.rows, ends_M[-1]))
+    begins_P = numba.carray(integers(job.panel_begins), (job.panels + 1,))
+    vectors_P = numba.carray(integers(job.panel_vectors), (job.panels,))
+    for panel in range(job.panels):
+        place, vectors = begins_P[panel], vectors_P[panel]
+        made_WZ = np.zeros((size, LANES * vectors), np.float32)
+        x = job.prepared + 2 * inputs * place
+        call(table.multiply_panel, (address_of(weights), count, inputs, x, vectors, address_of(made_WZ)))
+        made_ZW = turned(made_WZ)
+        for row in range(min(LANES * vectors, job.rows - place)):
+            for index in range(count):
+                y_TO[place + row, first + index] = narrow(made_ZW[row, index])
+    keep(weights)

@@ -1,0 +1,32 @@
+"""The one loop that runs on several threads: every kernel that shares its work among threads calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from engine.kernels.compiling import TABLE, TABLE_OF_ADDRESSES, kernel
+from engine.kernels.memory import call, record_at
+
+kernels_at = record_at(TABLE_OF_ADDRESSES)
+TABLE_ADDRESS = int(TABLE.ctypes.data)
+
+
+@kernel("void(int64, int64, int64)", is_parallel=True)
+def parallel_for(block: Any, job: Any, count: Any) -> None:
+    """Call block(job, index) for each index below `count`; each thread takes one run of consecutive ones."""
+    for index in numba.prange(count):
+        call(block, (job, np.int64(index)))
+
+
+def use_threads(count: int) -> None:
+    """How many threads this thread's later calls run on, at most as many as Numba started with."""
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+
+
+def threads_used() -> int:
+    """How many threads this thread's calls run on."""
+    count: int = numba.get_num_threads()
+    return count

@@ -1,0 +1,15 @@
+"""What this processor can do: the instructions that the kernels choose between when they are compiled."""
+
+from __future__ import annotations
+
+import numba
+from llvmlite import binding
+
+binding.initialize_native_asmparser()  # some instructions are written in assembly language
+NAME: str = numba.config.CPU_NAME or binding.get_host_cpu_name()
+FEATURES: str = numba.config.CPU_FEATURES or binding.get_host_cpu_features().flatten()
+_features = FEATURES.split(",")
+MULTIPLIES_INTEGERS = "+avx512vnni" in _features and "+avx512vl" in _features
+"""Whether it multiplies 8-bit integers four at a time, as low-bit matrices are."""
+MULTIPLIES_BFLOAT16 = "+avx512bf16" in _features
+"""Whether it multiplies pairs of bfloat16. Vectors beside such matrices are then bfloat16 too, otherwise float32."""

@@ -1,0 +1,136 @@
+"""Several matrices times a few vectors, and the root mean square norm: blocks of matrix rows, shared among threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from engine.kernels.arithmetic import narrow, wide_vector, widen
+from engine.kernels.compiling import BLOCK, JOB, inline, kernel
+from engine.kernels.dot_products import VALUE_BYTES
+from engine.kernels.forms import form_at
+from engine.kernels.memory import address_of, aligned, call, halves, integers, keep, record_at
+from engine.kernels.parallel import kernels_at
+
+MOST_ROWS, FEWEST_ROWS = 128, 32
+"""Matrix rows that one thread multiplies with all vectors before it goes on: the longer it stays with one matrix, the faster
+memory gives it. Low-bit matrices have up to twice as many, which are still fewer bytes."""
+BLOCKS_OF_A_THREAD = 8
+"""Each thread gets at least so many blocks where rows suffice, so that threads end together."""
+MATRIX = np.dtype([("values", np.int64), ("scales", np.int64)])
+"""Addresses of a matrix; plain ones have no scales (0)."""
+matrix_at = record_at(MATRIX)
+MATRIX_BYTES = MATRIX.itemsize
+PRODUCTS = np.dtype(
+    [
+        ("kernels", np.int64),
+        ("form", np.int64),
+        ("x", np.int64),  # [T, I] bfloat16
+        ("rows", np.int64),
+        ("inputs", np.int64),
+        ("matrices", np.int64),  # MATRIX of each
+        ("ends", np.int64),  # where each matrix's rows end in a row of the results
+        ("count", np.int64),
+        ("threads", np.int64),
+        ("results", np.int64),  # [T, O] bfloat16
+        # The rest is worked out by the kernel, for its blocks.
+        ("prepared", np.int64),
+        ("block_rows", np.int64),
+        ("panel_begins", np.int64),
+        ("panel_vectors", np.int64),
+        ("panels", np.int64),
+    ]
+)
+"""[x·W_0ᵀ, x·W_1ᵀ, …] side by side."""
+products_at = record_at(PRODUCTS)
+
+
+@inline
+def vector_bytes(inputs: Any, bits: Any) -> Any:
+    """Bytes of a prepared vector beside weights of so many bits."""
+    return VALUE_BYTES * inputs if bits == 16 else inputs + inputs // 4
+
+
+@inline
+def row_bytes(inputs: Any, bits: Any) -> Any:
+    """Bytes of a matrix row's weights."""
+    return inputs * bits // 8
+
+
+@inline
+def row_scale_bytes(inputs: Any, group: Any) -> Any:
+    """Bytes of a matrix row's scales."""
+    return inputs // group * 2
+
+
+@inline
+def block_rows(rows: Any, threads: Any, bits: Any) -> Any:
+    """Matrix rows of a block, where all matrices together have so many."""
+    size = MOST_ROWS if bits == 16 else 2 * MOST_ROWS
+    while size > FEWEST_ROWS and rows < size * BLOCKS_OF_A_THREAD * threads:
+        size //= 2
+    return size
+
+
+@kernel(JOB, calls=("parallel_for", "products_block"))
+def products(address: Any) -> None:
+    """Prepares the vectors and multiplies block by block."""
+    job = products_at(address)
+    form, table = form_at(job.form), kernels_at(job.kernels)
+    own = vector_bytes(job.inputs, form.bits)
+    prepared = aligned(job.rows * own)
+    for row in range(job.rows):
+        wide_I = wide_vector(job.x + 2 * row * job.inputs, job.inputs)
+        call(form.prepare, (address_of(wide_I), job.inputs, address_of(prepared) + row * own))
+        keep(wide_I)
+    ends_M = numba.carray(integers(job.ends), (job.count,))
+    size = block_rows(ends_M[-1], job.threads, form.bits)
+    begin, blocks = 0, 0
+    for end in ends_M:
+        blocks += (end - begin + size - 1) // size
+        begin = end
+    job.prepared, job.block_rows = address_of(prepared), size
+    call(table.parallel_for, (table.products_block, address, blocks))
+    keep(prepared)
+
+
+@kernel(BLOCK)
+def products_block(address: Any, block: Any) -> None:
+    """Multiplies some rows of one matrix with all vectors."""
+    job = products_at(address)
+    form, size, inputs = form_at(job.form), job.block_rows, job.inputs
+    ends_M = numba.carray(integers(job.ends), (job.count,))
+    matrix, begin, before = 0, 0, 0
+    while block >= before + (ends_M[matrix] - begin + size - 1) // size:
+        before += (ends_M[matrix] - begin + size - 1) // size
+        begin = ends_M[matrix]
+        matrix += 1
+    first = begin + (block - before) * size
+    count = min(size, ends_M[matrix] - first)
+    wide_TW = np.empty((job.rows, size), np.float32)
+    own = matrix_at(job.matrices + matrix * MATRIX_BYTES)
+    weights = own.values + (first - begin) * row_bytes(inputs, form.bits)
+    scales = own.scales + (first - begin) * row_scale_bytes(inputs, form.group)
+    given = (weights, scales, form.group, count, inputs, job.prepared, job.rows, address_of(wide_TW), size)
+    call(form.multiply, given)
+    y_TO = numba.carray(halves(job.results), (job.rows, ends_M[-1]))
+    for row in range(job.rows):
+        for place in range(count):
+            y_TO[row, first + place] = narrow(wide_TW[row, place])
+
+
+@kernel("void(int64, int64, float32, int64, int64, int64)")
+def rms_norm(x: Any, weight: Any, epsilon: Any, rows: Any, size: Any, results: Any) -> None:
+    """y = weight · bfloat16(x / rms(x)): rounded where torch's own steps round."""
+    y_TD = numba.carray(halves(results), (rows, size))
+    weight_D = wide_vector(weight, size)
+    for row in range(rows):
+        x_D = wide_vector(x + 2 * row * size, size)
+        squares = np.float32(0.0)
+        for index in range(size):
+            squares += x_D[index] * x_D[index]
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+        for index in range(size):
+            y_TD[row, index] = narrow(weight_D[index] * widen(narrow(x_D[index] * scale)))
