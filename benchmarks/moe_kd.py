@@ -37,7 +37,8 @@ from torch import nn
 from calibrate.labelled import labelled
 from calibrate.options import CalibrationOptions
 from compress.classifiers.distill import distill_classifier
-from compress.options.distill_classifier import ABLATIONS, ClassifierOptions
+from compress.classifiers.recipes import ABLATIONS
+from compress.options.distill_classifier import ClassifierOptions
 from engine.bench.classifiers import bench_classifiers
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY
 from engine.files.safetensors_writer import write_tensors
@@ -53,7 +54,7 @@ METHODS: dict[str, dict[str, str]] = {
     "KD": {"recipe": "kd"},
     "SRRL": {"recipe": "srrl"},
     WHOLE: {"recipe": "moe-kd"},
-    **{f"({name}) {what}": {"recipe": "moe-kd", "ablation": name} for name, what in ABLATIONS.items()},
+    **{f"({name}) {row.about}": {"recipe": "moe-kd", "ablation": name} for name, row in ABLATIONS.items()},
 }
 MAIN = ("student alone", "KD", "SRRL", WHOLE)
 RESIDUAL = {"model_type": "resnet", "num_channels": 1, "layer_type": "basic"}

@@ -24,11 +24,11 @@ from calibrate.options import CalibrationOptions
 from calibrate.statistics import Statistics
 from calibrate.text import Split, token_batches
 from compress.evaluate import tasks
-from compress.methods.diep_scores import load_scores
 from compress.options.compare import CompareOptions
 from compress.plans.plan import plan_from_json
 from compress.report import plots
 from compress.report.columns import to_csv
+from compress.report.diep_scores import load_scores
 from compress.report.page import page
 from compress.report.pictures import Picture, Pictured, kept_experts, save
 from compress.report.pictures import draw as draw_experts

@@ -9,6 +9,7 @@ from typing import Any
 
 from calibrate.text import token_batches
 from compress.options.evaluate import EvaluateOptions
+from compress.report.figures import EvaluateFigures, TaskFigures
 from compress.run.perplexity import exported_perplexity, perplexity
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.remote_code import check_loadable
@@ -17,7 +18,7 @@ from engine.errors import DataError, OptionError
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
 from engine.passes.memory_budget import limited
-from engine.passes.memory_need import Work, budget_for
+from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 from engine.transformers_models.transformers_model import load_decoder
 
@@ -54,7 +55,7 @@ def _task_manager(only_files: bool) -> Any:
     return TaskManager(include_defaults=not only_files)
 
 
-def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> EvaluateFigures:
     """`compress evaluate`: perplexity of a model. Device "auto" is the CPU for an export, which takes no memory limit."""
     started = time.monotonic()
     directory, dtype, memory_limit = resolve(options.model), options.dtype, options.memory_limit
@@ -74,7 +75,7 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
     )
     if isinstance(described, Checkpoint):
         dtype = dtype or described.model_dtype
-        with limited(budget_for(memory_limit, described, Work(dtype, tokens.shape[1]))):
+        with limited(budget_for(memory_limit, described, MemoryDemand(dtype, tokens.shape[1]))):
             value = perplexity(
                 described,
                 tokens,
@@ -96,7 +97,7 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
     }
 
 
-def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> dict[str, Any]:
+def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> TaskFigures:
     """`compress evaluate --tasks`: lm-evaluation-harness tasks."""
     started = time.monotonic()
     checkpoint = Checkpoint(resolve(model))

@@ -5,10 +5,12 @@ refuses to drop one that is there: others script against them.
 """
 
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -26,6 +28,8 @@ FAMILIES = re.compile(
     r"mixtral|qwen|olmoe|llama|mistral|deepseek|kimi|\bglm|granite|phi_?moe|gpt.?oss|ernie|minimax|switch_?transformer|\bt5",
     re.IGNORECASE,
 )
+NOT_DECLARED = {"llvmlite"}
+"""numba needs exactly one version of it."""
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 # Promised to those who script against the commands, on every one of them and on each.
@@ -179,6 +183,29 @@ def test_unpickling_is_found(code, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "a.py").write_text(code)
     assert list(unpickling(tmp_path / "a.py"))
+
+
+# Dependencies
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    requirements = [*project["dependencies"], *(each for extra in extras for each in extra)]
+    declared = {canonical(re.match(r"[\w.-]+", each)[0]) for each in requirements}
+    imported = {name.split(".")[0] for path in package_files() for name in imported_names(path)}
+    third_party = imported - sys.stdlib_module_names - {"", *FOLDERS, "cli"}
+    distributions = importlib.metadata.packages_distributions()
+    missing = {
+        name
+        for name in third_party
+        if name in distributions and not declared & {canonical(each) for each in distributions[name]}
+    }
+    assert missing <= NOT_DECLARED
+
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 # Commands

@@ -57,7 +57,8 @@ GROUPS = (
 )
 """Headings of the help texts in their order."""
 
-Figures = dict[str, Any]
+Figures = Mapping[str, Any]
+"""Those of compress/report/figures.py, or another command's own."""
 Made = TypeVar("Made")
 
 
@@ -244,7 +245,7 @@ def run_with_hub(verb: Callable[[Given], Figures], given: Given) -> Figures:
     figures = verb(given)
     pushed = push_result(Path(figures["artifact"]), target)
     given.say(f"{pushed['url']}: commit {pushed['commit'][:12]}")
-    return figures | {"pushed": pushed}
+    return {**figures, "pushed": pushed}
 
 
 def prepare_process(common: Common, name: str, is_shared: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from compress.commands.command import Figures, Given, Revision, command
 from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar, table
-from compress.options.distill import PERPLEXITY, ROUGE
+from compress.distillation.recipes import PERPLEXITY, ROUGE
 from compress.options.evaluate import ACCURACY, MEASURE, EvaluateOptions
 from engine.errors import OptionError
 

@@ -22,7 +22,7 @@ def generate(given: Given) -> Figures:
     texts = [generation.text for generation in generations]
     for prompt, text in zip(options.prompts, texts, strict=True):
         given.say(f"{prompt}{text}\n")
-    figures = {"text": texts[0] if len(texts) == 1 else texts} | _figures(engine.report())
+    figures = {"text": texts[0] if len(texts) == 1 else texts, **_figures(engine.report())}
     _show(given, figures)
     return figures
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
 from compress.commands.output import progress_bar, table
+from compress.methods import DEFAULT_METHOD, METHODS
 from compress.options.compare import PICTURE_SEQUENCES, CompareOptions
-from compress.options.prune import DEFAULT_METHOD, DiepOptions, PruneOptions
+from compress.options.prune import DiepOptions, PruneOptions
 from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
 from compress.report.columns import text_table
@@ -86,9 +87,7 @@ def prune_options(given: Given, method: str, sparsity: float | None, name: str) 
 
 
 def _scope(given: Given, method: str) -> str:
-    from compress.prune import DEFAULT_SCOPE
-
-    return "uniform" if given.values["uniform"] else given.values["scope"] or DEFAULT_SCOPE.get(method, "global")
+    return "uniform" if given.values["uniform"] else given.values["scope"] or METHODS[method].scopes[0]
 
 
 def recovery(given: Given) -> WholeRecoveryOptions:
@@ -114,8 +113,8 @@ def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...]
         threads=given.common.threads,
     )
     figures = sweep(cells(base, methods, sparsities, scope), comparison, progress_bar)
-    if not figures:
-        return figures  # of a process that is not the first
+    if figures is None:
+        return {}  # of a process that is not the first
     given.say(table(text_table(figures["rows"])))
     given.say(
         f"{figures['output']}: {len(figures['runs'])} artifacts in {figures['seconds']:.1f} s; open comparison/index.html"

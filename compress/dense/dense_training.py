@@ -48,7 +48,7 @@ def train_dense(
     else:
         student = student or dense_student(plan, checkpoint, dtype, device)
     sizes = tokens_SL.shape[1], student.config.hidden_size
-    group = options.part("distill", *sizes).group_size
+    group = options.part(options.parts["distill"], *sizes).group_size
     recompute_if_large(student, group * tokens_SL.shape[1])
 
     def loss_of(weights: LossWeights) -> DistillationLoss:
@@ -83,16 +83,16 @@ def train_parts(
     resume: bool,
     progress: Progress,
 ) -> Trained:
-    """Distillation, then fine-tuning, of whichever there is; each keeps its states in the directory.
+    """Distillation, then fine-tuning; a part without steps is left out; each keeps its states in the directory.
 
     sequences: how many there are to train on, of about `length` tokens.
     """
     made = Trained()
-    for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
-        if not steps:
+    for name, own in options.parts.items():
+        if not own.steps:
             continue
-        part = options.part(name, length, hidden_size)
-        trainer = Trainer(parameters, loss_of(options.weights(name)), part, sequences, length)
+        part = options.part(own, length, hidden_size)
+        trainer = Trainer(parameters, loss_of(own.weights), part, sequences, length)
         trainer.take_whole(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
         made.tensors = trainer.run(
             state_path=None if directory is None else directory / f"{name}.safetensors",

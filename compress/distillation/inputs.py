@@ -13,7 +13,7 @@ from torch import Tensor
 from calibrate.batches import training_text
 from calibrate.instructions import Example, Instructions, instructions, is_instructions
 from calibrate.options import CalibrationOptions
-from compress.distillation.recipes import Recipe
+from compress.distillation.recipes import METRICS, Recipe
 from compress.distillation.rouge import scorer
 from compress.options.distill import EXACT, DistillOptions
 from compress.options.training import TEXT_STEPS
@@ -111,7 +111,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
         return _of_instructions(options, student, teacher, source)
     if options.template is not None:
         raise OptionError("--prompt-template is for prompts with responses; give --data FILE.jsonl with both")
-    if options.select_by == "rouge-l":
+    if METRICS[options.select_by].writes:
         raise OptionError("rouge-l is of responses to prompts; give --data FILE.jsonl with both, or --select-by perplexity")
     prepared = prepare(options, student)
     steps = TEXT_STEPS if options.steps is None else options.steps
@@ -154,7 +154,7 @@ def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Chec
         )
     seed, limits, tokenizer = options.calibration.seed, options.limits, load_tokenizer(student)
     limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
-    if options.select_by == "rouge-l":
+    if METRICS[options.select_by].writes:
         scorer()
     found: dict[str, Instructions] = instructions(source, tokenizer, limits, template=options.template, seed=seed)
     training = found["training"].examples

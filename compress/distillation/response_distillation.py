@@ -94,9 +94,9 @@ class ResponseTeacher:
     def gates(self, generator: torch.Generator, real_T: Tensor | None = None) -> list[Routing]:
         """One for each MoE layer. Sampled ones draw from the generator; of `real_T`'s tokens is what they share."""
         moes = [layer.moe for layer in self.decoder.config.layers if layer.moe is not None]
-        if self.recipe.gate == "all":
+        if self.recipe.uses_all_experts:
             return [AllExperts(moe.weight_scale, gate_of(moe)) for moe in moes]
-        if self.recipe.gate == "sampled":
+        if self.recipe.samples_experts:
             own = self.augmentation
             return [
                 SampledExperts(own.probability, generator, own.per_token, moe.weight_scale, real_T, gate_of(moe))

@@ -47,7 +47,8 @@ def recover_all(
     """Train what is left by `plan`, which begins with the tensors in `recovered` where there are such; resumable."""
     student, clock = planned_decoder(plan, checkpoint, dtype, device), Clock()
     hidden_size = checkpoint.config.hidden_size
-    part = options.training(hidden_size).part(NAME, training_SL.shape[1], hidden_size)
+    training = options.training(hidden_size)
+    part = training.part(training.parts[NAME], training_SL.shape[1], hidden_size)
     recompute_if_large(student, part.group_size * training_SL.shape[1])
     examples, held = TextExamples(training_SL, 1), TextExamples(validation_VL, 1)
     teacher = Decoder(checkpoint.config, checkpoint.weights(dtype, device))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compress.classifiers.accuracy import examples_for, groups
 from compress.export.parity import Allowed
-from compress.options.export import ClassifierExportOptions
+from compress.options.export import CLASSIFIER_PRECISIONS, ClassifierExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
@@ -33,8 +33,8 @@ from engine.onnx.classifier import MIXTURE_SCOPE, OnnxClassifier, write_classifi
 from engine.transformers_models.classifier import Classifier, ClassifierCheckpoint, ClassifierDirectory
 from engine.transformers_models.classifier_inputs import SMALL_SIZE, image_inputs
 
-PRECISIONS = {"float32": Allowed(1e-4, 1e-4), "int8": Allowed(math.inf, 0.3)}
-"""How far logits may be from the engine's in float32, each example's mean taken off. Of int8 activations are rounded too."""
+ALLOWED = {"float32": Allowed(1e-4, 1e-4), "int8": Allowed(math.inf, 0.3)}
+"""How far logits may be from the engine's in float32 by precision, each example's mean taken off."""
 COMPARED = 256
 """Examples of the data on which logits and predictions are compared, and ranges of activations found."""
 BATCHES = (1, 2, 7)
@@ -53,20 +53,21 @@ def export_classifier(options: ClassifierExportOptions) -> dict[str, Any]:
     classifier = checkpoint.load(torch.float32)
     chance, real = random_inputs(checkpoint), _real(options, checkpoint)
     is_convolutional = classifier.split(**chance[1]).map is not None
-    if options.precision == "int8" and is_convolutional and not real:
+    rounds = CLASSIFIER_PRECISIONS[options.precision]
+    if rounds and is_convolutional and not real:
         raise OptionError(f"{options.model}: int8 of convolutions needs the ranges of activations; give images as --data")
     with whole_or_nothing(options.output, options.overwrite, ONNX_NAME) as directory:
         graph = directory / ONNX_NAME
         write_classifier(classifier, checkpoint.what, chance[1], graph)
-        if options.precision == "int8":
+        if rounds:
             quantise(graph, real if is_convolutional else None)
         write_json(directory / "config.json", checkpoint.raw_config)
         for path in carried_files(checkpoint.directory):
             shutil.copyfile(path, directory / path.name)
         described = ClassifierDirectory(directory)
         exported = OnnxClassifier(described, options.threads)
-        # Noise is no image: what few bits make of it says nothing.
-        compared = [*chance, *real] if options.precision == "float32" or not real else real
+        # Noise is no image: what rounding makes of it says nothing.
+        compared = real if rounds and real else [*chance, *real]
         found = compare(classifier, exported, compared)
         _check(options, found)
         figures = {
@@ -159,7 +160,7 @@ def _both(classifier: Classifier, exported: OnnxClassifier, given: Given) -> tup
 
 def _check(options: ClassifierExportOptions, found: Compared) -> None:
     """Raise ExportError where an export is too far from the engine."""
-    allowed = PRECISIONS[options.precision]
+    allowed = ALLOWED[options.precision]
     if not (found.largest <= allowed.single and found.typical <= allowed.typical):
         raise ExportError(
             f"{options.output}: the export differs from the engine: logits by up to {found.largest:.1e}, typically by "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.export.decoder import PRECISIONS, check_blocks, provenance
+from compress.export.decoder import FORMATS, PRECISIONS, check_blocks, provenance
 from compress.export.encoder_decoder_parity import check_encoder_decoder_parity, round_weights
 from compress.options.export import ExportOptions
 from compress.plans.apply import carried_files
@@ -67,7 +67,7 @@ def export_encoder_decoder(options: ExportOptions, progress: Progress = no_progr
 
 
 def _check_options(options: ExportOptions) -> None:
-    if options.format != "onnx":
+    if not FORMATS[options.format].runs_encoder_decoders:
         raise UnsupportedError(
             f"{options.model}: is an encoder-decoder with relative positions, which onnxruntime-genai does not run; use "
             "--format onnx"
@@ -90,7 +90,7 @@ def _write(options: ExportOptions, checkpoint: EncoderDecoderCheckpoint, directo
         directory,
         dtype=precision.dtype,
         bits=precision.bits,
-        portable=options.experts == "portable",
+        portable=options.is_portable,
         progress=lambda layers: progress(layers, "writing"),
     )
     for name in (ENCODER_NAME, DECODER_NAME):

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from calibrate.options import RESPONSES, CalibrationOptions, Limits
-from compress.distillation.recipes import RECIPES, Recipe
+from compress.distillation.recipes import METRICS, RECIPES, Recipe
 from compress.options.job import JobOptions
 from compress.options.training import TRAINING, StepOptions, TrainingOptions, careful_rate, warm_up_steps
 from engine.errors import OptionError
 from engine.options import changed, check, declared, like, option, part, unlisted
 
 TRAIN, PAPER = "What to train", "Every Expert Matters"
-PERPLEXITY, ROUGE = METRICS = ("perplexity", "rouge-l")
 DIVERGENCE_NAMES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
 """The names of the table of divergences, which needs torch; a test compares them."""
 EXACT = "exact"
@@ -115,7 +114,7 @@ class DistillOptions(JobOptions, StepOptions):
     select_by: str = option(
         "perplexity",
         group=TRAINING,
-        choices=METRICS,
+        choices=tuple(METRICS),
         help="Figure of the responses, on data set aside, that the best state is chosen by.",
     )
     calibration: CalibrationOptions = part(
@@ -183,7 +182,7 @@ class DistillOptions(JobOptions, StepOptions):
         """The training of the student, on sequences of about `length` tokens."""
         from engine.passes.memory_budget import sequences_per_batch
 
-        turn = self.augmentation.samples if self.row.gate == "sampled" else 1
+        turn = self.augmentation.samples if self.row.samples_experts else 1
         return TrainingOptions(
             steps,
             careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,

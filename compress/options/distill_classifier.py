@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calibrate.options import CalibrationOptions, Limits
+from compress.classifiers.recipes import ABLATIONS, AUGMENTATIONS, CLASSIFIER_RECIPES, Ablation, ClassifierTeaching
 from compress.options.distill import DistillOptions
 from compress.options.job import JobOptions
 from compress.options.training import TrainingOptions
@@ -14,17 +15,8 @@ from engine.errors import OptionError
 from engine.options import changed, left_out, like, option, part, unlisted
 
 CLASSIFIERS = "Classifiers"
-CLASSIFIER_RECIPES = ("sft", "kd", "srrl", "moe-kd")
-ABLATIONS = {
-    "i": "a uniform gate",
-    "ii": "the gate's classifier learned from scratch",
-    "iii": "the experts' prototypes learned from scratch",
-    "iv": "class means over hard assignments",
-    "v": "the teacher's prediction in place of the E-step",
-}
-"""The ablations of MoE-KD's table 4, each one change to the whole method."""
-AUGMENTATIONS = ("none", "crop", "crop-flip")
-OPTIMISERS = ("sgd", "adamw")
+OPTIMISERS = {"sgd": True, "adamw": False}
+"""Whether it has momentum, as stochastic gradient descent has; otherwise it is AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +27,7 @@ class ClassifierOptions(JobOptions):
     output: Path = like(DistillOptions, "output")
     method: str = "distill"
     teacher: str | None = like(DistillOptions, "teacher")
-    recipe: str = like(DistillOptions, "recipe", choices=CLASSIFIER_RECIPES, models="classifiers")
+    recipe: str = like(DistillOptions, "recipe", choices=tuple(CLASSIFIER_RECIPES), models="classifiers")
     ablation: str | None = option(
         None,
         group=CLASSIFIERS,
@@ -46,11 +38,13 @@ class ClassifierOptions(JobOptions):
     temperature: float = like(DistillOptions, "temperature", 4.0)
     epochs: int = like(DistillOptions, "epochs", 240)
     batch_size: int = like(DistillOptions, "batch_size", 64)
-    optimiser: str = option("sgd", group=CLASSIFIERS, choices=OPTIMISERS, help="Optimizer; adamw suits encoders.")
+    optimiser: str = option("sgd", group=CLASSIFIERS, choices=tuple(OPTIMISERS), help="Optimizer; adamw suits encoders.")
     learning_rate: float = like(DistillOptions, "learning_rate", 0.05)
     momentum: float = option(0.9, group=CLASSIFIERS, help="Momentum of gradient descent.")
     weight_decay: float = option(5e-4, group=CLASSIFIERS, help="Weight decay of all parameters.")
-    augment: str = option("none", group=CLASSIFIERS, choices=AUGMENTATIONS, help="Random changes of the images in training.")
+    augment: str = option(
+        "none", group=CLASSIFIERS, choices=tuple(AUGMENTATIONS), help="Random changes of the images in training."
+    )
     max_length: int = like(Limits, "length")
     evaluation_samples: int | None = like(CalibrationOptions, "evaluation_samples", None)
     """Held-out examples of the figures; None for all."""
@@ -71,9 +65,10 @@ class ClassifierOptions(JobOptions):
 
         if processes.started_together():
             raise OptionError("classifiers are distilled in one process, as norms are of whole batches; leave out torchrun")
-        if self.ablation is not None and self.recipe != "moe-kd":
+        row = CLASSIFIER_RECIPES[self.recipe]
+        if self.ablation is not None and not row.has_prototypes:
             raise OptionError(f"ablations are of recipe moe-kd; leave out --ablation, or take that for {self.recipe}")
-        if (self.teacher is None) != (self.recipe == "sft"):
+        if (self.teacher is None) == row.has_teacher:
             raise OptionError("recipe sft has no teacher, and all others have one: give --teacher or --recipe sft")
         if (
             not 0.0 < self.temperature < math.inf
@@ -96,3 +91,9 @@ class ClassifierOptions(JobOptions):
             seed=self.calibration.seed,
             save_every=self.save_every,
         )
+
+    @property
+    def teaching(self) -> ClassifierTeaching:
+        """How the student is taught."""
+        ablation = Ablation("") if self.ablation is None else ABLATIONS[self.ablation]
+        return ClassifierTeaching(CLASSIFIER_RECIPES[self.recipe], self.temperature, ablation, AUGMENTATIONS[self.augment])

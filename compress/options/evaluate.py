@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from calibrate.options import CalibrationOptions, Limits
-from compress.options.distill import METRICS, PERPLEXITY, DistillOptions
+from compress.distillation.recipes import METRICS, PERPLEXITY
+from compress.options.distill import DistillOptions
 from compress.options.job import JobOptions
 from engine.generation.options import OpenOptions, SamplingOptions
 from engine.options import changed, check, left_out, like, option, part

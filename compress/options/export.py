@@ -12,13 +12,13 @@ from engine.generation.options import OpenOptions
 from engine.options import check, declared, like, option
 
 WRITE = "What to write"
-FORMATS = ("onnx", "onnx-genai")
 PRECISION_BITS = {"float32": None, "float16": None, "int8": 8, "int4": 4}
 """Bits of the weights of products, where a precision has fewer than its dtype."""
-CLASSIFIER_PRECISIONS = ("float32", "int8")
-EXPERTS = ("moe", "portable")
-"""Mixture operators of onnxruntime, or standard operators only."""
-_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
+CLASSIFIER_PRECISIONS = {"float32": False, "int8": True}
+"""Whether weights and activations are rounded to 8 bits."""
+EXPERT_FORMS = {"moe": False, "portable": True}
+"""Whether experts are made of standard operators only; otherwise they are onnxruntime's mixture operators."""
+FORMAT_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,14 @@ class ExportOptions:
 
     model: str = like(JobOptions, "model")
     output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-FORMAT", help="Directory of the result."))
-    format: str = option("onnx", group=WRITE, choices=FORMATS, help="Files for onnxruntime, or for onnxruntime-genai.")
+    format: str = option(
+        "onnx", group=WRITE, choices=tuple(FORMAT_PACKAGES), help="Files for onnxruntime, or for onnxruntime-genai."
+    )
     precision: str = option("float32", group=WRITE, choices=tuple(PRECISION_BITS), help="Precision of the weights.")
     experts: str = option(
         "moe",
         group=WRITE,
-        choices=EXPERTS,
+        choices=tuple(EXPERT_FORMS),
         help="Operators: those of onnxruntime for mixtures and attention (moe), or standard ones only (portable).",
     )
     skip_threshold: float = like(OpenOptions, "skip_threshold", help="Skip unneeded experts in the graph.")
@@ -42,9 +44,14 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.experts == "portable" and PRECISION_BITS[self.precision] is not None:
+        if self.is_portable and PRECISION_BITS[self.precision] is not None:
             raise OptionError(f"precision {self.precision!r} needs operators of onnxruntime; leave out --experts portable")
-        check_packages(_PACKAGES[self.format])
+        check_packages(FORMAT_PACKAGES[self.format])
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether the graph is made of standard operators only."""
+        return EXPERT_FORMS[self.experts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +60,7 @@ class ClassifierExportOptions:
 
     model: str = like(JobOptions, "model")
     output: Path = like(ExportOptions, "output")
-    precision: str = like(ExportOptions, "precision", choices=CLASSIFIER_PRECISIONS, models="classifiers")
+    precision: str = like(ExportOptions, "precision", choices=tuple(CLASSIFIER_PRECISIONS), models="classifiers")
     data: str | None = option(
         None,
         group="Classifiers",

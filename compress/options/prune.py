@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compress.methods import DEFAULT_MERGE_METHOD, DEFAULT_METHOD, METHODS, methods_of
 from compress.options.job import JobOptions
 from compress.options.quantize import QuantiserOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
@@ -16,11 +17,6 @@ from engine.options import REQUIRED, changed, check, declared_part, left_out, op
 
 DIEP = "DiEP"
 MERGE = "What to merge"
-METHOD_NAMES = ("diep", "naee", "frequency", "probability", "reap", "man", "mc-moe", "fisher", "taylor", "random")
-MERGE_METHOD_NAMES = ("m-smoe", "s-smoe", "hc-smoe", "ream")
-"""The names of both tables of methods, which need torch; a test compares them."""
-DEFAULT_METHOD = "fisher"
-"""The best one-shot row of docs/methods.md on both models; DiEP's search from it is within noise, at many times the cost."""
 SUBSET_LIMIT = 10_000
 """Up to this many subsets a layer is searched exhaustively: 8 experts always are, 16 when 12 stay, and not when 8 do."""
 
@@ -44,6 +40,12 @@ SEARCH_DEFAULTS = {
 }
 """By relaxation."""
 BY_RELAXATION = "by relaxation"
+
+
+def default_scopes() -> str:
+    """The default scope of all methods, and then of each that has another one."""
+    first, *others = ((name, METHODS[name].scopes[0]) for name in methods_of("prune"))
+    return "; ".join([first[1], *(f"{name}: {scope}" for name, scope in others if scope != first[1])])
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,14 @@ class PruneOptions(JobOptions):
                 help="Share of all experts to remove, between 0 and 1. Several make a sweep: a result for each, and then "
                 "their comparison.",
             ),
-            scope=changed(None, choices=("global", "layer"), unset="global; naee: layer"),
+            scope=changed(None, choices=("global", "layer"), unset=default_scopes()),
             min_experts=changed(0, unset="experts per token"),
         )
     )
     method: str = option(
         DEFAULT_METHOD,
         group=REMOVE,
-        choices=METHOD_NAMES,
+        choices=methods_of("prune"),
         several="commas",
         unset=f"{DEFAULT_METHOD}; diep where one of its options is given",
         help="Criterion. Several make a sweep.",
@@ -167,7 +169,7 @@ class MergeOptions(PruneOptions):
             min_experts=left_out(),
         )
     )
-    method: str = option("ream", group=MERGE, choices=MERGE_METHOD_NAMES, help="How experts are grouped.")
+    method: str = option(DEFAULT_MERGE_METHOD, group=MERGE, choices=methods_of("merge"), help="How experts are grouped.")
     merge: str = unlisted(PruneOptions, "merge")
     naee_limit: int = unlisted(PruneOptions, "naee_limit")
     diep: DiepOptions = unlisted(PruneOptions, "diep")

@@ -82,6 +82,16 @@ class LossWeights:
         return bool(self.layer or self.prediction)
 
 
+@dataclass(frozen=True)
+class DensePart:
+    """One of the two parts of training a dense result."""
+
+    steps: int
+    earlier_steps: int
+    """Steps of the part before."""
+    weights: LossWeights
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """The steps of every training that makes a new model."""
@@ -139,34 +149,36 @@ class DenseTrainingOptions(StepOptions):
 
     def check(self) -> None:
         """Raise OptionError for what no training can use."""
-        self.part("distill", 1, 1).check()
-        self.part("finetune", 1, 1).check()
+        for part in self.parts.values():
+            self.part(part, 1, 1).check()
         weights = (self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
         if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
             raise OptionError(
                 "lambda-supervised, lambda-layer and lambda-prediction must be at least 0, and one of them above it"
             )
 
-    def weights(self, name: str) -> LossWeights:
-        """Weights of the loss of "distill" or "finetune"."""
-        if name == "finetune":
-            return LossWeights(supervised=1.0, layer=0.0, prediction=0.0)
-        return LossWeights(self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
+    @property
+    def parts(self) -> dict[str, DensePart]:
+        """Distillation, then fine-tuning, by the names of their figures."""
+        weights = LossWeights(self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
+        return {
+            "distill": DensePart(self.distill_steps, 0, weights),
+            "finetune": DensePart(self.finetune_steps, self.distill_steps, LossWeights(1.0, 0.0, 0.0)),
+        }
 
-    def part(self, name: str, length: int, hidden_size: int) -> TrainingOptions:
-        """Options of "distill" or "finetune", for sequences of `length` tokens."""
+    def part(self, part: DensePart, length: int, hidden_size: int) -> TrainingOptions:
+        """Options of one part, for sequences of `length` tokens."""
         from engine.passes.memory_budget import sequences_per_batch
 
-        steps = self.distill_steps if name == "distill" else self.finetune_steps
         return TrainingOptions(
-            steps,
+            part.steps,
             good_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
             self.micro_batch_size or sequences_per_batch(length),
-            warm_up_steps=warm_up_steps(steps),
+            warm_up_steps=warm_up_steps(part.steps),
             clip_norm=self.clip_norm,
             seed=self.seed,
-            earlier_steps=0 if name == "distill" else self.distill_steps,
+            earlier_steps=part.earlier_steps,
             save_every=self.save_every,
             validate_every=self.validate_every if self.validation_samples else 0,
         )

@@ -12,6 +12,7 @@ from engine.options import check, option
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.families.config import DecoderConfig
     from engine.families.layer_config import MoeConfig
 
 REMOVE = "What to remove"
@@ -148,3 +149,13 @@ def _in_turns(order: Sequence[int], groups: Sequence[int]) -> list[int]:
     for expert in order:
         turns[expert] = turn[groups[expert]] = turn.get(groups[expert], -1) + 1
     return sorted(order, key=lambda expert: turns[expert])
+
+
+def moe_configs(config: DecoderConfig) -> dict[int, MoeConfig]:
+    """The mixture of each layer that has one, by decoder layer index."""
+    return {index: moe for index, layer in enumerate(config.layers) if (moe := layer.moe) is not None}
+
+
+def groups_of(config: DecoderConfig) -> dict[int, tuple[int, ...]]:
+    """The group of each expert by decoder layer index; empty for a model without groups."""
+    return {index: moe.groups for index, moe in moe_configs(config).items() if moe.groups}

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.options.quantize import HEAD, HEAD_BITS, QuantiserOptions
+from compress.report.figures import RoundingFigures
 from compress.rounding.activation_scales import Rescaling
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.kernels.quantized_weight import QuantizedWeight, quantise
@@ -52,8 +52,8 @@ class Quantiser:
         sums[1] += float(weight_OD.float().square().sum(dtype=torch.float64))
         return rounded
 
-    def figures(self, source: Checkpoint, result: Checkpoint) -> dict[str, Any]:
-        """What was done, as JSON. Errors are root mean squares over those of the weights."""
+    def figures(self, source: Checkpoint, result: Checkpoint) -> RoundingFigures:
+        """The figures of the rounding."""
         off, weights = (sum(sums) for sums in zip(*self._squares.values(), strict=True))
         layers = range(len(source.config.layers))
         scaled = self.rescaling.errors

@@ -21,12 +21,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from compress.options.training import TrainingOptions
+from compress.report.figures import TrainingFigures
 from compress.training.moments import restore, with_moments
 from engine.errors import CheckpointError, DataError, TrainingError
 from engine.files.safetensors_file import SafetensorsFile
@@ -327,13 +328,13 @@ class Trained:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """By name, float32."""
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: dict[str, TrainingFigures] = field(default_factory=dict)
     """Figures of each part, such as "distill" and "finetune"."""
     histories: dict[str, tuple[list[dict[str, float]], list[tuple[int, float]]]] = field(default_factory=dict)
     """Of the same: the terms of the loss at each step; (step, perplexity) of validation."""
 
 
-def figures(trainer: Trainer) -> dict[str, Any]:
+def figures(trainer: Trainer) -> TrainingFigures:
     """What a training cost and gained, as JSON."""
     first, last = trainer.history[0], trainer.history[-1]
     values: dict[str, Any] = {"steps": len(trainer.history), "learning_rate": trainer.options.learning_rate}
@@ -342,7 +343,7 @@ def figures(trainer: Trainer) -> dict[str, Any]:
     values["tokens_per_second"] = trainer.tokens_per_second or None
     values["validation_perplexity"] = [list(pair) for pair in trainer.validations]
     values["best_step"] = min(trainer.validations, key=lambda pair: pair[1])[0] if trainer.validations else None
-    return values
+    return cast(TrainingFigures, values)
 
 
 def rate_at(step: int, steps: int, warm_up_steps: int = 10) -> float:

@@ -1,6 +1,6 @@
 """Backends of the benchmarks, and the test cases that run on them.
 
-`python -m engine.bench.backends SPEC` is a worker (engine/worker.py). Its requests are lines such as `warm pp 512 0`,
+`python -m engine.bench.backends SPEC` is a worker (engine/generation/worker.py). Its requests are lines such as `warm pp 512 0`,
 `run tg 128 0` and `memory`.
 """
 
@@ -23,11 +23,11 @@ from engine.errors import OptionError
 from engine.generation.generate import Engine, resolve_dtype
 from engine.generation.options import OpenOptions
 from engine.generation.report import memory_split, peak_memory_bytes
+from engine.generation.worker import Answer, Spec, serve_requests
 from engine.kernels.devices import resolve_device, set_threads
 from engine.kernels.linear import SHAPES_KEPT
 from engine.onnx.runtime import backend_of
 from engine.transformers_models.transformers_model import load_decoder
-from engine.worker import Answer, Spec, serve_requests
 
 KINDS = ("pp", "tg")
 

@@ -23,12 +23,12 @@ from engine.checkpoint.checkpoint import resolve
 from engine.errors import OptionError
 from engine.generation.generate import DTYPES
 from engine.generation.report import peak_memory_bytes
+from engine.generation.worker import Answer, Spec, Worker, serve_requests
 from engine.kernels.devices import set_threads
 from engine.onnx.classifier import open_classifier
 from engine.onnx.runtime import backend_of
 from engine.transformers_models.classifier import Classifier
 from engine.transformers_models.classifier_inputs import SMALL_SIZE, image_inputs
-from engine.worker import Answer, Spec, Worker, serve_requests
 
 SECONDS = 0.5
 """Approximate duration of one repetition, in seconds."""

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from engine.bench.options import LoadOptions
 from engine.errors import CompressError, OptionError
 
@@ -168,22 +170,14 @@ def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    milliseconds = sorted(1000 * value for value in values)
+    milliseconds = [1000 * value for value in values]
     if not milliseconds:
         return {f"{which}_{name}_ms": None for which in ("mean", "median", f"p{PERCENTILE}")}
     return {
         f"mean_{name}_ms": statistics.mean(milliseconds),
         f"median_{name}_ms": statistics.median(milliseconds),
-        f"p{PERCENTILE}_{name}_ms": percentile(milliseconds, PERCENTILE),
+        f"p{PERCENTILE}_{name}_ms": float(np.percentile(milliseconds, PERCENTILE)),
     }
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of values in ascending order, interpolated linearly."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 COUNTS = {

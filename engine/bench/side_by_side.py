@@ -22,8 +22,8 @@ from engine.bench.backends import KINDS, BenchCase, BenchSpec
 from engine.bench.options import FORMATS, BenchOptions
 from engine.checkpoint.checkpoint import resolve
 from engine.errors import OptionError
+from engine.generation.worker import Worker
 from engine.onnx.runtime import backend_of
-from engine.worker import Worker
 
 HEAD = ("model", "size", "params", "backend", "threads", "test", "t/s", "peak memory", "skipped")
 """Columns of the Markdown table."""

@@ -83,7 +83,10 @@ def write_encoder_decoder(
 
         first = layers(Graph(directory, data, dtype))
         second = layers(Graph(directory, data, dtype, beside=first.graph))
-        stacks: dict[str, Stack] = {"encoder": Encoder(first, checkpoint), "decoder": Decoder(second, checkpoint)}
+        stacks: dict[str, StackGraph] = {
+            "encoder": EncoderGraph(first, checkpoint),
+            "decoder": DecoderGraph(second, checkpoint),
+        }
         for name in progress(names):
             stack, layer = name.split(".")
             stacks[stack].add_layer(int(layer))
@@ -95,7 +98,7 @@ def write_encoder_decoder(
     return Written(first.graph.weights_bytes + second.graph.weights_bytes, first.packings | second.packings)
 
 
-class Stack:
+class StackGraph:
     """One of the two graphs while it is written: a residual stream [B, L, D] with sublayers."""
 
     name: str
@@ -158,7 +161,7 @@ class Stack:
         return self.graph.node("Reshape", y_TD, self.graph.node("Shape", x_BLD))
 
 
-class Encoder(Stack):
+class EncoderGraph(StackGraph):
     """The graph that reads a source."""
 
     name = "encoder"
@@ -185,7 +188,7 @@ class Encoder(Stack):
         self.graph.output("last_hidden_state", self.graph.element_type, shape)
 
 
-class Decoder(Stack):
+class DecoderGraph(StackGraph):
     """The graph that generates a target."""
 
     name = "decoder"

@@ -25,7 +25,7 @@ from engine.generation.generate import Engine
 from engine.generation.options import OpenOptions
 from engine.generation.token_text import TokenText
 from engine.server.body_reader import unknown_model
-from engine.server.connection import NAMESPACE, EventStream, Gate, Gone, Phase, error_response, while_connected
+from engine.server.connection import NAMESPACE, EventStream, Gone, Phase, RequestGate, error_response, while_connected
 from engine.server.errors import ApiError, api_error, no_object
 from engine.server.exchange import Exchange
 from engine.server.metrics import Metrics
@@ -117,7 +117,7 @@ class State:
 def create_app(state: State) -> FastAPI:
     """Return the application; `state` may change while it runs."""
     app = FastAPI(title="compress serve", docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, phase=lambda: state.phase, api_keys=state.api_keys, hosts=state.hosts)
+    app.add_middleware(RequestGate, phase=lambda: state.phase, api_keys=state.api_keys, hosts=state.hosts)
     _handle_errors(app, state)
     _add_completions(app, state)
     _add_tokens(app, state)

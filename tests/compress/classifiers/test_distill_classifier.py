@@ -24,8 +24,9 @@ from compress.classifiers.accuracy import examples_for, probe
 from compress.classifiers.distill import distill_classifier
 from compress.classifiers.distillation import augmented
 from compress.classifiers.moe_kd import class_probabilities
+from compress.classifiers.recipes import ABLATIONS, AUGMENTATIONS
 from compress.classifiers.training import ClassifierTrainer
-from compress.options.distill_classifier import ABLATIONS, ClassifierOptions
+from compress.options.distill_classifier import ClassifierOptions
 from compress.options.training import TrainingOptions
 from compress.report import plots
 from compress.training.training import batch_rows
@@ -252,14 +253,14 @@ def test_gradient_descent_is_the_textbooks_with_three_falls() -> None:
 
 def test_images_are_cropped_out_of_a_frame_and_mirrored() -> None:
     images = torch.arange(1, 1 + 8 * 36, dtype=torch.uint8).view(8, 1, 6, 6)
-    assert augmented(images, "none", torch.Generator()) is images
-    made = augmented(images, "crop", torch.Generator().manual_seed(0))
-    again = augmented(images, "crop", torch.Generator().manual_seed(0))
+    assert augmented(images, AUGMENTATIONS["none"], torch.Generator()) is images
+    made = augmented(images, AUGMENTATIONS["crop"], torch.Generator().manual_seed(0))
+    again = augmented(images, AUGMENTATIONS["crop"], torch.Generator().manual_seed(0))
     assert torch.equal(made, again) and made.shape == images.shape and not torch.equal(made, images)
     for image, cut in zip(images, made, strict=True):
         frame = F.pad(image, (4,) * 4)
         assert any(torch.equal(cut, frame[:, y : y + 6, x : x + 6]) for y in range(9) for x in range(9))
-    flipped = augmented(images, "crop-flip", torch.Generator().manual_seed(0))
+    flipped = augmented(images, AUGMENTATIONS["crop-flip"], torch.Generator().manual_seed(0))
     kinds = {(torch.equal(own, cut), torch.equal(own, cut.flip(-1))) for own, cut in zip(flipped, made, strict=True)}
     assert kinds == {(True, False), (False, True)}
 

@@ -19,10 +19,10 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 import compress.training.training
+from compress.classifiers.recipes import CLASSIFIER_RECIPES
 from compress.distillation.recipes import RECIPES
 from compress.distillation.rouge import scorer
 from compress.options.distill import DIVERGENCE_NAMES
-from compress.options.distill_classifier import CLASSIFIER_RECIPES
 from compress.training.divergences import DIVERGENCES
 
 TEXT = ["--data", "text.txt", "--sequence-length", "16", "--samples", "4"]

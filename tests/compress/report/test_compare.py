@@ -24,9 +24,9 @@ from calibrate.options import CalibrationOptions
 from calibrate.text import token_batches
 from compress import compare as module
 from compress.compare import compare, heading, labels, task_figures
-from compress.methods.diep_scores import FILE_NAME, load_scores
 from compress.options.compare import CompareOptions
 from compress.report import plots
+from compress.report.diep_scores import FILE_NAME, load_scores
 from compress.report.pictures import Pictured
 from compress.run.perplexity import perplexity
 from engine.checkpoint.checkpoint import Checkpoint

@@ -21,7 +21,7 @@ from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, CompressError, OptionError
 from engine.families.table import ARCHITECTURES
-from engine.worker import Worker
+from engine.generation.worker import Worker
 
 KEYS = [
     "model",

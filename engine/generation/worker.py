@@ -45,7 +45,7 @@ def python_module(module: str) -> list[str]:
 
 def package_path() -> dict[str, str]:
     """Return the environment variable by which a child process finds this package, wherever it was started."""
-    own = str(Path(__file__).resolve().parents[1])
+    own = str(Path(__file__).resolve().parents[2])
     return {"PYTHONPATH": os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))}
 
 
