@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.cluster.hierarchy import linkage
-from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from calibrate.statistics import LayerStatistics
@@ -37,6 +35,9 @@ def joined(similarity_NN: Tensor, centres: Sequence[int]) -> dict[int, list[int]
 
 def clusters(distances_NN: Tensor, count: int) -> list[list[int]]:
     """Average linkage, stopped when `count` clusters are left."""
+    from scipy.cluster.hierarchy import linkage  # here: only methods that merge need it
+    from scipy.spatial.distance import squareform
+
     experts = len(distances_NN)
     members = {expert: [expert] for expert in range(experts)}
     if experts > 1:
