@@ -4,8 +4,8 @@
     python benchmarks/two_trees.py /tmp/old [--rounds 7] [--threads 1]
 
 Each round runs `compress bench` once from either tree, in fresh processes and alternating order, on the demo model and on a
-random mixture of 0.37 B parameters in bfloat16 and in 8 and 4 bits. A figure is the median over rounds of the ratio new to old
-within a round; beside it are the smallest and the largest ratio.
+random mixture of 0.37 B parameters in bfloat16 and in 8 and 4 bits. A figure is the median over rounds of the ratio new to
+old within a round; beside it are the smallest and the largest ratio.
 """
 
 from __future__ import annotations
