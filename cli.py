@@ -1257,6 +1257,7 @@ def generate(common: Common, **options: Any) -> dict[str, Any]:
         draft=options["draft"],
         draft_tokens=options["draft_tokens"],
         kv_cache_dtype=options["kv_cache_dtype"],
+        progress=progress_bar,
     )
     prompts = list(options["prompt"])
     generations = engine.generate(
@@ -1509,6 +1510,7 @@ def _bench_concurrency(common: Common, options: dict[str, Any]) -> dict[str, Any
         skip_threshold=options["skip_threshold"],
         skip_min_experts=options["skip_min_experts"],
         kv_cache_dtype=options["kv_cache_dtype"],
+        progress=progress_bar,
     )
     rows = bench_concurrency(
         engine,
