@@ -13,7 +13,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 PROMPT := import os\n\n\ndef read_text(path):\n
 SAMPLING := --temperature 0.6 --top-p 0.9
-BENCHMARKS := benchmarks/methods.py benchmarks/engine_speed.py benchmarks/decode_batches.py benchmarks/engine_memory.py benchmarks/pruning_memory.py \
+BENCHMARKS := benchmarks/demo.py benchmarks/methods.py benchmarks/engine_speed.py benchmarks/decode_batches.py benchmarks/engine_memory.py benchmarks/pruning_memory.py \
 	benchmarks/densify.py benchmarks/dense_speed.py benchmarks/onnx_speed.py benchmarks/encoder_decoder.py benchmarks/distill.py benchmarks/moe_kd.py benchmarks/quantize.py benchmarks/results.py
 
 .PHONY: help demo test test-all lint shape bench methods recipes classifiers clean

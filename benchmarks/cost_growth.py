@@ -22,11 +22,22 @@ from random_model import shape, write_random_model
 from results import RESULTS, markdown, remember, remembered, save
 
 from calibrate.collect import collect
-from compress.methods.diep import RELAXATIONS, DiepOptions, search
-from compress.methods.gate_gradients import fisher_scores, taylor_scores
-from compress.methods.merging import MERGE_METHODS, merge_groups, merging_plan
+from calibrate.statistics import LayerStatistics
+from compress.methods.criterion import layer_scores
+from compress.methods.diep import search
+from compress.methods.gate_fisher import fisher_scores
+from compress.methods.gate_taylor import taylor_scores
+from compress.methods.groups import Group
+from compress.methods.hc_smoe import hc_smoe
+from compress.methods.m_smoe import m_smoe
+from compress.methods.merging import merge_groups, merging_plan
 from compress.methods.naee import naee
-from compress.methods.saliency import SCORES, scores
+from compress.methods.random_scores import random_scores
+from compress.methods.ream import ream
+from compress.methods.relaxations import RELAXATIONS
+from compress.methods.s_smoe import s_smoe
+from compress.methods.saliency import frequency, mean_output_norm, probability, reap, significance
+from compress.options.prune import DiepOptions
 from compress.report import plots
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
@@ -47,13 +58,13 @@ def methods() -> dict[str, Callable[[Checkpoint, torch.Tensor], object]]:
         made.checkpoint_activations = True
         return made
 
-    def one_shot(name: str) -> Callable[[Checkpoint, torch.Tensor], object]:
-        return lambda checkpoint, tokens: scores(name, collect(checkpoint, tokens, dtype=DTYPE))
+    def one_shot(score: Callable[[LayerStatistics], torch.Tensor]) -> Callable[[Checkpoint, torch.Tensor], object]:
+        return lambda checkpoint, tokens: layer_scores(score, collect(checkpoint, tokens, dtype=DTYPE))
 
-    def merged(name: str) -> Callable[[Checkpoint, torch.Tensor], object]:
+    def merged(groups: Callable[[LayerStatistics, int], list[Group]]) -> Callable[[Checkpoint, torch.Tensor], object]:
         def run(checkpoint: Checkpoint, tokens: torch.Tensor) -> object:
             statistics = collect(checkpoint, tokens, dtype=DTYPE)
-            return merging_plan(merge_groups(name, statistics, checkpoint.config.experts_per_layer[0] // 2), checkpoint)
+            return merging_plan(merge_groups(groups, statistics, checkpoint.config.experts_per_layer[0] // 2), checkpoint)
 
         return run
 
@@ -66,8 +77,16 @@ def methods() -> dict[str, Callable[[Checkpoint, torch.Tensor], object]]:
         return naee(checkpoint, tokens, kept, dtype=DTYPE, limit=0)
 
     return {
-        **{name: one_shot(name) for name in (*SCORES, "random")},
-        **{name: merged(name) for name in MERGE_METHODS},
+        "frequency": one_shot(frequency),
+        "probability": one_shot(probability),
+        "reap": one_shot(reap),
+        "man": one_shot(mean_output_norm),
+        "mc-moe": one_shot(significance),
+        "random": lambda checkpoint, tokens: random_scores(collect(checkpoint, tokens, dtype=DTYPE)),
+        "m-smoe": merged(m_smoe),
+        "s-smoe": merged(s_smoe),
+        "hc-smoe": merged(hc_smoe),
+        "ream": merged(ream),
         "fisher": lambda checkpoint, tokens: fisher_scores(decoder(checkpoint), tokens),
         "taylor": lambda checkpoint, tokens: taylor_scores(decoder(checkpoint), tokens),
         "naee, greedy": greedy,

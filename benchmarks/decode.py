@@ -31,7 +31,7 @@ from results import RESULTS, markdown, save
 
 from engine.bench.backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.skip_tables import FILE_NAME
+from engine.checkpoint.skip_table_file import FILE_NAME
 
 PROMPT, NEW, BATCH = 512, 64, 8
 LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
@@ -316,9 +316,9 @@ def bytes_per_token(title: str, said: dict[str, dict[str, Any]], directory: Path
 
 
 def table(made: list[dict[str, Any]]) -> str:
-    """What stands beside each peer is ours by it."""
-    header = ["1.5 B parameters, 2 of 8 experts", f"{PREFILL} t/s", "ours by it", f"{DECODE} t/s", "ours by it"]
-    header += ["MB a token", "of memory's speed"]
+    """The table of the page. A speed-up is that of this engine over the peer of its row."""
+    header = ["1.5 B parameters, 2 of 8 experts", f"{PREFILL} t/s", "speed-up of ours", f"{DECODE} t/s", "speed-up of ours"]
+    header += ["MB a token", "share of memory bandwidth"]
 
     def by_it(row: dict[str, Any], test: str) -> str:
         return f"{row[f'{test} ratio']:.2f}×" if not row["title"].startswith("ours") else ""

@@ -66,7 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(options.directory or Path(scratch), options.rounds)
     table = markdown(
-        ["sequences", "compiled, ms", "torch, ms", "compiled by it"],
+        ["sequences", "compiled, ms", "torch, ms", "speed-up"],
         [
             [
                 f"{row['sequences']}",

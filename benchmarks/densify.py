@@ -22,12 +22,15 @@ from typing import Any
 import torch
 from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
 
+from calibrate.batches import calibration_texts, training_text
 from calibrate.collect import collect
-from calibrate.options import CalibrationOptions, calibration_texts, training_text
+from calibrate.options import CalibrationOptions
 from compress.dense.block_error import shared_gates
-from compress.dense.dense_plan import SELECTIONS, choose, dense_plan
+from compress.dense.dense_plan import choose, dense_plan
 from compress.dense.dense_student import dense_student, student_parameters
-from compress.dense.dense_training import DenseTrainingOptions, train_dense
+from compress.dense.dense_training import train_dense
+from compress.options.densify import SELECTIONS
+from compress.options.training import DenseTrainingOptions
 from compress.report import plots
 from compress.run.perplexity import perplexity
 from compress.training.layer_distillation import decoder_perplexity

@@ -215,7 +215,7 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
                 f"{max(peak):.2f}" if peak else "–",
             ]
         )
-    header = ["recipe", "ROUGE-L", "perplexity of responses", "seconds", "of that", "peak GB"]
+    header = ["recipe", "ROUGE-L", "perplexity of responses", "seconds", "share of the time", "peak GB"]
     seeds = len({line["seed"] for line in done})
     note = (
         f"Signatures of functions from name and docstring; {steps} updates of 16 prompts, {seeds} seed(s), one thread.\n\n"

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from calibrate.pairs import STDLIB, Pairs, text_pairs, tokenised
 from compress.dense.dense_plan import choose
-from compress.dense.dense_training import DenseTrainingOptions
 from compress.dense.encoder_decoder import (
     Usage,
     dense_row,
@@ -38,8 +37,8 @@ from compress.dense.encoder_decoder import (
     without_padding,
 )
 from compress.dense.encoder_decoder_training import PairLoss, measure, train
-from compress.training.layer_distillation import LossWeights
-from compress.training.training import Batch, Trainer, TrainingOptions
+from compress.options.training import DenseTrainingOptions, LossWeights, TrainingOptions
+from compress.training.training import Batch, Trainer
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.families.encoder_decoders import ENCODER_DECODERS, ROUTER_OF_BLOCK
 from engine.families.results import as_dense_encoder_decoder

@@ -24,7 +24,7 @@ from compress.plans.plan import pruning_plan
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.skip_tables import FILE_NAME
+from engine.checkpoint.skip_table_file import FILE_NAME
 
 MODELS: dict[str, dict[str, Any]] = {
     "8 experts top-2": shape(),

@@ -26,8 +26,8 @@ from results import markdown, save
 
 from engine.bench.backends import BenchSpec
 from engine.generation.generate import Engine
+from engine.generation.worker import Worker
 from engine.kernels.linear import KERNELS
-from engine.worker import Worker
 
 PREFILL, DECODE = "pp 512 0", "tg 128 0"
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -125,7 +125,7 @@ def main() -> None:
         "by transformers",
         "decode 128 t/s",
         "by transformers",
-        "of memory's speed",
+        "share of memory bandwidth",
     ]
     figures = {"card": card, "date": today, "memory_bytes_per_second": speeds, "contenders": said}
     save("gpu_decode", figures, markdown(header, rows(said, speed)))

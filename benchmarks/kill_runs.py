@@ -316,7 +316,7 @@ def table(found: list[dict[str, Any]]) -> str:
         states, seconds = Counter(each["state"] for each in own), Counter(each["second"] for each in own)
         counts = [len(own), sum(each["killed"] for each in own), states["absent"] + states["old"], states["first"]]
         rows.append([name, *map(str, [*counts, states["second"], seconds["refused"], seconds["finished"], 0])])
-    head = ["command", "kills", "before the end", "old state", "of the first run", "of the second run"]
+    head = ["command", "kills", "before the end", "old state left", "first result left", "second result left"]
     return markdown([*head, "second refused", "second finished", "anything else"], rows)
 
 

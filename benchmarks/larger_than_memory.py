@@ -52,7 +52,7 @@ def main() -> None:
         *(
             [title, *(f"{figures[name] * scale:.2f}" for figures in (limited, free))]
             for title, name, scale in (
-                ("most charged to its group, GB", "group_peak_bytes", 1e-9),
+                ("peak of its control group, GB", "group_peak_bytes", 1e-9),
                 ("seconds to the first token", "time_to_first_token_seconds", 1),
                 ("tokens/s after it", "tokens_per_second", 1),
             )

@@ -73,7 +73,7 @@ def main() -> None:
     rows = [
         ["checkpoint", f"{stored / 1e9:.2f} GB"],
         ["limit", arguments.memory_limit.replace("GB", " GB")],
-        *([f"most resident: {name}", f"{line['resident_peak_bytes'] / 1e9:.2f} GB"] for name, line in figures.items()),
+        *([f"peak resident: {name}", f"{line['resident_peak_bytes'] / 1e9:.2f} GB"] for name, line in figures.items()),
     ]
     save("memory_limit_prune", figures, markdown(["", ""], rows))
 

@@ -55,23 +55,21 @@ class Cell(NamedTuple):
 
 def methods() -> list[str]:
     """All of them."""
-    from compress.methods.merging import MERGE_METHODS
-    from compress.prune import METHODS
+    from compress.methods import methods_of
 
-    return [*METHODS, *RELAXATIONS, *MERGE_METHODS]
+    return [*methods_of("prune"), *RELAXATIONS, *methods_of("merge")]
 
 
 def default_scope(method: str) -> str:
     """Where `compress` ranks experts unless it is told otherwise."""
-    from compress.methods.merging import MERGE_METHODS
-    from compress.prune import DEFAULT_SCOPE
+    from compress.methods import METHODS
 
-    return "layer" if method in MERGE_METHODS else DEFAULT_SCOPE.get(method, "global")
+    return METHODS["diep" if method in RELAXATIONS else method].scopes[0]
 
 
 def cells(method: str) -> list[Cell]:
     """Those of one method, the costliest first: its time is the method's."""
-    from compress.methods.merging import MERGE_METHODS
+    from compress.methods import methods_of
 
     own = default_scope(method)
     found = [Cell(sparsity, own) for sparsity in SPARSITIES]
@@ -79,7 +77,7 @@ def cells(method: str) -> list[Cell]:
         return found + [Cell(sparsity, "layer") for sparsity in SPARSITIES]
     if own == "global":
         found += [Cell(sparsity, "layer") for sparsity in SPARSITIES]
-    merges = ("none",) if method in MERGE_METHODS else ("none", "cka")
+    merges = ("none",) if method in methods_of("merge") else ("none", "cka")
     found += [Cell(sparsity, own, merge) for merge in merges[1:] for sparsity in SPARSITIES]
     return found + [Cell(sparsity, own, merge, True) for merge in merges for sparsity in SPARSITIES]
 
@@ -91,6 +89,7 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
     """Perplexity of every cell, with processor seconds and peak memory of making the plan and of recovery."""
     from compress.plans.apply import planned_decoder
     from compress.prune import checked_budget, make_plan, prepare_pruning, recovered
+    from compress.run.job import Run
     from compress.run.work_directory import WorkDirectory
     from compress.training.layer_distillation import decoder_perplexity
     from engine.generation.report import peak_memory_bytes
@@ -110,10 +109,11 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
             prepared = replace(first, budget=checked_budget(options, first.checkpoint))
             work = WorkDirectory(output, shared=shared)
             work.begin({}, resume=False)
+            pruning = Run(options, prepared, work)
             started = time.process_time()
             if (place := (cell.sparsity, cell.scope, cell.merge)) not in plans:
-                plans[place] = make_plan(options, prepared, work, _quiet)
-            trained = recovered(options, prepared, plans[place], work, _quiet)
+                plans[place] = make_plan(pruning)
+            trained = recovered(pruning, plans[place])
             figures = {"seconds": time.process_time() - started, "peak": peak_memory_bytes() - resident}
             decoder = planned_decoder(plans[place], first.checkpoint, torch.float32, replaced=trained)
             run["cells"][cell.key] = figures | {
@@ -123,26 +123,22 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
     return run
 
 
-def _quiet(iterable: Any, label: str) -> Any:
-    return iterable
-
-
 def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> Any:
     """What `compress prune` or `compress merge` would be asked for."""
     from calibrate.options import CalibrationOptions
-    from compress.distillation.recover import RecoverOptions
-    from compress.methods.diep import DiepOptions
-    from compress.methods.merging import MERGE_METHODS
+    from compress.methods import methods_of
+    from compress.options.prune import DiepOptions, MergeOptions, PruneOptions
+    from compress.options.training import RecoverOptions
     from compress.plans.selection import Budget
-    from compress.prune import PruneOptions
     from engine.checkpoint.checkpoint import Checkpoint, resolve
 
     budget = Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0)
-    if method in MERGE_METHODS:
+    if method in methods_of("merge"):
         counts = Checkpoint(resolve(model)).config.experts_by_layer
         budget = Budget(experts=round((1 - cell.sparsity) * max(counts.values())), scope="layer", min_experts=0)
     relaxation = method.removeprefix("diep-") if method in RELAXATIONS else DiepOptions().relaxation
-    return PruneOptions(
+    kind = MergeOptions if method in methods_of("merge") else PruneOptions
+    return kind(
         model=model,
         output=output,
         budget=budget,
@@ -218,7 +214,7 @@ def by_method(runs: Sequence[dict[str, Any]], model: str) -> Iterator[tuple[str,
 
 def name_of(method: str) -> str:
     """As tables show it."""
-    from compress.prune import DEFAULT_METHOD
+    from compress.methods import DEFAULT_METHOD
 
     return f"**{method}** (default)" if method == DEFAULT_METHOD else method
 
@@ -230,19 +226,19 @@ def cost(own: Sequence[dict[str, Any]], key: str) -> list[str]:
 
 
 def short_table(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
-    """One-shot and recovered results of each method where `compress` ranks by default."""
+    """One-shot and recovered results of each method with its default scope, without DiEP's other relaxations."""
     header = ["method"]
     for model in full:
-        header += [f"{model}: 25 %", "50 %", "50 %, recovered", "seconds", "peak MB"]
+        header += [f"{model}: 25 %", "50 %", "50 %, recovered"]
     rows = []
     tables = {model: dict(by_method(runs, model)) for model in full}
-    for method in [method for method in methods() if any(method in table for table in tables.values())]:
+    shown = [method for method in methods() if method not in RELAXATIONS]
+    for method in [method for method in shown if any(method in table for table in tables.values())]:
         row, scope = [name_of(method)], default_scope(method)
         for table in tables.values():
             own = table.get(method, [])
             one_shot = [Cell(sparsity, scope).key for sparsity in (0.25, 0.5)]
             row += [mean_and_spread(values(own, key)) for key in (*one_shot, Cell(0.5, scope, "none", True).key)]
-            row += cost(own, one_shot[1])
         rows.append(row)
     return preface(runs, full) + markdown(header, rows)
 

@@ -36,8 +36,9 @@ from torch import nn
 
 from calibrate.labelled import labelled
 from calibrate.options import CalibrationOptions
-from compress.classifiers.distill import ClassifierOptions, distill_classifier
-from compress.classifiers.distillation import ABLATIONS
+from compress.classifiers.distill import distill_classifier
+from compress.classifiers.recipes import ABLATIONS
+from compress.options.distill_classifier import ClassifierOptions
 from engine.bench.classifiers import bench_classifiers
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY
 from engine.files.safetensors_writer import write_tensors
@@ -53,7 +54,7 @@ METHODS: dict[str, dict[str, str]] = {
     "KD": {"recipe": "kd"},
     "SRRL": {"recipe": "srrl"},
     WHOLE: {"recipe": "moe-kd"},
-    **{f"({name}) {what}": {"recipe": "moe-kd", "ablation": name} for name, what in ABLATIONS.items()},
+    **{f"({name}) {row.about}": {"recipe": "moe-kd", "ablation": name} for name, row in ABLATIONS.items()},
 }
 MAIN = ("student alone", "KD", "SRRL", WHOLE)
 RESIDUAL = {"model_type": "resnet", "num_channels": 1, "layer_type": "basic"}
@@ -109,7 +110,7 @@ SETTINGS = (
     ),
     Setting(
         "text",
-        f"the package that a function of the standard library is of, one of {TEXT_CLASSES}",
+        f"the package that contains a function of the standard library, one of {TEXT_CLASSES}",
         *("text teacher", "functions.jsonl", "functions.jsonl", ("BERT",), MAIN, 24, 8),
         optimiser="adamw",
         learning_rate=0.002,
@@ -349,7 +350,7 @@ def speed(work: Path, threads: int) -> None:
         found = bench_classifiers([str(student), str(mixture)], batch=batch, threads=threads, repetitions=25)
         alone = found[0]["examples_per_second_median"]
         rows += [[Path(row["model"]).name, *_speed_cells(row, alone)] for row in found]
-    header = ["1,000 classes, 224×224, float32", "batch", "parameters", "images/s", "of the student", "peak GB"]
+    header = ["1,000 classes, 224×224, float32", "batch", "parameters", "images/s", "relative to the student", "peak GB"]
     save("moe_kd_speed", rows, markdown(header, rows))
 
 

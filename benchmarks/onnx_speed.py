@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from compress.export.decoder import PRECISIONS
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
-from engine.checkpoint.checkpoint import ONNX_NAME, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.decoder.model import own_routing
 from engine.files.json_file import write_json
 from engine.onnx.decoder import write_decoder
@@ -46,7 +47,7 @@ FORMS = {
     "onnx int8": ("int8", "moe"),
     "onnx int4": ("int4", "moe"),
 }
-OURS, PLAIN, PLAIN_INT4 = "ours, bf16", "torch.onnx.export", "torch.onnx.export, quantised to int4"
+OURS, PLAIN, PLAIN_INT4 = "ours, bf16", "torch.onnx.export", "torch.onnx.export, quantized to int4"
 
 
 class Step(nn.Module):

@@ -18,13 +18,14 @@ import torch
 from results import markdown, save
 from torch import Tensor
 
-from calibrate.options import CalibrationOptions, calibration_texts
-from compress.quantize import QuantizeOptions, quantize
-from compress.rounding.quantizer import QuantiserOptions
+from calibrate.batches import calibration_texts
+from calibrate.options import CalibrationOptions
+from compress.options.quantize import QuantiserOptions, QuantizeOptions
+from compress.quantize import quantize
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
-from engine.kernels.quantized_weight import WHOLE_ROW
+from engine.kernels.scheme import WHOLE_ROW
 from engine.passes.memory_budget import batches
 
 ROWS = {

@@ -18,8 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SHOWN_IN = ("methods", "dense", "distill", "classifiers", "quantize", "performance", "onnx", "scaling")
-PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs" / f"{name}.md" for name in SHOWN_IN))
+PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -143,8 +143,8 @@ def main() -> None:
     header = [
         "tokens/s of all answers",
         *(f"{count} at a time" for count in CONCURRENCY),
-        "ours by it at 8",
-        "answers as ours",
+        "speed-up of ours at 8",
+        "answers equal to ours",
     ]
     save("serving_peers", {"rates": rates, "same": same, "threads": arguments.threads}, markdown(header, rows))
 

@@ -31,7 +31,8 @@ import httpx2
 import psutil
 from results import ROOT, markdown, save
 
-from engine.bench.load_test import LoadOptions, load_test
+from engine.bench.load_test import load_test
+from engine.bench.options import LoadOptions
 
 PROMPTS = (
     "def read(path):\n",
@@ -296,10 +297,10 @@ def table(found: dict[str, Any]) -> str:
         ["resident memory after a quarter of them, MB", f"{rounds[len(rounds) // 4]['resident_bytes'] / 1e6:.0f}"],
         ["at the end, MB", f"{rounds[-1]['resident_bytes'] / 1e6:.0f}"],
         *attack_rows(rounds),
-        ["200 of all kinds at once: well-formed, and answered", str(answered)],
-        ["too long or malformed, and refused with 400", str(refused)],
-        ["texts that were not what the prompt gets alone", str(mixed_load["wrong"])],
-        ["the same with a queue of 10: told to come back (429)", str(told)],
+        ["200 requests of all kinds at once: valid and answered", str(answered)],
+        ["200 requests of all kinds at once: too long or malformed, refused with 400", str(refused)],
+        ["texts that differ from those of the prompt alone", str(mixed_load["wrong"])],
+        ["with a queue of 10: refused with 429", str(told)],
     ]
     return markdown(["", "demo model"], rows)
 
@@ -315,8 +316,11 @@ def attack_rows(rounds: list[dict[str, Any]]) -> list[list[str]]:
         ["open descriptors, first and last", f"{rounds[0]['descriptors']}, {rounds[-1]['descriptors']}"],
         ["time per token, p99, ms: without attackers, and with", f"{times[0]:.1f}, {times[1]:.1f}"],
         ["bodies of attackers", f"{sum(answers.values()):,}"],
-        ["of them answered with 5xx", str(sum(count for status, count in answers.items() if status.startswith("5")))],
-        ["of them not answered, since their connection had to make room", str(ended)],
+        [
+            "bodies of attackers answered with 5xx",
+            str(sum(count for status, count in answers.items() if status.startswith("5"))),
+        ],
+        ["bodies of attackers whose connection was closed to admit others", str(ended)],
     ]
 
 

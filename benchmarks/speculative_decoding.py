@@ -16,7 +16,7 @@ from results import markdown, save
 
 from calibrate.text import load_documents
 from engine.generation.generate import Engine, Generation
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 
 Round = tuple[float, list[Generation], list[float], list[float]]
 

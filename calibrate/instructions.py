@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from calibrate.options import Limits
 from calibrate.pairs import TextPair, text_pairs
 from calibrate.text import row_sections
 from engine.errors import DataError, OptionError
@@ -26,24 +27,6 @@ class Example:
 
     prompt: list[int]
     response: list[int]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Lengths in tokens."""
-
-    length: int = 512
-    """Of prompt and response together; responses are cut to it."""
-    prompt: int = 256
-    """Of a prompt; examples with a longer one are left out."""
-
-    def check(self, max_positions: int) -> None:
-        """Raise OptionError for what the model cannot take."""
-        if not 2 <= self.length <= max_positions or not 1 <= self.prompt < self.length:
-            raise OptionError(
-                f"max-length is {self.length} and max-prompt-length {self.prompt}; the model takes up to {max_positions} "
-                "tokens, and a prompt must leave room for a response"
-            )
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from calibrate.options import CalibrationOptions
 from calibrate.statistics import Statistics
 from calibrate.text import Split, token_batches
 from compress.evaluate import tasks
-from compress.methods.diep_scores import load_scores
+from compress.options.compare import CompareOptions
 from compress.plans.plan import plan_from_json
 from compress.report import plots
 from compress.report.columns import to_csv
+from compress.report.diep_scores import load_scores
 from compress.report.page import page
 from compress.report.pictures import Picture, Pictured, kept_experts, save
 from compress.report.pictures import draw as draw_experts
@@ -38,6 +39,7 @@ from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
 from engine.checkpoint.artifact import check_output, whole_or_nothing
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
+from engine.checkpoint.kinds import is_exported
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer, own_routings
@@ -47,35 +49,12 @@ from engine.errors import OptionError, PlanError
 from engine.files.json_file import write_json, writing
 from engine.generation.report import ExportedSkipCounter
 from engine.kernels.devices import resolve_device
-from engine.onnx.runtime import is_exported, open_exported
+from engine.onnx.runtime import open_exported
 from engine.progress import Progress, no_progress
 
 COMPARISON = "comparison.json"
 """By this file a directory is known as a comparison, which --overwrite may replace."""
 MOST_IN_HEADING = 4
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """One comparison."""
-
-    models: tuple[str, ...]
-    output: Path | None = None
-    text: CalibrationOptions = field(default_factory=CalibrationOptions)
-    """`samples` sequences show how experts are used, for the pictures; `evaluation_samples` give perplexity; or 0."""
-    tasks: tuple[str, ...] = ()
-    limit: int | None = None
-    speed: bool = True
-    prompt_tokens: int = 512
-    generated_tokens: int = 128
-    repetitions: int = 5
-    skip_threshold: float = 0.0
-    """Of those models that can skip, in perplexity and in speed alike; exports skip as they were exported to."""
-    dtype: str = "auto"
-    device: str = "cpu"
-    """Exports run on the CPU where this is "auto"."""
-    threads: int | None = None
-    overwrite: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
-from calibrate.options import training_text
+from calibrate.batches import training_text
 from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.dense.block_error import BlockError, block_errors, shared_gates
-from compress.dense.dense_plan import SELECTIONS, Chosen, check_ffns, choose, dense_plan
+from compress.dense.dense_plan import Chosen, check_ffns, choose, dense_plan
 from compress.dense.dense_student import learned_scales, saved_tensors
-from compress.dense.dense_training import DenseTrainingOptions, train_dense
+from compress.dense.dense_training import train_dense
+from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import check_fits, check_nothing_is_lost
 from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, plan_from_json, plan_to_json
 from compress.report.card import training_lines
+from compress.report.figures import DecoderChoiceFigures, DensifyFigures
 from compress.report.pictures import draw_training, draw_usage
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, Made, Prepared, check_weights, open_mixture, prepare, statistics_of
+from compress.run.job import Made, Prepared, Run, check_weights, open_mixture, prepare, statistics_of
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
@@ -37,17 +39,6 @@ ERROR_SEQUENCES = 16
 """Sequences on which shared experts' gates and the error of each layer are measured."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DensifyOptions(JobOptions):
-    """One run of `compress densify`."""
-
-    method: str = "densify"
-    ffns: int | None = None
-    """K; None for as many as the model's tokens use."""
-    select: str = "usage"
-    training: DenseTrainingOptions = field(default_factory=DenseTrainingOptions)
-
-
 @dataclass
 class Trainable(Prepared):
     """Inputs that were found to be good, with the text to train on; none where nothing is trained."""
@@ -61,8 +52,11 @@ class Trainable(Prepared):
         return super().texts | {"training_text": self.training_SL, "validation_text": self.validation_VL}
 
 
+DensifyRun = Run[DensifyOptions, Trainable]
+
+
 @claims_output
-def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def densify(options: DensifyOptions, progress: Progress = no_progress) -> DensifyFigures:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
 
     Several processes (engine/passes/processes.py) share calibration, training and measuring.
@@ -72,11 +66,12 @@ def densify(options: DensifyOptions, progress: Progress = no_progress) -> dict[s
     if options.training.shard:
         processes.check_several()
     if (figures := finished_before(options, work)) is not None:
-        return figures
+        return cast(DensifyFigures, figures)
     check_outputs(options)
     prepared = prepare_dense(options)
     check_weights(prepared.checkpoint, progress)
-    return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+    run = Run(options, prepared, work, progress, started)
+    return cast(DensifyFigures, carry_out(run, lambda: _make(run)))
 
 
 def prepare_dense(options: DensifyOptions) -> Trainable:
@@ -112,22 +107,21 @@ def checked_mixture(options: DensifyOptions) -> Checkpoint:
     return checkpoint
 
 
-def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, progress: Progress) -> Made:
-    checkpoint = prepared.checkpoint
-    statistics = statistics_of(options, prepared, work, progress)
+def _make(run: DensifyRun) -> Made:
+    options, prepared, checkpoint = run.options, run.prepared, run.prepared.checkpoint
+    statistics = statistics_of(run)
     chosen = choose(options.select, statistics, ffns_of(options, checkpoint), options.calibration.seed)
-    plan = plan_from_json(work.once("plan", lambda: plan_to_json(_planned(options, prepared, chosen, statistics, progress))))
+    plan = plan_from_json(run.work.once("plan", lambda: plan_to_json(_planned(run, chosen, statistics))))
     errors = block_errors(
         plan,
         checkpoint,
         prepared.tokens_SL[:ERROR_SEQUENCES],
         dtype=prepared.dtype,
         device=options.device,
-        progress=lambda layers: progress(layers, "error of each layer (layers)"),
+        progress=run.bar("error of each layer (layers)"),
     )
-    trained = _trained(options, prepared, plan, work, progress)
-    own = _figures(options, checkpoint, chosen, errors, statistics) | {"training": trained.parts}
-    own["scales_per_layer"] = list(learned_scales(trained.tensors, plan).values()) if trained.tensors else None
+    trained = _trained(run, plan)
+    own = _figures(run, chosen, errors, statistics, trained, plan)
     experts = {layer: best.experts for layer, best in chosen.items()}
     return Made(
         plan,
@@ -143,20 +137,15 @@ def _make(options: DensifyOptions, prepared: Trainable, work: WorkDirectory, pro
     )
 
 
-def _planned(
-    options: DensifyOptions,
-    prepared: Trainable,
-    chosen: Mapping[int, Chosen],
-    statistics: Statistics,
-    progress: Progress,
-) -> Plan:
+def _planned(run: DensifyRun, chosen: Mapping[int, Chosen], statistics: Statistics) -> Plan:
     """The chosen experts with their first weights, averaged ones aligned."""
+    options, prepared = run.options, run.prepared
     gates = shared_gates(
         prepared.checkpoint,
         prepared.tokens_SL[:ERROR_SEQUENCES],
         dtype=prepared.dtype,
         device=options.device,
-        progress=lambda layers: progress(layers, "gates (layers)"),
+        progress=run.bar("gates (layers)"),
     )
     return dense_plan(
         chosen,
@@ -164,12 +153,13 @@ def _planned(
         gates,
         prepared.checkpoint,
         device=options.device,
-        progress=lambda layers: progress(layers, "choosing (layers)"),
+        progress=run.bar("choosing (layers)"),
     )
 
 
-def _trained(options: DensifyOptions, prepared: Trainable, plan: Plan, work: WorkDirectory, progress: Progress) -> Trained:
-    """What training makes of the plan; nothing where it was not asked for."""
+def _trained(run: DensifyRun, plan: Plan) -> Trained:
+    """The tensors that training gives the plan's model; empty where it was not asked for."""
+    options, prepared = run.options, run.prepared
     if not options.training.steps:
         return Trained()
     return train_dense(
@@ -180,23 +170,24 @@ def _trained(options: DensifyOptions, prepared: Trainable, plan: Plan, work: Wor
         options.training,
         dtype=prepared.dtype,
         device=options.device,
-        directory=work.path,
+        directory=run.work.path,
         resume=options.resume,
-        progress=progress,
+        progress=run.progress,
     )
 
 
 def _figures(
-    options: DensifyOptions,
-    checkpoint: Checkpoint,
+    run: DensifyRun,
     chosen: Mapping[int, Chosen],
     errors: Mapping[int, BlockError],
     statistics: Statistics,
-) -> dict[str, Any]:
-    layers = checkpoint.config.moe_layers
-    row = checkpoint.config.architecture
+    trained: Trained,
+    plan: Plan,
+) -> DecoderChoiceFigures:
+    options, config = run.options, run.prepared.checkpoint.config
+    layers, row = config.moe_layers, config.architecture
     return {
-        "ffns": ffns_of(options, checkpoint),
+        "ffns": ffns_of(options, run.prepared.checkpoint),
         "select": options.select,
         "selected_experts": {str(layer): chosen[layer].experts for layer in layers},
         "family": row.dense_sibling or row.model_type,
@@ -205,6 +196,8 @@ def _figures(
         "shared_gate_error_per_layer": [errors[layer].shared_gate for layer in layers] if row.has_shared_gate else None,
         "top_expert_share_per_layer": [float(usage_shares(statistics.layers[layer]).max()) for layer in layers],
         "effective_experts_per_layer": [effective_experts(statistics.layers[layer]) for layer in layers],
+        "training": trained.parts,
+        "scales_per_layer": list(learned_scales(trained.tensors, plan).values()) if trained.tensors else None,
     }
 
 
@@ -219,7 +212,7 @@ def _family_note(row: Architecture) -> str:
     return f"an ordinary {row.dense_sibling}"
 
 
-def _card(own: Mapping[str, Any], plan: Plan) -> list[str]:
+def _card(own: DecoderChoiceFigures, plan: Plan) -> list[str]:
     rows = [
         f"| {layer} | {' '.join(map(str, own['selected_experts'][str(layer)]))} | {error:.0%} |"
         for layer, error in zip(sorted(plan.layers), own["block_error_per_layer"], strict=True)
@@ -238,7 +231,7 @@ def _card(own: Mapping[str, Any], plan: Plan) -> list[str]:
     ]
 
 
-def _gate_lines(own: Mapping[str, Any]) -> list[str]:
+def _gate_lines(own: DecoderChoiceFigures) -> list[str]:
     if own["shared_gate_error_per_layer"] is None:
         return []
     largest = max(own["shared_gate_error_per_layer"])

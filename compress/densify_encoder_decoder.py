@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from calibrate.pairs import DEFAULT_LENGTH, Pairs, text_pairs, tokenised
 from calibrate.statistics import effective_experts, usage_shares
-from compress.dense.dense_plan import SELECTIONS, check_ffns, choose
+from compress.dense.dense_plan import check_ffns, choose
 from compress.dense.encoder_decoder import (
     Usage,
     check_nothing_is_lost,
@@ -29,11 +29,13 @@ from compress.dense.encoder_decoder import (
     usage,
 )
 from compress.dense.encoder_decoder_training import Measured, measure, train
-from compress.densify import DensifyOptions
+from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import carried_files
 from compress.plans.plan import Plan, plan_from_json, plan_to_json
 from compress.report.card import model_card, training_lines
+from compress.report.figures import DensifyPairsFigures
 from compress.run.claims import claims_output
+from compress.run.job import Run
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trained
@@ -54,7 +56,7 @@ ERROR_PAIRS = 64
 
 
 @dataclass
-class Prepared:
+class PreparedPairs:
     """Inputs that were found to be good."""
 
     checkpoint: EncoderDecoderCheckpoint
@@ -71,12 +73,15 @@ class Prepared:
         return self.checkpoint.identity() | digests
 
 
+PairsRun = Run[DensifyOptions, PreparedPairs]
+
+
 def _sides(pairs: Pairs) -> dict[str, Tensor]:
     return {"source": pairs.source_PS, "target": pairs.target_PM}
 
 
 @claims_output
-def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_progress) -> DensifyPairsFigures:
     """Run the job; the figures of the result, with the keys of `compress densify --json`.
 
     Several processes share the training; all else each does for itself, and the first writes.
@@ -87,19 +92,20 @@ def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_pro
         raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
     checkpoint = EncoderDecoderCheckpoint(resolve(options.model))
     if (figures := finished_before(options, work, checkpoint.identity)) is not None:
-        return figures
+        return cast(DensifyPairsFigures, figures)
     check_outputs(options)
     prepared = prepare(options, checkpoint)
     checkpoint.check_finite(lambda names: progress(processes.share(list(names)), "checking weights"))
     with work.until_whole(options.output):
         work.begin(options.deciding() | prepared.fingerprints(), options.resume)
         before = work.once("held_out_before", lambda: _measured(prepared.teacher, prepared))
-        made = _student(options, prepared, work, progress)
-        figures = _write(options, prepared, made, before, started) if processes.is_first() else {}
-        return dict(processes.told(figures))
+        run = Run(options, prepared, work, progress, started)
+        made = _student(run)
+        written = _write(run, made, before) if processes.is_first() else None
+        return cast(DensifyPairsFigures, processes.told(written))
 
 
-def prepare(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint) -> Prepared:
+def prepare(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint) -> PreparedPairs:
     """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
     options.training.check()
     ffns = 1 if options.ffns is None else options.ffns
@@ -116,7 +122,7 @@ def prepare(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint) -> Pr
     pairs = {split: tokenised(texts, split, count, **common) for split, count in counts.items()}
     teacher = checkpoint.load(options.dtype or checkpoint.model_dtype, options.device)
     check_nothing_is_lost(teacher, checkpoint)
-    return Prepared(checkpoint, teacher, pairs, ffns, length)
+    return PreparedPairs(checkpoint, teacher, pairs, ffns, length)
 
 
 def _check_options(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint, ffns: int) -> None:
@@ -151,7 +157,7 @@ def _pair_counts(options: DensifyOptions) -> dict[str, int]:
     return {split: count for split, count in counts.items() if count}
 
 
-def _measured(model: nn.Module, prepared: Prepared) -> dict[str, float | None]:
+def _measured(model: nn.Module, prepared: PreparedPairs) -> dict[str, float | None]:
     """Figures on the held-out pairs, None where there are none. Raises CheckpointError where they are no numbers."""
     if "held-out" not in prepared.pairs:
         return {"token_accuracy": None, "perplexity": None}
@@ -171,17 +177,18 @@ class Student:
     figures: dict[str, Any]
 
 
-def _student(options: DensifyOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Student:
+def _student(run: PairsRun) -> Student:
     """Choose experts, say how far that is from the mixture, train."""
+    options, prepared = run.options, run.prepared
     checkpoint, teacher, calibration = prepared.checkpoint, prepared.teacher, prepared.pairs["calibration"]
-    seen = usage(teacher, checkpoint, calibration, lambda batches: progress(batches, "calibrating (batches)"))
-    plan = plan_from_json(work.once("plan", lambda: plan_to_json(_plan(options, prepared, seen))))
+    seen = usage(teacher, checkpoint, calibration, run.bar("calibrating (batches)"))
+    plan = plan_from_json(run.work.once("plan", lambda: plan_to_json(_plan(options, prepared, seen))))
     student = dense_student(plan, teacher, checkpoint, options.dtype or checkpoint.model_dtype, options.device)
     errors = layer_errors(student, teacher, checkpoint, seen, calibration.take(slice(ERROR_PAIRS)))
     parameters: Mapping[str, Tensor] = dict(student.named_parameters())
     parts: dict[str, Any] = {}
     if options.training.steps:
-        trained = _trained(options, prepared, student, work, progress)
+        trained = _trained(run, student)
         parameters, parts = trained.tensors, trained.parts
     own = {
         "selected_experts": _selected(plan, checkpoint),
@@ -193,10 +200,8 @@ def _student(options: DensifyOptions, prepared: Prepared, work: WorkDirectory, p
     return Student(plan, parameters, own | _usage_figures(seen))
 
 
-def _trained(
-    options: DensifyOptions, prepared: Prepared, student: nn.Module, work: WorkDirectory, progress: Progress
-) -> Trained:
-    pairs = prepared.pairs
+def _trained(run: PairsRun, student: nn.Module) -> Trained:
+    options, prepared, pairs = run.options, run.prepared, run.prepared.pairs
     return train(
         student,
         prepared.teacher,
@@ -204,23 +209,22 @@ def _trained(
         pairs["training"],
         pairs.get("validation", pairs["calibration"].take(slice(0))),
         options.training,
-        directory=work.path,
+        directory=run.work.path,
         resume=options.resume,
-        progress=progress,
+        progress=run.progress,
     )
 
 
-def _write(
-    options: DensifyOptions, prepared: Prepared, made: Student, before: Mapping[str, float | None], started: float
-) -> dict[str, Any]:
+def _write(run: PairsRun, made: Student, before: Mapping[str, float | None]) -> DensifyPairsFigures:
     """Fold, write, measure what was written, describe it, and give it its name."""
-    checkpoint = prepared.checkpoint
+    options, prepared, checkpoint = run.options, run.prepared, run.prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
         write_dense(directory, saved_tensors(made.parameters, checkpoint), checkpoint, prepared.ffns)
         result = EncoderDecoderCheckpoint(directory)
         after = _measured(result.load(options.dtype or checkpoint.model_dtype, options.device), prepared)
-        figures = _figures(options, prepared, result, before, after) | made.figures
-        figures |= {"seconds": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()}
+        own = _figures(options, prepared, result, before, after) | made.figures
+        own |= {"seconds": time.monotonic() - run.started, "peak_memory_bytes": peak_memory_bytes()}
+        figures = cast(DensifyPairsFigures, own)
         title = f"{options.model}, dense: {prepared.ffns} experts of each layer as one FFN"
         card = model_card(figures, options.model, (), False, (), title, _card(figures), loader="AutoModelForSeq2SeqLM")
         (directory / "README.md").write_text(card, encoding="utf-8")
@@ -230,7 +234,7 @@ def _write(
     return figures
 
 
-def _plan(options: DensifyOptions, prepared: Prepared, seen: Usage) -> Plan:
+def _plan(options: DensifyOptions, prepared: PreparedPairs, seen: Usage) -> Plan:
     chosen = choose(options.select, seen.statistics, prepared.ffns, options.calibration.seed)
     return planned(chosen, seen.statistics, prepared.teacher, prepared.checkpoint)
 
@@ -256,7 +260,7 @@ def _selected(plan: Plan, checkpoint: EncoderDecoderCheckpoint) -> dict[str, lis
 
 def _figures(
     options: DensifyOptions,
-    prepared: Prepared,
+    prepared: PreparedPairs,
     result: EncoderDecoderCheckpoint,
     before: Mapping[str, float | None],
     after: Mapping[str, float | None],
@@ -307,7 +311,7 @@ def _usage_figures(seen: Usage) -> dict[str, Any]:
 
 
 def _provenance(
-    options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint, plan: Plan, figures: Mapping[str, Any]
+    options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint, plan: Plan, figures: DensifyPairsFigures
 ) -> dict[str, Any]:
     return {
         "source": {"model": options.model} | checkpoint.identity(),
@@ -323,12 +327,16 @@ def _provenance(
     }
 
 
-def _card(figures: Mapping[str, Any]) -> Sequence[str]:
-    columns = ("block_error_per_layer", "router_weight_error_per_layer", "dropped_share_per_layer")
+def _card(figures: DensifyPairsFigures) -> Sequence[str]:
+    columns = (
+        figures["block_error_per_layer"],
+        figures["router_weight_error_per_layer"],
+        figures["dropped_share_per_layer"],
+    )
     rows = [
         f"| {layer} | {' '.join(map(str, figures['selected_experts'][layer]))} "
         f"| {error:.0%} | {weight:.0%} | {dropped:.1%} |"
-        for layer, error, weight, dropped in zip(figures["layers"], *(figures[name] for name in columns), strict=True)
+        for layer, error, weight, dropped in zip(figures["layers"], *columns, strict=True)
     ]
     return [
         f"It is {figures['family_note']}.",

@@ -5,37 +5,40 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.dense.dense_training import recompute_if_large
-from compress.distillation.inputs import Distillable, DistillOptions, identities, prepare_distillation
+from compress.distillation.inputs import Distillable, identities, prepare_distillation
+from compress.distillation.recipes import METRICS
 from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
 from compress.distillation.response_perplexity import response_perplexity
 from compress.distillation.rouge import rouge_l
 from compress.distillation.router_report import RouterReport, draw_routers, old_routers, router_report
 from compress.distillation.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
 from compress.distillation.teacher_cache import cached_teacher
+from compress.options.distill import DistillOptions
 from compress.plans.plan import same_plan
+from compress.report.figures import DistillationFigures, DistillFigures
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
 from compress.run.clock import Clock
-from compress.run.job import Made, check_weights
+from compress.run.job import Made, Run, check_weights
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from compress.training.training import Trainer, figures
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 from engine.passes import processes
 from engine.progress import Progress, no_progress
 
 
 @claims_output
-def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def distill(options: DistillOptions, progress: Progress = no_progress) -> DistillFigures:
     """Run the job; the figures of the result, with the keys of `compress distill --json`.
 
     Several processes (engine/passes/processes.py) share training and measuring.
@@ -44,13 +47,17 @@ def distill(options: DistillOptions, progress: Progress = no_progress) -> dict[s
     options.check()
     work = WorkDirectory(options.output)
     if (done := finished_before(options, work, lambda: identities(options))) is not None:
-        return done
+        return cast(DistillFigures, done)
     check_outputs(options)
     prepared = prepare_distillation(options)
     for checkpoint in (prepared.checkpoint, prepared.teacher):
         if checkpoint is not None:
             check_weights(checkpoint, progress)
-    return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+    run = Run(options, prepared, work, progress, started)
+    return cast(DistillFigures, carry_out(run, lambda: _make(run)))
+
+
+DistillRun = Run[DistillOptions, Distillable]
 
 
 @dataclass
@@ -68,7 +75,8 @@ class Distilled:
     """Of a teacher with experts."""
 
 
-def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Distilled:
+def _train(run: DistillRun) -> Distilled:
+    options, prepared = run.options, run.prepared
     clock, config = Clock(), prepared.checkpoint.config
     student = processes.load_decoder(prepared.checkpoint, prepared.dtype, options.device, options.shard)
     longest = prepared.limit if options.row.student_writes else prepared.length
@@ -77,7 +85,7 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
     measure = Measure(options, prepared, student, part.group_size)
     writer = student if options.row.student_writes else None
     responses = Responses(prepared.training, clock, writer, prepared.limit, measure.ends)
-    side = _teacher_side(options, prepared, student, responses, work, part.group_size, progress)
+    side = _teacher_side(run, student, responses, part.group_size)
     loss = ResponseLoss(student, side.teaching, responses, options.row, options.temperature)
     trainer = Trainer(parameters_on_disk(student), loss, part, len(prepared.training), prepared.length, side.first)
     measured = prepared.measured or prepared.validation
@@ -89,10 +97,10 @@ def _train(options: DistillOptions, prepared: Distillable, work: WorkDirectory, 
 
     with clock.of("update"):
         tensors = trainer.run(
-            state_path=work.path / "distill.safetensors",
+            state_path=run.work.path / "distill.safetensors",
             resume=options.resume,
             validate=validate,
-            progress=lambda items: progress(items, f"{options.recipe} (steps)"),
+            progress=run.bar(f"{options.recipe} (steps)"),
         )
     metrics, perplexities = zip(before, measure.both(measured), strict=True)
     return Distilled(tensors, trainer, clock, metrics, perplexities, side.report())
@@ -104,7 +112,7 @@ class Measure:
     def __init__(self, options: DistillOptions, prepared: Distillable, student: Decoder, group_size: int) -> None:
         self.student, self.group_size, self.limit = student, group_size, prepared.limit
         self.ends = end_tokens(prepared.checkpoint)
-        self._tokenizer = load_tokenizer(prepared.checkpoint) if options.select_by == "rouge-l" else None
+        self._tokenizer = load_tokenizer(prepared.checkpoint) if METRICS[options.select_by].writes else None
 
     def __call__(self, examples: Sequence[Example]) -> float:
         """What tells the best state: perplexity, or 1 − ROUGE-L of what it writes."""
@@ -138,15 +146,8 @@ class _TeacherSide:
     """What its routers say at the end."""
 
 
-def _teacher_side(
-    options: DistillOptions,
-    prepared: Distillable,
-    student: Decoder,
-    responses: Responses,
-    work: WorkDirectory,
-    group_size: int,
-    progress: Progress,
-) -> _TeacherSide:
+def _teacher_side(run: DistillRun, student: Decoder, responses: Responses, group_size: int) -> _TeacherSide:
+    options, prepared = run.options, run.prepared
     if prepared.teacher is None:
         return _TeacherSide()
     decoder = Decoder(prepared.teacher.config, prepared.teacher.weights(prepared.dtype, options.device))
@@ -162,12 +163,12 @@ def _teacher_side(
     cached = cached_teacher(
         decoder,
         prepared.training,
-        work.path,
+        run.work.path,
         responses.clock,
         group_size=group_size,
         count=options.cached_tokens,
         temperature=options.temperature,
-        progress=lambda rows: progress(rows, "teacher's predictions (sequences)"),
+        progress=run.bar("teacher's predictions (sequences)"),
     )
     # The teacher's body is let go of: its routers say at the end what they say now.
     reported = report()
@@ -185,8 +186,8 @@ def _router_trainer(
     return RouterTrainer(router_parameters(teacher), loss, part, len(prepared.training), prepared.length)
 
 
-def _make(options: DistillOptions, prepared: Distillable, work: WorkDirectory, progress: Progress) -> Made:
-    done = _train(options, prepared, work, progress)
+def _make(run: DistillRun) -> Made:
+    options, prepared, done = run.options, run.prepared, _train(run)
     own = _figures(options, prepared, done)
     history = {options.recipe: (done.trainer.history, done.trainer.validations)}
     return Made(
@@ -203,33 +204,38 @@ def _make(options: DistillOptions, prepared: Distillable, work: WorkDirectory, p
     )
 
 
-def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) -> dict[str, Any]:
-    own, first = figures(done.trainer), done.trainer.first
+def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) -> DistillationFigures:
+    own: dict[str, Any] = {**figures(done.trainer)}
+    first = done.trainer.first
     if first is not None:
         own["router"] = {"loss_first": first.history[0]["loss"], "loss_last": first.history[-1]["loss"]}
-    by_rouge = options.select_by == "rouge-l"
-    if by_rouge:
-        own["validation_rouge_l"] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
-    metrics = [1.0 - value if by_rouge else value for value in done.metrics]
-    return {
-        "teacher": None if prepared.teacher is None else options.teacher,
-        "recipe": options.recipe,
-        "divergence": options.row.divergence,
-        **own,
-        "metric_name": options.select_by,
-        "metric_before": metrics[0],
-        "metric_after": metrics[1],
-        "response_perplexity_before": done.perplexities[0],
-        "response_perplexity_after": done.perplexities[1],
-        "time_share": done.clock.shares,
-        "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
-        "router_divergence_per_layer": list(done.routers.moved.values()) if first is not None and done.routers else None,
-        "prompts_left_out": prepared.prompts_left_out,
-        "responses_cut": prepared.responses_cut,
-    }
+    metric = METRICS[options.select_by]
+    metrics = list(done.metrics)
+    if metric.writes:  # what is minimized is 1 − ROUGE-L
+        own[metric.history] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
+        metrics = [1.0 - value for value in metrics]
+    return cast(
+        DistillationFigures,
+        {
+            "teacher": None if prepared.teacher is None else options.teacher,
+            "recipe": options.recipe,
+            "divergence": options.row.divergence,
+            **own,
+            "metric_name": options.select_by,
+            "metric_before": metrics[0],
+            "metric_after": metrics[1],
+            "response_perplexity_before": done.perplexities[0],
+            "response_perplexity_after": done.perplexities[1],
+            "time_share": done.clock.shares,
+            "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
+            "router_divergence_per_layer": list(done.routers.moved.values()) if first is not None and done.routers else None,
+            "prompts_left_out": prepared.prompts_left_out,
+            "responses_cut": prepared.responses_cut,
+        },
+    )
 
 
-def _card(options: DistillOptions, own: dict[str, Any]) -> list[str]:
+def _card(options: DistillOptions, own: DistillationFigures) -> list[str]:
     whom = "on the text alone" if not options.row.needs_teacher else f"from `{options.teacher}`"
     shares = ", ".join(f"{name} {share:.0%}" for name, share in own["time_share"].items())
     return [

@@ -7,19 +7,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from calibrate.options import CalibrationOptions
-from calibrate.text import Split, token_batches
+from calibrate.text import token_batches
+from compress.options.evaluate import EvaluateOptions
+from compress.report.figures import EvaluateFigures, TaskFigures
 from compress.run.perplexity import exported_perplexity, perplexity
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.remote_code import check_loadable
-from engine.checkpoint.tokenizer import load_tokenizer
+from engine.checkpoint.tokenizer import load_tokenizer, load_transformers_tokenizer
 from engine.errors import DataError, OptionError
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
 from engine.passes.memory_budget import limited
-from engine.passes.memory_need import Work, budget_for
+from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 from engine.transformers_models.transformers_model import load_decoder
 
@@ -33,7 +32,7 @@ def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None,
     except ImportError as error:
         raise OptionError("tasks need lm-evaluation-harness; install it with `pip install moe-compress[tasks]`") from error
     loaded = load_decoder(checkpoint.directory, checkpoint.raw_config).to(device)
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_transformers_tokenizer(checkpoint)
     try:
         known = _task_manager(all(Path(name).is_file() for name in names))
         # A model and a tokenizer, not a path: the harness would leave to transformers what to run there.
@@ -56,25 +55,15 @@ def _task_manager(only_files: bool) -> Any:
     return TaskManager(include_defaults=not only_files)
 
 
-def evaluate_model(
-    model: str,
-    calibration: CalibrationOptions,
-    *,
-    split: Split,
-    dtype: torch.dtype | None,
-    device: str,
-    backend: str = "auto",
-    memory_limit: int | None = None,
-    progress: Progress = no_progress,
-) -> dict[str, Any]:
-    """`compress evaluate`: perplexity of a model. `device` "auto" is the CPU for an export; it takes no `memory_limit`."""
+def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> EvaluateFigures:
+    """`compress evaluate`: perplexity of a model. Device "auto" is the CPU for an export, which takes no memory limit."""
     started = time.monotonic()
-    directory = resolve(model)
-    exported = backend_of(directory, backend) == "onnx"
+    directory, dtype, memory_limit = resolve(options.model), options.dtype, options.memory_limit
+    exported = backend_of(directory, options.backend) == "onnx"
     if exported and memory_limit is not None:
-        raise OptionError(f"{model}: an exported model is read whole by onnxruntime; leave out --memory-limit")
+        raise OptionError(f"{options.model}: an exported model is read whole by onnxruntime; leave out --memory-limit")
     described = ModelDirectory(directory) if exported else Checkpoint(directory)
-    filled = calibration.filled(described)
+    filled = options.calibration.filled(described)
     assert filled.data is not None and filled.sequence_length is not None
     tokens = token_batches(
         filled.data,
@@ -82,21 +71,21 @@ def evaluate_model(
         samples=filled.samples,
         sequence_length=filled.sequence_length,
         seed=filled.seed,
-        split=split,
+        split=options.split,
     )
     if isinstance(described, Checkpoint):
         dtype = dtype or described.model_dtype
-        with limited(budget_for(memory_limit, described, Work(dtype, tokens.shape[1]))):
+        with limited(budget_for(memory_limit, described, MemoryDemand(dtype, tokens.shape[1]))):
             value = perplexity(
                 described,
                 tokens,
                 dtype=dtype,
-                device=resolve_device(device),
+                device=resolve_device(options.device),
                 progress=lambda layers: progress(layers, "perplexity (layers)"),
             )
     else:
         asked = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-        decoder = open_exported(described, device, asked)
+        decoder = open_exported(described, options.device, asked)
         value = exported_perplexity(described, decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
     return {
         "metric": "perplexity",
@@ -104,11 +93,11 @@ def evaluate_model(
         "tokens": tokens.numel() - len(tokens),
         "seconds": time.monotonic() - started,
         "data": filled.data,
-        "split": split,
+        "split": options.split,
     }
 
 
-def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> dict[str, Any]:
+def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> TaskFigures:
     """`compress evaluate --tasks`: lm-evaluation-harness tasks."""
     started = time.monotonic()
     checkpoint = Checkpoint(resolve(model))

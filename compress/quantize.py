@@ -4,50 +4,40 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
+from compress.options.quantize import QuantizeOptions
 from compress.plans.plan import same_plan
+from compress.report.figures import QuantizeFigures
 from compress.rounding.activation_scales import Rescaling, activation_scales, load_rescaling
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, Made, Prepared, check_plain, check_weights, prepare
+from compress.run.job import Made, Prepared, Run, check_plain, check_weights, prepare
 from compress.run.result import carry_out, check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.checkpoint import Checkpoint, resolve
-from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.skip_tables import load_skip_tables
 from engine.progress import Progress, no_progress
 
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeOptions(JobOptions):
-    """One run of `compress quantize`."""
-
-    quantiser: QuantiserOptions
-    activation_aware: bool = False
-    """Scale input channels by their activations first (activation_scales.py)."""
-
-    @property
-    def reads_text(self) -> bool:
-        """Rounding alone needs none; what is measured does."""
-        return self.activation_aware or self.calibration.evaluation_samples > 0
+QuantizeRun = Run[QuantizeOptions, Prepared]
 
 
 @claims_output
-def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> QuantizeFigures:
     """Run the job; the figures of the result, with the keys of `compress quantize --json`."""
     started = time.monotonic()
     work = WorkDirectory(options.output)
     if (figures := finished_before(options, work)) is not None:
-        return figures
+        return cast(QuantizeFigures, figures)
     check_outputs(options)
     prepared = prepare_quantizing(options)
     check_weights(prepared.checkpoint, progress)
-    return carry_out(options, prepared, work, lambda: _make(options, prepared, work, progress), progress, started)
+    run = Run(options, prepared, work, progress, started)
+    return cast(QuantizeFigures, carry_out(run, lambda: _make(run)))
 
 
 def prepare_quantizing(options: QuantizeOptions) -> Prepared:
@@ -62,8 +52,8 @@ def prepare_quantizing(options: QuantizeOptions) -> Prepared:
     return Prepared(checkpoint, calibration, nothing, None, None, options.dtype or checkpoint.model_dtype)
 
 
-def _make(options: QuantizeOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Made:
-    source = prepared.checkpoint
+def _make(run: QuantizeRun) -> Made:
+    options, source = run.options, run.prepared.checkpoint
 
     def keep_tables(directory: Path) -> None:
         if not options.reads_text and (source.directory / SKIP_TABLES).is_file():
@@ -73,17 +63,18 @@ def _make(options: QuantizeOptions, prepared: Prepared, work: WorkDirectory, pro
     return Made(
         same_plan(source.config.experts_by_layer),
         options.method,
-        quantiser=Quantiser(options.quantiser, _rescaling(options, prepared, work, progress)),
+        quantiser=Quantiser(options.quantiser, _rescaling(run)),
         title=f"{options.model}, weights of {options.quantiser.bits} bits",
         add_files=keep_tables,
     )
 
 
-def _rescaling(options: QuantizeOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Rescaling | None:
-    """As an interruption left it, or found now; None where nothing is to be scaled."""
+def _rescaling(run: QuantizeRun) -> Rescaling | None:
+    """The scales that an interruption left, or found now; None where nothing is to be scaled."""
+    options, prepared = run.options, run.prepared
     if not options.activation_aware:
         return None
-    saved = work.path / "activation_scales.safetensors"
+    saved = run.work.path / "activation_scales.safetensors"
     if saved.is_file():
         return load_rescaling(saved)
     found = activation_scales(
@@ -94,7 +85,7 @@ def _rescaling(options: QuantizeOptions, prepared: Prepared, work: WorkDirectory
         dtype=prepared.dtype,
         device=options.device,
         seed=options.calibration.seed,
-        progress=lambda layers: progress(layers, "scales (layers)"),
+        progress=run.bar("scales (layers)"),
     )
     found.save(saved)
     return found

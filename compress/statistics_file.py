@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from calibrate.batches import calibration_texts
 from calibrate.collect import collect, held_bytes
-from calibrate.options import CalibrationOptions, calibration_texts
+from compress.options.calibrate import CalibrateOptions
 from compress.run.claims import claiming
 from compress.run.job import check_weights
 from compress.run.work_directory import WorkDirectory
@@ -21,46 +19,38 @@ from engine.errors import OptionError
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
 from engine.passes.memory_budget import limited
-from engine.passes.memory_need import Work, budget_for
+from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 
 
-def calibrate_to_file(
-    model: str,
-    output: Path,
-    calibration: CalibrationOptions,
-    *,
-    dtype: torch.dtype | None,
-    device: str,
-    overwrite: bool,
-    resume: bool = False,
-    memory_limit: int | None = None,
-    progress: Progress = no_progress,
-) -> dict[str, Any]:
-    """`compress calibrate`: statistics of a model into a file; `resume` goes on from the layer where one was interrupted.
+def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progress) -> dict[str, Any]:
+    """Save the statistics of a model in a file; the figures of `compress calibrate --json`.
+
+    With `resume` a run continues from the layer where an earlier one was interrupted.
 
     Several processes share the text, and the first writes.
     """
     started = time.monotonic()
+    output = options.output
     with claiming(file=output):
         if processes.is_first():
-            check_file_output(output, overwrite)
-        checkpoint = Checkpoint(resolve(model))
+            check_file_output(output, options.overwrite)
+        checkpoint = Checkpoint(resolve(options.model))
         if not checkpoint.config.moe_layers:
-            raise OptionError(f"{model}: is not a mixture of experts, so there is nothing to calibrate")
-        filled = calibration.filled(checkpoint)
+            raise OptionError(f"{options.model}: is not a mixture of experts, so there is nothing to calibrate")
+        filled = options.calibration.filled(checkpoint)
         tokens, _ = calibration_texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
-        dtype, work = dtype or checkpoint.model_dtype, WorkDirectory(output)
-        needed = Work(dtype, tokens.shape[1], other_bytes=held_bytes(checkpoint.config))
-        with limited(budget_for(memory_limit, checkpoint, needed)), work.until_whole(work.path):
+        dtype, work = options.dtype or checkpoint.model_dtype, WorkDirectory(output)
+        needed = MemoryDemand(dtype, tokens.shape[1], other_bytes=held_bytes(checkpoint.config))
+        with limited(budget_for(options.memory_limit, checkpoint, needed)), work.until_whole(work.path):
             text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-            work.begin(checkpoint.identity() | {"tokens": text, "dtype": str(dtype), "seed": filled.seed}, resume)
+            work.begin(checkpoint.identity() | {"tokens": text, "dtype": str(dtype), "seed": filled.seed}, options.resume)
             check_weights(checkpoint, progress)
             statistics = collect(
                 checkpoint,
                 tokens,
                 dtype=dtype,
-                device=device,
+                device=options.device,
                 seed=filled.seed,
                 directory=work.path / "calibration",
                 progress=lambda layers: progress(layers, "calibrating (layers)"),

@@ -15,8 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compress.compare import COMPARISON, CompareOptions, compare
-from compress.prune import DEFAULT_SCOPE, PruneOptions, Shared, check_shard, checked_budget, prepare_pruning, prune
+from compress.compare import COMPARISON, compare
+from compress.methods import METHODS
+from compress.options.compare import CompareOptions
+from compress.options.prune import PruneOptions
+from compress.prune import Shared, check_shard, checked_budget, prepare_pruning, prune
+from compress.report.figures import SweepFigures
 from compress.run.claims import claiming
 from compress.run.job import check_weights, fingerprints
 from compress.run.result import check_outputs
@@ -41,7 +45,7 @@ def cells(
         replace(
             options,
             method=method,
-            budget=replace(options.budget, sparsity=sparsity, scope=scope or DEFAULT_SCOPE.get(method, "global")),
+            budget=replace(options.budget, sparsity=sparsity, scope=scope or METHODS[method].scopes[0]),
             output=options.output / f"{method}-{sparsity:g}",
         )
         for method in methods
@@ -49,7 +53,7 @@ def cells(
     ]
 
 
-def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Progress = no_progress) -> dict[str, Any]:
+def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Progress = no_progress) -> SweepFigures | None:
     """Carry out all runs of `cells`, then compare. {"runs": figures of each, "rows": the comparison, …}.
 
     Every run is checked before the first begins; bad input raises a CompressError then.
@@ -58,7 +62,7 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
         return _sweep(runs, comparison, progress)
 
 
-def _sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Progress) -> dict[str, Any]:
+def _sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Progress) -> SweepFigures | None:
     started = time.monotonic()
     first, output = runs[0], runs[0].output.parent
     check_sweep(output, runs)
@@ -74,7 +78,7 @@ def _sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: P
     alone = processes.is_first()
     processes.leave()
     if not alone:
-        return {}
+        return None
     models = (first.model, *(str(run.output) for run in runs))
     compared = compare(replace(comparison, models=models, output=output / COMPARISON_DIRECTORY, overwrite=True), progress)
     shared.work.remove()

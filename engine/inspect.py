@@ -1,4 +1,7 @@
-"""Description and validation of a checkpoint or artifact, for `compress inspect`."""
+"""Description and validation of a checkpoint or artifact, for `compress inspect`.
+
+A decoder is described without torch, which takes seconds to import. Models of other kinds are loaded to be checked.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.checkpoint.artifact import FILE_NAME, compare_checksums, read_provenance
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.hub import describe, is_hub_id, lacks_weights, outline
-from engine.decoder.skip_tables import load_skip_tables
+from engine.checkpoint.kinds import is_classifier, is_encoder_decoder, is_exported, is_exported_encoder_decoder
+from engine.checkpoint.skip_table_file import has_skip_tables
 from engine.errors import CheckpointError, CompressError
-from engine.onnx.classifier import OnnxClassifier
-from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder
-from engine.onnx.runtime import is_exported, open_exported
-from engine.transformers_models.classifier import ClassifierCheckpoint, ClassifierDirectory, is_classifier
-from engine.transformers_models.encoder_decoder import (
-    EncoderDecoderCheckpoint,
-    EncoderDecoderDirectory,
-    is_encoder_decoder,
-    is_exported_encoder_decoder,
-)
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
@@ -73,7 +65,7 @@ def _outlined(model: str) -> dict[str, Any]:
 
 def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
     """Describe a decoder's checkpoint, whose weights the caller has checked as far as it wants."""
-    tables, scheme = load_skip_tables(checkpoint.directory, checkpoint.config), checkpoint.fewest_bits
+    skips, scheme = has_skip_tables(checkpoint.directory, checkpoint.config), checkpoint.fewest_bits
     return {
         "kind": "checkpoint" if checkpoint.provenance is None else "artifact",
         "architecture": checkpoint.config.architecture.model_type,
@@ -83,14 +75,14 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
         "parameters": checkpoint.parameters,
         "active_parameters": checkpoint.active_parameters,
         "bytes": checkpoint.bytes,
-        "dtype": str(checkpoint.model_dtype).removeprefix("torch."),
+        "dtype": checkpoint.model_element.name,
         "weight_bits": None if scheme is None else scheme.bits,
         "group_size": None if scheme is None else scheme.group_size,
         "bytes_not_quantized": checkpoint.plain_bytes,
         "float8_block": None if checkpoint.float8_block is None else list(checkpoint.float8_block),
         "prediction_layers_not_read": checkpoint.prediction_layers,
         "parts_not_read": [part.strip(".") for part in checkpoint.wrapper.others] if checkpoint.wrapper else [],
-        "skip_tables": tables is not None,
+        "skip_tables": skips,
         "valid": True,
         "weights_read": True,
         "checksums_compared": False,
@@ -100,6 +92,8 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _exported(directory: Path, checksums: bool) -> dict[str, Any]:
     """Describe an ONNX export; loading it checks that its weights are complete."""
+    from engine.onnx.runtime import open_exported  # here: it imports torch
+
     model = ModelDirectory(directory)
     exported = open_exported(model)
     return {
@@ -121,6 +115,11 @@ def _exported(directory: Path, checksums: bool) -> dict[str, Any]:
 
 def _classifier(directory: Path, checksums: bool, progress: Progress) -> dict[str, Any]:
     """Describe a classifier, exported or not. A mixture behind its head counts as one layer of experts, all active."""
+    import torch  # here: a decoder is described without it
+
+    from engine.onnx.classifier import OnnxClassifier
+    from engine.transformers_models.classifier import ClassifierCheckpoint, ClassifierDirectory
+
     if is_exported(directory):
         described = ClassifierDirectory(directory)
         OnnxClassifier(described)
@@ -152,6 +151,8 @@ def _encoder_decoder(
     directory: Path, checksums: bool, provenance: dict[str, Any] | None, progress: Progress
 ) -> dict[str, Any]:
     """Describe an encoder-decoder; loading it through transformers checks that its tensors are complete."""
+    from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint  # here: it imports torch
+
     checkpoint = EncoderDecoderCheckpoint(directory)
     checkpoint.check_finite(lambda names: progress(names, "reading weights"))
     checkpoint.load(checkpoint.model_dtype)
@@ -177,6 +178,9 @@ def _exported_encoder_decoder(directory: Path, checksums: bool) -> dict[str, Any
 
     The export's figures give the experts and parameters, which the graphs do not.
     """
+    from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder  # here: it imports torch
+    from engine.transformers_models.encoder_decoder import EncoderDecoderDirectory
+
     model = EncoderDecoderDirectory(directory)
     exported = OnnxEncoderDecoder(directory, model.config)
     figures = (model.provenance or {}).get("figures")

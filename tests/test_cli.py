@@ -16,6 +16,7 @@ from tokenizers_for_tests import add_tokenizer
 
 import cli
 import compress.run.result
+from compress.methods import methods_of
 
 FIGURES = (
     "artifact method sparsity experts_before experts_after experts_per_layer parameters_before parameters_after "
@@ -118,7 +119,7 @@ def test_calibrate_once_use_often(place: Path, tmp_path: Path) -> None:
         assert run(place, "prune", "{model}", *options, *TEXT)["method"] == method
 
 
-@pytest.mark.parametrize("method", cli.MERGE_METHODS)
+@pytest.mark.parametrize("method", methods_of("merge"))
 def test_merge_is_one_more_way_to_an_artifact(place: Path, tmp_path: Path, method: str) -> None:
     merged, again, plan = tmp_path / "merged", tmp_path / "again", tmp_path / "plan.json"
     options = ["--experts", "4", "--method", method, "--plan-output", str(plan)]
@@ -153,7 +154,7 @@ def test_pruned_experts_are_merged_into_those_that_stay(place: Path, tmp_path: P
 
 
 def test_merging_goes_on_where_it_was_interrupted(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress import prune
+    from compress.methods import merging
     from compress.run import job, result
 
     arguments = ["merge", "{model}", "--experts", "2", *TEXT]
@@ -161,7 +162,7 @@ def test_merging_goes_on_where_it_was_interrupted(place: Path, tmp_path: Path, m
         patch.setattr(result, "write_artifact", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         filled = [part.format(text=place / "text.txt", model=place / "model") for part in arguments]
         assert CliRunner().invoke(cli.main, [*filled, "-o", str(tmp_path / "out")]).exit_code == 130
-    monkeypatch.setattr(prune, "merging_plan", lambda *_, **__: pytest.fail("aligned again"))
+    monkeypatch.setattr(merging, "merging_plan", lambda *_, **__: pytest.fail("aligned again"))
     monkeypatch.setattr(job, "collect", lambda *_, **__: pytest.fail("calibrated again"))
     assert run(place, *arguments, "-o", str(tmp_path / "out"), "--resume")["experts_per_layer"] == [2, 2, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

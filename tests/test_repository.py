@@ -1,14 +1,16 @@
-"""What holds for the repository as a whole: import direction, frozen flags, the command reference.
+"""Rules for the repository as a whole: import direction, frozen flags, the command reference, documents and their links.
 
 `python tests/test_repository.py --freeze` records the options that the commands have now in frozen_flags.json. It
 refuses to drop one that is there: others script against them.
 """
 
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -26,6 +28,8 @@ FAMILIES = re.compile(
     r"mixtral|qwen|olmoe|llama|mistral|deepseek|kimi|\bglm|granite|phi_?moe|gpt.?oss|ernie|minimax|switch_?transformer|\bt5",
     re.IGNORECASE,
 )
+NOT_DECLARED = {"llvmlite"}
+"""numba needs exactly one version of it."""
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 # Promised to those who script against the commands, on every one of them and on each.
@@ -181,6 +185,29 @@ def test_unpickling_is_found(code, tmp_path, monkeypatch):
     assert list(unpickling(tmp_path / "a.py"))
 
 
+# Dependencies
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    requirements = [*project["dependencies"], *(each for extra in extras for each in extra)]
+    declared = {canonical(re.match(r"[\w.-]+", each)[0]) for each in requirements}
+    imported = {name.split(".")[0] for path in package_files() for name in imported_names(path)}
+    third_party = imported - sys.stdlib_module_names - {"", *FOLDERS, "cli"}
+    distributions = importlib.metadata.packages_distributions()
+    missing = {
+        name
+        for name in third_party
+        if name in distributions and not declared & {canonical(each) for each in distributions[name]}
+    }
+    assert missing <= NOT_DECLARED
+
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 # Commands
 
 
@@ -232,6 +259,90 @@ def test_command_reference_is_current():
     assert generator.REFERENCE.read_text(encoding="utf-8") == generator.render(), (
         "write it with: python docs/generate_cli_reference.py"
     )
+
+
+README_LINES = 120
+TOP_FOLDERS = ("benchmarks", "calibrate", "compress", "docs", "engine", "examples", "tests")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED_PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOP_FOLDERS)})/[\w./*-]*[\w*/]")
+
+
+def documents():
+    places = ("docs", "examples", "engine")
+    return sorted([*ROOT.glob("*.md"), *(path for place in places for path in (ROOT / place).rglob("*.md"))])
+
+
+def anchors(page):
+    """The names under which GitHub shows a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path):
+    """Relative links of a document to files or headings that do not exist."""
+    for target in LINK.findall(path.read_text(encoding="utf-8")):
+        if re.match(r"\w+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path if not name else path.parent / name
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+            yield target
+
+
+def missing_paths(page):
+    """Paths between backticks, alone or in a command, that do not exist; `*` stands for any name."""
+    code = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE))
+    for name in (name for own in code for name in NAMED_PATH.findall(own)):
+        if not (any(ROOT.glob(name)) if "*" in name else (ROOT / name).exists()):
+            yield name
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_paths_of_documents_exist(path):
+    assert not [*broken_links(path), *missing_paths(path.read_text(encoding="utf-8"))]
+
+
+def test_broken_links_and_paths_are_found(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text("# One (1) `x`\n[a](#one-1-x) [b](#two) [c](a.md#one-1-x) [d](b.md) [e](https://example.org)")
+    assert list(broken_links(page)) == ["#two", "b.md"]
+    shown = "`engine/errors.py` `python tests/gone.py` `tests/test_*.py` `docs/none_*.md` `.engine/x` `path/engine/y`"
+    assert list(missing_paths(shown)) == ["tests/gone.py", "docs/none_*.md"]
+
+
+def test_readme_is_short_and_has_each_folder():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= README_LINES
+    ignored = re.findall(r"^/?([\w*.-]+)/$", (ROOT / ".gitignore").read_text(encoding="utf-8"), re.MULTILINE)
+    folders = {
+        path.name
+        for path in ROOT.iterdir()
+        if path.is_dir() and not path.name.startswith(".") and not any(path.match(own) for own in ignored)
+    }
+    assert folders == set(TOP_FOLDERS)
+    assert {folder for folder in folders if any(line.startswith(f"- `{folder}/`") for line in lines)} == folders
+
+
+def test_each_room_has_a_door_and_is_on_the_map():
+    folders = {path.parent for top in ("engine", "compress") for path in (ROOT / top).rglob("*.py")}
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rooms = {folder.relative_to(ROOT).as_posix() for folder in folders}
+    without_door = {
+        room
+        for room in rooms
+        if ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))) is None
+    }
+    assert not without_door
+    assert not {room for room in rooms if f"`{room}`" not in page and f"`{room}/`" not in page}
+
+
+def test_index_lists_each_page_and_its_question():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        if path.name not in ("README.md", "cli.md"):
+            title = path.read_text(encoding="utf-8").splitlines()[0]
+            assert title.startswith("# ") and title.endswith("?"), f"the title of {path.name} is no question"
+            assert f"| [{path.name}]({path.name}) | {title[2:]} |" in index, f"{path.name} is not listed with its title"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from calibrate.labelled import DIGITS, Labelled, Part, labelled
+from calibrate.labelled import DIGITS, Labelled, labelled
+from compress.options.evaluate import EvaluateOptions
 from compress.training.training import batch_rows
 from engine.checkpoint.checkpoint import resolve
 from engine.errors import CheckpointError, DataError, OptionError
@@ -73,34 +74,23 @@ def accuracy(
     return right / len(examples)
 
 
-def evaluate_accuracy(
-    model: str,
-    data: str | None,
-    *,
-    split: Part = "held-out",
-    samples: int | None = None,
-    length: int | None = None,
-    backend: str = "auto",
-    dtype: torch.dtype | None = None,
-    device: str = "auto",
-    probes: bool = False,
-    seed: int = 0,
-    progress: Progress = no_progress,
-) -> dict[str, Any]:
+def evaluate_accuracy(options: EvaluateOptions, samples: int | None, progress: Progress = no_progress) -> dict[str, Any]:
     """`compress evaluate` of a classifier: the share of examples that it is right about, or its features are good for.
 
-    data: None for those that the classifier was distilled on, the digits where none were.
+    Without data they are those that the classifier was distilled on, the digits where none were. `samples`: how many of
+    them, None for all.
     """
     started = time.monotonic()
-    described, classify, where = open_classifier(resolve(model), backend, device, dtype)
-    found, inputs = examples_for(described, data or described.data, length)
+    model, split, probes = options.model, options.split, options.probe
+    described, classify, where = open_classifier(resolve(model), options.backend, options.device, options.dtype)
+    found, inputs = examples_for(described, options.calibration.data or described.data, options.limits.length)
     part = found.part("held-out" if probes else split)
     part = part if samples is None else part.only(range(min(samples, len(part))))
     if not probes:
         labels_N = part.numbers(described.class_names)
         value = accuracy(classify, part, inputs, labels_N, where, lambda rows: progress(rows, "accuracy (batches)"))
     elif isinstance(classify, Classifier):
-        value = probe(classify, found.name, inputs, where, seed)
+        value = probe(classify, found.name, inputs, where, options.calibration.seed)
     else:
         raise OptionError(f"{model}: an export gives no features to probe; take the model it was made from")
     return {

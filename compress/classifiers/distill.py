@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,111 +15,28 @@ from torch import Tensor
 
 from calibrate.labelled import DIGITS, Labelled, is_nameless
 from compress.classifiers.accuracy import Inputs, accuracy, examples_for, on, probe
-from compress.classifiers.distillation import (
-    ABLATIONS,
-    AUGMENTATIONS,
-    CLASSIFIER_RECIPES,
-    DistillationLoss,
-    Mixture,
-    Recipe,
-    Side,
-    Taught,
-    ask,
-    mixture_for,
-)
+from compress.classifiers.distillation import ClassifierLoss, Mixture, Side, TeacherPass, ask, mixture_for
+from compress.classifiers.recipes import ABLATIONS
 from compress.classifiers.training import ClassifierTrainer
+from compress.options.distill_classifier import OPTIMISERS, ClassifierOptions
 from compress.plans.apply import carried_files
 from compress.report import plots
+from compress.report.card import front_matter
 from compress.report.pictures import draw_training
 from compress.run.claims import claims_output
-from compress.run.job import JobOptions, teacher_identity
+from compress.run.job import Run, teacher_identity
 from compress.run.result import check_outputs, finished_before
 from compress.run.work_directory import WorkDirectory
-from compress.training.training import TrainingOptions
 from engine.checkpoint.artifact import whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import resolve
 from engine.errors import OptionError
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import write_tensors
 from engine.generation.report import peak_memory_bytes
-from engine.passes import processes
 from engine.progress import Progress, no_progress
 from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, Classifier, ClassifierCheckpoint
 from engine.transformers_models.classifier_inputs import PREPROCESSOR, ImageInputs
 from engine.transformers_models.transformers_model import quiet_transformers
-
-OPTIMISERS = ("sgd", "adamw")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifierOptions(JobOptions):
-    """One run; `model` is the student. Defaults are those of MoE-KD §5.1 on CIFAR-100."""
-
-    method: str = "distill"
-    teacher: str | None = None
-    """None only for recipe sft."""
-    recipe: str = "kd"
-    ablation: str | None = None
-    """A key of ABLATIONS; None for the whole method."""
-    temperature: float = 4.0
-    """τ."""
-    epochs: int = 240
-    batch_size: int = 64
-    optimiser: str = "sgd"
-    learning_rate: float = 0.05
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    augment: str = "none"
-    max_length: int = 512
-    """Tokens of a text at most."""
-    evaluation_samples: int | None = None
-    """Held-out examples of the figures; None for all."""
-    probe: str | None = None
-    """Other examples with classes, on which the features are probed."""
-    save_every: int = 200
-
-    def check(self) -> None:
-        """Raise OptionError for what no training can use."""
-        if processes.started_together():
-            raise OptionError("classifiers are distilled in one process, as norms are of whole batches; leave out torchrun")
-        for name, value, known in (
-            ("recipe", self.recipe, CLASSIFIER_RECIPES),
-            ("ablation", self.ablation, (None, *ABLATIONS)),
-            ("augment", self.augment, AUGMENTATIONS),
-            ("optimiser", self.optimiser, OPTIMISERS),
-        ):
-            if value not in known:
-                raise OptionError(f"{name} is {value!r}; of classifiers it must be one of {', '.join(filter(None, known))}")
-        if self.ablation is not None and self.recipe != "moe-kd":
-            raise OptionError(f"ablations are of recipe moe-kd; leave out --ablation, or take that for {self.recipe}")
-        if (self.teacher is None) != (self.recipe == "sft"):
-            raise OptionError("recipe sft has no teacher, and all others have one: give --teacher or --recipe sft")
-        if (
-            not 0.0 < self.temperature < math.inf
-            or not 0.0 <= self.momentum < 1.0
-            or not 0.0 <= self.weight_decay < math.inf
-        ):
-            raise OptionError("temperature must be above 0, momentum from 0 to below 1, weight-decay at least 0")
-        if self.epochs < 1 or self.batch_size < 2 or (self.evaluation_samples is not None and self.evaluation_samples < 1):
-            raise OptionError("epochs and evaluation-samples must be at least 1, and batch-size 2, for norms of a batch")
-        self.training(1).check()
-
-    def training(self, steps: int) -> TrainingOptions:
-        """For the loop."""
-        return TrainingOptions(
-            steps,
-            self.learning_rate,
-            self.batch_size,
-            self.batch_size,
-            weight_decay=self.weight_decay,
-            seed=self.calibration.seed,
-            save_every=self.save_every,
-        )
-
-    @property
-    def taught(self) -> Recipe:
-        """How the student is."""
-        return Recipe(self.recipe, self.temperature, self.ablation, self.augment)
 
 
 @dataclass
@@ -140,6 +56,9 @@ class Pair:
         """Which models and which examples, as JSON."""
         texts = {"training": self.training.fingerprint(), "held_out": self.held_out.fingerprint()}
         return _identities(self.student, self.teacher) | texts
+
+
+ClassifierRun = Run[ClassifierOptions, Pair]
 
 
 def _identities(student: ClassifierCheckpoint, teacher: ClassifierCheckpoint | None) -> dict[str, str]:
@@ -163,7 +82,7 @@ def distill_classifier(options: ClassifierOptions, progress: Progress = no_progr
             checkpoint.check_finite()
     with work.until_whole(options.output):
         work.begin(options.deciding() | pair.fingerprints(), options.resume)
-        return _make(options, pair, work, progress, started)
+        return _make(Run(options, pair, work, progress, started))
 
 
 def _teacher(options: ClassifierOptions) -> ClassifierCheckpoint | None:
@@ -209,57 +128,60 @@ def _names_of(examples: Labelled, class_names: tuple[str, ...]) -> tuple[str, ..
 
 
 @dataclass
-class Trained:
+class TrainedClassifier:
     """What training gave."""
 
     student: Classifier
     mixture: Mixture | None
-    taught: Taught | None
+    taught: TeacherPass | None
     trainer: ClassifierTrainer
     before: dict[str, float | None]
     """Figures before any step."""
 
 
-def _train(options: ClassifierOptions, pair: Pair, work: WorkDirectory, progress: Progress) -> Trained:
-    device, recipe = options.device, options.taught
+def _train(run: ClassifierRun) -> TrainedClassifier:
+    options, pair = run.options, run.prepared
+    device, teaching = options.device, options.teaching
     student = pair.student.load(torch.float32, device)
     teacher = None
     if pair.teacher is not None:
         _, own_inputs = examples_for(pair.teacher, options.calibration.data, options.max_length)
         teacher = Side(pair.teacher.load(options.dtype, device), own_inputs)
-    before = work.once("before", lambda: _before(options, pair, student, teacher, progress))
+    before = run.work.once("before", lambda: _before(run, student, teacher))
     taught, mixture = None, None
     if teacher is not None:
-        taught = ask(teacher.model, recipe, pair.training, teacher.inputs, device, lambda rows: progress(rows, "teacher"))
-    if recipe.has_gate:
+        taught = ask(teacher.model, teaching, pair.training, teacher.inputs, device, run.bar("teacher"))
+    if teaching.recipe.has_gate:
         assert teacher is not None and taught is not None
         gated = _gated(student, pair, device)
-        mixture = mixture_for(recipe, student, teacher.model, taught.means_KE, gated, options.calibration.seed).to(device)
+        mixture = mixture_for(
+            teaching.ablation, student, teacher.model, taught.means_KE, gated, options.calibration.seed
+        ).to(device)
     parameters = dict(student.model.requires_grad_(True).named_parameters(prefix="student"))
     buffers = dict(student.model.named_buffers(prefix="student"))
     if mixture is not None:
         own = mixture.named_parameters(prefix="mixture")
         parameters |= {name: parameter for name, parameter in own if parameter.requires_grad}
         buffers |= dict(mixture.named_buffers(prefix="mixture"))
-    loss = DistillationLoss(
-        recipe, Side(student, pair.inputs), teacher, mixture, taught, pair.training, pair.labels_N, device
+    loss = ClassifierLoss(
+        teaching, Side(student, pair.inputs), teacher, mixture, taught, pair.training, pair.labels_N, device
     )
     steps = options.epochs * max(1, len(pair.training) // options.batch_size)
-    momentum = options.momentum if options.optimiser == "sgd" else None
+    momentum = options.momentum if OPTIMISERS[options.optimiser] else None
     trainer = ClassifierTrainer(parameters, buffers, loss, options.training(steps), len(pair.training), momentum)
     for module in (student, mixture):
         if module is not None:
             module.train()
     with torch.random.fork_rng(devices=[]):
         trainer.run(
-            state_path=work.path / "distill.safetensors",
+            state_path=run.work.path / "distill.safetensors",
             resume=options.resume,
-            progress=lambda rows: progress(rows, f"{options.recipe} (steps)"),
+            progress=run.bar(f"{options.recipe} (steps)"),
         )
     for module in (student, mixture):
         if module is not None:
             module.eval()
-    return Trained(student, mixture, taught, trainer, before)
+    return TrainedClassifier(student, mixture, taught, trainer, before)
 
 
 @torch.no_grad()
@@ -267,13 +189,11 @@ def _gated(student: Classifier, pair: Pair, device: str) -> Tensor:
     return student.split(**on(pair.inputs, pair.training.read([0]), device)).gated
 
 
-def _before(
-    options: ClassifierOptions, pair: Pair, student: Classifier, teacher: Side | None, progress: Progress
-) -> dict[str, float | None]:
+def _before(run: ClassifierRun, student: Classifier, teacher: Side | None) -> dict[str, float | None]:
+    options, pair = run.options, run.prepared
+
     def of(side: Side, name: str) -> float:
-        return accuracy(
-            side.model, pair.held_out, side.inputs, pair.held_out_N, options.device, lambda rows: progress(rows, name)
-        )
+        return accuracy(side.model, pair.held_out, side.inputs, pair.held_out_N, options.device, run.bar(name))
 
     own = Side(student, pair.inputs)
     return {
@@ -292,22 +212,22 @@ def _probe(options: ClassifierOptions, side: Side) -> float | None:
 # The artifact
 
 
-def _make(options: ClassifierOptions, pair: Pair, work: WorkDirectory, progress: Progress, started: float) -> dict[str, Any]:
-    done = _train(options, pair, work, progress)
+def _make(run: ClassifierRun) -> dict[str, Any]:
+    options, pair, done = run.options, run.prepared, _train(run)
     with whole_or_nothing(options.output, options.overwrite) as directory:
         _write_model(directory, pair, done)
         result = ClassifierCheckpoint(directory)
-        figures = _figures(options, pair, done, result, progress)
+        figures = _figures(run, done, result)
         if plots.available():
             draw_training(directory, options.output.name, {options.recipe: (done.trainer.history, [])}, "accuracy")
-        figures |= {"seconds": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()}
+        figures |= {"seconds": time.monotonic() - run.started, "peak_memory_bytes": peak_memory_bytes()}
         (directory / "README.md").write_text(_card(options, figures), encoding="utf-8")
         write_provenance(directory, _provenance(options, pair, figures))
     return figures
 
 
 @torch.no_grad()
-def _write_model(directory: Path, pair: Pair, done: Trained) -> None:
+def _write_model(directory: Path, pair: Pair, done: TrainedClassifier) -> None:
     """The student, and the mixture in a file of its own.
 
     The mean prototype goes into the head's bias and out of all prototypes. That changes nothing of the mixture, and the
@@ -344,14 +264,11 @@ def _named(class_names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _figures(
-    options: ClassifierOptions, pair: Pair, done: Trained, result: ClassifierCheckpoint, progress: Progress
-) -> dict[str, Any]:
+def _figures(run: ClassifierRun, done: TrainedClassifier, result: ClassifierCheckpoint) -> dict[str, Any]:
+    options, pair = run.options, run.prepared
     made, history = result.load(options.dtype, options.device), done.trainer.history
     side = Side(made, pair.inputs)
-    after = accuracy(
-        made, pair.held_out, pair.inputs, pair.held_out_N, options.device, lambda rows: progress(rows, "accuracy after")
-    )
+    after = accuracy(made, pair.held_out, pair.inputs, pair.held_out_N, options.device, run.bar("accuracy after"))
     alone = None
     if made.mixture is not None:
         made.mixture, mixture = None, made.mixture
@@ -392,14 +309,11 @@ def _card(options: ClassifierOptions, figures: Mapping[str, Any]) -> str:
     if options.probe is not None:
         rows.append((f"linear probe on {options.probe}", figures["probe_before"], figures["probe_after"]))
     whom = "on the labels alone" if options.teacher is None else f"from `{options.teacher}`"
-    ablation = f", ablation ({options.ablation}): {ABLATIONS[options.ablation]}" if options.ablation else ""
+    ablation = f", ablation ({options.ablation}): {ABLATIONS[options.ablation].about}" if options.ablation else ""
     teacher = figures["teacher_accuracy"]
     return "\n".join(
         [
-            "---",
-            "library_name: transformers",
-            "tags: [classifier, distilled, moe-compress]",
-            "---",
+            *front_matter(["classifier", "distilled", "moe-compress"], library="transformers"),
             f"# {options.model}, distilled",
             "",
             f"Distilled {whom} by recipe `{options.recipe}`{ablation}: {figures['steps']} steps, loss "

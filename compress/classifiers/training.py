@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.training.training import Loss, State, Trainer, TrainingOptions
+from compress.options.training import TrainingOptions
+from compress.training.training import Loss, State, Trainer
 from engine.files.safetensors_file import SafetensorsFile
 
 FALLS = (5 / 8, 6 / 8, 7 / 8)

@@ -17,7 +17,6 @@ import torch
 
 from calibrate.collect import SIMILARITY_TOKENS
 from compress.cost.devices import Device
-from compress.methods.naee import OUTPUT_BYTES, SAMPLE_TOKENS
 from engine.decoder.lightning_attention import BLOCK
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import MoeConfig
@@ -33,15 +32,13 @@ GRADIENT_PASSES = 4
 """Of those in a pass with gradients: forward, recomputed, and twice in the backward pass."""
 LAYER_CALLS, EXPERT_CALLS = 60, 12
 """Operations of a layer, and of an expert, however small."""
-SUBSET_PASSES = 30
-"""Elements that routing one token past one subset reads and writes, for each expert."""
 GRAM_PASSES = 12
 """Elements in double precision that similarities read and write, for each entry of a Gram matrix."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """Counts, which add up."""
+class OperationCounts:
+    """Counts of what a computation does; they add up."""
 
     flops: float = 0.0
     """Of products in the model's dtype."""
@@ -60,11 +57,11 @@ class Work:
     """Numbers of distributions that tokens are drawn from."""
     calls: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+    def __add__(self, other: OperationCounts) -> OperationCounts:
+        return OperationCounts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
-    def __mul__(self, times: float) -> Work:
-        return Work(**{name: value * times for name, value in vars(self).items()})
+    def __mul__(self, times: float) -> OperationCounts:
+        return OperationCounts(**{name: value * times for name, value in vars(self).items()})
 
     @property
     def all_flops(self) -> float:
@@ -155,66 +152,66 @@ class Passes:
         elements = RESIDUAL_VECTORS * hidden + SLOT_VECTORS * met * hidden + WIDTH_VECTORS * met * width
         return self.bytes_per_element * (elements + HEAD_VECTORS * heads + SCORE_PASSES * scores)
 
-    def layer(self, index: int, tokens: int, length: int, slots: int | None = None) -> Work:
+    def layer(self, index: int, tokens: int, length: int, slots: int | None = None) -> OperationCounts:
         """One forward of a layer over all tokens."""
         moe, batches = self.config.layers[index].moe, _batches(tokens, length)
         experts = 1 if moe is None else moe.experts
-        return Work(
+        return OperationCounts(
             flops=tokens * self.token_flops(index, length, slots),
             weight_bytes=batches * self.layer_weights(index) * self.bytes_per_element,
             moved_bytes=tokens * self.layer_moved(index, length, slots),
             calls=batches * (LAYER_CALLS + experts * EXPERT_CALLS),
         )
 
-    def forward(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> Work:
+    def forward(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> OperationCounts:
         """All layers."""
-        return self._sum(lambda index: self.layer(index, tokens, length, None if slots is None else slots.get(index)))
+        return self.sum_layers(lambda index: self.layer(index, tokens, length, None if slots is None else slots.get(index)))
 
-    def streamed(self, tokens: int, length: int) -> Work:
+    def streamed(self, tokens: int, length: int) -> OperationCounts:
         """All layers, one after the other from the files."""
-        return self.forward(tokens, length) + Work(read_bytes=self.file_bytes)
+        return self.forward(tokens, length) + OperationCounts(read_bytes=self.file_bytes)
 
     @property
     def file_bytes(self) -> float:
         """Of the checkpoint."""
         return self.weights * self.bytes_per_weight
 
-    def gradient(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> Work:
+    def gradient(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> OperationCounts:
         """Forward, the same again in the backward pass, and gradients of activations alone: weights are frozen."""
         once = self.forward(tokens, length, slots)
         return replace(once * 3, moved_bytes=GRADIENT_PASSES * once.moved_bytes)
 
-    def head(self, tokens: int, products: int = 1) -> Work:
+    def head(self, tokens: int, products: int = 1) -> OperationCounts:
         """Logits of all tokens: one product, or with the gradient two."""
         elements = self.config.vocabulary_size * tokens
         flops = 2.0 * elements * self.config.hidden_size * products
-        return Work(flops=flops, moved_bytes=elements * (self.bytes_per_element + 4 * 4) * products)
+        return OperationCounts(flops=flops, moved_bytes=elements * (self.bytes_per_element + 4 * 4) * products)
 
-    def sampling(self, tokens: int) -> Work:
+    def sampling(self, tokens: int) -> OperationCounts:
         """One token drawn from the model's prediction at each place."""
-        return self.head(tokens) + Work(draws=self.config.vocabulary_size * tokens)
+        return self.head(tokens) + OperationCounts(draws=self.config.vocabulary_size * tokens)
 
-    def statistics(self, tokens: int, length: int) -> Work:
+    def statistics(self, tokens: int, length: int) -> OperationCounts:
         """calibrate.collect: a streamed pass, every expert on a sample, similarities of their outputs."""
         sample = min(SIMILARITY_TOKENS, tokens)
-        return self.streamed(tokens, length) + self._sum(lambda index: self._layer_statistics(index, sample))
+        return self.streamed(tokens, length) + self.sum_layers(lambda index: self._layer_statistics(index, sample))
 
-    def _layer_statistics(self, index: int, sample: int) -> Work:
+    def _layer_statistics(self, index: int, sample: int) -> OperationCounts:
         moe, hidden = self.config.layers[index].moe, self.config.hidden_size
         if moe is None:
-            return Work()
+            return OperationCounts()
         count, before = moe.experts, self._experts_before(index)
         products = 2 * 2.0 * count * sample**2 * hidden + 2 * 2.0 * count**2 * sample**2
         grams = GRAM_PASSES * 8 * count * sample**2 + 10 * 8 * count * sample * hidden
-        return self._all_experts(index, sample) + Work(
+        return self.all_experts(index, sample) + OperationCounts(
             double_flops=products, single_flops=2.0 * count * before * sample**2, moved_bytes=grams
         )
 
-    def _all_experts(self, index: int, tokens: int) -> Work:
+    def all_experts(self, index: int, tokens: int) -> OperationCounts:
         """Every expert of a layer on the same tokens."""
         moe, hidden = self.config.layers[index].moe, self.config.hidden_size
         assert moe is not None
-        return Work(
+        return OperationCounts(
             flops=2.0 * tokens * moe.experts * _expert_weights(self.config, index),
             weight_bytes=moe.experts * _expert_weights(self.config, index) * self.bytes_per_element,
             moved_bytes=self.bytes_per_element
@@ -228,23 +225,9 @@ class Passes:
         before = [layer for layer in self.config.moe_layers if layer < index]
         return self.config.experts_by_layer[before[-1]] if before else 0
 
-    def subsets(self, tokens: int, length: int, compared: Mapping[int, int]) -> Work:
-        """compress.methods.naee: a streamed pass, every expert on a sample, and so many subsets of each layer."""
-        sample = min(SAMPLE_TOKENS, tokens)
-
-        def layer(index: int) -> Work:
-            moe = self.config.layers[index].moe
-            if moe is None:
-                return Work()
-            pairs = float(sample * moe.experts)
-            products = 2.0 * pairs * moe.experts * (self.config.hidden_size + compared[index])
-            moved = 4 * pairs * (moe.experts + SUBSET_PASSES) * compared[index]
-            return self._all_experts(index, sample) + Work(single_flops=products, moved_bytes=moved)
-
-        return self.streamed(tokens, length) + self._sum(layer)
-
-    def _sum(self, of_layer: Callable[[int], Work]) -> Work:
-        total = Work()
+    def sum_layers(self, of_layer: Callable[[int], OperationCounts]) -> OperationCounts:
+        """The counts of all layers, from those of a layer by its index."""
+        total = OperationCounts()
         for index in range(len(self.config.layers)):
             total += of_layer(index)
         return total
@@ -279,14 +262,6 @@ class Passes:
             chunk_tokens(self.config.vocabulary_size) * self.config.vocabulary_size * (4 * 3 + 2 * self.bytes_per_element)
         )
         return self.bytes_per_element * batch * (len(self.config.layers) * hidden + kept) + logits
-
-    def subset_bytes(self, tokens: int) -> float:
-        """Of NAEE's sample: inputs, a piece of all experts' outputs twice, and T · N² inner products, if not in a file."""
-        sample, most = min(SAMPLE_TOKENS, tokens), max(self.config.experts_per_layer)
-        outputs = min(float(OUTPUT_BYTES), 4.0 * sample * most * self.config.hidden_size)
-        products = 4.0 * sample * most**2
-        kept = products if products <= KEPT_BYTES else 0.0
-        return 2 * outputs + kept + self.bytes_per_element * sample * self.config.hidden_size
 
 
 def _slots(config: DecoderConfig, index: int, slots: int | None) -> tuple[float, float]:

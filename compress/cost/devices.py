@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from engine.passes.memory_budget import resident_memory_bytes
@@ -90,6 +89,8 @@ def measured(dtype: torch.dtype, rows: int, hidden: int, width: int, vocabulary:
 
     rows: tokens that an expert has in a batch. Products larger than TRIAL_FLOPS are cut along the width.
     """
+    import psutil  # here: a plan for another device needs none
+
     base = resident_memory_bytes() + STARTED_BYTES  # before the trial has memory of its own
     width = max(16, min(width, int(TRIAL_FLOPS / (2 * rows * hidden))))
     kinds = list(dict.fromkeys((dtype, torch.float32, torch.float64)))

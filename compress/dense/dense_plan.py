@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from calibrate.statistics import LayerStatistics, Statistics
-from compress.methods.merging import Group, aligned_sources, dominated
-from compress.methods.saliency import scores
+from compress.methods.criterion import layer_scores
+from compress.methods.groups import Group
+from compress.methods.m_smoe import dominated
+from compress.methods.merging import aligned_sources
+from compress.methods.random_scores import random_scores
+from compress.methods.saliency import frequency, reap
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import OptionError
-
-SELECTIONS = ("usage", "reap", "average", "random")
-_SCORES = {"usage": "frequency", "reap": "reap", "random": "random"}
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,24 @@ def choose(select: str, statistics: Statistics, ffns: int, seed: int = 0) -> dic
     usage: most tokens routed to (the paper's). reap: highest REAP score. random: any. average: the mean of all experts; with
     several FFNs, the K most used experts each gather those with the most similar router logits.
     """
-    if select == "average":
-        return {index: Chosen(dominated(layer, ffns)) for index, layer in statistics.layers.items()}
-    ranked = scores(_SCORES[select], statistics, seed)
-    best = {index: values.argsort(descending=True, stable=True)[:ffns].tolist() for index, values in ranked.items()}
+    return SELECTION_RULES[select](statistics, ffns, seed)
+
+
+def _best(scores: Mapping[int, Tensor], ffns: int) -> dict[int, Chosen]:
+    """The experts with the highest scores."""
+    best = {index: values.argsort(descending=True, stable=True)[:ffns].tolist() for index, values in scores.items()}
     return {index: Chosen({expert: [expert] for expert in experts}) for index, experts in best.items()}
+
+
+SELECTION_RULES: dict[str, Callable[[Statistics, int, int], dict[int, Chosen]]] = {
+    "usage": lambda statistics, ffns, seed: _best(layer_scores(frequency, statistics), ffns),
+    "reap": lambda statistics, ffns, seed: _best(layer_scores(reap, statistics), ffns),
+    "average": lambda statistics, ffns, seed: {
+        index: Chosen(dominated(layer, ffns)) for index, layer in statistics.layers.items()
+    },
+    "random": lambda statistics, ffns, seed: _best(random_scores(statistics, seed), ffns),
+}
+"""Ways to choose: statistics, K and a seed to the experts of every MoE layer."""
 
 
 def first_scales(layer: LayerStatistics, chosen: Chosen) -> list[float]:

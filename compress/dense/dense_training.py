@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,100 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from compress.dense.dense_student import dense_student, scales, student_parameters
+from compress.options.training import DenseTrainingOptions, LossWeights
 from compress.plans.plan import Plan
-from compress.training.layer_distillation import DistillationLoss, LossWeights, Teacher, decoder_perplexity
-from compress.training.training import Loss, Trained, Trainer, TrainingOptions, figures
+from compress.training.layer_distillation import DistillationLoss, Teacher, decoder_perplexity
+from compress.training.training import Loss, Trained, Trainer, figures
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
-from engine.errors import OptionError
 from engine.passes import processes
-from engine.passes.memory_budget import sequences_per_batch
 from engine.progress import Progress, no_progress
 
-WARM_UP_SHARE = 0.05
-HIGHEST_RATE = 1.0 / 160
-"""Good for the demo model, whose hidden size that is; twice as much was too much."""
-TEXT_STEPS = 600
-"""Steps of distillation on plain text unless given."""
 MOST_ACTIVATION_BYTES = 1 << 30
 """Above this, each layer is computed again in the backward pass instead of keeping what it made."""
-
-
-def good_rate(hidden_size: int) -> float:
-    """1 over the hidden size, at most HIGHEST_RATE."""
-    return min(HIGHEST_RATE, 1.0 / hidden_size)
-
-
-def warm_up_steps(steps: int) -> int:
-    """Of a training of so many."""
-    return max(10, round(WARM_UP_SHARE * steps))
-
-
-@dataclass(frozen=True)
-class DenseTrainingOptions:
-    """Steps of both parts, and what they have in common."""
-
-    distill_steps: int = 0
-    finetune_steps: int = 0
-    lambda_supervised: float = 0.0
-    """Of the text's own next tokens; the paper's is above 0. Beside the teacher's predictions it did harm (docs/LOG.md)."""
-    lambda_layer: float = 1.0
-    lambda_prediction: float = 1.0
-    """Of the distance to the teacher's next-token predictions, which the paper's loss does not have."""
-    learning_rate: float | None = None
-    """Of AdamW, at its highest; None for 1 over the hidden size, by which good rates go, and at most HIGHEST_RATE."""
-    batch_size: int = 16
-    """Sequences a step, of each process."""
-    micro_batch_size: int | None = None
-    """Sequences in memory at a time; None for as many as calibration has."""
-    clip_norm: float = 1.0
-    validation_samples: int = 32
-    validate_every: int = 50
-    save_every: int = 50
-    offload_teacher: bool = False
-    shard: bool = False
-    """Spread the student over the processes (FSDP2); each runs a teacher of its own."""
-    seed: int = 0
-
-    @property
-    def steps(self) -> int:
-        """Of both parts."""
-        return self.distill_steps + self.finetune_steps
-
-    def check(self) -> None:
-        """Raise OptionError for what no training can use."""
-        self.part("distill", 1, 1).check()
-        self.part("finetune", 1, 1).check()
-        weights = (self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
-        if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
-            raise OptionError(
-                "lambda-supervised, lambda-layer and lambda-prediction must be at least 0, and one of them above it"
-            )
-        counts = (self.validation_samples, self.validate_every, self.micro_batch_size or 0)
-        if min(counts) < 0 or self.save_every < 1 or self.micro_batch_size == 0:
-            raise OptionError("validation must not be negative, save-every and micro-batch-size at least 1")
-
-    def weights(self, name: str) -> LossWeights:
-        """Of "distill" or "finetune"."""
-        if name == "finetune":
-            return LossWeights(supervised=1.0, layer=0.0, prediction=0.0)
-        return LossWeights(self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
-
-    def part(self, name: str, length: int, hidden_size: int) -> TrainingOptions:
-        """Options of "distill" or "finetune", for sequences of `length` tokens."""
-        steps = self.distill_steps if name == "distill" else self.finetune_steps
-        return TrainingOptions(
-            steps,
-            good_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
-            self.batch_size,
-            self.micro_batch_size or sequences_per_batch(length),
-            warm_up_steps=warm_up_steps(steps),
-            clip_norm=self.clip_norm,
-            seed=self.seed,
-            earlier_steps=0 if name == "distill" else self.distill_steps,
-            save_every=self.save_every,
-            validate_every=self.validate_every if self.validation_samples else 0,
-        )
 
 
 def train_dense(
@@ -133,7 +48,7 @@ def train_dense(
     else:
         student = student or dense_student(plan, checkpoint, dtype, device)
     sizes = tokens_SL.shape[1], student.config.hidden_size
-    group = options.part("distill", *sizes).group_size
+    group = options.part(options.parts["distill"], *sizes).group_size
     recompute_if_large(student, group * tokens_SL.shape[1])
 
     def loss_of(weights: LossWeights) -> DistillationLoss:
@@ -168,16 +83,16 @@ def train_parts(
     resume: bool,
     progress: Progress,
 ) -> Trained:
-    """Distillation, then fine-tuning, of whichever there is; each keeps its states in the directory.
+    """Distillation, then fine-tuning; a part without steps is left out; each keeps its states in the directory.
 
     sequences: how many there are to train on, of about `length` tokens.
     """
     made = Trained()
-    for name, steps in (("distill", options.distill_steps), ("finetune", options.finetune_steps)):
-        if not steps:
+    for name, own in options.parts.items():
+        if not own.steps:
             continue
-        part = options.part(name, length, hidden_size)
-        trainer = Trainer(parameters, loss_of(options.weights(name)), part, sequences, length)
+        part = options.part(own, length, hidden_size)
+        trainer = Trainer(parameters, loss_of(own.weights), part, sequences, length)
         trainer.take_whole(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
         made.tensors = trainer.run(
             state_path=None if directory is None else directory / f"{name}.safetensors",

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from calibrate.pairs import PADDING, Pairs
-from compress.dense.dense_training import DenseTrainingOptions, train_parts
+from compress.dense.dense_training import train_parts
 from compress.dense.encoder_decoder import GROUP, dense_row, logits, without_padding
+from compress.options.training import DenseTrainingOptions, LossWeights
 from compress.training.divergences import forward_kl
-from compress.training.layer_distillation import LossWeights, outputs_of
+from compress.training.layer_distillation import outputs_of
 from compress.training.losses import layer_distance
 from compress.training.training import Batch, Trained
 from engine.progress import Progress, no_progress

@@ -3,146 +3,25 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from calibrate.instructions import Example, Instructions, Limits, instructions, is_instructions
-from calibrate.options import CalibrationOptions, training_text
-from compress.dense.dense_training import TEXT_STEPS, good_rate, warm_up_steps
-from compress.distillation.recipes import RECIPES, Recipe
-from compress.distillation.response_distillation import KnowledgeAugmentation
+from calibrate.batches import training_text
+from calibrate.instructions import Example, Instructions, instructions, is_instructions
+from calibrate.options import CalibrationOptions
+from compress.distillation.recipes import METRICS, Recipe
 from compress.distillation.rouge import scorer
-from compress.run.job import JobOptions, Prepared, check_plain, prepare, teacher_identity
-from compress.training.divergences import DIVERGENCES
-from compress.training.training import TrainingOptions
+from compress.options.distill import EXACT, DistillOptions
+from compress.options.training import TEXT_STEPS
+from compress.run.job import Prepared, check_plain, prepare, teacher_identity
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import check_same_tokens, load_tokenizer
 from engine.errors import OptionError
 from engine.passes import processes
-from engine.passes.memory_budget import sequences_per_batch
-
-METRICS = ("perplexity", "rouge-l")
-EXACT = "exact"
-"""The teacher's predictions are kept as they are."""
-CARE = 0.25
-"""How much lower than densify's a learning rate must be where the student is near its teacher already (docs/LOG.md)."""
-
-
-def careful_rate(hidden_size: int) -> float:
-    """A quarter over the hidden size."""
-    return CARE * good_rate(hidden_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillOptions(JobOptions):
-    """One run of `compress distill`; `model` is the student."""
-
-    method: str = "distill"
-    teacher: str | None = None
-    """None only where the recipe has none."""
-    recipe: str = "kd"
-    divergence: str | None = None
-    """A key of DIVERGENCES; None for the recipe's own."""
-    steps: int | None = None
-    """None for `epochs` of prompts and responses, TEXT_STEPS on text."""
-    epochs: int = 10
-    learning_rate: float | None = None
-    """Of AdamW, at its highest; None for `careful_rate`."""
-    router_learning_rate: float = 1e-5
-    """Of the teacher's routers, where the recipe trains them."""
-    load_balance_weight: float = 0.01
-    """β of L_b."""
-    temperature: float = 1.0
-    """Divides the logits of both before they are compared."""
-    teacher_cache: str | None = None
-    """Keeps the teacher's predictions on disk: EXACT, or as a number how many tokens of each. None runs it each time."""
-    augmentation: KnowledgeAugmentation = field(default_factory=KnowledgeAugmentation)
-    limits: Limits = field(default_factory=Limits)
-    template: str | None = None
-    batch_size: int = 16
-    micro_batch_size: int | None = None
-    clip_norm: float = 1.0
-    select_by: str = "perplexity"
-    """Of the responses, on data set aside: "perplexity", or "rouge-l" of those that the student writes."""
-    validation_samples: int = 64
-    validate_every: int = 50
-    save_every: int = 50
-    shard: bool = False
-
-    def check(self) -> None:
-        """Raise OptionError for what no training can use."""
-        if self.shard:
-            processes.check_several()
-        if self.recipe not in RECIPES:
-            raise OptionError(f"recipe is {self.recipe!r}; it must be one of {', '.join(RECIPES)}")
-        if self.divergence is not None and RECIPES[self.recipe].divergence is None:
-            raise OptionError(f"recipe {self.recipe} compares no predictions; leave out --divergence")
-        if self.divergence is not None and self.divergence not in DIVERGENCES:
-            raise OptionError(f"divergence is {self.divergence!r}; it must be one of {', '.join(DIVERGENCES)}")
-        if self.teacher is None and self.row.needs_teacher:
-            raise OptionError(f"recipe {self.recipe} has a teacher; give --teacher, or --recipe sft for none")
-        if not 0.0 < self.temperature < math.inf or not 0.0 <= self.load_balance_weight < math.inf:
-            raise OptionError("temperature must be above 0, and load-balance-weight at least 0")
-        if self.teacher_cache is not None:
-            self._check_cache()
-        own = self.augmentation
-        if own.samples < 1 or not 0.0 <= own.probability <= 1.0:
-            raise OptionError("ka-samples must be at least 1, and ka-probability from 0 to 1")
-        if self.select_by not in METRICS:
-            raise OptionError(f"select-by is {self.select_by!r}; it must be one of {', '.join(METRICS)}")
-        if self.validation_samples < 1 or self.validate_every < 1:
-            raise OptionError("validation-samples and validate-every must be at least 1: the best state is what is kept")
-        self.training(1, 1, 1).check()
-        if self.row.trains_router:
-            self.router_training(1, 1, 1).check()
-
-    def _check_cache(self) -> None:
-        if not self.row.repeats_itself:
-            raise OptionError(
-                f"recipe {self.recipe} has no teacher's predictions that are the same in every epoch; leave out "
-                "--teacher-cache, or take kd"
-            )
-        if self.teacher_cache != EXACT and not re.fullmatch("[1-9][0-9]{0,8}", str(self.teacher_cache)):
-            raise OptionError(
-                f"teacher-cache is {self.teacher_cache!r}; it must be {EXACT}, or a number from 1: the tokens kept of each "
-                "prediction"
-            )
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Kept of each of the teacher's predictions; None where it is kept as it is, or none is."""
-        return None if self.teacher_cache in (None, EXACT) else int(str(self.teacher_cache))
-
-    @property
-    def row(self) -> Recipe:
-        """Of the table, with the divergence that was asked for."""
-        row = RECIPES[self.recipe]
-        return row if self.divergence is None else replace(row, divergence=self.divergence)
-
-    def training(self, steps: int, length: int, hidden_size: int) -> TrainingOptions:
-        """Of the student, on sequences of about `length` tokens."""
-        turn = self.augmentation.samples if self.row.gate == "sampled" else 1
-        return TrainingOptions(
-            steps,
-            careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
-            self.batch_size,
-            self.micro_batch_size or sequences_per_batch(length),
-            warm_up_steps=warm_up_steps(steps),
-            clip_norm=self.clip_norm,
-            seed=self.calibration.seed,
-            save_every=turn * max(1, self.save_every // turn),
-            validate_every=self.validate_every,
-            steps_per_batch=turn,
-        )
-
-    def router_training(self, steps: int, length: int, hidden_size: int) -> TrainingOptions:
-        """Of the teacher's routers, a step before each of the student's."""
-        return replace(self.training(steps, length, hidden_size), learning_rate=self.router_learning_rate, validate_every=0)
 
 
 @dataclass
@@ -232,7 +111,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
         return _of_instructions(options, student, teacher, source)
     if options.template is not None:
         raise OptionError("--prompt-template is for prompts with responses; give --data FILE.jsonl with both")
-    if options.select_by == "rouge-l":
+    if METRICS[options.select_by].writes:
         raise OptionError("rouge-l is of responses to prompts; give --data FILE.jsonl with both, or --select-by perplexity")
     prepared = prepare(options, student)
     steps = TEXT_STEPS if options.steps is None else options.steps
@@ -275,7 +154,7 @@ def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Chec
         )
     seed, limits, tokenizer = options.calibration.seed, options.limits, load_tokenizer(student)
     limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
-    if options.select_by == "rouge-l":
+    if METRICS[options.select_by].writes:
         scorer()
     found: dict[str, Instructions] = instructions(source, tokenizer, limits, template=options.template, seed=seed)
     training = found["training"].examples

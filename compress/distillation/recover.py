@@ -11,23 +11,21 @@ Shape suffixes: S sequences, L positions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from compress.methods.diep import full_hidden_states
+from compress.options.training import RecoverOptions, TrainingOptions
 from compress.plans.apply import planned_decoder
 from compress.plans.plan import Plan
 from compress.training.divergences import Predictions, forward_kl, weighted_divergence
-from compress.training.training import Batch, Trainer, TrainingOptions
+from compress.training.training import Batch, Trainer
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
-from engine.errors import OptionError
 from engine.families.tensor_shapes import router_tensors
 from engine.passes.activations import Activations
 from engine.passes.memory_budget import sequences_per_batch
@@ -35,23 +33,6 @@ from engine.passes.memory_budget import sequences_per_batch
 SAVE_EVERY_STEPS = 25
 WARM_UP_STEPS = 10
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
-
-
-@dataclass(frozen=True)
-class RecoverOptions:
-    """How long and how fast."""
-
-    steps: int = 0
-    """0 trains nothing."""
-    learning_rate: float = 5e-3
-    batch_size: int = 16
-    """Sequences a step."""
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise OptionError for what no training can use."""
-        if self.steps < 0 or self.batch_size < 1 or not 0.0 < self.learning_rate < math.inf:
-            raise OptionError("recover-steps must be at least 0, batch-size at least 1 and the learning rate positive")
 
 
 def recover(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from calibrate.instructions import Example
 from compress.distillation.recipes import Recipe
 from compress.distillation.responses import ResponseBatch, batch_of, write_responses
+from compress.options.distill import KnowledgeAugmentation
 from compress.run.clock import Clock
 from compress.training.divergences import DIVERGENCES, Predictions, weighted_divergence
 from compress.training.layer_distillation import Taught, feed_forwards, outputs_of
@@ -28,23 +28,11 @@ from compress.training.losses import head_loss, layer_distance
 from compress.training.training import Batch
 from engine.decoder.model import Decoder, gate_of, routed_by
 from engine.decoder.routing import AllExperts, Routing, SampledExperts
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 from engine.passes import processes
 
 SAMPLING = SamplingOptions(temperature=1.0)
 """Of the responses that a student writes (Every Expert Matters, setting)."""
-
-
-@dataclass(frozen=True)
-class KnowledgeAugmentation:
-    """How the teacher's gate is sampled (Every Expert Matters, KA)."""
-
-    samples: int = 2
-    """M: forwards of the teacher for the same responses, with a step of the student after each."""
-    probability: float = 0.05
-    """λ: how often N−1 experts are sampled from the gate and not the N−1 largest."""
-    per_token: bool = False
-    """A draw for each token; otherwise one for each layer and forward."""
 
 
 class Responses:
@@ -106,9 +94,9 @@ class ResponseTeacher:
     def gates(self, generator: torch.Generator, real_T: Tensor | None = None) -> list[Routing]:
         """One for each MoE layer. Sampled ones draw from the generator; of `real_T`'s tokens is what they share."""
         moes = [layer.moe for layer in self.decoder.config.layers if layer.moe is not None]
-        if self.recipe.gate == "all":
+        if self.recipe.uses_all_experts:
             return [AllExperts(moe.weight_scale, gate_of(moe)) for moe in moes]
-        if self.recipe.gate == "sampled":
+        if self.recipe.samples_experts:
             own = self.augmentation
             return [
                 SampledExperts(own.probability, generator, own.per_token, moe.weight_scale, real_T, gate_of(moe))

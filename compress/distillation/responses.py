@@ -15,7 +15,8 @@ from calibrate.instructions import Example
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
 from engine.generation.generate import left_padded
-from engine.generation.sampling import SamplingOptions, sample
+from engine.generation.options import SamplingOptions
+from engine.generation.sampling import sample
 from engine.passes import processes
 
 SHRINK_AT = 0.5

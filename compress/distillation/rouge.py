@@ -7,15 +7,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
-from calibrate.instructions import Example, Limits, instructions
+from calibrate.instructions import Example, instructions
 from compress.distillation.responses import write_responses
+from compress.options.evaluate import EvaluateOptions
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import end_tokens, load_tokenizer
 from engine.decoder.model import Decoder
 from engine.errors import OptionError
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 from engine.progress import Progress, no_progress
 
 GROUP = 16
@@ -54,32 +53,21 @@ def rouge_l(
     return statistics.mean(values)
 
 
-def evaluate_rouge(
-    model: str,
-    data: str | None,
-    limits: Limits,
-    *,
-    samples: int,
-    seeds: int,
-    sampling: SamplingOptions,
-    template: str | None,
-    seed: int,
-    dtype: torch.dtype | None,
-    device: str,
-    progress: Progress = no_progress,
-) -> dict[str, Any]:
+def evaluate_rouge(options: EvaluateOptions, device: str, progress: Progress = no_progress) -> dict[str, Any]:
     """`compress evaluate --metric rouge-l`: mean and deviation over seeds of the sampling, on held-out examples."""
     started = time.monotonic()
+    data, samples, seed = options.calibration.data, options.calibration.samples, options.calibration.seed
+    limits, sampling, seeds = options.limits, options.sampling, options.seeds
     if data is None:
         raise OptionError("ROUGE-L needs prompts with responses; give --data FILE.jsonl")
     if samples < 1:
         raise OptionError(f"samples is {samples}; ROUGE-L needs at least one example")
     scorer()
-    checkpoint = Checkpoint(resolve(model))
+    checkpoint = Checkpoint(resolve(options.model))
     limits.check(checkpoint.config.max_positions)
     tokenizer = load_tokenizer(checkpoint)
-    examples = instructions(data, tokenizer, limits, template=template, seed=seed)["held-out"].examples[:samples]
-    decoder = Decoder(checkpoint.config, checkpoint.weights(dtype or checkpoint.model_dtype, device))
+    examples = instructions(data, tokenizer, limits, template=options.template, seed=seed)["held-out"].examples[:samples]
+    decoder = Decoder(checkpoint.config, checkpoint.weights(options.dtype or checkpoint.model_dtype, device))
     ends = end_tokens(checkpoint)
     values = []
     for own in range(seeds):

@@ -7,17 +7,18 @@ every weight that is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from compress.dense.dense_training import DenseTrainingOptions, recompute_if_large
-from compress.distillation.inputs import TextExamples, careful_rate
+from compress.dense.dense_training import recompute_if_large
+from compress.distillation.inputs import TextExamples
 from compress.distillation.recipes import RECIPES
-from compress.distillation.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
+from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher
 from compress.distillation.response_perplexity import response_perplexity
+from compress.options.distill import KnowledgeAugmentation
+from compress.options.training import WholeRecoveryOptions
 from compress.plans.apply import planned_decoder
 from compress.plans.plan import Plan
 from compress.run.clock import Clock
@@ -27,28 +28,6 @@ from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
 
 NAME, RECIPE = "distill", RECIPES["kd"]
-
-
-@dataclass(frozen=True)
-class WholeRecoveryOptions:
-    """How long and how fast."""
-
-    steps: int = 0
-    """0 trains nothing."""
-    learning_rate: float | None = None
-    """None as in `compress distill`."""
-    batch_size: int = 16
-    validation_samples: int = 64
-    seed: int = 0
-
-    def training(self, hidden_size: int) -> DenseTrainingOptions:
-        """As options of a training from start to end."""
-        rate = careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate
-        return DenseTrainingOptions(self.steps, learning_rate=rate, batch_size=self.batch_size, seed=self.seed)
-
-    def check(self) -> None:
-        """Raise OptionError for what no training can use."""
-        self.training(1).check()
 
 
 def recover_all(
@@ -68,7 +47,8 @@ def recover_all(
     """Train what is left by `plan`, which begins with the tensors in `recovered` where there are such; resumable."""
     student, clock = planned_decoder(plan, checkpoint, dtype, device), Clock()
     hidden_size = checkpoint.config.hidden_size
-    part = options.training(hidden_size).part(NAME, training_SL.shape[1], hidden_size)
+    training = options.training(hidden_size)
+    part = training.part(training.parts[NAME], training_SL.shape[1], hidden_size)
     recompute_if_large(student, part.group_size * training_SL.shape[1])
     examples, held = TextExamples(training_SL, 1), TextExamples(validation_VL, 1)
     teacher = Decoder(checkpoint.config, checkpoint.weights(dtype, device))

@@ -10,9 +10,8 @@ import shutil
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +20,12 @@ from torch import Tensor
 
 from compress.classifiers.accuracy import examples_for, groups
 from compress.export.parity import Allowed
+from compress.options.export import CLASSIFIER_PRECISIONS, ClassifierExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
-from engine.checkpoint.checkpoint import ONNX_NAME, resolve
+from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.errors import DataError, ExportError, OptionError
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
@@ -32,34 +33,14 @@ from engine.onnx.classifier import MIXTURE_SCOPE, OnnxClassifier, write_classifi
 from engine.transformers_models.classifier import Classifier, ClassifierCheckpoint, ClassifierDirectory
 from engine.transformers_models.classifier_inputs import SMALL_SIZE, image_inputs
 
-PRECISIONS = {"float32": Allowed(1e-4, 1e-4), "int8": Allowed(math.inf, 0.3)}
-"""How far logits may be from the engine's in float32, each example's mean taken off. Of int8 activations are rounded too."""
+ALLOWED = {"float32": Allowed(1e-4, 1e-4), "int8": Allowed(math.inf, 0.3)}
+"""How far logits may be from the engine's in float32 by precision, each example's mean taken off."""
 COMPARED = 256
 """Examples of the data on which logits and predictions are compared, and ranges of activations found."""
 BATCHES = (1, 2, 7)
 LENGTHS = (3, 8, 21)
 """Of random inputs: how many, and tokens of texts."""
 Given = dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifierExportOptions:
-    """One export. Raises OptionError for what no classifier can be exported as."""
-
-    model: str
-    output: Path
-    precision: str = "float32"
-    data: str | None = None
-    """Examples to calibrate int8 on and to compare predictions; None for those that the artifact was distilled on."""
-    threads: int | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise OptionError(f"precision is {self.precision!r}; of classifiers it must be one of {', '.join(PRECISIONS)}")
-        missing = [package for package in ("onnx", "onnxscript", "onnxruntime") if find_spec(package) is None]
-        if missing:
-            raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
 
 
 @claims_output
@@ -72,20 +53,21 @@ def export_classifier(options: ClassifierExportOptions) -> dict[str, Any]:
     classifier = checkpoint.load(torch.float32)
     chance, real = random_inputs(checkpoint), _real(options, checkpoint)
     is_convolutional = classifier.split(**chance[1]).map is not None
-    if options.precision == "int8" and is_convolutional and not real:
+    rounds = CLASSIFIER_PRECISIONS[options.precision]
+    if rounds and is_convolutional and not real:
         raise OptionError(f"{options.model}: int8 of convolutions needs the ranges of activations; give images as --data")
     with whole_or_nothing(options.output, options.overwrite, ONNX_NAME) as directory:
         graph = directory / ONNX_NAME
         write_classifier(classifier, checkpoint.what, chance[1], graph)
-        if options.precision == "int8":
+        if rounds:
             quantise(graph, real if is_convolutional else None)
         write_json(directory / "config.json", checkpoint.raw_config)
         for path in carried_files(checkpoint.directory):
             shutil.copyfile(path, directory / path.name)
         described = ClassifierDirectory(directory)
         exported = OnnxClassifier(described, options.threads)
-        # Noise is no image: what few bits make of it says nothing.
-        compared = [*chance, *real] if options.precision == "float32" or not real else real
+        # Noise is no image: what rounding makes of it says nothing.
+        compared = real if rounds and real else [*chance, *real]
         found = compare(classifier, exported, compared)
         _check(options, found)
         figures = {
@@ -178,7 +160,7 @@ def _both(classifier: Classifier, exported: OnnxClassifier, given: Given) -> tup
 
 def _check(options: ClassifierExportOptions, found: Compared) -> None:
     """Raise ExportError where an export is too far from the engine."""
-    allowed = PRECISIONS[options.precision]
+    allowed = ALLOWED[options.precision]
     if not (found.largest <= allowed.single and found.typical <= allowed.typical):
         raise ExportError(
             f"{options.output}: the export differs from the engine: logits by up to {found.largest:.1e}, typically by "

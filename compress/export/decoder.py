@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +15,16 @@ import torch
 
 from compress.export.genai import check_genai, tokenizer_problem, write_genai_config
 from compress.export.parity import Allowed, RoundedCheckpoint, check_parity
+from compress.options.export import PRECISION_BITS, ExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
-from engine.checkpoint.checkpoint import ONNX_NAME, Checkpoint, resolve
+from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.decoder.model import own_routings
 from engine.decoder.routing import Routing
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
-from engine.errors import ExportError, OptionError, UnsupportedError
+from engine.errors import ExportError, UnsupportedError
 from engine.families.results import check_onnx
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
@@ -43,51 +44,34 @@ class Precision(NamedTuple):
     """How far logits may be from the engine's in float32, which has the same weights, rounded to as many bits."""
 
 
-FORMATS = ("onnx", "onnx-genai")
-PRECISIONS: dict[str, Precision] = {
-    "float32": Precision(torch.float32, None, Allowed(1e-4, 1e-4)),
-    "float16": Precision(torch.float16, None, Allowed(math.inf, 0.02)),
-    "int8": Precision(torch.float32, 8, Allowed(math.inf, 0.1)),
-    "int4": Precision(torch.float32, 4, Allowed(math.inf, 0.1)),
+@dataclass(frozen=True)
+class ExportFormat:
+    """One row of FORMATS; the checkpoint's own files are in every format."""
+
+    check: Callable[[Checkpoint, bool], None] = lambda checkpoint, portable: None
+    """Raises an error of input for a model that the format cannot hold. portable: standard operators only."""
+    write: Callable[[Checkpoint, Path], None] = lambda checkpoint, directory: None
+    """Writes the format's own files."""
+    tokenizer_problem: Callable[[Path], str | None] = lambda directory: None
+    """Why the format's runtime cannot read the tokenizer, None where it can."""
+    runs_encoder_decoders: bool = True
+
+
+FORMATS: dict[str, ExportFormat] = {
+    "onnx": ExportFormat(),
+    "onnx-genai": ExportFormat(check_genai, write_genai_config, tokenizer_problem, runs_encoder_decoders=False),
 }
-EXPERTS = ("moe", "portable")
-"""Mixture operators of onnxruntime, or standard operators only."""
-_OF_WEIGHTS = ("auto_map", "quantization_config")
-"""Config keys that say something of the checkpoint's files."""
-_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
-
-
+"""One row for each of FORMAT_PACKAGES (compress/options/export.py)."""
+PRECISIONS: dict[str, Precision] = {
+    "float32": Precision(torch.float32, PRECISION_BITS["float32"], Allowed(1e-4, 1e-4)),
+    "float16": Precision(torch.float16, PRECISION_BITS["float16"], Allowed(math.inf, 0.02)),
+    "int8": Precision(torch.float32, PRECISION_BITS["int8"], Allowed(math.inf, 0.1)),
+    "int4": Precision(torch.float32, PRECISION_BITS["int4"], Allowed(math.inf, 0.1)),
+}
+FILE_KEYS = ("auto_map", "quantization_config")
+"""Config keys that describe the checkpoint's own files and not the export's."""
 MAX_TABLES = 1 << 30
 """Bytes of the angles of all positions in a graph, where the weights are fewer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """One export. Raises OptionError for what no model can be exported as."""
-
-    model: str
-    output: Path
-    format: str = "onnx"
-    precision: str = "float32"
-    experts: str = "moe"
-    skip_threshold: float = 0.0
-    skip_min_experts: int = 1
-    threads: int | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("format", self.format, FORMATS),
-            ("precision", self.precision, tuple(PRECISIONS)),
-            ("experts", self.experts, EXPERTS),
-        ):
-            if value not in known:
-                raise OptionError(f"{name} {value!r} is not known; choose {', '.join(known)}")
-        if self.experts == "portable" and PRECISIONS[self.precision].bits is not None:
-            raise OptionError(f"precision {self.precision!r} needs operators of onnxruntime; leave out --experts portable")
-        missing = [package for package in _PACKAGES[self.format] if find_spec(package) is None]
-        if missing:
-            raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")
 
 
 @claims_output
@@ -98,8 +82,7 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
     checkpoint = Checkpoint(resolve(options.model))
     check_onnx(checkpoint.config)
     _check_sizes(options, checkpoint)
-    if options.format == "onnx-genai":
-        check_genai(checkpoint, options.experts == "portable")
+    FORMATS[options.format].check(checkpoint, options.is_portable)
     tables = load_skip_tables(checkpoint.directory, checkpoint.config) if options.skip_threshold else None
     own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
     routings = skipping_routings(checkpoint.config, tables, options.skip_threshold, options.skip_min_experts, own=own)
@@ -116,7 +99,7 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
             "weights_bytes": written.weights_bytes,
             "skip_threshold": options.skip_threshold,
             "max_abs_logit_difference": difference,
-            "tokenizer_problem": tokenizer_problem(directory) if options.format == "onnx-genai" else None,
+            "tokenizer_problem": FORMATS[options.format].tokenizer_problem(directory),
             "bytes": sum(path.stat().st_size for path in directory.iterdir()),
             "seconds": time.monotonic() - started,
             "peak_memory_bytes": peak_memory_bytes(),
@@ -169,16 +152,13 @@ def _write(
         routings,
         dtype=precision.dtype,
         bits=precision.bits,
-        portable=options.experts == "portable",
+        portable=options.is_portable,
         progress=lambda layers: progress(layers, "writing"),
     )
     onnx.checker.check_model(directory / ONNX_NAME)
-    left_out = ("auto_map", "quantization_config")
-    write_json(
-        directory / "config.json", {key: value for key, value in checkpoint.raw_config.items() if key not in left_out}
-    )
-    if options.format == "onnx-genai":
-        write_genai_config(checkpoint, directory)
+    kept = {key: value for key, value in checkpoint.raw_config.items() if key not in FILE_KEYS}
+    write_json(directory / "config.json", kept)
+    FORMATS[options.format].write(checkpoint, directory)
     for path in carried_files(checkpoint.directory):
         shutil.copyfile(path, directory / path.name)
     return written

@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.export.decoder import PRECISIONS, ExportOptions, check_blocks, provenance
+from compress.export.decoder import FORMATS, PRECISIONS, check_blocks, provenance
 from compress.export.encoder_decoder_parity import check_encoder_decoder_parity, round_weights
+from compress.options.export import ExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import resolve
+from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
 from engine.errors import ExportError, OptionError, UnsupportedError
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder
 from engine.onnx.quantize import Written
 from engine.progress import Progress, no_progress
-from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAME, EncoderDecoderCheckpoint
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 
 @claims_output
@@ -65,7 +67,7 @@ def export_encoder_decoder(options: ExportOptions, progress: Progress = no_progr
 
 
 def _check_options(options: ExportOptions) -> None:
-    if options.format != "onnx":
+    if not FORMATS[options.format].runs_encoder_decoders:
         raise UnsupportedError(
             f"{options.model}: is an encoder-decoder with relative positions, which onnxruntime-genai does not run; use "
             "--format onnx"
@@ -88,7 +90,7 @@ def _write(options: ExportOptions, checkpoint: EncoderDecoderCheckpoint, directo
         directory,
         dtype=precision.dtype,
         bits=precision.bits,
-        portable=options.experts == "portable",
+        portable=options.is_portable,
         progress=lambda layers: progress(layers, "writing"),
     )
     for name in (ENCODER_NAME, DECODER_NAME):

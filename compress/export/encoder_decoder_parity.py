@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.export.parity import LENGTHS, STEPS, Allowed, Step, check_steps, compared, in_batch, sequences, when
+from compress.export.parity import LENGTHS, STEPS, Allowed, StepDifference, check_steps, compared, in_batch, sequences, when
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.kernels.quantized_weight import quantise
 from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder
@@ -27,7 +27,7 @@ AT_ONCE = (1, 1, 5, 9)
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SourcePrompt:
     """A source, and the target that is written to it."""
 
     name: str
@@ -49,7 +49,7 @@ def check_encoder_decoder_parity(
     checkpoint: EncoderDecoderCheckpoint,
     exported: OnnxEncoderDecoder,
     allowed: Allowed,
-    progress: Callable[[Iterable[list[Prompt]]], Iterable[list[Prompt]]] = iter,
+    progress: Callable[[Iterable[list[SourcePrompt]]], Iterable[list[SourcePrompt]]] = iter,
 ) -> dict[str, float]:
     """The largest |difference| of each output over all prompts and steps. Raises ExportError for one that is too far."""
     prompts = _prompts(checkpoint)
@@ -62,7 +62,7 @@ def check_encoder_decoder_parity(
     }
 
 
-def _prompts(checkpoint: EncoderDecoderCheckpoint) -> list[Prompt]:
+def _prompts(checkpoint: EncoderDecoderCheckpoint) -> list[SourcePrompt]:
     config, written = checkpoint.config, max(AT_ONCE) + STEPS
     vocabulary = int(config.vocab_size)
     tokens_SL, names = sequences(
@@ -70,13 +70,13 @@ def _prompts(checkpoint: EncoderDecoderCheckpoint) -> list[Prompt]:
     )
     start = torch.tensor([getattr(config, "decoder_start_token_id", None) or config.pad_token_id or 0])
     return [
-        Prompt(name, tokens_L[:length], torch.cat([start, tokens_L[length : length + written]]), at_once)
+        SourcePrompt(name, tokens_L[:length], torch.cat([start, tokens_L[length : length + written]]), at_once)
         for name, tokens_L, length, at_once in zip(names, tokens_SL, LENGTHS, AT_ONCE, strict=True)
     ]
 
 
 @torch.inference_mode()
-def _steps(batch: list[Prompt], model: Any, config: Any, exported: OnnxEncoderDecoder) -> Iterator[Step]:
+def _steps(batch: list[SourcePrompt], model: Any, config: Any, exported: OnnxEncoderDecoder) -> Iterator[StepDifference]:
     """Both outputs for these prompts, sources padded on the right."""
     lengths = [len(prompt.source_L) for prompt in batch]
     source_BL = torch.full((len(batch), max(lengths)), config.pad_token_id or 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.checkpoint import ONNX_NAME, Checkpoint
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.tokenizer import end_tokens
 from engine.errors import OptionError, UnsupportedError
 from engine.files.json_file import write_json

@@ -61,7 +61,7 @@ class Allowed:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepDifference:
     """How far an output is off for one prompt at one step."""
 
     output: str
@@ -160,7 +160,9 @@ class Reference:
 
 
 @torch.inference_mode()
-def _steps(batch: Sequence[Prompt], tokens_SL: Tensor, exported: OnnxDecoder, reference: Reference) -> Iterator[Step]:
+def _steps(
+    batch: Sequence[Prompt], tokens_SL: Tensor, exported: OnnxDecoder, reference: Reference
+) -> Iterator[StepDifference]:
     """A prefill of these prompts, padded on the left, and the steps after it."""
     longest = max(prompt.length for prompt in batch)
     steps = min(STEPS, tokens_SL.shape[1] - longest)
@@ -191,11 +193,11 @@ def in_batch(prompts: int) -> str:
     return f", in a padded batch of {prompts}" * (prompts > 1)
 
 
-def compared(output: str, where: str, found: Tensor, expected: Tensor) -> Step:
+def compared(output: str, where: str, found: Tensor, expected: Tensor) -> StepDifference:
     """An output at one step beside what it should be."""
     difference = (found - expected).abs()
     largest = float(difference.max())
-    return Step(
+    return StepDifference(
         output,
         where,
         largest,
@@ -204,7 +206,7 @@ def compared(output: str, where: str, found: Tensor, expected: Tensor) -> Step:
     )
 
 
-def check_steps(steps: Sequence[Step], allowed: Allowed) -> None:
+def check_steps(steps: Sequence[StepDifference], allowed: Allowed) -> None:
     """Raise ExportError naming the first step that is too far off, or an output's worst where they are in general."""
     for step in steps:
         if not step.of_largest <= allowed.single:  # also where it is no number

@@ -10,7 +10,6 @@ Shape suffixes: F hidden units of an expert, D hidden size, B a block of D.
 from __future__ import annotations
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -48,6 +47,8 @@ def alignment(centre: Projections, expert: Projections, device: torch.device | s
     0.02 s for F = 768 and 1.4 s for 4,096, less for related ones; the time grows a little faster than F². A pair with
     F = 14,336 and D = 4,096 takes 2.5 GB, 2.5 · 10¹² multiply-adds and, by that growth, about half a minute of assignment.
     """
+    from scipy.optimize import linear_sum_assignment  # here: only merging needs it
+
     width = len(centre[0])
     cost_FF = torch.zeros(width, width, device=device)
     for ours_FD, theirs_FD in zip(_of_units(centre), _of_units(expert), strict=True):

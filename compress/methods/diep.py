@@ -4,7 +4,7 @@ The model's weights are frozen. Per MoE layer there are intra-layer scores α �
 trained on L = CE(next token) + λ·‖F'(x; α, β) − F(x)‖_F through a relaxed layer, three α-steps to one β-step, and all
 experts of all layers are then ranked by α·β.
 
-Deviations from the paper, each an option: two more relaxations; α may start from gate Fisher instead of
+Deviations from the paper, each an option: two more relaxations (relaxations.py); α may start from gate Fisher instead of
 zero; the score may be the normalised N·ᾱ·β, since α is defined only up to a constant per layer under the softmax.
 
 Several processes share out the sequences of each step, and the gradients of α or β are added up over them: steps are those
@@ -19,101 +19,46 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from compress.methods.gate_gradients import fisher_scores
+from compress.cost.counts import OperationCounts
+from compress.cost.phases import PassCosts, Phase
+from compress.methods.criterion import Criterion, by_scores
+from compress.methods.gate_fisher import fisher_scores
+from compress.methods.gate_gradients import gradient_phase, gradient_scores, loaded_decoder
+from compress.methods.inputs import MethodRun
+from compress.methods.relaxations import RELAXATIONS, gate
+from compress.options.plan_run import RunOptions
+from compress.options.prune import DiepOptions, PruneOptions
+from compress.report.diep_scores import save_scores, scores_of_state
 from compress.training.losses import next_token_loss, reconstruction_loss
 from compress.training.moments import restore, with_moments
 from engine.decoder.model import Decoder, Outer
-from engine.decoder.routing import Gated, MixedExperts, Routing, ShiftedLogits
-from engine.errors import DataError, OptionError
+from engine.errors import DataError
+from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
 from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
 from engine.passes.memory_budget import batches
+from engine.passes.memory_need import MemoryDemand
 
 ALPHA_STEPS = 3
 """α-steps to each β-step (DiEP, setting)."""
 
-
-@dataclass(frozen=True)
-class Relaxation:
-    """What differs between the relaxations beside the layer itself."""
-
-    routing: Callable[[Routing, Tensor, Tensor], Routing]
-    """(the model's own rule, α_N, β) to the relaxed layer's Routing."""
-    learning_rate: float
-    start: str
-    """α starts at "zero" or from "fisher"."""
-    score: str
-    """"raw" α·β or "normalised" N·ᾱ·β."""
-    is_shift_invariant: bool = True
-    """A constant added to all α of a layer changes nothing, so their mean is kept at zero."""
-    pressure: float = 0.0
-    """μ: weight of the mean gate in the loss, which asks every expert to justify itself."""
-
-
-def gate(alpha_N: Tensor) -> Tensor:
-    """The gate of the `gated` relaxation: σ(α + 2), 0.88 at α = 0."""
-    return torch.sigmoid(alpha_N + 2.0)
-
-
-RELAXATIONS: dict[str, Relaxation] = {
-    "paper": Relaxation(lambda base, alpha, beta: MixedExperts(alpha, beta), 5e-3, "zero", "normalised"),
-    "routed": Relaxation(ShiftedLogits, 5e-3, "zero", "raw"),
-    "gated": Relaxation(
-        lambda base, alpha, beta: Gated(base, gate(alpha), beta),
-        3e-2,
-        "fisher",
-        "raw",
-        is_shift_invariant=False,
-        pressure=0.5,
-    ),
+SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "raw": lambda alpha_N, beta: alpha_N * beta,
+    "normalised": lambda alpha_N, beta: len(alpha_N) * alpha_N.softmax(0) * beta,
 }
-
-
-@dataclass(frozen=True)
-class DiepOptions:
-    """None stands for the relaxation's own default."""
-
-    relaxation: str = "gated"
-    epochs: int = 10
-    batch_size: int = 16
-    learning_rate: float | None = None
-    reconstruction_weight: float = 0.01
-    """λ."""
-    pressure: float | None = None
-    """μ."""
-    start: str | None = None
-    score: str | None = None
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise OptionError for a number that no search can use."""
-        filled = self.filled()
-        for name in ("learning_rate", "reconstruction_weight", "pressure"):
-            value = getattr(filled, name)
-            if not 0.0 <= value < math.inf:
-                raise OptionError(f"{name.replace('_', '-')} is {value}; it must be a number from 0")
-
-    def filled(self) -> DiepOptions:
-        """The same with every None replaced."""
-        default = RELAXATIONS[self.relaxation]
-        return DiepOptions(
-            **asdict(self)
-            | {
-                name: getattr(default, name)
-                for name in ("learning_rate", "pressure", "start", "score")
-                if getattr(self, name) is None
-            }
-        )
+"""α and β of a layer to the scores that experts are ranked by."""
+STARTS = {"zero": False, "fisher": True}
+"""Whether α starts from gate Fisher; otherwise it starts at zero."""
 
 
 @dataclass
@@ -170,14 +115,10 @@ def search(
 
 def discrete_scores(decoder: AnyDecoder, state: DiepState, options: DiepOptions) -> dict[int, Tensor]:
     """s = α·β (DiEP §4.2), or N·ᾱ·β."""
-    result = {}
-    for layer, alpha, beta in zip(decoder.config.moe_layers, state.alphas, state.betas, strict=True):
-        alpha, beta = alpha.detach(), beta.detach()
-        if options.score == "normalised":
-            result[layer] = len(alpha) * alpha.softmax(0) * beta
-        else:
-            result[layer] = alpha * beta
-    return result
+    assert options.score is not None
+    score = SCORES[options.score]
+    layers = zip(decoder.config.moe_layers, state.alphas, state.betas, strict=True)
+    return {layer: score(alpha.detach(), beta.detach()) for layer, alpha, beta in layers}
 
 
 def starting_alphas(
@@ -188,7 +129,7 @@ def starting_alphas(
 ) -> list[Tensor]:
     """α at the start, [N] per MoE layer: zero (ᾱ uniform), or half the z-score of log gate Fisher over all experts."""
     device = decoder.device
-    if options.start == "zero":
+    if not STARTS[options.start or ""]:
         return [torch.zeros(count, device=device) for count in decoder.config.experts_per_layer]
     squares = fisher_scores(decoder, tokens_SL, options.seed) if fisher is None else fisher()
     logs = [(square + 1e-30).log() for square in squares.values()]
@@ -356,3 +297,48 @@ def load_state(path: Path, decoder: AnyDecoder, options: DiepOptions) -> DiepSta
 def _named(name: str, values: list[Tensor]) -> dict[str, Tensor]:
     """As the state file names them."""
     return {f"{name}.{index}": value for index, value in enumerate(values)}
+
+
+# As a criterion
+
+
+def _scores(run: MethodRun) -> dict[int, Tensor]:
+    """Gate Fisher, where the search starts from it, is computed once for all runs of a sweep, on the search's decoder."""
+    decoder = loaded_decoder(run)
+    return search(
+        decoder,
+        run.prepared.tokens_SL,
+        run.options.diep,
+        state_path=run.work.search_state,
+        resume=run.options.resume or run.work.shared != run.work.path,
+        fisher=lambda: gradient_scores(run, "fisher", fisher_scores, lambda: decoder),
+        progress=run.bar("searching (epochs)"),
+    )
+
+
+def _save_scores(run: MethodRun, directory: Path) -> None:
+    if run.work.search_state.is_file():
+        layers = run.prepared.checkpoint.config.moe_layers
+        save_scores(scores_of_state(run.work.search_state, layers), directory)
+
+
+def _memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
+    mixed = max(config.experts_per_layer) if RELAXATIONS[options.diep.relaxation].mixes_all else None
+    return replace(demand, gradients=True, optimises=True, experts_per_token=mixed)
+
+
+def _phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
+    """F(x) once, then epochs of passes with gradients through the relaxed layer."""
+    diep, passes, whole = options.diep.filled(), costs.passes, costs.weights.whole(costs.passes)
+    from_fisher = STARTS[diep.start or ""]
+    if from_fisher:
+        yield gradient_phase(costs, own_samples=True)
+    read = OperationCounts() if from_fisher else OperationCounts(read_bytes=passes.file_bytes)
+    yield Phase("full hidden states", passes.forward(costs.tokens, costs.length) + read, whole + costs.streaming_bytes)
+    slots = passes.config.experts_by_layer if RELAXATIONS[diep.relaxation].mixes_all else None
+    epoch = passes.gradient(costs.tokens, costs.length, slots) + passes.head(costs.tokens, products=2)
+    memory = whole + passes.gradient_bytes(costs.tokens, costs.length, slots) + passes.kept_bytes(costs.tokens)
+    yield Phase(f"searching ({diep.epochs} epochs)", epoch * diep.epochs, memory)
+
+
+DIEP = Criterion(by_scores(_scores), _phases, _memory, add_files=_save_scores)

@@ -1,8 +1,7 @@
 """Gate gradients: a factor g_i = 1 on each expert's contribution, differentiated and never trained.
 
-Fisher: Σ over sequences of (∂L/∂g_i)², L the negative log-likelihood of the model's own samples. Taylor: |Σ ∂L/∂g_i|,
-L that of the text itself. One forward and one backward pass, gradients of the gates alone: sequences go through together
-and each has gates of its own, so its gradient is its own too.
+Two criteria are made of them: gate_fisher.py and gate_taylor.py. One forward and one backward pass give the gradients of the
+gates alone. Sequences go through together, and each has gates of its own, so its gradient is its own too.
 
 Several processes share out the sequences. Each draws the random numbers of those before its own too, so that the samples of
 all are those of one process.
@@ -15,23 +14,28 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from compress.cost.counts import OperationCounts
+from compress.cost.phases import PassCosts, Phase
+from compress.methods.inputs import MethodRun
+from compress.options.prune import PruneOptions
 from compress.training.losses import next_token_loss
 from engine.decoder.model import Decoder, Outer
 from engine.decoder.routing import Gated, Routing
 from engine.errors import DataError
+from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear
 from engine.passes import processes
 from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
-from engine.passes.memory_budget import sequences_per_batch
+from engine.passes.memory_budget import current, sequences_per_batch
+from engine.passes.memory_need import MemoryDemand
 from engine.passes.streaming import chunk_tokens
 
 SAVE_EVERY_SECONDS = 20.0
@@ -180,12 +184,56 @@ def _pass_over(length: int, vocabulary: int, generator: torch.Generator) -> None
         _waiting_times((len(part), vocabulary), generator)
 
 
-def fisher_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
-    """Gate Fisher as pruning scores. pass_options: `state_path` and `progress` of `gate_gradients`."""
-    return gate_gradients(decoder, tokens_SL, own_samples=True, seed=seed, **pass_options)[1]
+# For the criteria that are made of them
 
 
-def taylor_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
-    """First-order gate Taylor as pruning scores. pass_options: as for `fisher_scores`."""
-    sums, _ = gate_gradients(decoder, tokens_SL, own_samples=False, seed=seed, **pass_options)
-    return {layer: total.abs() for layer, total in sums.items()}
+def loaded_decoder(run: MethodRun) -> AnyDecoder:
+    """All weights at once, this process's pieces of them, or, within a limit of memory, one layer's."""
+    prepared, device = run.prepared, run.options.device
+    if current() is not None:
+        return LayerwiseDecoder(prepared.checkpoint, prepared.dtype, device)
+    decoder = processes.load_decoder(prepared.checkpoint, prepared.dtype, device, run.options.shard)
+    decoder.checkpoint_activations = True
+    return decoder
+
+
+def gradient_scores(
+    run: MethodRun,
+    name: str,
+    score: Callable[..., dict[int, Tensor]],
+    decoder: Callable[[], AnyDecoder] | None = None,
+) -> dict[int, Tensor]:
+    """Scores by gate gradients, [N] by decoder layer index; computed once for all runs on this model and text.
+
+    name: of their file in the work directory. score: `fisher_scores` or `taylor_scores`. decoder: gives one that is loaded
+    already.
+    """
+
+    def compute() -> dict[str, list[float]]:
+        scored = score(
+            loaded_decoder(run) if decoder is None else decoder(),
+            run.prepared.tokens_SL,
+            run.options.diep.seed,
+            state_path=run.work.shared / f"{name}.safetensors",
+            progress=run.bar("gate gradients (batches)"),
+        )
+        return {str(layer): row.tolist() for layer, row in scored.items()}
+
+    values = run.work.once(f"{name}_scores", compute, shared=True)
+    return {int(layer): torch.tensor(row, dtype=torch.float64) for layer, row in values.items()}
+
+
+def gradient_memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
+    """The demand of a run that also needs gradients."""
+    return replace(demand, gradients=True)
+
+
+def gradient_phase(costs: PassCosts, *, own_samples: bool) -> Phase:
+    """One pass with gradients over the text, or over samples of the model's own."""
+    passes, tokens, length = costs.passes, costs.tokens, costs.length
+    counts = (
+        passes.gradient(tokens, length) + passes.head(tokens, products=2) + OperationCounts(read_bytes=passes.file_bytes)
+    )
+    if own_samples:
+        counts += passes.sampling(tokens)
+    return Phase("gate gradients", counts, costs.weights.whole(passes) + passes.gradient_bytes(tokens, length))

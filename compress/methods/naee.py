@@ -22,11 +22,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations, islice
 from math import comb
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from compress.cost.counts import OperationCounts, Passes
+from compress.cost.phases import PassCosts, Phase, kept_of
+from compress.methods.criterion import Criterion, kept_plan
+from compress.methods.inputs import MethodRun
+from compress.options.plan_run import RunOptions
+from compress.options.prune import SUBSET_LIMIT, PruneOptions
+from compress.plans.plan import Plan
+from compress.report.figures import SearchFigures
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
@@ -35,17 +42,19 @@ from engine.errors import DataError
 from engine.families.config import DecoderConfig
 from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
+from engine.passes.memory_budget import KEPT_BYTES
+from engine.passes.memory_need import MemoryDemand
 from engine.passes.streaming import stream_layers
 
 SAMPLE_TOKENS = 4096
 """Calibration tokens, drawn at random, on whose layer inputs subsets are compared."""
-SUBSET_LIMIT = 10_000
-"""Up to this many subsets a layer is searched exhaustively: 8 experts always are, 16 when 12 stay, and not when 8 do."""
 OUTPUT_BYTES = 64 << 20
 """Outputs of all experts are held for as many tokens at a time as fit into this, and twice."""
 SUBSETS_AT_ONCE = 32
 TOKENS_AT_ONCE = 512
 """Whose products are read together when subsets are compared."""
+SUBSET_PASSES = 30
+"""Elements that routing one token past one subset reads and writes, for each expert."""
 
 
 def held_bytes(config: DecoderConfig) -> int:
@@ -100,7 +109,7 @@ def naee(
     return dict(sorted(result.items()))
 
 
-def search_used(counts: Mapping[int, int], kept: Mapping[int, int], limit: int) -> dict[str, Any]:
+def search_used(counts: Mapping[int, int], kept: Mapping[int, int], limit: int) -> SearchFigures:
     """What a search over layers of `counts` experts does: "greedy" where any layer is, and the most subsets of a layer."""
     subsets = max(comb(count, kept[layer]) for layer, count in counts.items())
     return {"search": "exhaustive" if subsets <= limit else "greedy", "subsets": subsets}
@@ -230,3 +239,73 @@ def greedy(losses: SubsetLosses, experts: int, keep: int) -> list[int]:
 def _some_at_a_time(subsets: Iterator[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
     while some := list(islice(subsets, SUBSETS_AT_ONCE)):
         yield some
+
+
+# As a criterion
+
+
+def _plan(run: MethodRun) -> Plan:
+    prepared, budget = run.prepared, run.prepared.budget
+    assert budget is not None
+    kept = naee(
+        prepared.checkpoint,
+        prepared.tokens_SL,
+        budget.kept_per_layer(prepared.checkpoint.config.experts_by_layer),
+        dtype=prepared.dtype,
+        device=run.options.device,
+        seed=run.options.calibration.seed,
+        limit=run.options.naee_limit,
+        once=run.work.once,
+        directory=run.work.path / "naee",
+        progress=run.bar("comparing subsets (layers)"),
+    )
+    return kept_plan(run, kept)
+
+
+def _figures(run: MethodRun) -> dict[str, SearchFigures]:
+    if run.prepared.budget is None:
+        return {}
+    counts = run.prepared.checkpoint.config.experts_by_layer
+    return {"naee": search_used(counts, run.prepared.budget.kept_per_layer(counts), run.options.naee_limit)}
+
+
+def _memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
+    return demand.with_other(held_bytes(config))
+
+
+def _phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
+    passes, tokens = costs.passes, costs.tokens
+    compared = {
+        index: compared_subsets(count, kept_of(count, options.sparsity), options.naee_limit)
+        for index, count in passes.config.experts_by_layer.items()
+    }
+    memory = costs.weights.layer(passes) + costs.streaming_bytes + sample_bytes(passes, tokens)
+    yield Phase("comparing subsets", subset_counts(passes, tokens, costs.length, compared), memory)
+
+
+def subset_counts(passes: Passes, tokens: int, length: int, compared: Mapping[int, int]) -> OperationCounts:
+    """A streamed pass, every expert on a sample, and so many subsets of each layer."""
+    sample = min(SAMPLE_TOKENS, tokens)
+
+    def layer(index: int) -> OperationCounts:
+        moe = passes.config.layers[index].moe
+        if moe is None:
+            return OperationCounts()
+        pairs = float(sample * moe.experts)
+        products = 2.0 * pairs * moe.experts * (passes.config.hidden_size + compared[index])
+        moved = 4 * pairs * (moe.experts + SUBSET_PASSES) * compared[index]
+        return passes.all_experts(index, sample) + OperationCounts(single_flops=products, moved_bytes=moved)
+
+    return passes.streamed(tokens, length) + passes.sum_layers(layer)
+
+
+def sample_bytes(passes: Passes, tokens: int) -> float:
+    """Bytes of the sample: inputs, a piece of all experts' outputs twice, and T · N² inner products, if not in a file."""
+    sample, most = min(SAMPLE_TOKENS, tokens), max(passes.config.experts_per_layer)
+    outputs = min(float(OUTPUT_BYTES), 4.0 * sample * most * passes.config.hidden_size)
+    products = 4.0 * sample * most**2
+    kept = products if products <= KEPT_BYTES else 0.0
+    return 2 * outputs + kept + passes.bytes_per_element * sample * passes.config.hidden_size
+
+
+NAEE = Criterion(_plan, _phases, _memory, _figures)

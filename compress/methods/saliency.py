@@ -5,12 +5,10 @@ Shape suffixes: N routed experts of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
-from calibrate.statistics import LayerStatistics, Statistics
+from calibrate.statistics import LayerStatistics
+from compress.methods.criterion import statistic
 
 
 def frequency(layer: LayerStatistics) -> Tensor:
@@ -38,20 +36,8 @@ def significance(layer: LayerStatistics) -> Tensor:
     return frequency(layer) * layer.weight_sum / layer.tokens_routed.clamp_min(1)
 
 
-SCORES: dict[str, Callable[[LayerStatistics], Tensor]] = {
-    "frequency": frequency,
-    "probability": probability,
-    "reap": reap,
-    "man": mean_output_norm,
-    "mc-moe": significance,
-}
-
-
-def scores(method: str, statistics: Statistics, seed: int = 0) -> dict[int, Tensor]:
-    """Scores of every MoE layer by decoder layer index; `random` is the floor."""
-    if method == "random":
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            index: torch.rand(len(layer.tokens_routed), generator=generator) for index, layer in statistics.layers.items()
-        }
-    return {index: SCORES[method](layer) for index, layer in statistics.layers.items()}
+FREQUENCY = statistic(frequency)
+PROBABILITY = statistic(probability)
+REAP = statistic(reap)
+MAN = statistic(mean_output_norm)
+MC_MOE = statistic(significance)

@@ -17,7 +17,7 @@ from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint, computed_dtype, in_parts
 from engine.checkpoint.mxfp4 import BLOCKS, METHOD, POWERS
-from engine.checkpoint.pack_quantized import CONFIG_KEY, Scheme, layout_of, tensors_of
+from engine.checkpoint.pack_quantized import CONFIG_KEY, layout_of, tensors_of
 from engine.checkpoint.stacks import Stored, dense_names, joined, stacked_names, stored_tensors
 from engine.decoder.model import Decoder
 from engine.errors import PlanError, UnsupportedError
@@ -38,6 +38,7 @@ from engine.families.tensor_shapes import expected_tensors, expert_rows
 from engine.files.json_file import write_json
 from engine.files.safetensors_writer import DEFAULT_SHARD_BYTES, ShardWriter
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
+from engine.kernels.scheme import Scheme
 
 _RELEASE_EVERY_BYTES = 64 << 20
 

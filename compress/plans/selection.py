@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine.errors import OptionError
-from engine.families.layer_config import MoeConfig
+from engine.options import check, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.families.config import DecoderConfig
+    from engine.families.layer_config import MoeConfig
+
+REMOVE = "What to remove"
+SCOPES = ("global", "layer", "uniform")
 
 
 @dataclass(frozen=True)
 class Budget:
     """How many experts may stay, and where."""
 
-    sparsity: float | None = None
-    """Share of all experts that goes, in (0, 1)."""
-    experts: int | None = None
-    """Experts per layer that stay, on average for scope "global"; instead of sparsity."""
-    scope: str = "global"
+    sparsity: float | None = option(None, group=REMOVE, help="Share of all experts to remove, between 0 and 1.")
+    experts: int | None = option(
+        None, group=REMOVE, help="Experts to keep per layer, on average for scope global, instead of --sparsity."
+    )
+    scope: str = option(
+        "global",
+        group=REMOVE,
+        choices=SCOPES,
+        help="Rank the experts of all layers together (global), or remove the same share of each layer (layer).",
+    )
     """"global" ranks the experts of all layers together; "layer" removes the same share of each; "uniform" keeps the same
     count in each, that of a layer of average size."""
-    min_experts: int = 1
-    """Every layer keeps at least this many."""
+    min_experts: int = option(1, group=REMOVE, help="Fewest experts that a layer keeps.")
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def check(self, counts: Mapping[int, int]) -> None:
         """Raise OptionError unless a model with `counts` experts by layer can be cut to this budget."""
@@ -134,3 +149,13 @@ def _in_turns(order: Sequence[int], groups: Sequence[int]) -> list[int]:
     for expert in order:
         turns[expert] = turn[groups[expert]] = turn.get(groups[expert], -1) + 1
     return sorted(order, key=lambda expert: turns[expert])
+
+
+def moe_configs(config: DecoderConfig) -> dict[int, MoeConfig]:
+    """The mixture of each layer that has one, by decoder layer index."""
+    return {index: moe for index, layer in enumerate(config.layers) if (moe := layer.moe) is not None}
+
+
+def groups_of(config: DecoderConfig) -> dict[int, tuple[int, ...]]:
+    """The group of each expert by decoder layer index; empty for a model without groups."""
+    return {index: moe.groups for index, moe in moe_configs(config).items() if moe.groups}

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compress.report.figures import ModelFigures, TrainingFigures
 from compress.report.pictures import Picture
 from engine.checkpoint.hub import is_hub_id, split
 
 
 def model_card(
-    figures: Mapping[str, Any],
+    figures: ModelFigures,
     source: str,
     layers: Sequence[int],
     skipping: bool,
@@ -36,11 +37,11 @@ def model_card(
     heading = title or f"{source}, {figures['sparsity']:.0%} fewer experts"
     return "\n".join(
         [
-            "---",
-            *([] if figures.get("loading_note") else ["library_name: transformers"]),
-            *([f"base_model: {split(source)[0]}"] if is_hub_id(source) and not Path(source).exists() else []),
-            f"tags: [mixture-of-experts, {_kind(figures, title)}, moe-compress]",
-            "---",
+            *front_matter(
+                ["mixture-of-experts", _kind(figures, title), "moe-compress"],
+                library=None if figures.get("loading_note") else "transformers",
+                base=split(source)[0] if is_hub_id(source) and not Path(source).exists() else None,
+            ),
             f"# {heading}",
             "",
             f"Made by moe-compress with method `{figures['method']}`. Every option, the plan (what became of each",
@@ -71,13 +72,20 @@ def model_card(
     )
 
 
-def training_lines(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def front_matter(tags: list[str], library: str | None, base: str | None = None) -> list[str]:
+    """The lines that the hub reads of a model card, as YAML. base: the hub id of the model that it was made from."""
+    from huggingface_hub import ModelCardData  # imported here: tables and columns are used without the hub
+
+    return ["---", ModelCardData(base_model=base, library_name=library, tags=tags).to_yaml(), "---"]
+
+
+def training_lines(parts: Mapping[str, TrainingFigures]) -> list[str]:
     """What each part of the training cost and gained; nothing where there was none."""
     lines = []
     for name, part in parts.items():
         lines.append(f"`{name}`: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}.")
         if part["best_step"] is not None:
-            best = dict(part["validation_perplexity"])[part["best_step"]]
+            best = next(value for step, value in part["validation_perplexity"] if step == part["best_step"])
             lines.append(f"Kept is the state of step {part['best_step']}, perplexity {best:.3f} on text set aside for that.")
     return [*lines, ""] if lines else []
 

@@ -6,15 +6,17 @@ import base64
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
-
-from jinja2 import Environment, StrictUndefined
+from typing import TYPE_CHECKING, Any, Self
 
 from compress.report.columns import Column, Row, columns
 from compress.report.pictures import Picture
 from compress.report.plots import DOTS_PER_INCH
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 LEAST_SCALE = 0.8
 """Of a picture's own size."""
@@ -36,7 +38,7 @@ def page(
 ) -> str:
     """The HTML text. Every name, note and setting is escaped; `pictures` are read from disk and embedded."""
     shown = columns(rows)
-    return _TEMPLATE.render(
+    return _template().render(
         title=title,
         columns=shown,
         rows=[(row, [_cell(column, row, rows[0]) for column in shown]) for row in rows],
@@ -251,6 +253,13 @@ document.querySelectorAll("thead th").forEach((head, column) => {
 </body>
 </html>
 """
-_TEMPLATE = Environment(
-    autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-).from_string(_SOURCE)
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined  # here: only runs that end in a page need it
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return environment.from_string(_SOURCE)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from calibrate.statistics import Statistics, effective_experts, usage_shares
-from compress.methods.diep_scores import DiepScores
 from compress.plans.plan import Plan
 from compress.report import plots
+from compress.report.diep_scores import DiepScores
 from engine.families.config import DecoderConfig
 from engine.files.json_file import writing
 
@@ -156,11 +156,11 @@ def between_layers(model: Pictured) -> dict[tuple[int, int], list[list[float]]]:
     return {(layer, before): model.statistics.layers[layer].rbf_cka_before.tolist() for before, layer in pairwise(layers)}
 
 
-def usage(model: Pictured) -> plots.Usage:
+def usage(model: Pictured) -> plots.UsageShares:
     """Shares of routed tokens; experts are numbered from 0 where it is not known which of a source they are."""
     shares = {layer: [count / max(1, sum(counts)) for count in counts] for layer, counts in model.tokens_routed.items()}
     numbers = model.kept or {layer: list(range(len(own))) for layer, own in shares.items()}
-    return plots.Usage(model.label, shares, numbers)
+    return plots.UsageShares(model.label, shares, numbers)
 
 
 def search_scores(model: Pictured) -> plots.SearchScores:

@@ -29,7 +29,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 
 
 @dataclass(frozen=True)
-class Usage:
+class UsageShares:
     """How a model's router spreads tokens over its experts."""
 
     name: str
@@ -122,7 +122,7 @@ def experts_per_layer(counts: Mapping[str, Mapping[int, int]]) -> Any:
     return figure
 
 
-def expert_usage(usages: Sequence[Usage]) -> Any:
+def expert_usage(usages: Sequence[UsageShares]) -> Any:
     """A panel for each model: layers down, experts across under their source's numbers, those that are not there grey."""
     import numpy as np
     from matplotlib.figure import Figure

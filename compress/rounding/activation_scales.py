@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.pack_quantized import Scheme
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.model import DecoderLayer
 from engine.decoder.parameters import attention_parameters
@@ -44,6 +43,7 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear
 from engine.kernels.quantized_weight import as_tensor, quantise
+from engine.kernels.scheme import Scheme
 from engine.passes.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))

@@ -1,4 +1,4 @@
-"""What every command that makes a smaller model starts from: its options, and inputs that were found to be good.
+"""The start of every job that makes a smaller model: `JobOptions`, checked inputs (`Prepared`), and both as one `Run`.
 
 Shape suffixes: S sequences, L positions.
 """
@@ -6,18 +6,20 @@ Shape suffixes: S sequences, L positions.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
+from calibrate.batches import calibration_texts
 from calibrate.collect import collect
-from calibrate.options import CalibrationOptions, calibration_texts
+from calibrate.options import CalibrationOptions
 from calibrate.statistics import Statistics, load_statistics
+from compress.options.job import JobOptions
 from compress.plans.plan import Plan
 from compress.report.pictures import Picture
 from compress.rounding.quantizer import Quantiser
@@ -27,36 +29,7 @@ from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import DataError, OptionError
 from engine.passes import processes
-from engine.progress import Progress
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """One run, whatever it makes of the model."""
-
-    model: str
-    output: Path
-    method: str
-    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
-    statistics: Path | None = None
-    plan_output: Path | None = None
-    dtype: torch.dtype | None = None
-    device: str = "cpu"
-    overwrite: bool = False
-    resume: bool = False
-    memory_limit: int | None = None
-    """Bytes that may be resident; None for no limit."""
-
-    def deciding(self) -> dict[str, Any]:
-        """The options that decide the result, as JSON."""
-        values = asdict(self)
-        for key in ("resume", "overwrite", "plan_output", "memory_limit"):
-            del values[key]
-        return dict(json.loads(json.dumps(values, default=str)))
-
-    def recorded(self) -> dict[str, Any]:
-        """The same with all defaults filled in, as provenance has it."""
-        return self.deciding()
+from engine.progress import Progress, no_progress
 
 
 @dataclass
@@ -94,6 +67,31 @@ def teacher_identity(teacher: Identified | None) -> dict[str, str]:
     return {f"teacher_{name}": value for name, value in found.items()}
 
 
+OptionsT = TypeVar("OptionsT", covariant=True)
+PreparedT = TypeVar("PreparedT", covariant=True)
+
+
+@dataclass(frozen=True)
+class Run(Generic[OptionsT, PreparedT]):
+    """One run of a job, from checked inputs on; every step of a job takes it as its first argument."""
+
+    options: OptionsT
+    prepared: PreparedT
+    work: WorkDirectory
+    """Keeps what an interrupted run goes on from."""
+    progress: Progress = no_progress
+    started: float = field(default_factory=time.monotonic)
+    """When the run began, by time.monotonic(); `seconds` of the figures count from there."""
+
+    def bar(self, label: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
+        """A progress bar of that label, for functions that take none of their own."""
+        return lambda items: self.progress(items, label)
+
+
+AnyRun = Run[JobOptions, Prepared]
+"""A run of any job on a decoder."""
+
+
 class HeldOut(TypedDict):
     """What a model did on the held-out text, as JSON; None where there was no such text."""
 
@@ -111,7 +109,7 @@ class Made:
     """What the artifact is said to be made by."""
     trained: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the result that training has changed, by name."""
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, object] = field(default_factory=dict)
     """The command's own, beside those of every artifact."""
     title: str | None = None
     """Of the model card; None says how many fewer experts there are."""
@@ -171,8 +169,9 @@ def fingerprints(prepared: Prepared) -> dict[str, str]:
     return prepared.models | digests | {"processes": str(processes.count())}
 
 
-def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, progress: Progress) -> Statistics:
+def statistics_of(run: AnyRun) -> Statistics:
     """Statistics as given, or as calibration left them before an interruption, or by calibration now."""
+    options, prepared, work = run.options, run.prepared, run.work
     if prepared.statistics is not None:
         return prepared.statistics
     saved, directory = work.statistics, work.shared / "calibration"
@@ -185,7 +184,7 @@ def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, 
         device=options.device,
         seed=options.calibration.seed,
         directory=directory,
-        progress=lambda layers: progress(layers, "calibrating (layers)"),
+        progress=run.bar("calibrating (layers)"),
     )
     if processes.is_first():
         statistics.save(saved)
@@ -193,15 +192,12 @@ def statistics_of(options: JobOptions, prepared: Prepared, work: WorkDirectory, 
     return statistics
 
 
-def held_out(
-    checkpoint: Checkpoint,
-    options: JobOptions,
-    prepared: Prepared,
-    progress: Progress,
-    when: str,
-    directory: Path | None = None,
-) -> HeldOut:
-    """What the source or the result does on the held-out text; nothing where there is none. `directory`: of `perplexity`."""
+def held_out(run: AnyRun, checkpoint: Checkpoint, when: str, directory: Path | None = None) -> HeldOut:
+    """What the source or the result does on the held-out text; None for both where there is no such text.
+
+    when: "before" or "after", for the progress bar. directory: that of `perplexity`.
+    """
+    prepared = run.prepared
     if prepared.held_out_SL is None:
         return {"perplexity": None, "routed": None}
     counts: dict[int, list[int]] = {}
@@ -209,9 +205,9 @@ def held_out(
         checkpoint,
         prepared.held_out_SL,
         dtype=prepared.dtype,
-        device=options.device,
+        device=run.options.device,
         visit=routed_counts(counts, directory),
         directory=directory,
-        progress=lambda layers: progress(layers, f"perplexity {when} (layers)"),
+        progress=run.bar(f"perplexity {when} (layers)"),
     )
     return {"perplexity": value, "routed": {str(layer): own for layer, own in sorted(counts.items())}}

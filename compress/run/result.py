@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from calibrate.statistics import Statistics, load_statistics
-from compress.methods.diep_scores import load_scores
+from compress.options.job import JobOptions
 from compress.plans.apply import apply, carried_files
 from compress.plans.plan import plan_to_json
 from compress.report import plots
 from compress.report.card import model_card
+from compress.report.diep_scores import load_scores
+from compress.report.figures import ModelFigures
 from compress.report.pictures import Pictured, draw, kept_experts
-from compress.run.job import HeldOut, JobOptions, Made, Prepared, fingerprints, held_out
+from compress.run.job import AnyRun, HeldOut, Made, fingerprints, held_out
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.artifact import (
     check_checksums,
@@ -31,12 +33,11 @@ from engine.checkpoint.artifact import (
     write_provenance,
 )
 from engine.checkpoint.checkpoint import Checkpoint, resolve
-from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.families.results import loading_note
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
-from engine.progress import Progress
 
 SKIP_TABLE_SEQUENCES = 16
 """Sequences on which the result's own skip tables are measured."""
@@ -81,49 +82,35 @@ def check_outputs(options: JobOptions) -> None:
         check_file_output(options.plan_output, options.overwrite)
 
 
-def carry_out(
-    options: JobOptions,
-    prepared: Prepared,
-    work: WorkDirectory,
-    make: Callable[[], Made],
-    progress: Progress,
-    started: float,
-) -> dict[str, Any]:
+def carry_out(run: AnyRun, make: Callable[[], Made]) -> ModelFigures:
     """Measure, make, write, measure again; the figures of the result.
 
-    `started`: when the run began, by time.monotonic(). After bad input nothing is left; after an interruption, what
-    `--resume` goes on from. Several processes make and measure together; the first writes, and all have the figures.
+    After bad input nothing is left; after an interruption, what `--resume` goes on from. Several processes make and measure
+    together; the first writes, and all have the figures.
     """
+    options, prepared, work = run.options, run.prepared, run.work
     processes.wait()  # nothing is begun before all have found their input good
     with work.until_whole(options.output):
         work.begin(options.deciding() | fingerprints(prepared), options.resume)
         before = work.once(
             "held_out_before",
-            lambda: held_out(prepared.checkpoint, options, prepared, progress, "before", work.shared / "held_out"),
+            lambda: held_out(run, prepared.checkpoint, "before", work.shared / "held_out"),
             shared=True,
         )
         work.forget(work.shared / "held_out")
         made = make()
-        figures = write_artifact(options, prepared, made, before, started, progress, work)
+        figures = write_artifact(run, made, before)
         if options.plan_output is not None and processes.is_first():
             write_json(options.plan_output, plan_to_json(made.plan))
     return figures
 
 
-def write_artifact(
-    options: JobOptions,
-    prepared: Prepared,
-    made: Made,
-    before: HeldOut,
-    started: float,
-    progress: Progress,
-    work: WorkDirectory,
-) -> dict[str, Any]:
+def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
     """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
-    source = prepared.checkpoint
+    options, source = run.options, run.prepared.checkpoint
     if not processes.is_first():
-        _measured(Checkpoint(Path(processes.told())), options, prepared, progress)
-        return dict(processes.told())
+        _measured(run, Checkpoint(Path(processes.told())))
+        return cast(ModelFigures, processes.told())
     with whole_or_nothing(options.output, options.overwrite) as directory:
         apply(
             made.plan,
@@ -131,45 +118,43 @@ def write_artifact(
             directory,
             replaced=made.trained,
             quantiser=made.quantiser,
-            progress=lambda names: progress(names, "writing"),
+            progress=run.bar("writing"),
         )
         for path in carried_files(source.directory):
             shutil.copyfile(path, directory / path.name)
         processes.told(str(directory.absolute()))
         result = Checkpoint(directory)
-        own, after = _measured(result, options, prepared, progress)
+        own, after = _measured(run, result)
         if own is not None:
             skip_tables(own).save(directory / SKIP_TABLES)
         made.add_files(directory)
-        models = [_before(options, prepared, before, work), _after(options, made, result, own, after)]
+        models = [_before(run, before), _after(options, made, result, own, after)]
         pictures = [*made.draw(directory), *draw(directory, models)] if plots.available() else []
-        seconds = time.monotonic() - started
-        figures = _figures(options, prepared, made, result, before["perplexity"], after["perplexity"], seconds)
+        figures = _figures(run, made, result, before["perplexity"], after["perplexity"])
         figures["plots"] = [picture.path.name for picture in pictures]
         skipping, lines = (directory / SKIP_TABLES).exists(), (*made.card, *(made.quantiser.card if made.quantiser else ()))
         card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures, made.title, lines)
         (directory / "README.md").write_text(card, encoding="utf-8")
-        write_provenance(directory, _provenance(options, prepared, made, figures, skipping))
+        write_provenance(directory, _provenance(run, made, figures, skipping))
     processes.told(figures)
     return figures
 
 
-def _measured(
-    result: Checkpoint, options: JobOptions, prepared: Prepared, progress: Progress
-) -> tuple[Statistics | None, HeldOut]:
+def _measured(run: AnyRun, result: Checkpoint) -> tuple[Statistics | None, HeldOut]:
     """The result's own statistics, where it has experts and there is text, and what it does on the held-out text."""
+    options, prepared = run.options, run.prepared
     own, sample_SL = None, prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
     if result.config.moe_layers and len(sample_SL):
         own = collect(result, sample_SL, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
-    return own, held_out(result, options, prepared, progress, "after")
+    return own, held_out(run, result, "after")
 
 
-def _before(options: JobOptions, prepared: Prepared, seen: HeldOut, work: WorkDirectory) -> Pictured:
+def _before(run: AnyRun, seen: HeldOut) -> Pictured:
     """The source, with its statistics where the method needed them."""
-    config, statistics = prepared.checkpoint.config, prepared.statistics
-    if statistics is None and work.statistics.is_file():
-        statistics = load_statistics(work.statistics, config)
-    label = f"{Path(options.model).name} (before)"
+    config, statistics = run.prepared.checkpoint.config, run.prepared.statistics
+    if statistics is None and run.work.statistics.is_file():
+        statistics = load_statistics(run.work.statistics, config)
+    label = f"{Path(run.options.model).name} (before)"
     return Pictured(label, config.experts_by_layer, statistics, routed=_routed(seen))
 
 
@@ -189,48 +174,38 @@ def _routed(seen: HeldOut) -> dict[int, list[int]] | None:
     return None if counts is None else {int(layer): own for layer, own in counts.items()}
 
 
-def _figures(
-    options: JobOptions,
-    prepared: Prepared,
-    made: Made,
-    result: Checkpoint,
-    before: float | None,
-    after: float | None,
-    seconds: float,
-) -> dict[str, Any]:
-    source = prepared.checkpoint
+def _figures(run: AnyRun, made: Made, result: Checkpoint, before: float | None, after: float | None) -> ModelFigures:
+    """The figures of every smaller model, and then the command's own."""
+    options, source = run.options, run.prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
-    calibration = prepared.calibration
-    return (
-        {
-            "artifact": str(options.output),
-            "method": made.method,
-            "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
-            "experts_before": experts_before,
-            "experts_after": experts_after,
-            "experts_per_layer": list(result.config.experts_per_layer),
-            "parameters_before": source.parameters,
-            "parameters_after": result.parameters,
-            "bytes_before": source.bytes,
-            "bytes_after": result.bytes,
-            "perplexity_before": before,
-            "perplexity_after": after,
-            "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
-            f"{calibration.data}",
-            "seconds": seconds,
-            "peak_memory_bytes": peak_memory_bytes(),
-            "loading_note": loading_note(result.raw_config, bool(result.schemes)),
-        }
-        | made.figures
-        | (made.quantiser.figures(source, result) if made.quantiser else {})
-    )
+    calibration = run.prepared.calibration
+    own: ModelFigures = {
+        "artifact": str(options.output),
+        "method": made.method,
+        "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
+        "experts_before": experts_before,
+        "experts_after": experts_after,
+        "experts_per_layer": list(result.config.experts_per_layer),
+        "parameters_before": source.parameters,
+        "parameters_after": result.parameters,
+        "bytes_before": source.bytes,
+        "bytes_after": result.bytes,
+        "perplexity_before": before,
+        "perplexity_after": after,
+        "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
+        f"{calibration.data}",
+        "seconds": time.monotonic() - run.started,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "loading_note": loading_note(result.raw_config, bool(result.schemes)),
+    }
+    rounding: Mapping[str, object] = made.quantiser.figures(source, result) if made.quantiser else {}
+    return cast(ModelFigures, {**own, **made.figures, **rounding})
 
 
-def _provenance(
-    options: JobOptions, prepared: Prepared, made: Made, figures: dict[str, Any], skipping: bool
-) -> dict[str, Any]:
+def _provenance(run: AnyRun, made: Made, figures: ModelFigures, skipping: bool) -> dict[str, Any]:
+    options = run.options
     return {
-        "source": {"model": options.model} | prepared.models,
+        "source": {"model": options.model} | run.prepared.models,
         "method": figures["method"],
         "options": options.recorded(),
         "seed": options.calibration.seed,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from compress.options.training import LossWeights
 from compress.training.divergences import LargestPredictions, Predictions, forward_kl, weighted_divergence
 from compress.training.losses import layer_distance, next_token_loss
 from compress.training.training import Batch
@@ -105,20 +106,6 @@ def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@dataclass(frozen=True)
-class LossWeights:
-    """λ of each term."""
-
-    supervised: float
-    layer: float
-    prediction: float
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether a term has one."""
-        return bool(self.layer or self.prediction)
 
 
 class DistillationLoss:

@@ -21,13 +21,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from compress.options.training import TrainingOptions
+from compress.report.figures import TrainingFigures
 from compress.training.moments import restore, with_moments
-from engine.errors import CheckpointError, DataError, OptionError, TrainingError
+from engine.errors import CheckpointError, DataError, TrainingError
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
@@ -37,41 +39,6 @@ BEST, FIRST = "best.", "first."
 """Before the names of tensors in a state file: those of the best state, and of the training that is taken first."""
 State = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors by name, and the rest as JSON."""
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How long, how fast, on how much at once."""
-
-    steps: int
-    learning_rate: float
-    batch_size: int = 16
-    """Sequences a step, of each process."""
-    group_size: int = 16
-    """Sequences in memory at a time; gradients of a step's groups are added up."""
-    warm_up_steps: int = 10
-    clip_norm: float = math.inf
-    """Longest gradient, over all parameters together."""
-    weight_decay: float = 0.0
-    seed: int = 0
-    earlier_steps: int = 0
-    """Steps of an earlier training on the same sequences: this one goes on in their order."""
-    steps_per_batch: int = 1
-    """Steps on the same sequences, one after another; states are saved between them only."""
-    save_every: int = 25
-    validate_every: int = 0
-    """0 never: training ends with its last state."""
-
-    def check(self) -> None:
-        """Raise OptionError for what no training can use."""
-        if self.steps < 0 or self.batch_size < 1 or not 0.0 < self.learning_rate < math.inf or not self.clip_norm > 0.0:
-            raise OptionError(
-                "steps must be at least 0, batch-size at least 1, the learning rate and the gradient's length positive"
-            )
-        if self.steps_per_batch < 1 or self.save_every % self.steps_per_batch:
-            raise OptionError(
-                f"save-every is {self.save_every}; as {self.steps_per_batch} steps share a batch, make it a multiple"
-            )
 
 
 @dataclass(frozen=True)
@@ -361,13 +328,13 @@ class Trained:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """By name, float32."""
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: dict[str, TrainingFigures] = field(default_factory=dict)
     """Figures of each part, such as "distill" and "finetune"."""
     histories: dict[str, tuple[list[dict[str, float]], list[tuple[int, float]]]] = field(default_factory=dict)
     """Of the same: the terms of the loss at each step; (step, perplexity) of validation."""
 
 
-def figures(trainer: Trainer) -> dict[str, Any]:
+def figures(trainer: Trainer) -> TrainingFigures:
     """What a training cost and gained, as JSON."""
     first, last = trainer.history[0], trainer.history[-1]
     values: dict[str, Any] = {"steps": len(trainer.history), "learning_rate": trainer.options.learning_rate}
@@ -376,7 +343,7 @@ def figures(trainer: Trainer) -> dict[str, Any]:
     values["tokens_per_second"] = trainer.tokens_per_second or None
     values["validation_perplexity"] = [list(pair) for pair in trainer.validations]
     values["best_step"] = min(trainer.validations, key=lambda pair: pair[1])[0] if trainer.validations else None
-    return values
+    return cast(TrainingFigures, values)
 
 
 def rate_at(step: int, steps: int, warm_up_steps: int = 10) -> float:

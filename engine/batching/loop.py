@@ -9,6 +9,7 @@ from collections import deque
 from functools import partial
 from threading import Condition, Thread, current_thread
 
+from engine.batching.options import QueueOptions
 from engine.batching.request import Listener, Load, Request
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler, described_error
@@ -31,8 +32,8 @@ class EngineLoop:
         engine: Engine,
         *,
         kv_cache_bytes: int,
-        max_batch_size: int = 16,
-        max_queue: int = 256,
+        max_batch_size: int = QueueOptions.max_batch_size,
+        max_queue: int = QueueOptions.max_queue,
         max_model_length: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 
 GREEDY = SamplingOptions()
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.model import Decoder, routed_by
 from engine.decoder.routing import Skipping
-from engine.decoder.skip_tables import FILE_NAME, load_skip_tables, skipping_routings
+from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.errors import OptionError
 from engine.generation.generate import Engine
 from engine.generation.report import SkipCounter

@@ -1,7 +1,7 @@
 """Backends of the benchmarks, and the test cases that run on them.
 
-`python -m engine.bench.backends SPEC` is a worker (engine/worker.py). Its requests are lines such as `warm pp 512 0`,
-`run tg 128 0` and `memory`.
+`python -m engine.bench.backends SPEC` is a worker (engine/generation/worker.py). Its requests are lines such as
+`warm pp 512 0`, `run tg 128 0` and `memory`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import OptionError
 from engine.generation.generate import Engine, resolve_dtype
+from engine.generation.options import OpenOptions
 from engine.generation.report import memory_split, peak_memory_bytes
+from engine.generation.worker import Answer, Spec, serve_requests
 from engine.kernels.devices import resolve_device, set_threads
 from engine.kernels.linear import SHAPES_KEPT
 from engine.onnx.runtime import backend_of
 from engine.transformers_models.transformers_model import load_decoder
-from engine.worker import Answer, Spec, serve_requests
 
 KINDS = ("pp", "tg")
 
@@ -56,9 +57,9 @@ class BenchCase:
 class BenchSpec(Spec):
     """One language model on one backend. Raises OptionError for options that the backend does not support."""
 
-    skip_threshold: float = 0.0
-    skip_min_experts: int = 1
-    kv_cache_dtype: str = "auto"
+    skip_threshold: float = OpenOptions.skip_threshold
+    skip_min_experts: int = OpenOptions.skip_min_experts
+    kv_cache_dtype: str = OpenOptions.kv_cache_dtype
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

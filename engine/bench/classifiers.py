@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 
+from engine.bench.options import BenchOptions
 from engine.bench.side_by_side import about_model, gib
 from engine.checkpoint.checkpoint import resolve
 from engine.errors import OptionError
 from engine.generation.generate import DTYPES
 from engine.generation.report import peak_memory_bytes
+from engine.generation.worker import Answer, Spec, Worker, serve_requests
 from engine.kernels.devices import set_threads
 from engine.onnx.classifier import open_classifier
 from engine.onnx.runtime import backend_of
 from engine.transformers_models.classifier import Classifier
 from engine.transformers_models.classifier_inputs import SMALL_SIZE, image_inputs
-from engine.worker import Answer, Spec, Worker, serve_requests
 
 SECONDS = 0.5
 """Approximate duration of one repetition, in seconds."""
@@ -52,7 +53,7 @@ def bench_classifiers(
     models: Sequence[str],
     backends: Sequence[str] = (),
     *,
-    repetitions: int = 5,
+    repetitions: int = BenchOptions.repetitions,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
     **options: Any,
 ) -> list[dict[str, Any]]:

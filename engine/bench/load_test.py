@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from engine.bench.options import LoadOptions
 from engine.errors import CompressError, OptionError
 
 try:
@@ -27,28 +30,6 @@ except ModuleNotFoundError as error:
 
 TIMEOUT_SECONDS = 600
 PERCENTILE = 99
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """Options of the load test. Raises OptionError for invalid values."""
-
-    server: str
-    api_key: str | None = None
-    num_prompts: int = 100
-    max_concurrency: int | None = None
-    request_rate: float | None = None
-    """Mean number of requests per second, with Poisson arrivals; None sends all at once."""
-    random_input_len: int = 128
-    random_output_len: int = 128
-    ignore_eos: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.server.startswith(("http://", "https://")):
-            raise OptionError(f"the server is {self.server!r}; give its URL, like http://127.0.0.1:8000")
-        if min(self.num_prompts, self.random_input_len, self.random_output_len) < 1:
-            raise OptionError("the number of prompts and the lengths of prompts and answers must be at least 1")
 
 
 @dataclass
@@ -189,22 +170,14 @@ def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    milliseconds = sorted(1000 * value for value in values)
+    milliseconds = [1000 * value for value in values]
     if not milliseconds:
         return {f"{which}_{name}_ms": None for which in ("mean", "median", f"p{PERCENTILE}")}
     return {
         f"mean_{name}_ms": statistics.mean(milliseconds),
         f"median_{name}_ms": statistics.median(milliseconds),
-        f"p{PERCENTILE}_{name}_ms": percentile(milliseconds, PERCENTILE),
+        f"p{PERCENTILE}_{name}_ms": float(np.percentile(milliseconds, PERCENTILE)),
     }
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of values in ascending order, interpolated linearly."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 COUNTS = {

@@ -1,4 +1,4 @@
-"""Speed and memory of several models side by side, with the tests and columns of llama-bench.
+"""Speed and memory of several models side by side, with the tests and columns that benchmarks of GGUF models use.
 
 Test `pp512` reads 512 tokens and test `tg128` generates 128 tokens one by one, both after `depth` tokens that are not
 timed. Each test has a warm-up, then repetitions; the mean and standard deviation of tokens per second are reported.
@@ -19,18 +19,22 @@ from contextlib import ExitStack
 from typing import Any
 
 from engine.bench.backends import KINDS, BenchCase, BenchSpec
+from engine.bench.options import FORMATS, BenchOptions
 from engine.checkpoint.checkpoint import resolve
 from engine.errors import OptionError
+from engine.generation.worker import Worker
 from engine.onnx.runtime import backend_of
-from engine.worker import Worker
 
-FORMATS = ("md", "csv", "json", "jsonl")
 HEAD = ("model", "size", "params", "backend", "threads", "test", "t/s", "peak memory", "skipped")
 """Columns of the Markdown table."""
 Cells = Callable[[dict[str, Any]], list[str]]
 
 
-def cases_for(prompt_tokens: int = 512, generated_tokens: int = 128, depth: int = 0) -> list[BenchCase]:
+def cases_for(
+    prompt_tokens: int = BenchOptions.prompt_tokens,
+    generated_tokens: int = BenchOptions.generated_tokens,
+    depth: int = BenchOptions.depth,
+) -> list[BenchCase]:
     """Return the tests for `-p`, `-n` and `-d`; 0 tokens leaves a test out. Raises OptionError if none is left."""
     asked = [(kind, tokens) for kind, tokens in zip(KINDS, (prompt_tokens, generated_tokens), strict=True) if tokens]
     if not asked:
@@ -41,7 +45,7 @@ def cases_for(prompt_tokens: int = 512, generated_tokens: int = 128, depth: int 
 def bench(
     specs: Sequence[BenchSpec],
     cases: Sequence[BenchCase],
-    repetitions: int = 5,
+    repetitions: int = BenchOptions.repetitions,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> list[dict[str, Any]]:
     """Run every case on every spec and return one row for each pair, in that order.
@@ -77,11 +81,11 @@ def bench_models(
     models: Sequence[str],
     backends: Sequence[str] = (),
     *,
-    prompt_tokens: int = 512,
-    generated_tokens: int = 128,
-    depth: int = 0,
-    repetitions: int = 5,
-    skip_threshold: float = 0.0,
+    prompt_tokens: int = BenchOptions.prompt_tokens,
+    generated_tokens: int = BenchOptions.generated_tokens,
+    depth: int = BenchOptions.depth,
+    repetitions: int = BenchOptions.repetitions,
+    skip_threshold: float = BenchOptions.skip_threshold,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
     **options: Any,
 ) -> list[dict[str, Any]]:

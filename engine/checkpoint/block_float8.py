@@ -9,17 +9,17 @@ Shape suffixes: O outputs, I inputs, P and Q blocks along them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import UnsupportedError
 from engine.files.json_file import shown
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 SCALES = "_scale_inv"
 """Suffix of the scales' tensor name. A weight is multiplied by its scale; "inverse" refers to the quantization step."""
-FLOAT8 = torch.float8_e4m3fn
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", "float8_e4m3fn"),
@@ -54,6 +54,8 @@ def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def dequantised(values_OI: Tensor, scales_PQ: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return value · scale of its block, [O, I]. One row of blocks is converted at a time, to limit the memory used."""
+    import torch  # here: headers are read without it
+
     rows, columns = block
     made_OI = torch.empty(values_OI.shape, dtype=dtype)
     for place, start in enumerate(range(0, values_OI.shape[0], rows)):

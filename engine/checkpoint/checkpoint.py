@@ -13,16 +13,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.block_float8 import SCALES, block_of
 from engine.checkpoint.hub import fetch, is_hub_id
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.mxfp4 import is_packed
-from engine.checkpoint.pack_quantized import PACKED, QuantizedView, Scheme, schemes_of
+from engine.checkpoint.pack_quantized import PACKED, QuantizedView, schemes_of
 from engine.checkpoint.stacks import dense_names
 from engine.checkpoint.stored_views import SAME_MODEL, Scales, StoredView, views_of
 from engine.errors import CheckpointError, UnsupportedError
@@ -30,7 +28,7 @@ from engine.families.architecture import Architecture
 from engine.families.checks import check_token_ids
 from engine.families.config import DecoderConfig
 from engine.families.resolve import decoder_config
-from engine.families.rotary_embedding import Rotary
+from engine.families.rotary_check import check_rotary
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import is_prediction_tensor, is_router_bias, router_in_memory, router_tensor
 from engine.families.tensor_shapes import (
@@ -43,16 +41,22 @@ from engine.families.tensor_shapes import (
     router_tensors,
 )
 from engine.families.wrappers import Wrapper, language_model
+from engine.files.element_type import ElementType
+from engine.files.finite import can_check, is_finite
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, open_shards, state_of
-from engine.kernels.quantized_weight import QuantizedWeight, Weight, moved
+from engine.kernels.scheme import Scheme
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from engine.kernels.quantized_weight import Weight
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo_model"
 GENERATION_NAME = "generation_config.json"
-ONNX_NAME = "model.onnx"
-"""File name of an exported model's graph; its directory has no safetensors."""
 _ONNX_USE = "generate, serve, bench, evaluate, compare and inspect run it; other commands need the checkpoint behind it"
 _RELEASE_EVERY_BYTES = 64 << 20
 
@@ -101,7 +105,7 @@ class ModelDirectory:
             """Block size of FP8 weights; None if there are none."""
             self.config: DecoderConfig = decoder_config(self.raw_config)
             check_token_ids("config.json", self.raw_config, self.config.vocabulary_size)
-            Rotary(self.config)  # constructed as a check only: Rotary refuses parameters that it cannot use
+            check_rotary(self.config)
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{directory}: {error}") from error
         check_generation(directory, self.config.vocabulary_size)
@@ -180,7 +184,7 @@ class Checkpoint(ModelDirectory):
             if isinstance(view, StoredView) and (file := by_name.get(f"{name}{SCALES}")) is not None:
                 view.scales = Scales(file, f"{name}{SCALES}", block)
                 view.scales.check(view, f"{self.directory}: tensor {name}")
-                view.dtype = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].dtype
+                view.element = by_name["model.embed_tokens.weight"].entries["model.embed_tokens.weight"].element
 
     def _quantised_views(self, by_name: Mapping[str, SafetensorsFile]) -> dict[str, QuantizedView]:
         renamed = dense_names(self.config)
@@ -199,10 +203,10 @@ class Checkpoint(ModelDirectory):
             view = self._views.get(name)
             if view is not None and view.shape != shape:
                 problems.append(f"tensor {name} has shape {list(view.shape)} and config.json says {list(shape)}")
-            if view is not None and (not view.dtype.is_floating_point or view.dtype.itemsize == 1):
-                problems.append(f"tensor {name} is {view.dtype}; weights quantized in this way are not read")
+            if view is not None and (not view.element.is_floating_point or view.element.itemsize == 1):
+                problems.append(f"tensor {name} is {view.element}; weights quantized in this way are not read")
         used = {stored for name in self.shapes if name in self._views for stored in self._views[name].stored_names}
-        used |= set(self.derived)
+        used |= {name for name in derived_tensors(self.config) if name in by_name}
         extra = [name for name in by_name if name not in used and not _is_ignorable(name, self.config)]
         problems += [f"tensor {name} is not part of this {self.config.architecture.model_type}" for name in extra[:1]]
         if problems:
@@ -220,6 +224,8 @@ class Checkpoint(ModelDirectory):
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor as a plain one; a low-bit tensor is dequantized to `dtype`, by default the dtype of its scales."""
         stored = self.stored(name)
+        from engine.kernels.quantized_weight import QuantizedWeight  # here: it imports torch, headers are read without
+
         return stored.dequantised(dtype or stored.scales_OC.dtype) if isinstance(stored, QuantizedWeight) else stored
 
     @cached_property
@@ -240,9 +246,13 @@ class Checkpoint(ModelDirectory):
         used = {scheme for name in self.shapes if (scheme := self.scheme(name)) is not None}
         return tuple(scheme for scheme in self.schemes if scheme in used)
 
+    def element(self, name: str) -> ElementType:
+        """Return the element type of `tensor(name)` without reading the tensor and without torch."""
+        return self._views[name].element
+
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of `tensor(name)` without reading the tensor."""
-        return self._views[name].dtype
+        return self.element(name).torch
 
     def packed(self, name: str) -> Tensor | None:
         """Return a stored stack of packed weights (its blocks or its scales), or None if there is no such tensor."""
@@ -264,7 +274,12 @@ class Checkpoint(ModelDirectory):
     @cached_property
     def model_dtype(self) -> torch.dtype:
         """Dtype of the embeddings, which is the compute dtype for `--dtype auto`."""
-        return self.dtype("model.embed_tokens.weight")
+        return self.model_element.torch
+
+    @property
+    def model_element(self) -> ElementType:
+        """Element type of the embeddings."""
+        return self.element("model.embed_tokens.weight")
 
     @property
     def bytes(self) -> int:
@@ -301,28 +316,46 @@ class Checkpoint(ModelDirectory):
     def check_finite(self, progress: Callable[[Iterable[str]], Iterable[str]] = iter) -> None:
         """Read every tensor once and raise CheckpointError naming the first one that holds NaN or infinity.
 
-        For low-bit weights only the scales are read, because the integers cannot encode either.
+        For low-bit weights only the scales are read, because the integers cannot encode either. torch is imported only
+        for weights that must be computed first.
         """
+        finite: dict[str, bool] = {}
         read = 0
         for name in progress(list(self.shapes)):
-            stored = self.stored(name)
-            tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else stored
-            for part in in_parts(tensor, _RELEASE_EVERY_BYTES):
-                low, high = torch.aminmax(part)  # one fast read; NaN propagates
-                if not bool(low.isfinite() & high.isfinite()):
-                    raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
-                read += part.numel() * part.element_size()
-                if read > _RELEASE_EVERY_BYTES:
-                    self.release()
-                    read = 0
+            floats = self._views[name].floats
+            if floats is not None and can_check(floats[0].entries[floats[1]].element):
+                file, stored_name = floats
+                if stored_name not in finite:  # a stack of experts is read once
+                    finite[stored_name] = is_finite(file, stored_name, _RELEASE_EVERY_BYTES)
+                    read += file.entries[stored_name].nbytes
+                if finite[stored_name]:
+                    if read > _RELEASE_EVERY_BYTES:
+                        self.release()
+                        read = 0
+                    continue
+            self._check_finite(name)
         self.release()
+
+    def _check_finite(self, name: str) -> None:
+        """Raise CheckpointError if one weight, as it is read, holds NaN or infinity."""
+        import torch
+
+        from engine.kernels.quantized_weight import QuantizedWeight
+
+        stored = self.stored(name)
+        tensor = stored.scales_OC if isinstance(stored, QuantizedWeight) else stored
+        for part in in_parts(tensor, _RELEASE_EVERY_BYTES):
+            low, high = torch.aminmax(part)  # one fast read; NaN propagates
+            if not bool(low.isfinite() & high.isfinite()):
+                raise CheckpointError(f"{self.directory}: tensor {name} holds NaN or infinity; the file is damaged")
+            self.release()
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over config, headers and samples of every tensor; few of the weights are read."""
         digest = hashlib.sha256()
         for file in self.files:
             for name, entry in sorted(file.entries.items()):
-                digest.update(f"{name} {entry.dtype} {entry.shape} {entry.begin}\n".encode())
+                digest.update(f"{name} {entry.element} {entry.shape} {entry.begin}\n".encode())
             digest.update(str(file.size).encode())
             for _, sample in file.samples():
                 digest.update(sample)
@@ -340,6 +373,8 @@ class Checkpoint(ModelDirectory):
 
     def weights(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Callable[[str], Weight]:
         """Return a function from name to weight for a decoder: as `source`, but low-bit matrices stay low-bit and mapped."""
+        from engine.kernels.quantized_weight import moved  # here: it imports torch, headers are read without
+
         source = self.source(dtype, device)
 
         def weight(name: str) -> Weight:
@@ -357,6 +392,8 @@ def in_parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
 
 def computed_dtype(row: Architecture, name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the compute dtype of a tensor in a model of this dtype: at least float32 for a router's selection bias."""
+    import torch  # here: headers are read without it
+
     return torch.promote_types(dtype, torch.float32) if is_router_bias(row, name) else dtype
 
 

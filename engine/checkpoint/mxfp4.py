@@ -6,10 +6,10 @@ Shape suffixes: … any, C blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 32
 BYTES = BLOCK // 2
@@ -35,6 +35,8 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
     blocks: uint8 […, C, 16]; scales: uint8 […, C].
     """
+    import torch  # here: headers are read without it
+
     numbers = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)], dtype=torch.bfloat16)
     pairs = torch.cartesian_prod(numbers, numbers).flip(-1)  # indexed by byte: the low half first
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).bfloat16()

@@ -13,43 +13,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, UnsupportedError
+from engine.files.element_type import BFLOAT16, FLOAT16, FLOAT32, INT32, INT64
 from engine.files.json_file import shown
 from engine.files.safetensors_file import SafetensorsFile
-from engine.kernels.quantized_weight import WHOLE_ROW, QuantizedWeight
+from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from engine.kernels.quantized_weight import QuantizedWeight
 
 CONFIG_KEY = "quantization_config"
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 """Suffixes that the three tensors add to the weight's own name."""
-BITS = (8, 4)
 _METHOD, _FORMAT = "compressed-tensors", "pack-quantized"
-_SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_SHAPE_DTYPES = (torch.int64, torch.int32)
-_WORD_BITS = 32
-
-
-class Scheme(NamedTuple):
-    """Storage scheme of a low-bit weight: bits and group size."""
-
-    bits: int
-    group_size: int
-    """Number of inputs that share a scale, or WHOLE_ROW."""
-
-    def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the shapes of the packed tensor and of the scales, for a weight [O, D]."""
-        outputs, inputs = shape
-        groups = 1 if self.group_size == WHOLE_ROW else inputs // self.group_size
-        return (outputs, -(-inputs * self.bits // _WORD_BITS)), (outputs, groups)
-
-    def fits(self, inputs: int) -> bool:
-        """Return whether `inputs` is a multiple of the group size and each group fills whole words."""
-        size = inputs if self.group_size == WHOLE_ROW else self.group_size
-        return inputs % size == 0 and size * self.bits % _WORD_BITS == 0
+_SCALE_TYPES = (BFLOAT16, FLOAT16, FLOAT32)
+_SHAPE_TYPES = (INT64, INT32)
 
 
 def schemes_of(config: Mapping[str, Any]) -> tuple[Scheme, ...]:
@@ -135,12 +118,16 @@ def layout_of(
     name: str, shape: tuple[int, ...], scheme: Scheme, scale_dtype: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtypes and shapes of the three tensors of a weight [O, D]."""
+    import torch  # here: headers are read without it
+
     packed, scales = scheme.shapes(shape)
     return {name + PACKED: (torch.int32, packed), name + SCALE: (scale_dtype, scales), name + SHAPE: (torch.int64, (2,))}
 
 
 def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the three tensors of a weight, by name."""
+    import torch  # here: headers are read without it
+
     return {
         name + PACKED: weight.packed_OB.view(torch.int32),
         name + SCALE: weight.scales_OC,
@@ -164,12 +151,12 @@ class QuantizedView:
         packed, scales, stored_shape = (
             file.entries[stored] for file, stored in zip(self._files, self.stored_names, strict=True)
         )
-        self.dtype = scales.dtype
-        """Dtype to which the weight is dequantized by default."""
+        self.element = scales.element
+        """Element type to which the weight is dequantized by default."""
         self.bytes = packed.nbytes + scales.nbytes + stored_shape.nbytes
-        if packed.dtype != torch.int32 or scales.dtype not in _SCALE_DTYPES or stored_shape.dtype not in _SHAPE_DTYPES:
+        if packed.element != INT32 or scales.element not in _SCALE_TYPES or stored_shape.element not in _SHAPE_TYPES:
             raise CheckpointError(
-                f"tensors {', '.join(self.stored_names)} are {packed.dtype}, {scales.dtype} and {stored_shape.dtype}; "
+                f"tensors {', '.join(self.stored_names)} are {packed.element}, {scales.element} and {stored_shape.element}; "
                 "packed weights are int32, their scales bfloat16, float16 or float32, their shapes int64"
             )
         fitting = [scheme for scheme in schemes if self._is_as(scheme, packed.shape, scales.shape)]
@@ -180,12 +167,21 @@ class QuantizedView:
             )
         self.scheme = fitting[0]
 
+    @property
+    def floats(self) -> tuple[SafetensorsFile, str]:
+        """The stored numbers that are finite if the weight is: its scales. The integers cannot be anything else."""
+        return self._files[1], self.stored_names[1]
+
     def _is_as(self, scheme: Scheme, packed: tuple[int, ...], scales: tuple[int, ...]) -> bool:
         divides = scheme.group_size == WHOLE_ROW or self.shape[-1] % scheme.group_size == 0
         return len(self.shape) == 2 and divides and scheme.shapes(self.shape) == (packed, scales)
 
     def weight(self) -> QuantizedWeight:
         """Return the weight, memory-mapped. Raises CheckpointError if its stored shape differs from the config's."""
+        import torch  # here: headers are read without it
+
+        from engine.kernels.quantized_weight import QuantizedWeight
+
         packed, scales, shape = (file.tensor(name) for file, name in zip(self._files, self.stored_names, strict=True))
         if tuple(shape.tolist()) != self.shape:
             raise CheckpointError(
@@ -196,4 +192,4 @@ class QuantizedView:
 
     def read(self) -> Tensor:
         """Return the weight as a plain tensor, dequantized."""
-        return self.weight().dequantised(self.dtype)
+        return self.weight().dequantised(self.element.torch)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, BYTES, POWERS
 from engine.families.config import DecoderConfig
@@ -23,6 +21,9 @@ from engine.families.tensor_names import (
     stacks_on_disk,
 )
 from engine.families.tensor_shapes import expected_tensors, expert_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ def taken(stack: Stack, expert: Tensor, place: int) -> Tensor:
 
 def joined(stack: Stack, projections: Sequence[Tensor]) -> Tensor:
     """Stack the projections of one expert in the stack's layout."""
+    import torch  # here: headers are read without it
+
     parts = list(projections)
     expert_OI = torch.stack(parts, dim=1).flatten(0, 1) if stack.interleaved else torch.cat(parts)
     return expert_OI.T.contiguous() if stack.transposed else expert_OI

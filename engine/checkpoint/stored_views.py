@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from engine.checkpoint.block_float8 import FLOAT8, dequantised
+from engine.checkpoint.block_float8 import dequantised
 from engine.checkpoint.mxfp4 import BLOCK, BLOCKS, POWERS, unpacked
 from engine.checkpoint.stacks import (
     dense_names,
@@ -25,7 +23,12 @@ from engine.families.config import DecoderConfig
 from engine.families.experts import Stack
 from engine.families.tensor_names import router_in_memory, router_tensor, shared_stacks, stacks_in_memory, stacks_on_disk
 from engine.families.tensor_shapes import expert_shapes
+from engine.files.element_type import BFLOAT16, FLOAT8, FLOAT32, UINT8
 from engine.files.safetensors_file import SafetensorsFile
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SAME_MODEL = "config.json and the weights must be of the same model"
 
@@ -42,10 +45,10 @@ class Scales:
         """Raise a CompressError unless the scales match the blocks of the weight."""
         entry, shape = self.file.entries[self.name], view.shape
         is_matrix = len(shape) == 2 and not isinstance(view, _StackedView)
-        if view.dtype != FLOAT8 or entry.dtype != torch.float32 or not is_matrix:
+        if view.element != FLOAT8 or entry.element != FLOAT32 or not is_matrix:
             raise UnsupportedError(
-                f"{where}: is {view.dtype} with scales of {entry.dtype}; quantized weights are read if they are {FLOAT8} "
-                "matrices with scales of torch.float32; take the model's weights in bfloat16"
+                f"{where}: is {view.element} with scales of {entry.element}; quantized weights are read if they are "
+                f"{FLOAT8} matrices with scales of torch.float32; take the model's weights in bfloat16"
             )
         asked = tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
         if entry.shape != asked:
@@ -63,11 +66,11 @@ class StoredView:
     """Location of a tensor: a whole stored tensor, or one projection of one expert in a stack."""
 
     scales: Scales | None = None
-    """Scales of an FP8 weight, which is read as `dtype`; None for other weights."""
+    """Scales of an FP8 weight, which is read as `element`; None for other weights."""
 
     def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
         self.file, self.stored_name, self.shape = file, stored_name, shape
-        self.dtype = file.entries[stored_name].dtype
+        self.element = file.entries[stored_name].element
 
     @property
     def stored_names(self) -> tuple[str, ...]:
@@ -77,12 +80,17 @@ class StoredView:
     def bytes(self) -> int:
         """Stored size in bytes."""
         if self.scales is None:
-            return math.prod(self.shape) * self.dtype.itemsize
+            return math.prod(self.shape) * self.element.itemsize
         return math.prod(self.shape) + self.scales.file.entries[self.scales.name].nbytes
+
+    @property
+    def floats(self) -> tuple[SafetensorsFile, str] | None:
+        """The stored numbers that are finite if the weight is; None if the weight itself must be computed first."""
+        return (self.file, self.stored_name) if self.scales is None else None
 
     def read(self) -> Tensor:
         tensor = self.file.tensor(self.stored_name)
-        return tensor if self.scales is None else self.scales.applied(tensor, self.dtype)
+        return tensor if self.scales is None else self.scales.applied(tensor, self.element.torch)
 
 
 class _StackedView(StoredView):
@@ -103,7 +111,7 @@ class _PackedView(StoredView):
         self, files: Mapping[str, SafetensorsFile], stack: Stack, expert: int, place: int, shape: tuple[int, ...]
     ) -> None:
         super().__init__(files[stack.name + BLOCKS], stack.name + BLOCKS, shape)
-        self.powers, self.dtype = files[stack.name + POWERS], torch.bfloat16
+        self.powers, self.element = files[stack.name + POWERS], BFLOAT16
         self.stack, self.expert, self.place = replace(stack, transposed=False), expert, place
 
     @property
@@ -113,6 +121,10 @@ class _PackedView(StoredView):
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) // 2 + math.prod(self.shape) // BLOCK
+
+    @property
+    def floats(self) -> None:
+        return None
 
     def read(self) -> Tensor:
         stored = zip((self.file, self.powers), self.stored_names, strict=True)
@@ -168,5 +180,5 @@ def _check_stack(by_name: Mapping[str, SafetensorsFile], name: str, shape: tuple
     entry = by_name[name].entries[name]
     if entry.shape != shape:
         raise CheckpointError(f"tensor {name} has shape {list(entry.shape)} and config.json says {list(shape)}")
-    if packed and entry.dtype != torch.uint8:
-        raise CheckpointError(f"tensor {name} is {entry.dtype}; packed weights are torch.uint8")
+    if packed and entry.element != UINT8:
+        raise CheckpointError(f"tensor {name} is {entry.element}; packed weights are torch.uint8")

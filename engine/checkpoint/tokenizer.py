@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
+from engine.checkpoint.plain_tokenizer import read_plain_tokenizer
 from engine.checkpoint.tokenizer_checks import check_tokenizer_files
 from engine.errors import CheckpointError, CompressError, OptionError, is_panic
+from engine.families.resolve import load_transformers_config
 from engine.files.json_file import load_json, shown
 
 
 def load_tokenizer(checkpoint: ModelDirectory) -> Any:
-    """Return the checkpoint's transformers tokenizer. Raises CheckpointError if it is missing or has another vocabulary."""
-    # transformers would read config.json, which fails for families without a class in transformers.
-    config = None if checkpoint.config.architecture.in_transformers else checkpoint.config.transformers_config
+    """Return the checkpoint's tokenizer: a PlainTokenizer if that suffices, otherwise an object of transformers.
+
+    Raises CheckpointError if it is missing, damaged or of another vocabulary.
+    """
+    directory, config = checkpoint.directory, checkpoint.config
+
+    def load() -> Any:
+        plain = read_plain_tokenizer(directory, config.transformers_config)
+        return _of_transformers(directory, _foreign_config(checkpoint)) if plain is None else plain
+
+    return _checked(directory, config.vocabulary_size, load)
+
+
+def load_transformers_tokenizer(checkpoint: ModelDirectory) -> Any:
+    """Return the checkpoint's tokenizer as an object of transformers, for libraries that ask for one; errors as above."""
+    config = _foreign_config(checkpoint)
     return load_tokenizer_of(checkpoint.directory, checkpoint.config.vocabulary_size, config)
 
 
 def load_tokenizer_of(directory: Path, vocabulary: int, config: Any = None) -> Any:
-    """Return the tokenizer in `directory` for a model with `vocabulary` tokens.
+    """Return the transformers tokenizer in `directory` for a model with `vocabulary` tokens.
 
     `config`: the transformers config; None to read config.json. Raises CheckpointError as `load_tokenizer` does.
     """
+    return _checked(directory, vocabulary, lambda: _of_transformers(directory, config))
+
+
+def _foreign_config(checkpoint: ModelDirectory) -> Any:
+    """Return the config for a family without a class in transformers, which would fail at its config.json; else None."""
+    is_known = checkpoint.config.architecture.in_transformers
+    return None if is_known else load_transformers_config(checkpoint.raw_config)
+
+
+def _of_transformers(directory: Path, config: Any) -> Any:
+    from transformers import AutoTokenizer  # here: most tokenizers are read without transformers
+
+    return AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True, trust_remote_code=False)
+
+
+def _checked(directory: Path, vocabulary: int, load: Callable[[], Any]) -> Any:
+    """Return what `load` does, after checking that the files and the tokenizer fit a model with `vocabulary` tokens."""
     names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
     if not any((directory / name).is_file() for name in names):
         raise CheckpointError(f"{directory}: has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
     check_tokenizer_files(directory, vocabulary)
-    from transformers import AutoTokenizer
-
     with tokenizing(directory):
-        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True, trust_remote_code=False)
+        tokenizer = load()
         length = tokenizer.model_max_length
         if isinstance(length, bool) or not isinstance(length, int | float) or not length >= 1:
             raise CheckpointError(

@@ -79,7 +79,7 @@ def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) ->
     if make_layers is None:
         raise UnsupportedError(
             f"{module.__name__} of this vLLM has no make_layers, so layers cannot have their own expert counts; use the "
-            "version in docs/scaling.md, or prune with --uniform"
+            "version in docs/vllm.md, or prune with --uniform"
         )
 
     def with_own_counts(number: int, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

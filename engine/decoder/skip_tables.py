@@ -15,13 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.checkpoint.skip_table_file import FILE_NAME, check_skip_tables, table_name
 from engine.decoder.routing import Routing, Skipping
-from engine.errors import CheckpointError, OptionError
+from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.files.json_file import writing
 from engine.files.safetensors_file import SafetensorsFile
-
-FILE_NAME = "skip_tables.safetensors"
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class SkipTables:
 
         tensors: dict[str, Tensor] = {}
         for layer, (gamma1_J, gamma2_NN) in enumerate(zip(self.gamma1_J, self.gamma2_NN, strict=True)):
-            tensors[_name(layer, "gamma1")] = _own(gamma1_J)
-            tensors[_name(layer, "gamma2")] = _own(gamma2_NN)
+            tensors[table_name(layer, "gamma1")] = _own(gamma1_J)
+            tensors[table_name(layer, "gamma2")] = _own(gamma2_NN)
         # Serialized first and written here, because safetensors' own writer reports a full disk as its private error.
         content = save(tensors)
         with writing(path, "skip tables"):
@@ -49,17 +48,12 @@ class SkipTables:
     @classmethod
     def load(cls, path: Path, config: DecoderConfig) -> SkipTables:
         """Read the tables and check them. Raises CheckpointError for a file that is damaged or of another model."""
+        layers = range(len(config.moe_layers))
         with SafetensorsFile(path) as file:
-            layers = [moe for layer in config.layers if (moe := layer.moe) is not None]
-            expected = {_name(layer, table) for layer in range(len(layers)) for table in ("gamma1", "gamma2")}
-            if set(file.entries) != expected:
-                odd = sorted(set(file.entries) ^ expected)[0]
-                raise CheckpointError(
-                    f"{path}: tensor {odd} is {'missing' if odd in expected else 'not expected'} for "
-                    f"{len(layers)} MoE layers; the skip tables are of another model, calibrate again"
-                )
-            gamma1 = [_read(file, _name(i, "gamma1"), (moe.experts_per_token - 1,)) for i, moe in enumerate(layers)]
-            gamma2 = [_read(file, _name(i, "gamma2"), (moe.experts, moe.experts)) for i, moe in enumerate(layers)]
+            check_skip_tables(file, config)
+            # Copies: the mapping is closed after reading.
+            gamma1 = [file.tensor(table_name(layer, "gamma1")).clone() for layer in layers]
+            gamma2 = [file.tensor(table_name(layer, "gamma2")).clone() for layer in layers]
         return cls(tuple(gamma1), tuple(gamma2))
 
 
@@ -103,23 +97,6 @@ def skipping_routings(
     ]
 
 
-def _name(layer: int, table: str) -> str:
-    return f"moe_layers.{layer}.{table}"
-
-
 def _own(tensor: Tensor) -> Tensor:
     """Return a copy for the file: safetensors refuses tensors that share memory, which tables of ones may do."""
     return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-
-def _read(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Tensor:
-    entry = file.entries[name]
-    if entry.shape != shape or entry.dtype != torch.float32:
-        raise CheckpointError(
-            f"{file.path}: tensor {name} is {entry.dtype} {list(entry.shape)} and the model asks for torch.float32 "
-            f"{list(shape)}; the skip tables are of another model, calibrate again"
-        )
-    tensor = file.tensor(name).clone()  # the mapping is closed after reading
-    if not bool(tensor.isfinite().all()):
-        raise CheckpointError(f"{file.path}: tensor {name} holds NaN or infinity; the file is damaged; calibrate again")
-    return tensor

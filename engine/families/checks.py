@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
+from engine.families.plain_config import known_keys
 from engine.files.json_file import shown
 
 # Keys that a config.json may carry and that change nothing in what the decoder computes.
@@ -135,5 +136,5 @@ def _lacking(row: Architecture, config: Mapping[str, Any], family: Any) -> Itera
         is_said = key in config or row.words.renames  # the authors' words have defaults of their own
         if honored is not None and is_said and any(value not in honored for value in values):
             yield f"{key}={config.get(key)!r}"
-    known = set(type(family)().to_dict()) | HARMLESS_KEYS | set(row.settings) | row.reads
+    known = known_keys(family) | HARMLESS_KEYS | set(row.settings) | row.reads
     yield from (f"{key}={config[key]!r}" for key in config if key not in known and config[key] not in (None, False))

@@ -14,6 +14,7 @@ from engine.families.classifiers import classified
 from engine.families.config import DecoderConfig
 from engine.families.encoder_decoders import ENCODER_DECODERS
 from engine.families.layer_config import LayerConfig, MoeConfig
+from engine.families.plain_config import read_plainly
 from engine.families.table import ARCHITECTURES
 from engine.families.values import flag, positive
 
@@ -42,18 +43,23 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-def load_transformers_config(config: Mapping[str, Any]) -> Any:
-    """The family's transformers config object for a raw config.json. Raises CheckpointError where there can be none."""
-    # Imported here: transformers takes seconds to import, and `--help` must not wait for it.
-    from transformers import CONFIG_MAPPING
+def load_transformers_config(config: Mapping[str, Any], *, plainly: bool = False) -> Any:
+    """The family's transformers config object for a raw config.json. Raises CheckpointError where there can be none.
 
+    plainly: or a PlainConfig of its values, where they can be had without transformers.
+    """
     refuse_absurd(config)
     check_flags(config)
     row = ARCHITECTURES.get(config["model_type"])
     renamed = dict(config) if row is None else row.words.renamed(config)
     values = {key: value for key, value in renamed.items() if key not in _WITHHELD_KEYS}
+    read_as = str((row and row.words.read_as) or config["model_type"])
+    if plainly and (plain := read_plainly(read_as, values)) is not None:
+        return plain
+    from transformers import CONFIG_MAPPING  # here: it takes over a second, and most configs are read without it
+
     try:
-        return CONFIG_MAPPING[(row and row.words.read_as) or config["model_type"]](**values)
+        return CONFIG_MAPPING[read_as](**values)
     except Exception as error:  # transformers and huggingface_hub validate with classes of their own
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"config.json cannot be read as a {config['model_type']} config: {reason}") from error
@@ -63,7 +69,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Resolve a raw config.json. Raises UnsupportedError naming each attribute that the decoder cannot honor."""
     row = architecture_of(config)
     config = row.words.renamed(config)
-    family = load_transformers_config(config)
+    family = load_transformers_config(config, plainly=True)
     refuse_unsupported(row, config, family)
     counts = experts_per_layer(row, config, family)
     count = positive(family, "num_attention_heads")

@@ -28,7 +28,8 @@ def with_experts(
     groups: of each expert of a layer that has groups, by layer. Uniform counts, also in all groups, give a plain config of
     the family. Others add `block_configs`; the caller adds `auto_map`.
     """
-    row, family, of_layers = architecture_of(config), load_transformers_config(config), groups or {}
+    row, of_layers = architecture_of(config), groups or {}
+    family = load_transformers_config(config, plainly=True)
     counts = {count for count in experts_per_decoder_layer if count}
     changed = {key: value for key, value in row.words.renamed(config).items() if key not in _OF_ANOTHER}
     changed |= {"model_type": row.words.written_as or row.model_type} | _without_prediction_layers(row)

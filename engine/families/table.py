@@ -1,6 +1,6 @@
 """The families, one row each. A row has the names and config keys of one family; how they are used is in the parts.
 
-To add a family, write its row here: see "Adding a family" in docs/families.md.
+To add a family, write its row here: docs/adding-a-family.md shows one and lists the steps.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import reprlib
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from engine.errors import CheckpointError, OutputError
 
@@ -30,7 +31,7 @@ def shown(value: object) -> str:
 
 
 @contextmanager
-def reading(path: Path, what: str) -> Iterator[BinaryIO]:
+def reading(path: Path, what: str) -> Iterator[BufferedReader]:
     """Open a regular file for reading bytes; an OSError on opening or in the body becomes a CheckpointError.
 
     Anything but a regular file is refused before it is opened, because opening a pipe could block forever.

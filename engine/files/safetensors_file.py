@@ -16,13 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
 from engine.errors import CheckpointError
+from engine.files.element_type import ELEMENT_TYPES, ElementType
 from engine.files.json_file import load_json, parse_object, reading, shown
 from engine.files.model_files import check_inside
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -39,35 +41,20 @@ METADATA = "__metadata__"
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _AGAIN = "fetch or write the file again"
 
-_TORCH_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
-# Older releases of torch lack the wider unsigned integers.
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in _TORCH_NAMES.items() if hasattr(torch, own)}
-
 
 @dataclass(frozen=True)
 class TensorEntry:
     """Location of one tensor in the file: bytes `begin` to `end`, counted from the start of the file."""
 
-    dtype: torch.dtype
+    element: ElementType
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements in torch, which this imports."""
+        return self.element.torch
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +62,15 @@ class TensorEntry:
         return self.end - self.begin
 
 
-def tensor_bytes(dtype: torch.dtype, shape: Iterable[int]) -> int | None:
+class Sized(Protocol):
+    """An ElementType, or a dtype of torch."""
+
+    @property
+    def itemsize(self) -> int:
+        """Size of an element in bytes."""
+
+
+def tensor_bytes(dtype: Sized, shape: Iterable[int]) -> int | None:
     """Return the size of a tensor in bytes, or None if it exceeds int64.
 
     A tensor with a zero dimension is empty, but its strides are not: the product of its other dimensions must fit too.
@@ -94,7 +89,7 @@ def _is_natural(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _parse_shape(where: str, dtype: torch.dtype, raw: object) -> tuple[tuple[int, ...], int]:
+def _parse_shape(where: str, dtype: ElementType, raw: object) -> tuple[tuple[int, ...], int]:
     """Return the shape in a header's entry and the tensor's size in bytes."""
     if not isinstance(raw, list) or not all(map(_is_natural, raw)):
         raise CheckpointError(f"{where}: shape {shown(raw)} is not a list of non-negative integers; {_AGAIN}")
@@ -117,9 +112,9 @@ def _parse_entry(where: str, raw: object, data_start: int, file_size: int) -> Te
     """Parse and check one tensor's entry of the header; error messages begin with `where`."""
     if not isinstance(raw, dict) or raw.keys() != _ENTRY_KEYS:
         raise CheckpointError(f"{where}: entry does not hold exactly dtype, shape and data_offsets; {_AGAIN}")
-    dtype = DTYPES.get(raw["dtype"]) if isinstance(raw["dtype"], str) else None
+    dtype = ELEMENT_TYPES.get(raw["dtype"]) if isinstance(raw["dtype"], str) else None
     if dtype is None:
-        known = ", ".join(DTYPES)
+        known = ", ".join(ELEMENT_TYPES)
         raise CheckpointError(f"{where}: unknown dtype {shown(raw['dtype'])}; convert the tensor to one of {known}")
     shape, nbytes = _parse_shape(where, dtype, raw["shape"])
     begin, end = _parse_offsets(where, raw["data_offsets"])
@@ -230,15 +225,22 @@ class SafetensorsFile:
         The tensor is a read-only view of the mapping by convention, and keeps the mapping alive. It is a copy only if
         the file stores its elements at addresses that are not multiples of their size.
         """
+        import torch  # here: headers are read without it
+
         entry = self.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.path}: no tensor {shown(name)}; give a checkpoint that holds it")
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
         data = torch.frombuffer(self._mapping(), dtype=torch.uint8, count=entry.nbytes, offset=entry.begin)
-        if entry.begin % entry.dtype.itemsize:
+        if entry.begin % entry.element.itemsize:
             data = data.clone()
         return data.view(entry.dtype).view(entry.shape)
+
+    def raw(self, name: str) -> memoryview:
+        """Return the bytes of a tensor of this file: memory-mapped and read-only by convention."""
+        entry = self.entries[name]
+        return memoryview(self._mapping())[entry.begin : entry.end] if entry.nbytes else memoryview(b"")
 
     def release(self) -> None:
         """Drop the mapping's resident pages; tensors stay valid and load from the file again when next read.

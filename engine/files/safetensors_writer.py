@@ -16,12 +16,15 @@ from typing import Self
 import torch
 
 from engine.errors import OutputError
+from engine.files.element_type import ELEMENT_TYPES
 from engine.files.json_file import replacing, shown, write_json, writing
-from engine.files.safetensors_file import DTYPES, HEADER_LENGTH, INDEX_NAME, METADATA, SINGLE_NAME, TensorEntry, tensor_bytes
+from engine.files.safetensors_file import HEADER_LENGTH, INDEX_NAME, METADATA, SINGLE_NAME, TensorEntry, tensor_bytes
 
 DEFAULT_SHARD_BYTES = 2_000_000_000
 _ALIGNMENT = 64  # alignment of the data's start, so that most tensors begin on a cache line when they are used in place
 _BLOCK = 1 << 20  # bytes written at a time
+DTYPES: dict[str, torch.dtype] = {name: element.torch for name, element in ELEMENT_TYPES.items()}
+"""The dtypes that a safetensors file can hold, by their names in its header."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -72,7 +75,10 @@ def _plan_shard(path: Path, layout: Layout, sizes: Mapping[str, int], metadata: 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(HEADER_LENGTH.size + len(text)) % _ALIGNMENT)
     start = HEADER_LENGTH.size + len(text)
-    entries = {name: TensorEntry(*layout[name], start + begin, start + end) for name, (begin, end) in ranges.items()}
+    entries = {
+        name: TensorEntry(ELEMENT_TYPES[_DTYPE_NAMES[layout[name][0]]], layout[name][1], start + begin, start + end)
+        for name, (begin, end) in ranges.items()
+    }
     return _Shard(path, HEADER_LENGTH.pack(len(text)) + text, entries)
 
 

@@ -9,9 +9,6 @@ from engine.files.json_file import reading
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal; the file is read in blocks."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 of a file in hexadecimal."""
     with reading(path, "file") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

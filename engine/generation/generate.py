@@ -27,6 +27,7 @@ from engine.decoder.model import Decoder, own_routings
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.decoder.triton_experts import use_triton
 from engine.errors import OptionError
+from engine.generation.options import GenerateOptions, OpenOptions, SamplingOptions
 from engine.generation.report import (
     ExportedSkipCounter,
     Report,
@@ -36,7 +37,7 @@ from engine.generation.report import (
     rate,
     resident_weights_bytes,
 )
-from engine.generation.sampling import SamplingOptions, penalised_rows, sample
+from engine.generation.sampling import penalised_rows, sample
 from engine.generation.speculative import Reader, Speculation
 from engine.generation.text_stream import TextStream, plain_text
 from engine.kernels.devices import resolve_device, set_threads
@@ -46,8 +47,6 @@ from engine.progress import Progress, no_progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingOptions()
-DRAFT_TOKENS = 4
-"""Tokens that the draft model proposes before the target model verifies them."""
 PREFILL_CHUNK = 512
 """Prompt positions in one forward pass of the prefill."""
 
@@ -84,7 +83,7 @@ class Engine:
             self.skip_counter.attach()
         self.draft: Engine | None = None
         """Engine of the draft model, whose tokens this one verifies; None without a draft."""
-        self.draft_tokens = DRAFT_TOKENS
+        self.draft_tokens = OpenOptions.draft_tokens
         self.kv_cache_dtype = decoder.dtype
         """Dtype of the KV cache."""
         self.load_seconds = 0.0
@@ -98,16 +97,16 @@ class Engine:
         cls,
         model: str | Path,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        threads: int | None = None,
-        skip_threshold: float = 0.0,
-        skip_min_experts: int = 1,
-        backend: str = "auto",
-        checksums: bool = False,
-        draft: str | Path | None = None,
-        draft_tokens: int = DRAFT_TOKENS,
-        kv_cache_dtype: str = "auto",
+        device: str = OpenOptions.device,
+        dtype: str = OpenOptions.dtype,
+        threads: int | None = OpenOptions.threads,
+        skip_threshold: float = OpenOptions.skip_threshold,
+        skip_min_experts: int = OpenOptions.skip_min_experts,
+        backend: str = OpenOptions.backend,
+        checksums: bool = OpenOptions.checksums,
+        draft: str | Path | None = OpenOptions.draft,
+        draft_tokens: int = OpenOptions.draft_tokens,
+        kv_cache_dtype: str = OpenOptions.kv_cache_dtype,
         progress: Progress = no_progress,
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are memory-mapped and not read, if device and dtype allow it.
@@ -229,7 +228,7 @@ class Engine:
         self,
         prompts: str | Sequence[str],
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int = GenerateOptions.tokens,
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> list[Generation]:
@@ -246,7 +245,7 @@ class Engine:
         self,
         prompt: str,
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int = GenerateOptions.tokens,
         sampling: SamplingOptions = GREEDY,
         stop: str | Sequence[str] = (),
     ) -> Iterator[str]:

@@ -5,15 +5,14 @@ Shape suffixes: B batch, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError, OptionError
+from engine.errors import CheckpointError
+from engine.generation.options import SamplingOptions
 
 NOT_FINITE = (
     "the model gives logits that are NaN or infinite: its weights are damaged or its activations overflow; "
@@ -22,40 +21,6 @@ NOT_FINITE = (
 
 LEAST_TEMPERATURE = 1e-5
 """Smallest temperature that is divided by: below it only exact ties could be sampled, and the quotient may overflow."""
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Options that determine the next token. Raises OptionError for values outside the ranges given here."""
-
-    temperature: float = 0.0
-    """Divisor of the logits; 0, and any value below LEAST_TEMPERATURE, selects the most probable token."""
-    top_p: float = 1.0
-    """In (0, 1]: keep only the most probable tokens that together reach this probability."""
-    top_k: int = 0
-    """Keep only this many of the most probable tokens; 0 keeps all."""
-    seed: int = 0
-    presence_penalty: float = 0.0
-    """-2..2, subtracted from the logit of each token that was generated before."""
-    frequency_penalty: float = 0.0
-    """-2..2, subtracted once for each time that the token was generated before."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise OptionError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise OptionError(f"top-p is {self.top_p}; it must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise OptionError(f"top-k is {self.top_k}; it must be 0 (all tokens) or more")
-        if not 0 <= self.seed < 2**63:
-            raise OptionError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
-        for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
-            if not -2 <= penalty <= 2:
-                raise OptionError(f"{name} penalty is {penalty}; it must be from -2 to 2")
-
-    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return a random generator in the initial state of this seed."""
-        return torch.Generator(device).manual_seed(self.seed)
 
 
 def sample(logits_BV: Tensor, options: SamplingOptions, generator: torch.Generator) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.decoder.kv_cache import KeyValueCache
-from engine.generation.sampling import SamplingOptions, penalised_rows, probabilities
+from engine.generation.options import SamplingOptions
+from engine.generation.sampling import penalised_rows, probabilities
 
 
 def verify(

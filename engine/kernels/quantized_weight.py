@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-WHOLE_ROW = -1
-"""A group size: one scale for each output."""
+from engine.kernels.scheme import WHOLE_ROW
+
 _SHARES = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8)}
 """Of a group's largest weight that may become the largest quantised value; what is beyond is cut off."""
 _ROUND_ELEMENTS = 1 << 20

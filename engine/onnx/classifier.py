@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.checkpoint import ONNX_NAME
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.errors import CheckpointError, OptionError, UnsupportedError
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, session

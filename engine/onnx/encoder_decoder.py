@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
 from engine.errors import UnsupportedError
 from engine.families.encoder_decoders import FFN_PROJECTIONS, GATED_PROJECTIONS, STACKS
 from engine.files.json_file import shown, writing
@@ -28,7 +29,7 @@ from engine.onnx.layers import ACTIVATIONS, Layers
 from engine.onnx.quantize import Written
 from engine.onnx.relative_attention import attend, causal_mask, padding_mask, position_bias, split_heads
 from engine.onnx.runtime import DATA_NAME
-from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAME, EncoderDecoderCheckpoint
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 END = 2**31 - 1
 PARTS = ("key", "value")
@@ -82,7 +83,10 @@ def write_encoder_decoder(
 
         first = layers(Graph(directory, data, dtype))
         second = layers(Graph(directory, data, dtype, beside=first.graph))
-        stacks: dict[str, Stack] = {"encoder": Encoder(first, checkpoint), "decoder": Decoder(second, checkpoint)}
+        stacks: dict[str, StackGraph] = {
+            "encoder": EncoderGraph(first, checkpoint),
+            "decoder": DecoderGraph(second, checkpoint),
+        }
         for name in progress(names):
             stack, layer = name.split(".")
             stacks[stack].add_layer(int(layer))
@@ -94,7 +98,7 @@ def write_encoder_decoder(
     return Written(first.graph.weights_bytes + second.graph.weights_bytes, first.packings | second.packings)
 
 
-class Stack:
+class StackGraph:
     """One of the two graphs while it is written: a residual stream [B, L, D] with sublayers."""
 
     name: str
@@ -157,7 +161,7 @@ class Stack:
         return self.graph.node("Reshape", y_TD, self.graph.node("Shape", x_BLD))
 
 
-class Encoder(Stack):
+class EncoderGraph(StackGraph):
     """The graph that reads a source."""
 
     name = "encoder"
@@ -184,7 +188,7 @@ class Encoder(Stack):
         self.graph.output("last_hidden_state", self.graph.element_type, shape)
 
 
-class Decoder(Stack):
+class DecoderGraph(StackGraph):
     """The graph that generates a target."""
 
     name = "decoder"

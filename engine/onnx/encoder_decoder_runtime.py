@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
 from engine.errors import CheckpointError
 from engine.onnx.runtime import DATA_NAME, TYPES, session
-from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAME
 
 
 @dataclass
-class Target:
+class TargetState:
     """State of a batch of targets during generation."""
 
     states_BSD: Tensor
@@ -67,15 +67,15 @@ class OnnxEncoderDecoder:
                 "export it again"
             )
 
-    def read(self, tokens_BS: Tensor, real_BS: Tensor) -> Target:
+    def read(self, tokens_BS: Tensor, real_BS: Tensor) -> TargetState:
         """Read sources and return the state of their targets. `real_BS` is 0 at padding."""
         inputs = {"input_ids": tokens_BS.numpy(), "attention_mask": real_BS.long().numpy()}
         (states_BSD,) = self._encoder.run(None, inputs)
         shape = (len(tokens_BS), self._config.num_heads, 0, self._config.d_kv)
         past = {name: torch.empty(shape, dtype=self.dtype) for name in self._past_names()}
-        return Target(torch.from_numpy(states_BSD), real_BS, past)
+        return TargetState(torch.from_numpy(states_BSD), real_BS, past)
 
-    def write(self, tokens_BL: Tensor, target: Target) -> Tensor:
+    def write(self, tokens_BL: Tensor, target: TargetState) -> Tensor:
         """Append tokens to the targets, updating `target`, and return the logits of the next tokens, [B, L, V]."""
         inputs = {
             "input_ids": tokens_BL,

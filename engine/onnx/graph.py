@@ -19,7 +19,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from engine.checkpoint.checkpoint import ONNX_NAME
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.files.json_file import writing
 from engine.onnx.runtime import DATA_NAME
 

@@ -1,4 +1,4 @@
-"""Attention with relative position biases (T5, Raffel et al. §2.1) as standard ONNX nodes; scores are not scaled.
+"""Attention with relative position biases (Raffel et al. §2.1) as standard ONNX nodes; scores are not scaled.
 
 A head's bias depends only on the distance from query to key, and is constant from distance `farthest` on. Therefore a
 table holds one row for each distance up to `farthest`, and a text may have any length.

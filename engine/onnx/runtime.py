@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoint.checkpoint import ONNX_NAME, ModelDirectory
+from engine.checkpoint.checkpoint import ModelDirectory
+from engine.checkpoint.kinds import ONNX_NAME, is_exported
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import CheckpointError, OptionError
 from engine.families.config import DecoderConfig
@@ -88,11 +89,6 @@ def check_graph(path: Path, model: Any) -> None:
                 raise CheckpointError(
                     f"{path}: has weights in {shown(places[0])}, which is not a file beside it; export it again"
                 )
-
-
-def is_exported(directory: Path) -> bool:
-    """Return whether `directory` holds an exported model."""
-    return (directory / ONNX_NAME).is_file()
 
 
 def backend_of(directory: Path, asked: str) -> str:

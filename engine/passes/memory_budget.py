@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
-import psutil
 from torch import Tensor, nn
 
 from engine.passes import heap
+
+if TYPE_CHECKING:
+    import psutil
 
 TOKENS_PER_BATCH = 4096
 KEPT_BYTES = 256 << 20
@@ -105,4 +108,6 @@ def relieved_between_experts(layer: nn.Module, expert: type[nn.Module], release:
 
 @cache
 def _process() -> psutil.Process:
+    import psutil  # here: only what measures memory needs it
+
     return psutil.Process()

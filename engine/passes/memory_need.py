@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,8 +38,8 @@ KEPT_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
-class Work:
-    """The operations of a run, as far as they determine its memory."""
+class MemoryDemand:
+    """What a run computes, as far as it determines its memory."""
 
     dtype: torch.dtype
     length: int
@@ -52,30 +52,34 @@ class Work:
     other_bytes: int = 0
     """Upper bound of all other memory, besides layers and batches."""
 
+    def with_other(self, other_bytes: int) -> MemoryDemand:
+        """The demand of a run that at some other time holds so many bytes besides layers and batches."""
+        return replace(self, other_bytes=max(self.other_bytes, other_bytes))
 
-def budget_for(limit: int | None, checkpoint: Checkpoint, work: Work) -> MemoryBudget | None:
+
+def budget_for(limit: int | None, checkpoint: Checkpoint, demand: MemoryDemand) -> MemoryBudget | None:
     """Return the budget for a limit, or None for no limit.
 
     Raises OptionError if the run needs a larger limit, and names that limit.
     """
     if limit is None:
         return None
-    if work.optimises:
+    if demand.optimises:
         importlib.import_module("torch._dynamo")  # optimizers import it in their first step: 150 MB if Triton is installed
     resident = processes.largest(resident_memory_bytes())  # processes must use batches of one size
     interpreter = math.ceil((resident + LOADED_LATER_BYTES) / ROUNDED_TO) * ROUNDED_TO
-    piece = _largest_piece(checkpoint, work)
-    fixed = interpreter + piece + _logits_bytes(checkpoint) + KEPT_AT_ONCE * KEPT_WITHIN_LIMIT_BYTES + work.other_bytes
+    piece = _largest_piece(checkpoint, demand)
+    fixed = interpreter + piece + _logits_bytes(checkpoint) + KEPT_AT_ONCE * KEPT_WITHIN_LIMIT_BYTES + demand.other_bytes
     tokens = TOKENS_PER_BATCH
-    while tokens > work.length and fixed + batch_bytes(checkpoint, work, tokens) > limit:
-        tokens = max(work.length, tokens // 2)
-    if (needed := fixed + batch_bytes(checkpoint, work, max(tokens, work.length))) > limit:
+    while tokens > demand.length and fixed + batch_bytes(checkpoint, demand, tokens) > limit:
+        tokens = max(demand.length, tokens // 2)
+    if (needed := fixed + batch_bytes(checkpoint, demand, max(tokens, demand.length))) > limit:
         raise OptionError(
             f"memory-limit is {limit / 1e9:.2f}GB, and this needs {math.ceil(needed / 1e7) / 100:.2f}GB at least: "
             f"{interpreter / 1e9:.2f} for the interpreter, {piece / 1e9:.2f} for weights, the rest for "
-            f"{work.length} tokens at a time; give that much, or a shorter --sequence-length"
+            f"{demand.length} tokens at a time; give that much, or a shorter --sequence-length"
         )
-    batch = batch_bytes(checkpoint, work, max(tokens, work.length))
+    batch = batch_bytes(checkpoint, demand, max(tokens, demand.length))
     return MemoryBudget(limit, batch + piece, piece + batch // 4, tokens)
 
 
@@ -84,35 +88,35 @@ def _logits_bytes(checkpoint: Checkpoint) -> int:
     return SCORES_BYTES + LOGITS_AT_ONCE * 4 * chunk_tokens(vocabulary) * vocabulary
 
 
-def batch_bytes(checkpoint: Checkpoint, work: Work, tokens: int) -> int:
+def batch_bytes(checkpoint: Checkpoint, demand: MemoryDemand, tokens: int) -> int:
     """Return the bytes of the activations of one layer for a batch of this many tokens."""
-    return max(_layer_activations(checkpoint, layer, work, tokens) for layer in checkpoint.config.layers)
+    return max(_layer_activations(checkpoint, layer, demand, tokens) for layer in checkpoint.config.layers)
 
 
-def _layer_activations(checkpoint: Checkpoint, layer: LayerConfig, work: Work, tokens: int) -> int:
+def _layer_activations(checkpoint: Checkpoint, layer: LayerConfig, demand: MemoryDemand, tokens: int) -> int:
     config, moe = checkpoint.config, layer.moe
     hidden, heads = config.hidden_size, config.attention_heads * config.head_dimension
-    slots = 0 if moe is None else work.experts_per_token or moe.experts_per_token
+    slots = 0 if moe is None else demand.experts_per_token or moe.experts_per_token
     width = max(layer.dense_width, 0 if moe is None else max(moe.expert_width, moe.shared_width))
     # float32: norms, and the inputs of products that are not computed in the dtype itself.
-    per_token = work.dtype.itemsize * (8 * hidden + 6 * heads) + 4 * 3 * hidden
+    per_token = demand.dtype.itemsize * (8 * hidden + 6 * heads) + 4 * 3 * hidden
     if layer.is_lightning:  # queries, keys and values in float32, and a block's scores twice
         per_token += 4 * (5 * heads + 2 * config.attention_heads * BLOCK)
-    if not work.gradients:
+    if not demand.gradients:
         # All tokens may go to one expert; the outputs wait in the order of the experts.
-        return tokens * (per_token + work.dtype.itemsize * (3 * slots * hidden + 3 * width))
+        return tokens * (per_token + demand.dtype.itemsize * (3 * slots * hidden + 3 * width))
     kept = slots * (5 * hidden + 6 * (0 if moe is None else moe.expert_width)) + 6 * width
-    return tokens * (2 * per_token + work.dtype.itemsize * kept)
+    return tokens * (2 * per_token + demand.dtype.itemsize * kept)
 
 
-def _largest_piece(checkpoint: Checkpoint, work: Work) -> int:
+def _largest_piece(checkpoint: Checkpoint, demand: MemoryDemand) -> int:
     """Return the bytes of weights that are resident together: one expert if mapped, one layer if converted."""
-    config, shapes, size = checkpoint.config, checkpoint.shapes, work.dtype.itemsize
+    config, shapes, size = checkpoint.config, checkpoint.shapes, demand.dtype.itemsize
     layers = [layer_tensors(config, index) for index in range(len(config.layers))]
     head = math.prod(shapes["model.embed_tokens.weight"])
     experts = [max((math.prod(shape) for shape in layer.values() if len(shape) > 1), default=0) * 4 for layer in layers]
     whole = [sum(math.prod(shape) for shape in layer.values()) for layer in layers]
-    converted = checkpoint.model_dtype != work.dtype or checkpoint.float8_block or is_packed(checkpoint.raw_config)
-    if work.gradients and size == 2 and not has_half_arithmetic():
+    converted = checkpoint.model_dtype != demand.dtype or checkpoint.float8_block or is_packed(checkpoint.raw_config)
+    if demand.gradients and size == 2 and not has_half_arithmetic():
         return max(3 * max(whole), head) * size  # converted to float32 for the backward pass
     return max(max(whole if converted else experts), head) * size

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
-import re
 from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 
 from engine.server.errors import ApiError, printable
+from engine.server.hosts import is_local, plain_host
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/", "/health")
@@ -18,15 +17,6 @@ WRONG_KEY = "the API key is missing or wrong; send it as: Authorization: Bearer 
 LET_IN = "let_in"
 """Name in a request's state, set if the path is not open and the key check has passed."""
 SHOWN_CHARACTERS = 80
-HOST = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(:[0-9]*)?")
-
-
-def is_local(host: str) -> bool:
-    """Return whether a server bound to `host` can be reached from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def allowed_hosts(bound: str, given: Sequence[str]) -> frozenset[str] | None:
@@ -34,17 +24,6 @@ def allowed_hosts(bound: str, given: Sequence[str]) -> frozenset[str] | None:
     if is_local(bound):
         return frozenset(map(plain_host, (*LOCAL_NAMES, bound, *given)))
     return frozenset(map(plain_host, (bound, *given))) if given else None
-
-
-def plain_host(field: str) -> str:
-    """Return the name in a `Host` field in a normal form, without port and brackets; empty if there is none."""
-    field = field.strip().lower()
-    match = HOST.fullmatch(field)
-    name = (match["address"] or match["name"]) if match else field  # an IPv6 address without brackets, or not a name
-    try:
-        return str(ipaddress.ip_address(name))
-    except ValueError:
-        return name.removesuffix(".") if match else ""
 
 
 def check_host(headers: Headers, hosts: Collection[str] | None) -> None:

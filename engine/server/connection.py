@@ -35,7 +35,7 @@ class Gone(Exception):
     """The client disconnected before its answer."""
 
 
-class Gate:
+class RequestGate:
     """ASGI middleware that passes a request on or refuses it. An endpoint runs only after the whole body has arrived."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Gate:
 class _Taken:
     """Bytes that one body reserves of the gate's room for large bodies."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: RequestGate) -> None:
         self._gate, self._bytes = gate, 0
 
     def grow(self, size: int) -> None:

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import is_panic
+from engine.generation.worker import package_path, python_module
 from engine.server.errors import ApiError
-from engine.worker import package_path, python_module
 
 MEMORY_BYTES = 2_000_000_000
 """Additional address space that reading may use after the process is ready."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.batching.request import Request
 from engine.generation.generate import Engine
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 from engine.onnx.runtime import OnnxDecoder
 from engine.server.body_reader import ReadingSettings
 from engine.server.reading_process import unpack_tokens

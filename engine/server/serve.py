@@ -7,25 +7,22 @@ part of it hangs.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from engine.errors import OptionError
 from engine.generation.generate import Engine
+from engine.server.options import ServeOptions
 
 try:
     import uvicorn
 
-    from engine.server.access import allowed_hosts, is_local, plain_host
+    from engine.server.access import allowed_hosts
     from engine.server.connection_limits import Connections, limited_protocol
     from engine.server.server import Service, State, create_app
 except ModuleNotFoundError as error:
@@ -39,7 +36,6 @@ from engine.decoder.paged_cache import BLOCK_SIZE
 from engine.server.log_budget import limited_logging
 from engine.server.signals import Signals
 
-KEY_VARIABLE = "COMPRESS_API_KEY"
 BACKLOG = 2048
 """Length of the operating system's queue of connections that wait to be accepted."""
 ACCEPTED_AT_ONCE = 16
@@ -51,69 +47,6 @@ SMALL_CACHE = 1 << 30
 """Size in bytes up to which one sequence's cache is allocated, regardless of free memory."""
 SPARE_MEMORY_SHARE = 0.25
 """Share of free memory for the KV cache if no size is given."""
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """Options of the server: model, address and limits. Raises OptionError for invalid values."""
-
-    model: str = "demo"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    """Accepted API keys; empty for no access control. Cached prompts are not shared between keys."""
-    allow_anonymous: bool = False
-    """Whether other machines may reach the server without a key."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Host names of the server besides its own; see `engine.server.access.allowed_hosts`."""
-    served_model_name: str | None = None
-    max_queue: int = 256
-    max_batch_size: int = 16
-    max_model_length: int | None = None
-    kv_cache_bytes: int | None = None
-    request_timeout: float | None = None
-    skip_threshold: float = 0.0
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
-    kv_cache_dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not all(key.strip() and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise OptionError("an API key is empty or has characters that a header cannot hold; use printable ASCII")
-        for host in self.allowed_hosts:
-            if not plain_host(host):
-                raise OptionError(
-                    f"the allowed host {host!r:.80} is neither a name nor an address; give one, without a port"
-                )
-        if self.is_exposed and not self.allow_anonymous:
-            raise OptionError(
-                f"other machines can reach {self.host}, and without a key anybody may use the server; give --api-key "
-                f"(or {KEY_VARIABLE}), or --allow-anonymous"
-            )
-        if self.served_model_name is not None and not self.served_model_name.strip():
-            raise OptionError("the served model name is empty; leave it out, or give a name")
-
-    @property
-    def name(self) -> str:
-        """Name by which clients request the model."""
-        path = Path(self.model)
-        return self.served_model_name or (path.resolve().name if path.is_dir() else self.model)
-
-    @property
-    def is_exposed(self) -> bool:
-        """Whether other machines can reach the server without a key."""
-        return not is_local(self.host) and not self.api_keys
-
-
-def keys_from(given: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys of the command line, or else of the environment. Raises OptionError for an empty variable."""
-    if given or KEY_VARIABLE not in os.environ:
-        return tuple(given)
-    keys = os.environ[KEY_VARIABLE].splitlines()
-    if not all(keys) or not keys:
-        raise OptionError(f"{KEY_VARIABLE} is set and has no key, or an empty line; unset it to serve without a key")
-    return tuple(keys)
 
 
 def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
@@ -183,6 +116,8 @@ def default_kv_cache_bytes(engine: Engine, options: ServeOptions) -> int:
     The size is enough for at least one such sequence, if that fits into memory. Otherwise sequences are shorter than
     the model's limit.
     """
+    import psutil  # here: only what measures memory needs it
+
     config = engine.checkpoint.config
     positions = (options.max_model_length or config.max_positions) + BLOCK_SIZE  # the last block may be almost empty
     sequence = position_bytes(config, engine.kv_cache_dtype) * positions

@@ -19,11 +19,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from engine.batching.loop import EngineLoop
+from engine.batching.options import QueueOptions
 from engine.errors import BusyError, CompressError
 from engine.generation.generate import Engine
+from engine.generation.options import OpenOptions
 from engine.generation.token_text import TokenText
 from engine.server.body_reader import unknown_model
-from engine.server.connection import NAMESPACE, EventStream, Gate, Gone, Phase, error_response, while_connected
+from engine.server.connection import NAMESPACE, EventStream, Gone, Phase, RequestGate, error_response, while_connected
 from engine.server.errors import ApiError, api_error, no_object
 from engine.server.exchange import Exchange
 from engine.server.metrics import Metrics
@@ -49,8 +51,8 @@ class Service:
         engine_loop: EngineLoop,
         *,
         model_name: str,
-        skip_threshold: float = 0.0,
-        max_queue: int = 256,
+        skip_threshold: float = OpenOptions.skip_threshold,
+        max_queue: int = QueueOptions.max_queue,
         reading: ReadingPool | None = None,
     ) -> None:
         """`reading`: the pool that reads bodies; created here by default."""
@@ -115,7 +117,7 @@ class State:
 def create_app(state: State) -> FastAPI:
     """Return the application; `state` may change while it runs."""
     app = FastAPI(title="compress serve", docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, phase=lambda: state.phase, api_keys=state.api_keys, hosts=state.hosts)
+    app.add_middleware(RequestGate, phase=lambda: state.phase, api_keys=state.api_keys, hosts=state.hosts)
     _handle_errors(app, state)
     _add_completions(app, state)
     _add_tokens(app, state)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
-from engine.checkpoint.checkpoint import ONNX_NAME
+from engine.checkpoint.kinds import ONNX_NAME
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import CheckpointError, CompressError, UnsupportedError
 from engine.families.checks import check_token_ids
@@ -38,11 +38,6 @@ MIXTURE_KEY = "mixture_experts"
 """Key in config.json with the number of experts in MIXTURE_NAME."""
 PROTOTYPES = "prototypes"
 MAX_CLASSES = 1_000_000
-
-
-def is_classifier(directory: Path) -> bool:
-    """Return whether config.json describes a classifier. Raises CheckpointError if it cannot be read."""
-    return classified(load_json(directory / "config.json", "model config")) is not None
 
 
 class ClassifierDirectory:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint.artifact import check_sizes, read_provenance
 from engine.checkpoint.checkpoint import check_generation
+from engine.checkpoint.kinds import is_exported_encoder_decoder
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.checks import check_token_ids
 from engine.families.encoder_decoders import ENCODER_DECODERS, EXPERT_OF_BLOCK, FFN_PROJECTIONS, STACKS, EncoderDecoder
@@ -27,20 +28,6 @@ from engine.files.json_file import load_json, shown
 from engine.files.model_files import check_entries
 from engine.files.safetensors_file import SafetensorsFile, TensorEntry, open_shards, state_of
 from engine.transformers_models.transformers_model import SAME_MODEL, load_model
-
-ENCODER_NAME, DECODER_NAME = "encoder_model.onnx", "decoder_model_merged.onnx"
-"""File names of an export's graphs, as used by Optimum and Transformers.js; its directory has no safetensors."""
-
-
-def is_encoder_decoder(directory: Path) -> bool:
-    """Return whether config.json names an encoder-decoder family. Raises CheckpointError if it cannot be read."""
-    model_type = load_json(directory / "config.json", "model config").get("model_type")
-    return isinstance(model_type, str) and model_type in ENCODER_DECODERS
-
-
-def is_exported_encoder_decoder(directory: Path) -> bool:
-    """Return whether `directory` holds an exported encoder-decoder."""
-    return (directory / ENCODER_NAME).is_file()
 
 
 class EncoderDecoderDirectory:

@@ -23,7 +23,7 @@ import cli
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
+from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.skip_tables import SkipTables
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,9 +20,12 @@ import engine.passes.layerwise
 import engine.passes.memory_budget
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
-from compress.methods.diep import RELAXATIONS, DiepOptions, search
-from compress.methods.gate_gradients import fisher_scores, taylor_scores
+from compress.methods.diep import search
+from compress.methods.gate_fisher import fisher_scores
+from compress.methods.gate_taylor import taylor_scores
 from compress.methods.naee import naee
+from compress.methods.relaxations import RELAXATIONS
+from compress.options.prune import DiepOptions
 from compress.run.perplexity import perplexity, routed_counts
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder

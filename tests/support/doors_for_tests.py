@@ -82,7 +82,8 @@ def _command(*arguments: str) -> Callable[[Path], None]:
 def _serve(model: Path) -> None:
     """What `compress serve` does before it takes requests."""
     from engine.errors import CompressError
-    from engine.server.serve import ServeOptions, load
+    from engine.server.options import ServeOptions
+    from engine.server.serve import load
 
     try:
         service = load(ServeOptions(model=str(model), threads=1))

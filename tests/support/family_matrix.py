@@ -67,8 +67,8 @@ REFUSED = {
 }
 """Cells that are no number, with what the refusal says."""
 NOTES = (
-    "¹ transformers has no class of it: compared with a naive implementation (`tests/naive_*.py`). ² Results are\n"
-    "written as DeepSeek V3, which it is. ³ Dense: with one expert in each layer."
+    "¹ Not in transformers; compared with a naive implementation (`tests/support/naive_*.py`). ² Results are\n"
+    "written as DeepSeek V3. ³ Dense means one expert in each layer."
 )
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
 

@@ -8,7 +8,7 @@ import time
 
 import cli
 from engine.batching.scheduler import Scheduler
-from engine.server.connection import Gate
+from engine.server.connection import RequestGate
 
 
 def hang(*arguments):
@@ -22,5 +22,5 @@ if __name__ == "__main__":
     if which == "engine":
         Scheduler.step = hang
     else:
-        Gate._check = hang
+        RequestGate._check = hang
     cli.main()

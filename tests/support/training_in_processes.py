@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from compress.dense.dense_training import DenseTrainingOptions, train_dense
+from compress.dense.dense_training import train_dense
+from compress.options.training import DenseTrainingOptions
 from compress.plans.plan import plan_from_json
 from compress.training.training import Trained
 from engine.checkpoint.checkpoint import Checkpoint

@@ -18,8 +18,9 @@ from torch import nn
 from calibrate.labelled import labelled
 from compress.classifiers.accuracy import accuracy, probe
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.kinds import is_classifier
 from engine.errors import CheckpointError, DataError, UnsupportedError
-from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, Classifier, ClassifierCheckpoint, is_classifier
+from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, Classifier, ClassifierCheckpoint
 from engine.transformers_models.classifier_inputs import ImageInputs, TextInputs, image_inputs
 
 

@@ -13,10 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import cli
 from calibrate.collect import held_bytes
 from calibrate.options import CalibrationOptions
-from compress.cost.counts import Passes, Work
+from compress.cost.counts import OperationCounts, Passes
 from compress.cost.devices import DEVICES, Device
-from compress.methods.naee import compared_subsets
-from compress.run_plan import RunOptions, planned_model, planned_phases, smaller
+from compress.methods import methods_of
+from compress.methods.naee import compared_subsets, subset_counts
+from compress.options.plan_run import DEVICE_NAMES, RunOptions
+from compress.run_plan import planned_model, planned_phases, smaller
 from engine.decoder.model import Decoder
 from engine.families.resolve import decoder_config
 from engine.families.tensor_shapes import expected_tensors
@@ -78,7 +80,7 @@ def test_subsets_by_hand(passes):
     assert compared_subsets(8, 4, 10_000) == math.comb(8, 4)
     assert compared_subsets(8, 4, 69) == 8 + 7 + 6 + 5
     assert compared_subsets(4, 4, 10_000) == 0
-    work = passes.subsets(6, 3, {0: 5})
+    work = subset_counts(passes, 6, 3, {0: 5})
     assert work.flops == 6 * 272 + 6 * 3 * 2 * 60
     assert work.single_flops == 2 * 6 * 3 * 3 * (4 + 5)  # inner products of 4 dimensions, then 5 subsets
 
@@ -97,9 +99,9 @@ def test_products_are_those_that_torch_counts():
 
 
 def test_seconds_by_hand():
-    work = Work(flops=1000, single_flops=50, double_flops=10, weight_bytes=400, moved_bytes=100)
+    work = OperationCounts(flops=1000, single_flops=50, double_flops=10, weight_bytes=400, moved_bytes=100)
     assert work.seconds(DEVICE, torch.bfloat16) == pytest.approx(1000 / 500 + 50 / 50 + 10 / 5 + 100 / 100)
-    assert Work(flops=1, weight_bytes=800).seconds(DEVICE, torch.bfloat16) == 2.0  # bound by reading the weights
+    assert OperationCounts(flops=1, weight_bytes=800).seconds(DEVICE, torch.bfloat16) == 2.0  # bound by reading the weights
     assert (work + work).all_flops == (work * 2).all_flops == 2120
 
 
@@ -137,7 +139,7 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.main, ["plan-run", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("method", cli.PRUNE_METHODS)
+@pytest.mark.parametrize("method", methods_of("prune"))
 def test_every_method_is_planned_from_the_config_alone(tmp_path, method):
     (tmp_path / "config.json").write_text(json.dumps(shape()))
     done = invoke(tmp_path, "--device", "h200", "--method", method, "--json")
@@ -210,4 +212,4 @@ def test_no_such_directory():
 
 
 def test_the_command_knows_the_devices():
-    assert list(cli.PLANNED_DEVICES) == ["cpu", *DEVICES]
+    assert list(DEVICE_NAMES) == ["cpu", *DEVICES]

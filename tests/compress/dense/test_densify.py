@@ -18,7 +18,7 @@ from torch import Tensor
 import cli
 import compress.dense.dense_training
 import compress.run.result
-from compress.dense.dense_plan import SELECTIONS
+from compress.options.densify import SELECTIONS
 from compress.training.layer_distillation import DistillationLoss
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
@@ -109,11 +109,7 @@ def test_weights_that_the_model_does_not_normalise_are_folded_too(tmp_path: Path
     assert float((logits(tmp_path / "out") - logits(tmp_path / "model")).abs().max()) <= 1e-5
 
 
-def test_the_command_knows_every_selection() -> None:
-    assert cli.SELECTIONS == SELECTIONS
-
-
-@pytest.mark.parametrize("select", cli.SELECTIONS)
+@pytest.mark.parametrize("select", SELECTIONS)
 def test_every_selection_from_one_statistics_file(place: Path, select: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if select != "usage":
         monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # drawn once: it takes seconds

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import cli
 from calibrate.pairs import PADDING, SPLITS, STDLIB, Pairs, split_of, text_pairs, tokenised
-from compress.dense.dense_plan import SELECTIONS, choose
+from compress.dense.dense_plan import choose
 from compress.dense.encoder_decoder import (
     check_nothing_is_lost,
     dense_student,
@@ -32,11 +32,13 @@ from compress.dense.encoder_decoder import (
     widened,
 )
 from compress.dense.encoder_decoder_training import PairLoss, measure
-from compress.training.layer_distillation import LossWeights
+from compress.options.densify import SELECTIONS
+from compress.options.training import LossWeights
 from compress.training.training import Batch
+from engine.checkpoint.kinds import is_encoder_decoder
 from engine.checkpoint.tokenizer import load_tokenizer_of
 from engine.errors import DataError, OptionError, UnsupportedError
-from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint, is_encoder_decoder
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from artifacts_for_tests import kill_while_it_trains, listing, make_workplace
@@ -18,10 +19,10 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 import compress.training.training
-from compress.classifiers.distillation import CLASSIFIER_RECIPES
-from compress.distillation.inputs import METRICS
+from compress.classifiers.recipes import CLASSIFIER_RECIPES
 from compress.distillation.recipes import RECIPES
 from compress.distillation.rouge import scorer
+from compress.options.distill import DIVERGENCE_NAMES
 from compress.training.divergences import DIVERGENCES
 
 TEXT = ["--data", "text.txt", "--sequence-length", "16", "--samples", "4"]
@@ -61,9 +62,10 @@ def refused(*arguments: str) -> str:
     return result.output
 
 
-def test_the_command_knows_every_recipe() -> None:
-    assert set(cli.RECIPES) == {*RECIPES, *CLASSIFIER_RECIPES}
-    assert METRICS == cli.METRICS and tuple(DIVERGENCES) == cli.DIVERGENCES
+def test_the_command_knows_every_recipe_and_divergence() -> None:
+    recipe = next(each for each in cli.main.commands["distill"].params if each.name == "recipe")
+    assert isinstance(recipe.type, click.Choice) and set(recipe.type.choices) == {*RECIPES, *CLASSIFIER_RECIPES}
+    assert tuple(DIVERGENCES) == DIVERGENCE_NAMES
 
 
 @pytest.mark.parametrize("data", [TEXT, PAIRS], ids=["text", "pairs"])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import EVERY_MOE_FAMILY, save_reference
 
 import compress.distillation.recover
-from compress.distillation.recover import RecoverOptions, recover, recovery, trained_parameters
+from compress.distillation.recover import recover, recovery, trained_parameters
 from compress.methods.diep import full_hidden_states
+from compress.options.training import RecoverOptions
 from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
@@ -100,7 +102,7 @@ def test_the_state_of_something_else_is_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("options", [RecoverOptions(-1), RecoverOptions(1, 0.0), RecoverOptions(1, 1e-3, 0)])
-def test_options_that_cannot_be_used(options: RecoverOptions) -> None:
+@pytest.mark.parametrize("given", [(-1,), (1, 0.0), (1, 1e-3, 0)])
+def test_options_that_cannot_be_used(given: tuple[Any, ...]) -> None:
     with pytest.raises(OptionError):
-        options.check()
+        RecoverOptions(*given).check()

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from calibrate.instructions import Example
 from compress.distillation.recipes import RECIPES
-from compress.distillation.response_distillation import KnowledgeAugmentation, ResponseLoss, Responses, ResponseTeacher
+from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher
 from compress.distillation.responses import batch_of
 from compress.distillation.router_report import old_routers, router_report
 from compress.distillation.student_aware_routing import RouterLoss, load_balance, router_parameters, squared_variation
+from compress.options.distill import KnowledgeAugmentation
 from compress.run.clock import Clock
 from compress.training.divergences import DIVERGENCES
 from compress.training.layer_distillation import feed_forwards, outputs_of
@@ -102,7 +103,7 @@ def test_divergences_of_response_tokens(family: str, recipe: str, tmp_path: Path
     row = RECIPES[recipe]
     gated = ResponseTeacher(teacher, row, KnowledgeAugmentation(), Clock())
     loss = ResponseLoss(student, gated, Responses(EXAMPLES, Clock()), row)
-    gates = [AllExperts() if row.gate == "all" else block.routing for block in teacher.moe_blocks]
+    gates = [AllExperts() if row.uses_all_experts else block.routing for block in teacher.moe_blocks]
 
     def plain() -> Tensor:
         def of_token(row_: int, place: int, logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from calibrate.instructions import Example
 from compress.distillation.responses import batch_of, write_responses
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 

@@ -17,13 +17,16 @@ from safetensors.torch import load_file, save_file
 
 import cli
 from compress.export import decoder as module
-from compress.export.decoder import ExportOptions, export
+from compress.export.decoder import export
+from compress.options.export import FORMAT_PACKAGES, PRECISION_BITS, ExportOptions
+from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan, same_plan
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
-from engine.decoder.skip_tables import FILE_NAME, SkipTables
+from engine.checkpoint.skip_table_file import FILE_NAME
+from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, ExportError, OptionError, OutputError, UnsupportedError
 from engine.generation.generate import Engine
 from engine.kernels.quantized_weight import quantise
@@ -380,4 +383,4 @@ def test_an_existing_result_is_replaced_only_when_asked(place: Path, tmp_path: P
     export(options(place, output=tmp_path / "out", overwrite=True, experts="portable"))
     provenance = read_provenance(tmp_path / "out")
     assert provenance is not None and provenance["figures"]["experts"] == "portable"
-    assert module.FORMATS == cli.EXPORT_FORMATS and tuple(module.PRECISIONS) == cli.EXPORT_PRECISIONS
+    assert tuple(module.FORMATS) == tuple(FORMAT_PACKAGES) and tuple(module.PRECISIONS) == tuple(PRECISION_BITS)

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 import cli
 from calibrate.labelled import labelled
 from calibrate.options import CalibrationOptions
-from compress.classifiers.distill import ClassifierOptions, distill_classifier
+from compress.classifiers.distill import distill_classifier
 from compress.export.classifier import _Ranges
+from compress.options.distill_classifier import ClassifierOptions
 from compress.report import plots
 from engine.errors import CheckpointError
 from engine.onnx.classifier import OnnxClassifier

@@ -22,16 +22,20 @@ from serving_for_tests import Served, run_to_end, scheduler_for, serve
 
 import cli
 from calibrate.options import CalibrationOptions
-from compress.compare import CompareOptions, compare
-from compress.export.decoder import ExportOptions, export
+from compress.compare import compare
+from compress.export.decoder import export
+from compress.options.compare import CompareOptions
+from compress.options.export import ExportOptions
 from compress.run.perplexity import exported_perplexity, perplexity
 from engine.batching.request import Request
-from engine.bench.load_test import LoadOptions, load_test
+from engine.bench.load_test import load_test
+from engine.bench.options import LoadOptions
 from engine.decoder.kv_cache import position_bytes
 from engine.errors import OptionError
 from engine.generation.generate import Engine
-from engine.generation.sampling import SamplingOptions
-from engine.server.serve import ServeOptions, load
+from engine.generation.options import SamplingOptions
+from engine.server.options import ServeOptions
+from engine.server.serve import load
 from engine.server.server import State
 
 PROMPTS = ["def read(path):", "x", "größer als €5: ", "a longer text, which is read in several pieces and not in one"]

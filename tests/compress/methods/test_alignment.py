@@ -13,7 +13,8 @@ from torch import Tensor
 
 import compress.methods.alignment
 from compress.methods.alignment import Projections, alignment, expert_weights
-from compress.methods.merging import Group, merging_plan
+from compress.methods.groups import Group
+from compress.methods.merging import merging_plan
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint

@@ -5,6 +5,8 @@ router and with a sigmoid router whose bias chooses; and what each scope then ke
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -14,20 +16,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import save_reference
+from formulas_for_tests import GRADIENT_SCORES, GROUPS, SCORES
 from torch import Tensor
 
-import cli
 import engine.decoder.model
 import engine.decoder.routing
 from calibrate.collect import LayerCollector, collect
 from calibrate.statistics import Statistics
+from compress.methods import DEFAULT_MERGE_METHOD, DEFAULT_METHOD, METHODS
+from compress.methods.criterion import Criterion, criterion_of, layer_scores
 from compress.methods.gate_gradients import _sample_next
 from compress.methods.naee import naee
-from compress.methods.saliency import SCORES, scores
+from compress.methods.random_scores import random_scores
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
 from compress.plans.selection import Budget
-from compress.prune import GRADIENT_METHODS, METHODS
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.model import Decoder
@@ -152,13 +155,13 @@ def finite_differences(decoder: Decoder, targets_SL: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("method", SCORES)
 def test_scores_by_statistics(checkpoint: Checkpoint, router: str, method: str) -> None:
-    got = scores(method, collect(checkpoint, TOKENS, dtype=torch.float32))
+    got = layer_scores(SCORES[method], collect(checkpoint, TOKENS, dtype=torch.float32))
     assert list(got) == list(COUNTS)
     for index, layer in naive_layers(checkpoint, router).items():
         assert torch.allclose(got[index].double(), torch.tensor(naive_score(method, layer)).double(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", GRADIENT_METHODS)
+@pytest.mark.parametrize("method", GRADIENT_SCORES)
 def test_scores_by_gradients(checkpoint: Checkpoint, router: str, method: str) -> None:
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float64))
     assert isinstance(decoder.moe_blocks[0].routing, SigmoidTopK) == (router == "sigmoid")
@@ -168,7 +171,7 @@ def test_scores_by_gradients(checkpoint: Checkpoint, router: str, method: str) -
         with torch.no_grad():
             drawn = [_sample_next(decoder.hidden_states(row[None]), decoder.head_VD, row[None], generator) for row in TOKENS]
         targets = torch.cat(drawn)
-    got = GRADIENT_METHODS[method](decoder, TOKENS, 2)
+    got = GRADIENT_SCORES[method](decoder, TOKENS, 2)
     for layer, derivative in zip(COUNTS, finite_differences(decoder, targets), strict=True):
         expected = derivative.square().sum(0) if method == "fisher" else derivative.sum(0).abs()
         assert torch.allclose(got[layer], expected, rtol=1e-4, atol=1e-5)
@@ -187,21 +190,28 @@ def test_naee(checkpoint: Checkpoint, router: str, kept: dict[int, int], limit: 
         assert got[index] == list(best)
 
 
-def test_every_method_is_here_and_in_the_command() -> None:
-    assert set(METHODS) == set(cli.PRUNE_METHODS)
-    assert set(METHODS) == {*SCORES, *GRADIENT_METHODS, "naee", "random", "diep"}
+def test_every_method_is_here_and_has_its_functions() -> None:
+    assert set(METHODS) == {*SCORES, *GRADIENT_SCORES, "naee", "random", "diep", *GROUPS}
+    assert METHODS[DEFAULT_METHOD].kind == "prune" and METHODS[DEFAULT_MERGE_METHOD].kind == "merge"
+    assert all(isinstance(criterion_of(name), Criterion) for name in METHODS)
+
+
+def test_the_table_of_methods_needs_no_torch() -> None:
+    code = "import sys, compress.methods; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
 # What is kept of them
 
 
 def ranked(method: str, checkpoint: Checkpoint) -> dict[int, Tensor]:
-    if method in GRADIENT_METHODS:
-        return GRADIENT_METHODS[method](Decoder(checkpoint.config, checkpoint.source(torch.float32)), TOKENS, 0)
-    return scores(method, collect(checkpoint, TOKENS, dtype=torch.float32), seed=5)
+    if method in GRADIENT_SCORES:
+        return GRADIENT_SCORES[method](Decoder(checkpoint.config, checkpoint.source(torch.float32)), TOKENS, 0)
+    statistics = collect(checkpoint, TOKENS, dtype=torch.float32)
+    return random_scores(statistics, 5) if method == "random" else layer_scores(SCORES[method], statistics)
 
 
-@pytest.mark.parametrize("method", [*SCORES, *GRADIENT_METHODS, "random"])
+@pytest.mark.parametrize("method", [*SCORES, *GRADIENT_SCORES, "random"])
 def test_each_scope_keeps_the_best(checkpoint: Checkpoint, router: str, method: str) -> None:
     values = ranked(method, checkpoint)
     every = sorted(((float(values[layer][i]), layer, i) for layer in COUNTS for i in range(COUNTS[layer])), reverse=True)
@@ -262,10 +272,10 @@ def test_statistics_of_a_router_that_leaves_slots_empty_by_hand() -> None:
     by_hand = {"frequency": 1.0, "probability": 0.8 / 1.8, "reap": 3 * norm, "man": norm, "mc-moe": 3.0}
     for method, first in by_hand.items():
         rest = [score / 1.8 for score in (0.5, 0.4, 0.1)] if method == "probability" else [0.0] * 3
-        assert scores(method, statistics)[0].tolist() == pytest.approx([first, *rest])
+        assert layer_scores(SCORES[method], statistics)[0].tolist() == pytest.approx([first, *rest])
 
 
-@pytest.mark.parametrize("method", [*SCORES, *GRADIENT_METHODS, "naee"])
+@pytest.mark.parametrize("method", [*SCORES, *GRADIENT_SCORES, "naee"])
 def test_unused_experts_go_first_and_nothing_is_divided_by_zero(
     checkpoint: Checkpoint, router: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

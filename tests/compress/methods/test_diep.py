@@ -17,7 +17,6 @@ from torch import Tensor
 import engine.passes.memory_budget
 from compress.methods.diep import (
     ALPHA_STEPS,
-    DiepOptions,
     DiepState,
     discrete_scores,
     full_hidden_states,
@@ -29,6 +28,7 @@ from compress.methods.diep import (
     starting_alphas,
 )
 from compress.methods.gate_gradients import gate_gradients
+from compress.options.prune import DiepOptions
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, own_routing, routed_by
 from engine.decoder.routing import Gated, MixedExperts, Routing, ShiftedLogits

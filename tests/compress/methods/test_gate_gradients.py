@@ -12,7 +12,9 @@ from torch import Tensor
 
 import compress.methods.gate_gradients
 import engine.passes.memory_budget
-from compress.methods.gate_gradients import _sample_next, fisher_scores, gate_gradients, taylor_scores
+from compress.methods.gate_fisher import fisher_scores
+from compress.methods.gate_gradients import _sample_next, gate_gradients
+from compress.methods.gate_taylor import taylor_scores
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, own_routing, routed_by
 from engine.decoder.routing import Gated

@@ -10,27 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EVERY_MOE_FAMILY, save_reference
+from formulas_for_tests import GROUPS
 from scipy.optimize import linear_sum_assignment
 from test_apply import TOKENS, logits, transformers_logits, worst
 from test_saliency import LAYER
 from torch import Tensor, nn
 
 import compress.methods.merging
+import compress.methods.ream
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics, Statistics
 from compress.methods.alignment import expert_weights
-from compress.methods.merging import (
-    MERGE_METHODS,
-    Group,
-    cka_groups,
-    hc_smoe,
-    m_smoe,
-    merge_groups,
-    merge_pruned,
-    merging_plan,
-    ream,
-    s_smoe,
-)
+from compress.methods.cka import cka_groups
+from compress.methods.groups import Group
+from compress.methods.hc_smoe import hc_smoe
+from compress.methods.m_smoe import m_smoe
+from compress.methods.merging import merge_groups, merging_plan
+from compress.methods.ream import ream
+from compress.methods.s_smoe import s_smoe
 from compress.plans.apply import apply
 from compress.plans.plan import kept_expert
 from engine.checkpoint.checkpoint import Checkpoint
@@ -38,7 +35,7 @@ from engine.decoder.experts import Expert
 from engine.decoder.model import Decoder, own_routing
 from engine.families.tensor_names import router_tensor
 
-METHODS = pytest.mark.parametrize("method", MERGE_METHODS)
+METHODS = pytest.mark.parametrize("method", GROUPS)
 
 
 def symmetric(**pairs: float) -> Tensor:
@@ -107,7 +104,7 @@ def test_ream_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     total = 2.5 + 1.2 + 1.2
     same(ream(layer, 2), {2: {2: 2.5 / total, 0: 1.2 / total, 3: 1.2 / total}, 1: {1: 1.0}})
-    monkeypatch.setattr(compress.methods.merging, "REAM_GROUP_SIZE", 2)
+    monkeypatch.setattr(compress.methods.ream, "GROUP_SIZE", 2)
     same(ream(layer, 2), {2: {2: 2.5 / 3.7, 3: 1.2 / 3.7}, 1: {1: 2.0 / 3.2, 0: 1.2 / 3.2}})
     same(ream(layer, 1), {2: {i: score / 6.9 for i, score in enumerate([1.2, 2.0, 2.5, 1.2])}})
     unused = replace(layer, weighted_norm_sum=torch.zeros(4))
@@ -162,7 +159,7 @@ def test_hierarchical_clusters_are_the_naive_ones(seed: int, experts: int) -> No
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("experts", "size"), [(5, 16), (5, 3), (1, 2), (10, 2)])
 def test_ream_is_the_naive_one(seed: int, experts: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compress.methods.merging, "REAM_GROUP_SIZE", size)
+    monkeypatch.setattr(compress.methods.ream, "GROUP_SIZE", size)
     layer = random_layer(11, seed)
     gram, u = layer.router_gram, layer.weighted_output_mean.double()
     score = [float(s) / max(1, int(n)) for s, n in zip(layer.weighted_norm_sum, layer.tokens_routed, strict=True)]
@@ -194,7 +191,7 @@ def test_groups_are_disjoint_and_as_many_as_asked_for(method: str, seed: int) ->
     for experts in range(1, 7):
         layer = random_layer(7, seed)
         for used in (layer.tokens_routed, torch.zeros(7, dtype=torch.long)):
-            groups = MERGE_METHODS[method](replace(layer, tokens_routed=used), experts)
+            groups = GROUPS[method](replace(layer, tokens_routed=used), experts)
             members = [expert for group in groups for expert in group.weights]
             assert len(groups) == experts == len({group.centre for group in groups})
             assert len(members) == len(set(members))
@@ -214,13 +211,13 @@ def test_experts_that_are_all_alike(method: str) -> None:
         linear_cka=torch.ones(4, 4),
     )
     for experts in (1, 2, 3):
-        assert len(MERGE_METHODS[method](layer, experts)) == experts
+        assert len(GROUPS[method](layer, experts)) == experts
 
 
 @METHODS
 def test_a_layer_with_no_more_experts_than_asked_for_stays(method: str) -> None:
     statistics = Statistics({1: random_layer(6, 0), 4: random_layer(3, 1), 5: random_layer(2, 2)}, {})
-    groups = merge_groups(method, statistics, 3)
+    groups = merge_groups(GROUPS[method], statistics, 3)
     assert [len(groups[index]) for index in (1, 4, 5)] == [3, 3, 2]
     assert all(group.weights == {group.centre: 1.0} for index in (4, 5) for group in groups[index])
 
@@ -285,7 +282,7 @@ def test_the_artifact_is_the_naive_merged_model(
 ) -> None:
     full, statistics = models[family]
     experts = max(experts, full.config.architecture.least_experts)
-    groups = merge_groups(method, statistics, experts)
+    groups = merge_groups(GROUPS[method], statistics, experts)
     apply(merging_plan(groups, full), full, tmp_path / "merged")
     merged = Checkpoint(tmp_path / "merged")
     assert merged.config.experts_per_layer == (experts,) * 3 and merged.parameters < full.parameters
@@ -299,7 +296,8 @@ def test_a_pruning_with_layers_of_their_own_merged_by_cka(
     models: dict[str, tuple[Checkpoint, Statistics]], tmp_path: Path
 ) -> None:
     full, statistics = models["mixtral"]
-    groups = merge_pruned({0: [4], 1: [0, 1, 2, 3, 4, 5], 2: [0, 2, 3]}, statistics)
+    kept = {0: [4], 1: [0, 1, 2, 3, 4, 5], 2: [0, 2, 3]}
+    groups = {index: cka_groups(statistics.layers[index], experts) for index, experts in kept.items()}
     plan = merging_plan(groups, full)
     assert plan.layers[1] == tuple(kept_expert(expert) for expert in range(6)), "where nothing was pruned nothing changes"
     apply(plan, full, tmp_path / "merged")
@@ -320,7 +318,7 @@ def test_weights_are_released_layer_by_layer(
     monkeypatch.setattr(
         compress.methods.merging, "expert_weights", lambda *where: (seen.append(f"layer {where[1]}"), original(*where))[1]
     )
-    merging_plan(merge_groups("ream", statistics, 2), full)
+    merging_plan(merge_groups(ream, statistics, 2), full)
     assert [name for name, _ in itertools.groupby(seen)] == [
         *("layer 0", "released"),
         *("layer 1", "released"),

@@ -17,7 +17,8 @@ from torch import Tensor
 import cli
 import compress.methods.naee
 import compress.prune
-from compress.methods.naee import SUBSET_LIMIT, SubsetLosses, best_subset, naee, search_used
+from compress.methods.naee import SubsetLosses, best_subset, naee, search_used
+from compress.options.prune import SUBSET_LIMIT
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert, MoeBlock, grouped
 from engine.decoder.routing import Masked, Routing, SigmoidTopK, TopK

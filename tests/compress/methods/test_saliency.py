@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from formulas_for_tests import SCORES
 
 from calibrate.statistics import LayerStatistics, Statistics
-from compress.methods.saliency import SCORES, scores
+from compress.methods import METHODS
+from compress.methods.criterion import layer_scores
+from compress.methods.random_scores import random_scores
 
 LAYER = LayerStatistics(
     tokens=torch.tensor(10),
@@ -39,18 +42,19 @@ BY_HAND = {
 
 @pytest.mark.parametrize("method", BY_HAND)
 def test_scores_by_hand(method: str) -> None:
-    got = scores(method, STATISTICS)
+    got = layer_scores(SCORES[method], STATISTICS)
     assert list(got) == [1, 4]
     for values in got.values():
         assert torch.allclose(values.double(), torch.tensor(BY_HAND[method], dtype=torch.float64))
 
 
 def test_every_score_has_numbers_by_hand_here() -> None:
-    assert set(SCORES) == set(BY_HAND)
+    here = {name for name, method in METHODS.items() if method.code.startswith("compress.methods.saliency:")}
+    assert here == set(SCORES) == set(BY_HAND)
 
 
 def test_random_depends_on_the_seed_alone_and_differs_between_layers() -> None:
-    first, again, other = scores("random", STATISTICS, 3), scores("random", STATISTICS, 3), scores("random", STATISTICS, 4)
+    first, again, other = (random_scores(STATISTICS, seed) for seed in (3, 3, 4))
     assert all(torch.equal(first[layer], again[layer]) for layer in (1, 4))
     assert not torch.equal(first[1], other[1]) and not torch.equal(first[1], first[4])
     assert first[1].shape == (4,)

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from conftest import EVERY_MOE_FAMILY, MOE_FAMILIES, enough, save_reference
 from torch import Tensor
 
-from compress.densify import DensifyOptions, checked_mixture
+from compress.densify import checked_mixture
+from compress.options.densify import DensifyOptions
+from compress.options.prune import PruneOptions
 from compress.plans.apply import apply
 from compress.plans.plan import (
     SHARED_EXPERT,
@@ -26,7 +28,7 @@ from compress.plans.plan import (
     pruning_plan,
 )
 from compress.plans.selection import Budget
-from compress.prune import PruneOptions, checked_budget
+from compress.prune import checked_budget
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.stacks import joined

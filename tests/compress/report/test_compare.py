@@ -23,9 +23,10 @@ from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
 from calibrate.text import token_batches
 from compress import compare as module
-from compress.compare import CompareOptions, compare, heading, labels, task_figures
-from compress.methods.diep_scores import FILE_NAME, load_scores
+from compress.compare import compare, heading, labels, task_figures
+from compress.options.compare import CompareOptions
 from compress.report import plots
+from compress.report.diep_scores import FILE_NAME, load_scores
 from compress.report.pictures import Pictured
 from compress.run.perplexity import perplexity
 from engine.checkpoint.checkpoint import Checkpoint

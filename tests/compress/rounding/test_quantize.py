@@ -19,18 +19,19 @@ from torch import Tensor
 
 import cli
 from compress import quantize as module
+from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply
 from compress.plans.plan import same_plan
 from compress.rounding.activation_scales import EXPONENTS, Rescaling, activation_scales, candidates, errors, load_rescaling
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
 from engine.checkpoint.artifact import read_provenance
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.pack_quantized import Scheme
+from engine.checkpoint.skip_table_file import FILE_NAME as SKIP_TABLES
 from engine.decoder.model import Decoder
-from engine.decoder.skip_tables import FILE_NAME as SKIP_TABLES
 from engine.errors import OptionError
 from engine.kernels.quantized_weight import quantise
+from engine.kernels.scheme import Scheme
 
 QUANTIZE = ["quantize", "model", "--bits", "4", "--group-size", "16", "--evaluation-samples", "2", *CALIBRATION]
 BLIND = ["quantize", "model", "--bits", "8", "--group-size", "16", "--evaluation-samples", "0"]

@@ -11,7 +11,7 @@ from artifacts_for_tests import CALIBRATION, listing, make_workplace
 from click.testing import CliRunner
 
 import cli
-import compress.prune
+import compress.methods.gate_fisher
 import compress.run.job
 import compress.run.result
 import compress.sweep
@@ -49,13 +49,13 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 def test_artifacts_are_those_of_single_runs_from_one_calibration(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     collected = counted(monkeypatch, "collect")
     gradients = []
-    own = compress.prune.GRADIENT_METHODS["fisher"]
+    own = compress.methods.gate_fisher.gate_gradients
 
-    def fisher(*arguments: Any, **options: Any) -> Any:
+    def counted_gradients(*arguments: Any, **options: Any) -> Any:
         gradients.append(1)
         return own(*arguments, **options)
 
-    monkeypatch.setitem(compress.prune.GRADIENT_METHODS, "fisher", fisher)
+    monkeypatch.setattr(compress.methods.gate_fisher, "gate_gradients", counted_gradients)
     values = json.loads(run(*SWEEP).stdout)
     assert [Path(figures["artifact"]).name for figures in values["runs"]] == [
         f"{method}-{sparsity}" for method in ("reap", "diep", "fisher", "naee") for sparsity in ("0.25", "0.5")

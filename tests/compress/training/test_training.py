@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.training.training import Batch, Trainer, TrainingOptions, batch_rows, rate_at
+from compress.options.training import TrainingOptions
+from compress.training.training import Batch, Trainer, batch_rows, rate_at
 from engine.errors import DataError, OptionError, TrainingError
 from engine.files.safetensors_file import SafetensorsFile
 

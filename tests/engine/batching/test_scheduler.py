@@ -14,15 +14,18 @@ from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
 from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for, serve
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
-from compress.export.decoder import ExportOptions, export
+from compress.export.decoder import export
+from compress.options.export import ExportOptions
 from engine.batching.request import Request
+from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.kv_cache import position_bytes, state_bytes
 from engine.decoder.model import Decoder
 from engine.decoder.routing import NO_EXPERT, Skipping, TopK
-from engine.decoder.skip_tables import FILE_NAME, SkipTables
+from engine.decoder.skip_tables import SkipTables
 from engine.errors import OptionError
 from engine.generation.generate import Engine
-from engine.generation.sampling import NOT_FINITE, SamplingOptions
+from engine.generation.options import SamplingOptions
+from engine.generation.sampling import NOT_FINITE
 
 EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
 WINDOW = {"sliding_window": 6}

@@ -17,10 +17,11 @@ from engine.bench import side_by_side as module
 from engine.bench.backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.bench.side_by_side import bench, cases_for, format_rows
 from engine.checkpoint import remote_code
-from engine.decoder.skip_tables import FILE_NAME, SkipTables
+from engine.checkpoint.skip_table_file import FILE_NAME
+from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, CompressError, OptionError
 from engine.families.table import ARCHITECTURES
-from engine.worker import Worker
+from engine.generation.worker import Worker
 
 KEYS = [
     "model",

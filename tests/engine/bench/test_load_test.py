@@ -15,7 +15,8 @@ from server_for_tests import reading_for, served
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
-from engine.bench.load_test import LoadOptions, Outcome, figures, load_test, percentile, result_block
+from engine.bench.load_test import Outcome, figures, load_test, result_block
+from engine.bench.options import LoadOptions
 from engine.errors import CompressError, OptionError
 from engine.generation.generate import Engine
 from engine.server.reading_pool import ReadingPool
@@ -69,10 +70,6 @@ def test_figures_by_hand() -> None:
     assert found["mean_tpot_ms"] == pytest.approx(150), "0.4 s over 2 tokens, and over 4"
     assert found["mean_itl_ms"] == pytest.approx(800 / 3) and found["median_itl_ms"] == pytest.approx(300)
     assert figures([Outcome(1, 1, error="x")], 1.0)["mean_ttft_ms"] is None
-
-
-def test_percentiles() -> None:
-    assert percentile([7.0], 99) == 7 and percentile([0.0, 10.0], 50) == 5 and percentile([1.0, 2.0, 3.0], 100) == 3
 
 
 def test_the_block_has_a_line_for_each_figure() -> None:

@@ -1,6 +1,6 @@
 """The plugin against a stand-in of vLLM: which class is chosen, and that each layer has the experts its weights ask for.
 
-docs/scaling.md says what was run on vLLM itself.
+docs/vllm.md lists the runs on vLLM itself.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ from conftest import save_reference
 from safetensors.torch import save_file
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.model import own_routing
 from engine.decoder.routing import NO_EXPERT, Routing, TopK
-from engine.decoder.skip_tables import FILE_NAME, SkipTables, load_skip_tables, skipping_routings
+from engine.decoder.skip_tables import SkipTables, load_skip_tables, skipping_routings
 from engine.errors import CheckpointError, OptionError, OutputError
 from engine.families.config import DecoderConfig
 

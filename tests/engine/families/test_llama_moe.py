@@ -270,7 +270,8 @@ def test_concatenated_experts_are_a_llama(tmp_path: Path) -> None:
     apply(concatenation_plan(chosen), Checkpoint(tmp_path / "full"), tmp_path / "dense")
     dense = Checkpoint(tmp_path / "dense")
     assert dense.config.architecture.model_type == "llama" and dense.raw_config["intermediate_size"] == 48
-    assert not set(dense.raw_config) & (set(ROW.own_settings) - {"head_dim", "attention_bias", "rope_parameters"})
+    own = ROW.reads.union(ROW.settings) - {"intermediate_size", "head_dim", "attention_bias", "rope_parameters"}
+    assert "num_selects" in own and not own & set(dense.raw_config)
     assert worst(logits(tmp_path / "dense"), transformers_logits(tmp_path / "dense")) <= 1e-5
     ffn = decoder_of(tmp_path / "dense").layers[1].feed_forward
     x = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))

@@ -252,11 +252,11 @@ JOBS = (
     "densify.densify",
     "densify_encoder_decoder.densify_encoder_decoder",
     "distill.distill",
-    "distill_classifier.distill_classifier",
+    "classifiers.distill.distill_classifier",
     "quantize.quantize",
-    "export.export",
-    "export_encoder_decoder.export_encoder_decoder",
-    "export_classifier.export_classifier",
+    "export.decoder.export",
+    "export.encoder_decoder.export_encoder_decoder",
+    "export.classifier.export_classifier",
     "compare.compare",
 )
 
@@ -267,10 +267,10 @@ def test_every_command_that_writes_is_refused_before_it_looks_at_anything(tmp_pa
     cases: dict[str, Callable[[], object]] = {
         "sweep": lambda: sweep([SimpleNamespace(output=output / "a")], None),  # type: ignore
         "push": lambda: upload(output, None),  # type: ignore
-        "calibrate": lambda: calibrate_to_file("", output, None, dtype=None, device="", overwrite=True),  # type: ignore
+        "calibrate": lambda: calibrate_to_file(SimpleNamespace(output=output)),  # type: ignore
     }
     for job in JOBS:
-        module, name = job.split(".")
+        module, _, name = job.rpartition(".")
         run = getattr(importlib.import_module(f"compress.{module}"), name)
         cases[job] = lambda run=run: run(SimpleNamespace(output=output))
         cases[f"plan of {job}"] = lambda run=run: run(SimpleNamespace(output=other, plan_output=output))

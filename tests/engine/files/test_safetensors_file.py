@@ -21,8 +21,8 @@ import torch
 from engine.errors import CheckpointError, OutputError
 from engine.files import json_file
 from engine.files.json_file import load_json, write_json
-from engine.files.safetensors_file import DTYPES, INDEX_NAME, SafetensorsFile, open_shards
-from engine.files.safetensors_writer import Layout, ShardWriter
+from engine.files.safetensors_file import INDEX_NAME, SafetensorsFile, open_shards
+from engine.files.safetensors_writer import DTYPES, Layout, ShardWriter
 from engine.files.sha256 import file_sha256
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,11 +15,12 @@ from conftest import FAMILIES, save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import engine as package
+from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.routing import Selection
-from engine.decoder.skip_tables import FILE_NAME, SkipTables
+from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, OptionError
 from engine.generation.generate import Engine, Generation, decode_kernels
-from engine.generation.sampling import SamplingOptions
+from engine.generation.options import SamplingOptions
 from engine.generation.text_stream import Characters, StopString
 
 PROMPTS = ["def read(path):", "x", "größer als €5: "]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.errors import CheckpointError, OptionError
-from engine.generation.sampling import SamplingOptions, penalised, sample
+from engine.generation.options import SamplingOptions
+from engine.generation.sampling import penalised, sample
 
 ALL = {0, 1, 2, 3, 4}
 PROBABILITIES = torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05])

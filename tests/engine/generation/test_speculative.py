@@ -22,7 +22,8 @@ from engine.decoder.model import Decoder
 from engine.errors import OptionError
 from engine.generation import speculative
 from engine.generation.generate import Engine
-from engine.generation.sampling import SamplingOptions, probabilities
+from engine.generation.options import SamplingOptions
+from engine.generation.sampling import probabilities
 from engine.generation.speculative import draw, residual, verify
 from engine.kernels.linear import decoding
 

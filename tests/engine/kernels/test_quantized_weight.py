@@ -13,11 +13,12 @@ from conftest import save_reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import concatenation_plan, pruning_plan, same_plan
-from compress.rounding.quantizer import Quantiser, QuantiserOptions
+from compress.rounding.quantizer import Quantiser
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.pack_quantized import Scheme, schemes_of, tensors_of
+from engine.checkpoint.pack_quantized import schemes_of, tensors_of
 from engine.decoder.experts import Expert
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder
@@ -26,7 +27,8 @@ from engine.families.results import loading_note
 from engine.families.tensor_names import expert_tensor
 from engine.generation.generate import Engine
 from engine.kernels.linear import decoding
-from engine.kernels.quantized_weight import WHOLE_ROW, QuantizedWeight, quantise
+from engine.kernels.quantized_weight import QuantizedWeight, quantise
+from engine.kernels.scheme import WHOLE_ROW, Scheme
 
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = ("mixtral", "qwen2_moe", "llama_moe", "granitemoeshared", "phimoe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")

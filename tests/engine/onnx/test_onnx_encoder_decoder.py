@@ -17,15 +17,16 @@ from test_encoder_decoder import DENSIFY, SIZES, change_config, change_tensors, 
 from test_onnx_parity import operators
 from torch import Tensor
 
-from compress.export.decoder import ExportOptions
 from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.encoder_decoder_parity import round_weights
+from compress.options.export import ExportOptions
 from engine.checkpoint.artifact import read_provenance
+from engine.checkpoint.kinds import DECODER_NAME, ENCODER_NAME
 from engine.errors import ExportError
 from engine.onnx.encoder_decoder import write_encoder_decoder
-from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder, Target
+from engine.onnx.encoder_decoder_runtime import OnnxEncoderDecoder, TargetState
 from engine.onnx.relative_attention import buckets
-from engine.transformers_models.encoder_decoder import DECODER_NAME, ENCODER_NAME, EncoderDecoderCheckpoint
+from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 SOURCE, PREFILL, STEPS, PADDING = 20, 6, 8, 9
 SWITCH = SIZES | {"d_ff": 32}
@@ -313,7 +314,7 @@ def wrong_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 def forgotten_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     write = OnnxEncoderDecoder.write
 
-    def forgetful(self: OnnxEncoderDecoder, tokens_BL: Tensor, target: Target) -> Tensor:
+    def forgetful(self: OnnxEncoderDecoder, tokens_BL: Tensor, target: TargetState) -> Tensor:
         target.past["past_key_values.1.decoder.value"].zero_()
         return write(self, tokens_BL, target)
 

@@ -17,9 +17,11 @@ import engine.passes.memory_budget
 import engine.passes.streaming
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
-from compress.methods.diep import DiepOptions, full_hidden_states, gradients, new_state, search
-from compress.methods.gate_gradients import fisher_scores, gate_gradients
+from compress.methods.diep import full_hidden_states, gradients, new_state, search
+from compress.methods.gate_fisher import fisher_scores
+from compress.methods.gate_gradients import gate_gradients
 from compress.methods.naee import naee
+from compress.options.prune import DiepOptions
 from compress.run.perplexity import perplexity, routed_counts
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, DecoderLayer
@@ -27,7 +29,7 @@ from engine.errors import DataError, OptionError
 from engine.passes.activations import Activations, Shelf
 from engine.passes.layerwise import LayerwiseDecoder
 from engine.passes.memory_budget import MemoryBudget, limited
-from engine.passes.memory_need import Work, budget_for
+from engine.passes.memory_need import MemoryDemand, budget_for
 
 TOKENS = torch.randint(3, 96, (5, 8), generator=torch.Generator().manual_seed(1))
 RELAXATIONS = pytest.mark.parametrize("relaxation", ["paper", "routed", "gated"])
@@ -251,7 +253,7 @@ def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_batches_shrink_and_activations_leave_memory_within_a_limit(checkpoint: Checkpoint) -> None:
-    work = Work(torch.float32, 8, gradients=True)
+    work = MemoryDemand(torch.float32, 8, gradients=True)
     assert budget_for(None, checkpoint, work) is None
     ample = budget_for(1 << 40, checkpoint, work)
     assert ample is not None and ample.tokens_per_batch == 4096

@@ -26,10 +26,11 @@ import compress.run.result
 import engine.passes.memory_budget
 from calibrate.collect import collect
 from compress.dense.dense_plan import choose, dense_plan
-from compress.methods.diep import RELAXATIONS
+from compress.methods.relaxations import RELAXATIONS
+from compress.options.training import TrainingOptions
 from compress.plans.plan import plan_to_json
 from compress.run.work_directory import write_value
-from compress.training.training import Trainer, TrainingOptions
+from compress.training.training import Trainer
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import DataError, OptionError
 from engine.files.output_lock import claimed

@@ -26,8 +26,9 @@ from attacks_for_tests import attack_files
 from server_for_tests import ROOT, process, served, wait_for
 
 from engine.server import connection, connection_limits
-from engine.server.access import allowed_hosts, plain_host
+from engine.server.access import allowed_hosts
 from engine.server.connection_limits import Connections, most_connections, network
+from engine.server.hosts import plain_host
 from engine.server.log_budget import MOST_CHARACTERS, LogBudget
 from engine.server.server import State
 

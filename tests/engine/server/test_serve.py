@@ -22,9 +22,11 @@ from server_for_tests import ROOT, process, wait_for
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
+from compress.commands.click_options import ByteSize
 from engine.errors import OptionError
 from engine.generation.generate import Engine
-from engine.server.serve import ServeOptions, bind, default_kv_cache_bytes
+from engine.server.options import ServeOptions
+from engine.server.serve import bind, default_kv_cache_bytes
 
 LONG = {"prompt": "ab", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
@@ -209,7 +211,7 @@ def test_what_is_refused_before_any_work(directory: Path) -> None:
     ("text", "size"), [("2GB", 2 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("7k", 7000), ("123", 123)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert cli.ByteSize().convert(text, None, None) == size
+    assert ByteSize().convert(text, None, None) == size
 
 
 def test_who_else_may_come() -> None:

@@ -20,7 +20,8 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 from engine.batching.loop import EngineLoop
 from engine.checkpoint.chat_template import DEFAULT_TEMPLATE
-from engine.decoder.skip_tables import FILE_NAME, SkipTables
+from engine.checkpoint.skip_table_file import FILE_NAME
+from engine.decoder.skip_tables import SkipTables
 from engine.generation.generate import Engine
 from engine.server.server import Service, State
 from engine.server.text_reader import TextReader, tokenizer_settings

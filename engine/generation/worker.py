@@ -19,6 +19,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from engine import errors
 from engine.errors import CompressError
+from engine.generation.options import OpenOptions
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Spec:
 
     model: str
     backend: str = "torch"
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
+    device: str = OpenOptions.device
+    dtype: str = OpenOptions.dtype
+    threads: int | None = OpenOptions.threads
     batch: int = 1
     seed: int = 0
 
@@ -44,7 +45,7 @@ def python_module(module: str) -> list[str]:
 
 def package_path() -> dict[str, str]:
     """Return the environment variable by which a child process finds this package, wherever it was started."""
-    own = str(Path(__file__).resolve().parents[1])
+    own = str(Path(__file__).resolve().parents[2])
     return {"PYTHONPATH": os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))}
 
 

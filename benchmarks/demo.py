@@ -1,0 +1,73 @@
+"""The demonstration on the README: the built-in model pruned, measured and run, and a picture of size against perplexity.
+
+    python benchmarks/demo.py
+
+Runs the two commands that the README shows, then makes a few variants of the built-in model and compares them. Writes
+benchmarks/results/demo.md (the commands with their output), demo.json (the figures of the comparison) and docs/demo.png,
+which is the picture that `compress compare` draws. Takes about five minutes of one core.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from results import ROOT, save
+
+SHOWN = (
+    "compress prune --sparsity 0.5 -o demo-pruned",
+    'compress generate ./demo-pruned -p "class Stack:" -n 24 --temperature 0',
+)
+VARIANTS = {
+    "25 % pruned": "prune --sparsity 0.25",
+    "50 % pruned": "prune --sparsity 0.5",
+    "75 % pruned": "prune --sparsity 0.75",
+    "50 % pruned at random": "prune --sparsity 0.5 --method random",
+    "50 % pruned, recovered": "prune --sparsity 0.5 --recover-steps 24",
+    "4 bits": "quantize demo --bits 4",
+    "50 % pruned, 4 bits": "prune --sparsity 0.5 --bits 4",
+}
+PICTURE = ROOT / "docs" / "demo.png"
+
+
+def compress(arguments: str, place: Path) -> str:
+    """Standard output of `compress ARGUMENTS` in a directory. Raises CalledProcessError where the command fails."""
+    command = f"{shlex.quote(sys.executable)} -m cli {arguments}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(["bash", "-c", command], cwd=place, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return ran.stdout
+
+
+def transcript(place: Path) -> str:
+    """The shown commands with their output, as a fenced block."""
+    lines = ["```console"]
+    for command in SHOWN:
+        output = compress(command.removeprefix("compress "), place)
+        lines += [f"$ {command}", *output.rstrip().splitlines()]
+    return "\n".join([*lines, "```"]) + "\n"
+
+
+def comparison(place: Path) -> list[dict[str, object]]:
+    """The figures of the full model and all variants, side by side; the picture goes to its place."""
+    for name, arguments in VARIANTS.items():
+        compress(f"{arguments} -o {shlex.quote(name)}", place)
+    names = " ".join(shlex.quote(f"./{name}") for name in VARIANTS)
+    compress(f"compare demo {names} -r 1 -o report", place)
+    shutil.copyfile(place / "report" / "quality_and_size.png", PICTURE)
+    return json.loads((place / "report" / "comparison.json").read_text(encoding="utf-8"))["rows"]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        shown = transcript(Path(directory))
+        save("demo", comparison(Path(directory)), shown)
+
+
+if __name__ == "__main__":
+    main()

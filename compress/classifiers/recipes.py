@@ -1,0 +1,82 @@
+"""Recipes of distilling classifiers, with MoE-KD's ablations and the changes to images; nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ClassifierRecipe:
+    """One row of CLASSIFIER_RECIPES."""
+
+    terms: str
+    """"module:NAME" of the terms of its loss, which need torch."""
+    has_teacher: bool = True
+    has_gate: bool = False
+    """A gate is trained beside the student."""
+    has_prototypes: bool = False
+    """Experts are trained behind the student's head, from the class means of the teacher's features."""
+    asks_teacher: bool = False
+    """The teacher's predictions are in the loss."""
+
+
+CLASSIFIER_RECIPES = {
+    "sft": ClassifierRecipe("compress.classifiers.distillation:sft_terms", has_teacher=False),
+    "kd": ClassifierRecipe("compress.classifiers.distillation:kd_terms", asks_teacher=True),
+    "srrl": ClassifierRecipe("compress.classifiers.distillation:srrl_terms", has_gate=True, asks_teacher=True),
+    "moe-kd": ClassifierRecipe("compress.classifiers.distillation:moe_kd_terms", has_gate=True, has_prototypes=True),
+}
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """One row of ABLATIONS: a change to recipe moe-kd."""
+
+    about: str
+    uniform_gate: bool = False
+    learns_gate_classifier: bool = False
+    learns_prototypes: bool = False
+    hard_means: bool = False
+    """Class means are over the classes that the teacher finds most probable."""
+    teacher_is_posterior: bool = False
+
+
+ABLATIONS = {
+    "i": Ablation("a uniform gate", uniform_gate=True),
+    "ii": Ablation("the gate's classifier learned from scratch", learns_gate_classifier=True),
+    "iii": Ablation("the experts' prototypes learned from scratch", learns_prototypes=True),
+    "iv": Ablation("class means over hard assignments", hard_means=True),
+    "v": Ablation("the teacher's prediction in place of the E-step", teacher_is_posterior=True),
+}
+"""Those of MoE-KD's table 4."""
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """One row of AUGMENTATIONS: changes to training images, at random."""
+
+    crops: bool = False
+    flips: bool = False
+
+
+AUGMENTATIONS = {
+    "none": Augmentation(),
+    "crop": Augmentation(crops=True),
+    "crop-flip": Augmentation(crops=True, flips=True),
+}
+
+
+@dataclass(frozen=True)
+class ClassifierTeaching:
+    """How a student is taught: a recipe with its temperature, one ablation at most, and changed images."""
+
+    recipe: ClassifierRecipe
+    temperature: float
+    ablation: Ablation
+    """Ablation("") for none."""
+    augmentation: Augmentation
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether its predictions are in the loss; the whole MoE-KD has them in the prototypes alone."""
+        return self.recipe.asks_teacher or self.ablation.teacher_is_posterior

@@ -1,0 +1,83 @@
+"""`compress distill`, of language models and of classifiers."""
+
+from collections.abc import Callable
+
+from compress.commands.command import Figures, Given, Push, command
+from compress.commands.figures import show_figures
+from compress.commands.kinds import Kind, kind_of
+from compress.commands.output import progress_bar, table
+from compress.options.distill import DistillOptions
+from compress.options.distill_classifier import ClassifierOptions
+from compress.report.columns import number, size
+from engine.options import names
+
+
+def distill(given: Given) -> Figures:
+    """Train a student towards a teacher: on text, or on responses to prompts.
+
+    Teacher and student need the same tokenizer. The best state on data set aside is kept, in the student's shape.
+
+    Both may be classifiers of images or texts instead: --data is a folder of images, an .npz, a .jsonl of text and label, or
+    'digits' (the default). Defaults are then 240 epochs, batches of 64, rate 0.05, temperature 4; the last state is kept.
+
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress distill …
+    """
+    return DISTILLATIONS[kind_of(given.values["student"])](given)
+
+
+def _distill_language_model(given: Given) -> Figures:
+    from compress.distill import distill as run
+
+    own = names(ClassifierOptions) - names(DistillOptions)
+    given.refuse(own, "for classifiers, and the student is a language model")
+    figures = run(given.job(DistillOptions, given.values["recipe"]), progress_bar)
+    show_figures(given, figures)
+    _show_training(given, figures)
+    before, after = figures["metric_before"], figures["metric_after"]
+    given.say(f"{figures['metric_name']} of responses: {before:.3f} to {after:.3f}")
+    given.say("time: " + ", ".join(f"{name} {share:.0%}" for name, share in figures["time_share"].items()))
+    if left := figures["prompts_left_out"]:
+        given.say(f"{left} prompts are longer than --max-prompt-length and were left out")
+    return figures
+
+
+def _distill_classifier(given: Given) -> Figures:
+    from compress.classifiers.distill import distill_classifier
+
+    own = names(DistillOptions) - names(ClassifierOptions)
+    given.refuse(own, "for language models, and the student is a classifier")
+    # Options that are not on the command line have the defaults of classifiers.
+    options = given.make_named(ClassifierOptions, **given.of_job(given.values["recipe"]))
+    figures = distill_classifier(options, progress_bar)
+    given.say(table(_classifier_rows(figures)))
+    if figures["teacher_accuracy"] is not None:
+        given.say(f"teacher: {figures['teacher_accuracy']:.4f}; all on {figures['evaluation']}")
+    if figures["experts"]:
+        given.say(f"without its {figures['experts']} experts: {figures['accuracy_without_mixture']:.4f}")
+    _show_training(given, figures)
+    given.say(
+        f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}"
+    )
+    return figures
+
+
+def _classifier_rows(figures: Figures) -> list[list[str]]:
+    rows = [["", "before", "after"], ["accuracy", *(number(figures[f"metric_{when}"], 4) for when in ("before", "after"))]]
+    if figures["probe_after"] is not None:
+        rows.append(["linear probe", *(number(figures[f"probe_{when}"], 4) for when in ("before", "after"))])
+    rows.append(["parameters", *(f"{figures[f'parameters_{when}']:,}" for when in ("before", "after"))])
+    return rows
+
+
+def _show_training(given: Given, figures: Figures) -> None:
+    given.say(
+        f"{figures['recipe']}: {figures['steps']} steps, loss {figures['loss_first']:.3f} to {figures['loss_last']:.3f}"
+    )
+
+
+DISTILLATIONS: dict[Kind, Callable[[Given], Figures]] = {
+    "decoder": _distill_language_model,
+    "encoder-decoder": _distill_language_model,
+    "classifier": _distill_classifier,
+}
+COMMAND = command("distill", distill, DistillOptions, ClassifierOptions, Push, is_shared=True)

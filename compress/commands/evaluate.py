@@ -1,0 +1,89 @@
+"""`compress evaluate`: one figure of a model's quality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from compress.commands.command import Figures, Given, Revision, command
+from compress.commands.kinds import Kind, kind_of
+from compress.commands.output import progress_bar, table
+from compress.distillation.recipes import PERPLEXITY, ROUGE
+from compress.options.evaluate import ACCURACY, MEASURE, EvaluateOptions
+from engine.errors import OptionError
+
+NO_LIMIT = "for perplexity, which is measured layer by layer"
+
+
+def evaluate(given: Given) -> Figures:
+    """Measure the quality of MODEL.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+
+    It may be a classifier of images or texts: --data is then a folder of images, an .npz, a .jsonl of text and label, or
+    'digits', by default what it was distilled on.
+    """
+    options = given.make(EvaluateOptions, dtype=given.torch_dtype())
+    return EVALUATIONS[kind_of(options.model)](given, options)
+
+
+def _evaluate_language_model(given: Given, options: EvaluateOptions) -> Figures:
+    is_perplexity = options.metric == PERPLEXITY and not options.tasks
+    if not is_perplexity:
+        given.refuse(["memory_limit"], NO_LIMIT)
+    if options.metric == ACCURACY or options.probe:
+        raise OptionError(f"{options.model}: is no classifier, so it has no accuracy; take --metric perplexity or rouge-l")
+    if options.backend != "auto" and not is_perplexity:
+        raise OptionError("--backend is for perplexity and accuracy; leave it out")
+    return _evaluate_tasks(given, options) if options.tasks else MEASURES[options.metric](given, options)
+
+
+def _evaluate_perplexity(given: Given, options: EvaluateOptions) -> Figures:
+    from compress.evaluate import evaluate_model
+
+    given.chosen_device()  # CUDA where there is none is refused
+    figures = evaluate_model(options, progress_bar)
+    given.say(f"{figures['metric']} {figures['value']:.4f} on {figures['tokens']:,} tokens in {figures['seconds']:.1f} s")
+    return figures
+
+
+def _evaluate_tasks(given: Given, options: EvaluateOptions) -> Figures:
+    from compress.evaluate import evaluate_tasks
+
+    figures = evaluate_tasks(options.model, list(options.tasks), limit=options.limit, device=given.chosen_device())
+    given.say(table([["task", "value"], *([name, str(value)] for name, value in figures["value"].items())]))
+    return figures
+
+
+def _evaluate_rouge(given: Given, options: EvaluateOptions) -> Figures:
+    from compress.distillation.rouge import evaluate_rouge
+
+    figures = evaluate_rouge(options, given.chosen_device(), progress_bar)
+    spread = "" if figures["standard_deviation"] is None else f" ± {figures['standard_deviation']:.4f}"
+    given.say(f"rouge-l {figures['value']:.4f}{spread} on {figures['examples']} examples in {figures['seconds']:.1f} s")
+    return figures
+
+
+def _evaluate_classifier(given: Given, options: EvaluateOptions) -> Figures:
+    from compress.classifiers.accuracy import evaluate_accuracy
+
+    given.refuse(["memory_limit"], NO_LIMIT)
+    if options.tasks or ("metric" in given.named and options.metric != ACCURACY):
+        raise OptionError(f"{options.model}: is a classifier; its metric is {ACCURACY}")
+    samples = options.calibration.samples if "samples" in given.named else None
+    figures = evaluate_accuracy(options, samples, progress_bar)
+    part = "" if figures["split"] == "all" else f"{figures['split']} "
+    given.say(
+        f"{figures['metric']} {figures['value']:.4f} on {figures['examples']} {part}examples of {figures['data']} in "
+        f"{figures['seconds']:.1f} s"
+    )
+    return figures
+
+
+Measure = Callable[[Given, EvaluateOptions], Figures]
+MEASURES: dict[str, Measure] = {PERPLEXITY: _evaluate_perplexity, ROUGE: _evaluate_rouge}
+EVALUATIONS: dict[Kind, Measure] = {
+    "decoder": _evaluate_language_model,
+    "encoder-decoder": _evaluate_language_model,
+    "classifier": _evaluate_classifier,
+}
+COMMAND = command("evaluate", evaluate, EvaluateOptions, Revision, first=MEASURE)

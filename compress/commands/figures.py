@@ -1,0 +1,40 @@
+"""What a smaller model cost and gained, for people."""
+
+from __future__ import annotations
+
+from compress.commands.command import Figures, Given
+from compress.commands.output import table
+from compress.report.columns import number, size
+
+
+def show_figures(given: Given, figures: Figures) -> Figures:
+    """Print the figures of a smaller model beside those of the model it was made from, and return them."""
+    given.say(table(_rows(figures)))
+    if figures["experts_per_layer"]:
+        given.say(f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
+    if bits := figures.get("weight_bits"):
+        share, off = figures["bytes_not_quantized_share"], figures["relative_weight_error"]
+        given.say(f"weights of {bits} bits are off by {off or 0:.2%}; {share:.0%} of the bytes keep their dtype")
+    if "naee" in figures:
+        given.say(f"naee: {figures['naee']['search']} search; a layer has up to {figures['naee']['subsets']} subsets")
+    given.say(
+        f"{figures['artifact']}: written in {figures['seconds']:.1f} s, peak memory {size(figures['peak_memory_bytes'])}"
+    )
+    if figures.get("loading_note"):
+        given.say(f"note: {figures['loading_note']}")
+    if figures.get("plots", True) == []:
+        given.say("no plots: matplotlib is not installed (pip install moe-compress[plots])")
+    return figures
+
+
+def _rows(figures: Figures) -> list[list[str]]:
+    rows = [
+        ["", "before", "after"],
+        ["experts", str(figures["experts_before"]), str(figures["experts_after"])],
+        ["parameters", f"{figures['parameters_before']:,}", f"{figures['parameters_after']:,}"],
+        ["weights", size(figures["bytes_before"]), size(figures["bytes_after"])],
+        ["perplexity", number(figures["perplexity_before"]), number(figures["perplexity_after"])],
+    ]
+    if "token_accuracy_after" in figures:
+        rows.append(["token accuracy", *(number(figures[f"token_accuracy_{when}"], 3) for when in ("before", "after"))])
+    return rows

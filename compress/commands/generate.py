@@ -1,0 +1,69 @@
+"""`compress generate`."""
+
+from dataclasses import fields
+
+from compress.commands.command import Figures, Given, Revision, command
+from compress.commands.output import progress_bar
+from compress.report.columns import number, size
+from engine.generation.options import GENERATE, GenerateOptions, OpenOptions
+
+
+def generate(given: Given) -> Figures:
+    """Continue a text with MODEL, then report what it cost.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+    """
+    from engine.generation.generate import Engine
+
+    options = given.make(GenerateOptions)
+    engine = Engine.open(**{each.name: getattr(options, each.name) for each in fields(OpenOptions)}, progress=progress_bar)
+    generations = engine.generate(
+        options.prompts, max_new_tokens=options.tokens, sampling=options.sampling, stop=options.stop
+    )
+    texts = [generation.text for generation in generations]
+    for prompt, text in zip(options.prompts, texts, strict=True):
+        given.say(f"{prompt}{text}\n")
+    figures = {"text": texts[0] if len(texts) == 1 else texts, **_figures(engine.report())}
+    _show(given, figures)
+    return figures
+
+
+FIGURES = (
+    "prompt_tokens",
+    "generated_tokens",
+    "time_to_first_token_seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "resident_memory_bytes",
+    "weights_resident_bytes",
+    "kv_cache_bytes",
+    "other_memory_bytes",
+    "load_seconds",
+    "experts_skipped_share",
+    "experts_skipped_share_per_layer",
+    "weights_read_bytes_per_token",
+    "draft_acceptance_rate",
+    "tokens_per_target_forward",
+)
+
+
+def _figures(report: object) -> Figures:
+    return {name: getattr(report, name) for name in FIGURES}
+
+
+def _show(given: Given, figures: Figures) -> None:
+    given.say(
+        f"{figures['generated_tokens']} tokens, {number(figures['tokens_per_second'], 1)} tokens/s, first after "
+        f"{figures['time_to_first_token_seconds']:.2f} s, loaded in {figures['load_seconds']:.2f} s, "
+        f"peak memory {size(figures['peak_memory_bytes'])} (resident: weights {size(figures['weights_resident_bytes'])}, "
+        f"KV cache {size(figures['kv_cache_bytes'])}, other {size(figures['other_memory_bytes'])}), "
+        f"experts skipped {figures['experts_skipped_share']:.0%}"
+    )
+    if figures["tokens_per_target_forward"] is not None:
+        given.say(
+            f"drafted tokens kept {number(figures['draft_acceptance_rate'], 2)}, "
+            f"{figures['tokens_per_target_forward']:.2f} tokens for each forward of the model"
+        )
+
+
+COMMAND = command("generate", generate, GenerateOptions, Revision, first=GENERATE)

@@ -1,0 +1,28 @@
+"""`compress plan-run`."""
+
+from compress.commands.command import Figures, Given, command
+from compress.commands.output import table
+from compress.commands.prune import default_method
+from compress.options.plan_run import RunOptions
+from compress.report.columns import size
+
+
+def plan_run(given: Given) -> Figures:
+    """Say what `compress prune` of MODEL would cost: bytes moved, time and peak memory, before it starts.
+
+    MODEL is a directory with a config.json, a hub id, or 'demo'. Only config.json is read or downloaded. The figures of this
+    processor are measured for a moment, those of other devices are published ones.
+    """
+    from compress.run_plan import plan_run as run
+    from compress.run_plan import shown
+
+    method = given.values["method"] if "method" in given.named else default_method(given)
+    figures = run(given.make(RunOptions, method=method, dtype=given.torch_dtype()))
+    given.say(table(shown(figures)))
+    given.say(f"{figures['device']}: {figures['device_source']}; {figures['calibration']}")
+    if not figures["fits"]:
+        given.say(f"this does not fit into the {size(figures['device_memory_bytes'])} of the device")
+    return figures
+
+
+COMMAND = command("plan-run", plan_run, RunOptions)

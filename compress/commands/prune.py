@@ -1,0 +1,125 @@
+"""`compress prune`: one result, or a sweep over methods and sparsities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from compress.commands.command import HUB, Figures, Given, command
+from compress.commands.figures import show_figures
+from compress.commands.output import progress_bar, table
+from compress.methods import DEFAULT_METHOD, METHODS
+from compress.options.compare import PICTURE_SEQUENCES, CompareOptions
+from compress.options.prune import DiepOptions, PruneOptions
+from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
+from compress.plans.selection import REMOVE, Budget
+from compress.report.columns import text_table
+from engine.errors import OptionError
+from engine.options import names, option
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A short way to a scope."""
+
+    uniform: bool = option(
+        False, group=REMOVE, help="Keep the same number of experts in every layer: a plain checkpoint of its family."
+    )
+
+
+@dataclass(frozen=True)
+class Afterwards:
+    """Training of all weights that are left."""
+
+    distill: bool = option(
+        False,
+        group=RECOVERY,
+        help="Then train all remaining weights towards MODEL's predictions, as `compress distill` does.",
+    )
+    distill_steps: int | None = option(
+        None, group=RECOVERY, minimum=1, unset=str(TEXT_STEPS), help="Steps of --distill, which they imply."
+    )
+
+    @property
+    def steps(self) -> int:
+        """Steps of the training; 0 for none."""
+        return self.distill_steps or (TEXT_STEPS if self.distill else 0)
+
+
+def prune(given: Given) -> Figures:
+    """Remove experts from MODEL and write the smaller model.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default).
+
+    Several processes share the work: torchrun --nproc-per-node N --no-python compress prune …
+    """
+    from compress.prune import prune as run
+
+    methods = given.values["method"] if "method" in given.named else (default_method(given),)
+    sparsities = given.values["sparsity"]
+    if len(methods) > 1 or (sparsities and len(sparsities) > 1):
+        return _sweep(given, methods, sparsities)
+    options = prune_options(given, methods[0], sparsities[0] if sparsities else None, methods[0])
+    return show_figures(given, run(options, progress_bar))
+
+
+def default_method(given: Given) -> str:
+    """DiEP where one of its options is on the command line, since other methods would ignore it."""
+    return "diep" if given.named & names(DiepOptions) else DEFAULT_METHOD
+
+
+def prune_options(given: Given, method: str, sparsity: float | None, name: str) -> PruneOptions:
+    """The options of one run. Raises OptionError where it is not said once how much goes."""
+    values = given.values
+    has_plan, experts = values["plan"] is not None, values["experts"]
+    if not has_plan and (sparsity is None) == (experts is None):
+        raise OptionError("give --sparsity or --experts (one of them), or a ready-made --plan")
+    if has_plan and (sparsity is not None or experts is not None):
+        raise OptionError("--plan says which experts stay; leave out --sparsity and --experts")
+    if has_plan and values["merge"] != "none":
+        raise OptionError("--plan says what becomes of each expert; leave out --merge")
+    return given.job(
+        PruneOptions,
+        name,
+        method=method,
+        budget=None if has_plan else Budget(sparsity, experts, _scope(given, method), values["min_experts"]),
+        distill=recovery(given),
+    )
+
+
+def _scope(given: Given, method: str) -> str:
+    return "uniform" if given.values["uniform"] else given.values["scope"] or METHODS[method].scopes[0]
+
+
+def recovery(given: Given) -> WholeRecoveryOptions:
+    """What --distill and --distill-steps say."""
+    return WholeRecoveryOptions(given.make(Afterwards).steps, seed=given.common.seed)
+
+
+def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...] | None) -> Figures:
+    from compress.sweep import cells, sweep
+
+    given.refuse(["memory_limit"], "for one artifact at a time, and this makes several")
+    given.refuse(["push_to_hub"], "for one artifact, and a sweep makes several; `compress push` them afterwards")
+    if sparsities is None or given.values["plan_output"] is not None:
+        raise OptionError("a sweep needs --sparsity and writes no --plan-output; each artifact carries its plan")
+    base = prune_options(given, methods[0], sparsities[0], "sweep")
+    scope = "uniform" if given.values["uniform"] else given.values["scope"]
+    comparison = CompareOptions(
+        models=(),
+        text=replace(base.calibration, samples=PICTURE_SEQUENCES),
+        speed=False,
+        dtype=given.common.dtype,
+        device=given.chosen_device(),
+        threads=given.common.threads,
+    )
+    figures = sweep(cells(base, methods, sparsities, scope), comparison, progress_bar)
+    if figures is None:
+        return {}  # of a process that is not the first
+    given.say(table(text_table(figures["rows"])))
+    given.say(
+        f"{figures['output']}: {len(figures['runs'])} artifacts in {figures['seconds']:.1f} s; open comparison/index.html"
+    )
+    return figures
+
+
+COMMAND = command("prune", prune, PruneOptions, Uniform, Afterwards, *HUB, is_shared=True)

@@ -1,0 +1,20 @@
+"""`compress quantize`."""
+
+from compress.commands.command import HUB, Figures, Given, command
+from compress.commands.figures import show_figures
+from compress.commands.output import progress_bar
+from compress.options.quantize import ROUND, QuantizeOptions
+
+
+def quantize(given: Given) -> Figures:
+    """Round the weights of MODEL to 8 or 4 bits, and store them in the form that vLLM reads.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). Router, norms, embeddings and
+    biases keep their dtype, and so does the output head unless --quantize-head is given.
+    """
+    from compress.quantize import quantize as run
+
+    return show_figures(given, run(given.job(QuantizeOptions, f"{given.values['bits']}-bit"), progress_bar))
+
+
+COMMAND = command("quantize", quantize, QuantizeOptions, *HUB, first=ROUND)

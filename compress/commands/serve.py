@@ -1,0 +1,32 @@
+"""`compress serve`."""
+
+import json
+import sys
+
+import click
+
+from compress.commands.command import Figures, Given, Revision, command
+from engine.server.options import ServeOptions, keys_from
+
+
+def serve(given: Given) -> Figures:
+    """Serve MODEL over HTTP to any client of OpenAI's interface, with a page to try it on.
+
+    MODEL is a checkpoint directory, a hub id, or 'demo', the built-in model (the default). With --json, one object with
+    `url` and `model` is printed as soon as requests are taken.
+    """
+    from engine.server.serve import serve as run
+
+    options = given.make(ServeOptions, api_keys=keys_from(given.values["api_key"]))
+
+    def ready(url: str) -> None:
+        given.say(f"{options.name} is served at {url}/v1, and a page at {url}/")
+        if given.common.json:
+            click.echo(json.dumps({"url": url, "model": options.name}))
+            sys.stdout.flush()
+
+    run(options, ready)
+    return {}
+
+
+COMMAND = command("serve", serve, ServeOptions, Revision)

@@ -1,0 +1,31 @@
+"""Gate Fisher: Σ over sequences of (∂L/∂g_i)², L the negative log-likelihood of the model's own samples.
+
+g_i = 1 is a factor on expert i's contribution, differentiated and never trained (gate_gradients.py).
+
+Shape suffixes: S sequences, L positions, N experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from compress.cost.phases import PassCosts, Phase
+from compress.methods.criterion import Criterion, by_scores
+from compress.methods.gate_gradients import gate_gradients, gradient_memory, gradient_phase, gradient_scores
+from compress.options.plan_run import RunOptions
+from engine.passes.layerwise import AnyDecoder
+
+
+def fisher_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
+    """Scores [N] by decoder layer index. pass_options: `state_path` and `progress` of `gate_gradients`."""
+    return gate_gradients(decoder, tokens_SL, own_samples=True, seed=seed, **pass_options)[1]
+
+
+def _phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
+    yield gradient_phase(costs, own_samples=True)
+
+
+FISHER = Criterion(by_scores(lambda run: gradient_scores(run, "fisher", fisher_scores)), _phases, gradient_memory)

@@ -1,0 +1,30 @@
+"""HC-SMoE: hierarchical clustering of mean expert outputs (Chen et al. 2025, arXiv 2410.08589).
+
+d(A, B) = Σ_{a∈A, b∈B} ‖o_a − o_b‖₂ / (|A|·|B|), o_i the mean output of expert i. The paper's text was not at hand; the
+code of SamsungSAILMontreal/ream, which holds this clustering too, decided.
+
+Shape suffixes: N routed experts of the layer, D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from calibrate.statistics import LayerStatistics
+from compress.methods.criterion import grouping
+from compress.methods.groups import Group, clusters, most_used, shares
+
+
+def hc_smoe(layer: LayerStatistics, experts: int) -> list[Group]:
+    """HC-SMoE (Chen et al. 2025, arXiv 2410.08589): hierarchical clustering of mean expert outputs.
+
+    o_i = mean over x of FFN_i(x); average linkage on ‖o_i − o_j‖₂: d(A, B) = Σ_{a∈A, b∈B} ‖o_a − o_b‖₂ / (|A|·|B|). Weights
+    are frequencies, W = Σ_i f_i·W_i / Σ_i f_i; a cluster that no token was routed to is averaged evenly. The mean is over
+    the sample of tokens that every expert was run on, not over all; the centre, the most used member, is our choice.
+    """
+    outputs_ND = layer.output_mean.double()
+    members = clusters(torch.cdist(outputs_ND, outputs_ND, compute_mode="donot_use_mm_for_euclid_dist"), experts)
+    return [Group(most_used(group, layer), shares(group, layer.tokens_routed)) for group in members]
+
+
+HC_SMOE = grouping(hc_smoe)

@@ -1,0 +1,99 @@
+"""Options of `compress distill` for classifiers of images or texts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from calibrate.options import CalibrationOptions, Limits
+from compress.classifiers.recipes import ABLATIONS, AUGMENTATIONS, CLASSIFIER_RECIPES, Ablation, ClassifierTeaching
+from compress.options.distill import DistillOptions
+from compress.options.job import JobOptions
+from compress.options.training import TrainingOptions
+from engine.errors import OptionError
+from engine.options import changed, left_out, like, option, part, unlisted
+
+CLASSIFIERS = "Classifiers"
+OPTIMISERS = {"sgd": True, "adamw": False}
+"""Whether it has momentum, as stochastic gradient descent has; otherwise it is AdamW."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierOptions(JobOptions):
+    """One run; `model` is the student. Defaults are those of MoE-KD §5.1 on CIFAR-100."""
+
+    model: str = like(DistillOptions, "model")
+    output: Path = like(DistillOptions, "output")
+    method: str = "distill"
+    teacher: str | None = like(DistillOptions, "teacher")
+    recipe: str = like(DistillOptions, "recipe", choices=tuple(CLASSIFIER_RECIPES), models="classifiers")
+    ablation: str | None = option(
+        None,
+        group=CLASSIFIERS,
+        choices=tuple(ABLATIONS),
+        help="For moe-kd, one change to the method: uniform gate (i), its classifier (ii) or the prototypes (iii) from "
+        "scratch, hard means (iv), the teacher's prediction for the E-step (v).",
+    )
+    temperature: float = like(DistillOptions, "temperature", 4.0)
+    epochs: int = like(DistillOptions, "epochs", 240)
+    batch_size: int = like(DistillOptions, "batch_size", 64)
+    optimiser: str = option("sgd", group=CLASSIFIERS, choices=tuple(OPTIMISERS), help="Optimizer; adamw suits encoders.")
+    learning_rate: float = like(DistillOptions, "learning_rate", 0.05)
+    momentum: float = option(0.9, group=CLASSIFIERS, help="Momentum of gradient descent.")
+    weight_decay: float = option(5e-4, group=CLASSIFIERS, help="Weight decay of all parameters.")
+    augment: str = option(
+        "none", group=CLASSIFIERS, choices=tuple(AUGMENTATIONS), help="Random changes of the images in training."
+    )
+    max_length: int = like(Limits, "length")
+    evaluation_samples: int | None = like(CalibrationOptions, "evaluation_samples", None)
+    """Held-out examples of the figures; None for all."""
+    probe: str | None = option(
+        None, group=CLASSIFIERS, metavar="DATA", help="Other examples, to probe the features on linearly."
+    )
+    save_every: int = like(DistillOptions, "save_every", 200)
+    calibration: CalibrationOptions = part(
+        CalibrationOptions, samples=left_out(), sequence_length=left_out(), evaluation_samples=changed(64)
+    )
+    statistics: Path | None = unlisted(JobOptions, "statistics")
+    plan_output: Path | None = unlisted(JobOptions, "plan_output")
+    memory_limit: int | None = unlisted(JobOptions, "memory_limit")
+
+    def check(self) -> None:
+        """Raise OptionError for what no training can use."""
+        from engine.passes import processes
+
+        if processes.started_together():
+            raise OptionError("classifiers are distilled in one process, as norms are of whole batches; leave out torchrun")
+        row = CLASSIFIER_RECIPES[self.recipe]
+        if self.ablation is not None and not row.has_prototypes:
+            raise OptionError(f"ablations are of recipe moe-kd; leave out --ablation, or take that for {self.recipe}")
+        if (self.teacher is None) == row.has_teacher:
+            raise OptionError("recipe sft has no teacher, and all others have one: give --teacher or --recipe sft")
+        if (
+            not 0.0 < self.temperature < math.inf
+            or not 0.0 <= self.momentum < 1.0
+            or not 0.0 <= self.weight_decay < math.inf
+        ):
+            raise OptionError("temperature must be above 0, momentum from 0 to below 1, weight-decay at least 0")
+        if self.epochs < 1 or self.batch_size < 2 or (self.evaluation_samples is not None and self.evaluation_samples < 1):
+            raise OptionError("epochs and evaluation-samples must be at least 1, and batch-size 2, for norms of a batch")
+        self.training(1).check()
+
+    def training(self, steps: int) -> TrainingOptions:
+        """The options of the training loop."""
+        return TrainingOptions(
+            steps,
+            self.learning_rate,
+            self.batch_size,
+            self.batch_size,
+            weight_decay=self.weight_decay,
+            seed=self.calibration.seed,
+            save_every=self.save_every,
+        )
+
+    @property
+    def teaching(self) -> ClassifierTeaching:
+        """How the student is taught."""
+        ablation = Ablation("") if self.ablation is None else ABLATIONS[self.ablation]
+        return ClassifierTeaching(CLASSIFIER_RECIPES[self.recipe], self.temperature, ablation, AUGMENTATIONS[self.augment])

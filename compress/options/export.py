@@ -1,0 +1,82 @@
+"""Options of `compress export`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from compress.options.job import OUTPUT, JobOptions
+from engine.errors import OptionError
+from engine.generation.options import OpenOptions
+from engine.options import check, declared, like, option
+
+WRITE = "What to write"
+PRECISION_BITS = {"float32": None, "float16": None, "int8": 8, "int4": 4}
+"""Bits of the weights of products, where a precision has fewer than its dtype."""
+CLASSIFIER_PRECISIONS = {"float32": False, "int8": True}
+"""Whether weights and activations are rounded to 8 bits."""
+EXPERT_FORMS = {"moe": False, "portable": True}
+"""Whether experts are made of standard operators only; otherwise they are onnxruntime's mixture operators."""
+FORMAT_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """One export. Raises OptionError for what no model can be exported as."""
+
+    model: str = like(JobOptions, "model")
+    output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-FORMAT", help="Directory of the result."))
+    format: str = option(
+        "onnx", group=WRITE, choices=tuple(FORMAT_PACKAGES), help="Files for onnxruntime, or for onnxruntime-genai."
+    )
+    precision: str = option("float32", group=WRITE, choices=tuple(PRECISION_BITS), help="Precision of the weights.")
+    experts: str = option(
+        "moe",
+        group=WRITE,
+        choices=tuple(EXPERT_FORMS),
+        help="Operators: those of onnxruntime for mixtures and attention (moe), or standard ones only (portable).",
+    )
+    skip_threshold: float = like(OpenOptions, "skip_threshold", help="Skip unneeded experts in the graph.")
+    skip_min_experts: int = like(OpenOptions, "skip_min_experts")
+    threads: int | None = None
+    overwrite: bool = like(JobOptions, "overwrite")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.is_portable and PRECISION_BITS[self.precision] is not None:
+            raise OptionError(f"precision {self.precision!r} needs operators of onnxruntime; leave out --experts portable")
+        check_packages(FORMAT_PACKAGES[self.format])
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether the graph is made of standard operators only."""
+        return EXPERT_FORMS[self.experts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierExportOptions:
+    """One export. Raises OptionError for what no classifier can be exported as."""
+
+    model: str = like(JobOptions, "model")
+    output: Path = like(ExportOptions, "output")
+    precision: str = like(ExportOptions, "precision", choices=tuple(CLASSIFIER_PRECISIONS), models="classifiers")
+    data: str | None = option(
+        None,
+        group="Classifiers",
+        unset="those it was distilled on",
+        help="Examples to calibrate int8 on and to compare predictions on.",
+    )
+    threads: int | None = None
+    overwrite: bool = like(JobOptions, "overwrite")
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_packages(("onnx", "onnxscript", "onnxruntime"))
+
+
+def check_packages(needed: tuple[str, ...]) -> None:
+    """Raise OptionError where a package that the export needs is not installed."""
+    missing = [package for package in needed if find_spec(package) is None]
+    if missing:
+        raise OptionError(f"an export needs {' and '.join(missing)}; install them with `pip install moe-compress[onnx]`")

@@ -1,0 +1,55 @@
+"""What every job says: which model, on which text, and where the result goes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibrate.options import TEXT, CalibrationOptions
+from engine.options import check, declared, option, part
+
+if TYPE_CHECKING:
+    import torch
+
+OUTPUT = "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """One run, whatever it makes of the model."""
+
+    model: str = option("demo", group="", is_argument=True, help="Directory, hub id or 'demo'.")
+    output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-METHOD", help="Directory of the result."))
+    method: str
+    calibration: CalibrationOptions = part(CalibrationOptions)
+    statistics: Path | None = option(
+        None, group=TEXT, help="Statistics file of `compress calibrate`, instead of a run over the text."
+    )
+    plan_output: Path | None = option(None, group=OUTPUT, help="Also write the plan to this file.")
+    dtype: torch.dtype | None = None
+    device: str = "cpu"
+    overwrite: bool = option(False, group=OUTPUT, help="Replace an existing result.")
+    resume: bool = option(False, group=OUTPUT, help="Continue an interrupted run.")
+    memory_limit: int | None = option(
+        None,
+        group="Machine",
+        is_size=True,
+        unset="no limit",
+        help="Most resident memory, such as 8GB: the model is run layer by layer, with activations on disk.",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def deciding(self) -> dict[str, Any]:
+        """The options that decide the result, as JSON."""
+        values = asdict(self)
+        for key in ("resume", "overwrite", "plan_output", "memory_limit"):
+            del values[key]
+        return dict(json.loads(json.dumps(values, default=str)))
+
+    def recorded(self) -> dict[str, Any]:
+        """The deciding options with all defaults filled in, as provenance has them."""
+        return self.deciding()

@@ -1,0 +1,178 @@
+"""Options of `compress prune` and `compress merge`: which experts go, by which method, and what is trained afterwards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from compress.methods import DEFAULT_MERGE_METHOD, DEFAULT_METHOD, METHODS, methods_of
+from compress.options.job import JobOptions
+from compress.options.quantize import QuantiserOptions
+from compress.options.training import RecoverOptions, WholeRecoveryOptions
+from compress.plans.selection import REMOVE, Budget
+from engine.errors import OptionError
+from engine.options import REQUIRED, changed, check, declared_part, left_out, option, part, unlisted
+
+DIEP = "DiEP"
+MERGE = "What to merge"
+SUBSET_LIMIT = 10_000
+"""Up to this many subsets a layer is searched exhaustively: 8 experts always are, 16 when 12 stay, and not when 8 do."""
+
+
+class SearchDefaults(NamedTuple):
+    """What DiEP's search takes for options that are None."""
+
+    learning_rate: float
+    start: str
+    """α starts at "zero" or from "fisher"."""
+    score: str
+    """"raw" α·β or "normalised" N·ᾱ·β."""
+    pressure: float = 0.0
+    """μ: weight of the mean gate in the loss, which asks every expert to justify itself."""
+
+
+SEARCH_DEFAULTS = {
+    "paper": SearchDefaults(5e-3, "zero", "normalised"),
+    "routed": SearchDefaults(5e-3, "zero", "raw"),
+    "gated": SearchDefaults(3e-2, "fisher", "raw", pressure=0.5),
+}
+"""By relaxation."""
+BY_RELAXATION = "by relaxation"
+
+
+def default_scopes() -> str:
+    """The default scope of all methods, and then of each that has another one."""
+    first, *others = ((name, METHODS[name].scopes[0]) for name in methods_of("prune"))
+    return "; ".join([first[1], *(f"{name}: {scope}" for name, scope in others if scope != first[1])])
+
+
+@dataclass(frozen=True)
+class DiepOptions:
+    """DiEP's search. None stands for the relaxation's own default."""
+
+    relaxation: str = option("gated", group=DIEP, choices=tuple(SEARCH_DEFAULTS), help="The relaxed layer.")
+    epochs: int = option(10, group=DIEP, minimum=0, help="Passes over the text.")
+    batch_size: int = option(16, group=DIEP, minimum=1, help="Sequences per step.")
+    learning_rate: float | None = option(None, group=DIEP, unset=BY_RELAXATION, help="Learning rate of α and β.")
+    reconstruction_weight: float = option(0.01, group=DIEP, help="Weight λ of the reconstruction loss.")
+    pressure: float | None = option(
+        None, group=DIEP, unset=BY_RELAXATION, help="Weight μ of the mean gate, for relaxation gated."
+    )
+    start: str | None = option(
+        None,
+        group=DIEP,
+        unset=BY_RELAXATION,
+        choices=("zero", "fisher"),
+        help="Where α starts: at zero, or from gate Fisher.",
+    )
+    score: str | None = option(
+        None,
+        group=DIEP,
+        unset=BY_RELAXATION,
+        choices=("raw", "normalised"),
+        help="Rank experts by α·β (raw) or by N·softmax(α)·β (normalised).",
+    )
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def check(self) -> None:
+        """Raise OptionError for a number that no search can use."""
+        filled = self.filled()
+        for name in ("learning_rate", "reconstruction_weight", "pressure"):
+            value = getattr(filled, name)
+            if not 0.0 <= value < math.inf:
+                raise OptionError(f"{name.replace('_', '-')} is {value}; it must be a number from 0")
+
+    def filled(self) -> DiepOptions:
+        """These options with every None replaced by the default of the relaxation."""
+        default = SEARCH_DEFAULTS[self.relaxation]
+        return replace(self, **{name: value for name, value in default._asdict().items() if getattr(self, name) is None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions(JobOptions):
+    """One run of pruning; None as a budget needs a ready-made plan."""
+
+    budget: Budget | None = field(
+        metadata=declared_part(
+            Budget,
+            sparsity=changed(
+                several="commas",
+                metavar="R",
+                help="Share of all experts to remove, between 0 and 1. Several make a sweep: a result for each, and then "
+                "their comparison.",
+            ),
+            scope=changed(None, choices=("global", "layer"), unset=default_scopes()),
+            min_experts=changed(0, unset="experts per token"),
+        )
+    )
+    method: str = option(
+        DEFAULT_METHOD,
+        group=REMOVE,
+        choices=methods_of("prune"),
+        several="commas",
+        unset=f"{DEFAULT_METHOD}; diep where one of its options is given",
+        help="Criterion. Several make a sweep.",
+    )
+    merge: str = option(
+        "none",
+        group=REMOVE,
+        choices=("none", "cka"),
+        help="Drop the removed experts (none), or merge each into the most similar expert that stays (cka).",
+    )
+    naee_limit: int = option(
+        SUBSET_LIMIT,
+        group="NAEE",
+        minimum=0,
+        help="Most subsets of a layer's experts to compare; where there are more, experts are removed one by one.",
+    )
+    diep: DiepOptions = part(DiepOptions)
+    recover: RecoverOptions = part(RecoverOptions)
+    distill: WholeRecoveryOptions = field(default_factory=WholeRecoveryOptions)
+    plan: Path | None = option(None, group=REMOVE, help="Carry out this plan instead of making one.")
+    quantiser: QuantiserOptions | None = field(
+        default=None,
+        metadata=declared_part(
+            QuantiserOptions,
+            bits=changed(help="Also round the remaining weights to so many bits."),
+            experts_only=left_out(),
+            quantize_head=left_out(),
+        ),
+    )
+    shard: bool = option(
+        False, group="Machine", help="For diep, fisher and taylor: spread MODEL over the processes (FSDP2)."
+    )
+
+    def deciding(self) -> dict[str, Any]:
+        """The options that decide the result, without what each process holds."""
+        return {name: value for name, value in super().deciding().items() if name != "shard"}
+
+    def recorded(self) -> dict[str, Any]:
+        """The deciding options with the search's defaults filled in too."""
+        return self.deciding() | {"diep": asdict(self.diep.filled())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(PruneOptions):
+    """One run of merging: a pruning in which every expert becomes part of one that stays."""
+
+    budget: Budget | None = field(
+        metadata=declared_part(
+            Budget,
+            sparsity=left_out(),
+            experts=changed(REQUIRED, group=MERGE, help="Experts per layer of the result."),
+            scope=left_out("layer"),
+            min_experts=left_out(),
+        )
+    )
+    method: str = option(DEFAULT_MERGE_METHOD, group=MERGE, choices=methods_of("merge"), help="How experts are grouped.")
+    merge: str = unlisted(PruneOptions, "merge")
+    naee_limit: int = unlisted(PruneOptions, "naee_limit")
+    diep: DiepOptions = unlisted(PruneOptions, "diep")
+    plan: Path | None = unlisted(PruneOptions, "plan")
+    quantiser: QuantiserOptions | None = unlisted(PruneOptions, "quantiser")
+    shard: bool = unlisted(PruneOptions, "shard")

@@ -1,0 +1,119 @@
+"""Options of `compress quantize`, and of rounding the weights of any other result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from calibrate.options import CalibrationOptions
+from compress.options.job import OUTPUT, JobOptions
+from engine.errors import OptionError
+from engine.families.config import DecoderConfig
+from engine.families.tensor_shapes import attention_weights, expected_tensors, feed_forward_weights
+from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
+from engine.options import changed, check, declared, declared_part, option, part, unlisted
+
+ROUND = "Quantization"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD_BITS = 8
+_USUAL_SIZES = (32, 64, 128, 16, 8)
+
+
+@dataclass(frozen=True)
+class QuantiserOptions:
+    """How a model's weights are rounded."""
+
+    bits: int = field(metadata=declared(group=ROUND, choices=BITS, help="Bits per weight."))
+    group_size: int = option(
+        32, group=ROUND, help=f"Inputs of a matrix row that share a scale; {WHOLE_ROW} for the whole row."
+    )
+    experts_only: bool = option(False, group=ROUND, help="Leave attention and dense feed-forward networks in their dtype.")
+    quantize_head: bool = option(
+        False, group=ROUND, help="Also round the output head, to 8 bits: every token reads all of it."
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def check(self, config: DecoderConfig) -> None:
+        """Raise OptionError for what cannot be done to this model."""
+        if self.group_size != WHOLE_ROW and self.group_size < 1:
+            raise OptionError(
+                f"group size is {self.group_size}; it must be from 1, or {WHOLE_ROW} for a scale for each output"
+            )
+        if self.quantize_head and config.tied_embeddings:
+            raise OptionError("the output head is the embedding matrix, which keeps its dtype; leave out --quantize-head")
+        if self.experts_only and not config.moe_layers:
+            raise OptionError("the model is dense and has no experts; leave out --experts-only")
+        shapes = expected_tensors(config)
+        inputs = {shapes[name][1]: name for name in reversed(self.names(config))}
+        wrong = [size for size, name in inputs.items() if not self.scheme_of(name).fits(size)]
+        if wrong:
+            fitting = [size for size in _USUAL_SIZES if all(Scheme(self.bits, size).fits(each) for each in inputs)]
+            instead = f"--group-size {fitting[0]}" if fitting else "another model"
+            raise OptionError(
+                f"{inputs[wrong[-1]]} has {wrong[-1]} inputs, which groups of {self.group_size} do not fill in whole words "
+                f"of 32 bits; take {instead}"
+            )
+
+    @property
+    def scheme(self) -> Scheme:
+        """How each weight is stored."""
+        return Scheme(self.bits, self.group_size)
+
+    def scheme_of(self, name: str) -> Scheme:
+        """How one weight is stored."""
+        return Scheme(HEAD_BITS, self.group_size) if name == HEAD else self.scheme
+
+    def names(self, config: DecoderConfig) -> list[str]:
+        """Names of the weights that are quantized."""
+        names: list[str] = [HEAD] if self.quantize_head else []
+        for index, layer in enumerate(config.layers):
+            if not self.experts_only:
+                names += attention_weights(config, index)
+            if not self.experts_only or layer.moe is not None:
+                names += feed_forward_weights(config, index)
+        return names
+
+    def config(self, config: DecoderConfig) -> dict[str, Any]:
+        """The quantization entry of config.json."""
+        from engine.checkpoint.pack_quantized import CONFIG_KEY, config_of
+
+        rounded = set(self.names(config))
+        matrices = [name for name, shape in expected_tensors(config).items() if len(shape) == 2]
+        kept = [name for name in matrices if name not in rounded and name not in (EMBEDDING, HEAD)]
+        if self.quantize_head:
+            return {CONFIG_KEY: config_of(self.scheme, kept, {HEAD: self.scheme_of(HEAD)})}
+        # Also where the head is tied and has no tensor: readers have a linear layer for it.
+        return {CONFIG_KEY: config_of(self.scheme, [HEAD, *kept])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions(JobOptions):
+    """One run of `compress quantize`."""
+
+    output: Path = field(
+        metadata=declared(group=OUTPUT, short="-o", unset="MODEL-BITS-bit", help="Directory of the result.")
+    )
+    method: str = "quantize"
+    quantiser: QuantiserOptions = field(metadata=declared_part(QuantiserOptions))
+    activation_aware: bool = option(
+        False, group=ROUND, help="First scale input channels by the size of their activations on --data."
+    )
+    calibration: CalibrationOptions = part(
+        CalibrationOptions,
+        samples=changed(32),
+        evaluation_samples=changed(
+            help="Held-out sequences that perplexity is measured on, before and after; 0 for none, and then no text is "
+            "read without --activation-aware."
+        ),
+    )
+    statistics: Path | None = unlisted(JobOptions, "statistics")
+    plan_output: Path | None = unlisted(JobOptions, "plan_output")
+    memory_limit: int | None = unlisted(JobOptions, "memory_limit")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether text is needed: rounding alone needs none."""
+        return self.activation_aware or self.calibration.evaluation_samples > 0

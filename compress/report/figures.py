@@ -1,0 +1,257 @@
+"""The figures of each command, with the keys and values of its `--json`.
+
+A command's figures are those of every smaller model and its own. Lists have one number for each MoE layer, in their order.
+Perplexities are None where nothing was measured.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+
+class TrainingFigures(TypedDict):
+    """One training: what it cost and gained. Every other term of the loss also has NAME_first and NAME_last."""
+
+    steps: int
+    learning_rate: float
+    loss_first: float
+    loss_last: float
+    tokens_per_second: float | None
+    validation_perplexity: list[list[float]]
+    """Pairs of a step and the perplexity after it."""
+    best_step: int | None
+
+
+class ModelFigures(TypedDict):
+    """A smaller model beside the one that it was made from."""
+
+    artifact: str
+    method: str
+    sparsity: float
+    """Share of the experts that are gone."""
+    experts_before: int
+    experts_after: int
+    experts_per_layer: list[int]
+    parameters_before: int
+    parameters_after: int
+    bytes_before: int
+    bytes_after: int
+    perplexity_before: float | None
+    perplexity_after: float | None
+    evaluation: str
+    """The text that perplexities are of."""
+    seconds: float
+    peak_memory_bytes: int
+    token_accuracy_before: NotRequired[float | None]
+    """With the next, for an encoder-decoder."""
+    token_accuracy_after: NotRequired[float | None]
+    loading_note: NotRequired[str | None]
+    """Who can load it, where transformers alone cannot."""
+    plots: NotRequired[list[str]]
+    """File names of the pictures."""
+
+
+class RoundingFigures(TypedDict):
+    """Low-bit weights. Errors are root mean squares over those of the weights."""
+
+    weight_bits: int
+    group_size: int
+    experts_only: bool
+    quantize_head: bool
+    bytes_not_quantized: int
+    bytes_not_quantized_share: float
+    relative_weight_error: float | None
+    relative_weight_error_per_layer: list[float | None]
+    activation_aware: bool
+    output_error_ratio: float | None
+    exponents_per_layer: list[list[float]]
+
+
+class QuantizeFigures(ModelFigures, RoundingFigures):
+    """`compress quantize`."""
+
+
+class SearchFigures(TypedDict):
+    """How NAEE compares subsets."""
+
+    search: str
+    """"exhaustive", or "greedy" where a layer has too many subsets."""
+    subsets: int
+    """The most subsets of a layer."""
+
+
+class PruneFigures(ModelFigures):
+    """`compress prune` and `compress merge`; with --bits also RoundingFigures."""
+
+    recover_steps: int
+    training: dict[str, TrainingFigures]
+    naee: NotRequired[SearchFigures]
+
+
+class SweepFigures(TypedDict):
+    """`compress prune` with several methods or sparsities."""
+
+    output: str
+    runs: list[PruneFigures]
+    rows: list[dict[str, Any]]
+    """Those of `compress compare`."""
+    notes: list[str]
+    seconds: float
+    peak_memory_bytes: int
+
+
+class ChoiceFigures(TypedDict):
+    """Which experts became a dense model's feed-forward networks."""
+
+    ffns: int
+    select: str
+    selected_experts: dict[str, list[int]]
+    """By layer, ascending."""
+    family: str
+    family_note: str
+    block_error_per_layer: list[float]
+    """Mean distance of a layer's output from the mixture's, relative to that, before any training."""
+    top_expert_share_per_layer: list[float]
+    effective_experts_per_layer: list[float]
+    training: dict[str, TrainingFigures]
+
+
+class DecoderChoiceFigures(ChoiceFigures):
+    """The choice of experts in a decoder."""
+
+    shared_gate_error_per_layer: list[float] | None
+    scales_per_layer: list[list[float]] | None
+
+
+class DensifyFigures(ModelFigures, DecoderChoiceFigures):
+    """`compress densify` of a decoder."""
+
+
+class PairsChoiceFigures(ChoiceFigures):
+    """The choice of experts in an encoder-decoder, whose layers have names."""
+
+    sequences_cut: int
+    sequence_length: int
+    layers: list[str]
+    router_weight_error_per_layer: list[float]
+    router_weight_per_layer: list[float]
+    dropped_share_per_layer: list[float]
+    scales_per_layer: list[list[float]]
+
+
+class DensifyPairsFigures(ModelFigures, PairsChoiceFigures):
+    """`compress densify` of an encoder-decoder."""
+
+
+class DistillationFigures(TrainingFigures):
+    """Distillation of a language model: its training, and what it gained on responses."""
+
+    teacher: str | None
+    recipe: str
+    divergence: str | None
+    router: NotRequired[dict[str, float]]
+    """First and last loss of the teacher's routers, where the recipe trains them."""
+    metric_name: str
+    metric_before: float
+    metric_after: float
+    response_perplexity_before: float
+    response_perplexity_after: float
+    time_share: dict[str, float]
+    teacher_unselected_share_per_layer: list[float] | None
+    router_divergence_per_layer: list[float] | None
+    prompts_left_out: int
+    responses_cut: int
+
+
+class DistillFigures(ModelFigures, DistillationFigures):
+    """`compress distill` of language models.
+
+    With --select-by rouge-l, validation_rouge_l stands for validation_perplexity.
+    """
+
+
+class ClassifierFigures(TypedDict):
+    """`compress distill` of classifiers. Every term of the loss also has NAME_first and NAME_last."""
+
+    artifact: str
+    teacher: str | None
+    recipe: str
+    ablation: str | None
+    steps: int
+    epochs: int
+    loss_first: float
+    loss_last: float
+    metric_name: str
+    metric_before: float
+    metric_after: float
+    accuracy_without_mixture: float | None
+    teacher_accuracy: float | None
+    probe_before: float | None
+    probe_after: float | None
+    training_examples: int
+    held_out_examples: int
+    evaluation: str
+    classes: int
+    experts: int
+    parameters_before: int
+    parameters_after: int
+    bytes_before: int
+    bytes_after: int
+    examples_per_second: float | None
+    seconds: float
+    peak_memory_bytes: int
+
+
+class EvaluateFigures(TypedDict):
+    """`compress evaluate`: perplexity."""
+
+    metric: str
+    value: float
+    tokens: int
+    seconds: float
+    data: str
+    split: str
+
+
+class TaskFigures(TypedDict):
+    """`compress evaluate --tasks`."""
+
+    metric: str
+    value: dict[str, Any]
+    """The harness's own results by task."""
+    tokens: None
+    seconds: float
+
+
+class PhaseFigures(TypedDict):
+    """One phase of a planned run."""
+
+    phase: str
+    flops: float
+    bytes_moved: float
+    seconds: float
+    memory_bytes: int
+
+
+class PlanRunFigures(TypedDict):
+    """`compress plan-run`."""
+
+    model: str
+    architecture: str
+    method: str
+    device: str
+    device_source: str
+    calibration: str
+    product_efficiency: float
+    bandwidth_efficiency: float
+    dtype: str
+    parameters: int
+    weights_bytes: int
+    tokens: int
+    flops: float
+    bytes_moved: float
+    seconds: float
+    peak_memory_bytes: int
+    device_memory_bytes: int
+    fits: bool
+    phases: list[PhaseFigures]

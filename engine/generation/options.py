@@ -1,0 +1,113 @@
+"""Options of generating text: how a model is opened, how tokens are chosen, and where text ends. Without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.errors import OptionError
+from engine.options import check, declared, option, part
+
+if TYPE_CHECKING:
+    import torch
+
+GENERATE, SKIP, DRAFT = "What to generate", "Skipping experts", "Drafting"
+MACHINE = "Machine"
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MOST_DRAFT_TOKENS = 63
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """How a model is opened."""
+
+    model: str = option("demo", group="", is_argument=True, help="Directory, hub id or 'demo'.")
+    device: str = option("auto", group=MACHINE, choices=DEVICES, help="Where to compute.")
+    dtype: str = option("auto", group=MACHINE, choices=DTYPES, help="Dtype to compute in; auto: as stored.")
+    threads: int | None = option(None, group=MACHINE, minimum=1, unset="all cores", help="CPU threads.")
+    skip_threshold: float = option(
+        0.0, group=SKIP, help="Skip unneeded experts: 0 for none, 1 for the calibrated rule; higher values skip more."
+    )
+    skip_min_experts: int = option(1, group=SKIP, help="Experts that a token never skips.")
+    backend: str = option(
+        "auto",
+        group=MACHINE,
+        choices=("auto", "torch", "onnx"),
+        help="auto: onnx for an exported model, torch for all others.",
+    )
+    checksums: bool = option(False, group=MACHINE, help="First compare every file with the artifact's checksums.")
+    draft: str | None = option(
+        None, group=DRAFT, help="A smaller model with the same tokenizer that drafts tokens; the text remains MODEL's."
+    )
+    draft_tokens: int = option(
+        4, group=DRAFT, minimum=1, maximum=MOST_DRAFT_TOKENS, help="Tokens that it drafts before MODEL checks them."
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        group=MACHINE,
+        choices=("auto", "float16", "bfloat16", "int8"),
+        help="Dtype of keys and values. auto: that of the computation; int8: half the size of bfloat16, with a scale per "
+        "position and head.",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Options that determine the next token. Raises OptionError for values outside the ranges given here."""
+
+    temperature: float = option(0.0, group=GENERATE, help="Divisor of the logits; 0 always takes the most probable token.")
+    """Values below LEAST_TEMPERATURE (sampling.py) count as 0."""
+    top_p: float = option(
+        1.0, group=GENERATE, help="Sample from the most probable tokens that together reach this probability, in (0, 1]."
+    )
+    top_k: int = option(0, group=GENERATE, help="Sample from so many of the most probable tokens; 0 for all.")
+    seed: int = 0
+    presence_penalty: float = 0.0
+    """-2..2, subtracted from the logit of each token that was generated before."""
+    frequency_penalty: float = 0.0
+    """-2..2, subtracted once for each time that the token was generated before."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise OptionError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top-p is {self.top_p}; it must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise OptionError(f"top-k is {self.top_k}; it must be 0 (all tokens) or more")
+        if not 0 <= self.seed < 2**63:
+            raise OptionError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
+        for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            if not -2 <= penalty <= 2:
+                raise OptionError(f"{name} penalty is {penalty}; it must be from -2 to 2")
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """Return a random generator in the initial state of this seed."""
+        import torch
+
+        return torch.Generator(device).manual_seed(self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(OpenOptions):
+    """One run of `compress generate`."""
+
+    prompts: tuple[str, ...] = field(
+        metadata=declared(
+            group=GENERATE,
+            flag="prompt",
+            short="-p",
+            several="repeated",
+            help="Text to continue; may be given several times.",
+        )
+    )
+    tokens: int = option(128, group=GENERATE, short="-n", minimum=1, help="Most new tokens.")
+    sampling: SamplingOptions = part(SamplingOptions)
+    stop: tuple[str, ...] = option(
+        (), group=GENERATE, several="repeated", help="Text to stop at; may be given several times."
+    )

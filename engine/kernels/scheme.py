@@ -1,0 +1,29 @@
+"""How low-bit weights are laid out: bits, and how many inputs share a scale. Numbers only, without torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BITS = (8, 4)
+WHOLE_ROW = -1
+"""A group size: one scale for each output."""
+_WORD_BITS = 32
+
+
+class Scheme(NamedTuple):
+    """Storage scheme of a low-bit weight: bits and group size."""
+
+    bits: int
+    group_size: int
+    """Number of inputs that share a scale, or WHOLE_ROW."""
+
+    def shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the shapes of the packed tensor and of the scales, for a weight [O, D]."""
+        outputs, inputs = shape
+        groups = 1 if self.group_size == WHOLE_ROW else inputs // self.group_size
+        return (outputs, -(-inputs * self.bits // _WORD_BITS)), (outputs, groups)
+
+    def fits(self, inputs: int) -> bool:
+        """Return whether `inputs` is a multiple of the group size and each group fills whole words."""
+        size = inputs if self.group_size == WHOLE_ROW else self.group_size
+        return inputs % size == 0 and size * self.bits % _WORD_BITS == 0

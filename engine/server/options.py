@@ -1,0 +1,116 @@
+"""Options of `compress serve`, without torch and without the packages of a server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.batching.options import LOAD, QueueOptions
+from engine.errors import OptionError
+from engine.generation.options import OpenOptions
+from engine.options import check, like, option
+from engine.server.hosts import is_local, plain_host
+
+KEY_VARIABLE = "COMPRESS_API_KEY"
+ADDRESS, ACCESS = "Address", "Who may ask"
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of the server: model, address and limits. Raises OptionError for invalid values."""
+
+    model: str = like(OpenOptions, "model")
+    host: str = option("127.0.0.1", group=ADDRESS, help="Address to listen on; 0.0.0.0 for all.")
+    port: int = option(8000, group=ADDRESS, minimum=0, maximum=65535, help="Port to listen on; 0 for a free one.")
+    api_keys: tuple[str, ...] = option(
+        (),
+        group=ACCESS,
+        flag="api-key",
+        several="repeated",
+        help="Key that clients have to send; may be given several times. Others on this machine can read a command line; "
+        f"they cannot read the variable {KEY_VARIABLE}, which holds one key per line.",
+    )
+    """Empty for no access control. Cached prompts are not shared between keys."""
+    allow_anonymous: bool = option(False, group=ACCESS, help="Let other machines in without a key.")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        group=ACCESS,
+        flag="allowed-host",
+        several="repeated",
+        metavar="NAME",
+        unset="a local address: that and localhost; else any",
+        help="Name that clients may call the server by; may be given several times.",
+    )
+    """Host names of the server besides its own; see `engine.server.access.allowed_hosts`."""
+    served_model_name: str | None = option(
+        None, group=ADDRESS, unset="MODEL, or the name of its directory", help="Name that clients ask for MODEL by."
+    )
+    max_queue: int = like(QueueOptions, "max_queue")
+    max_batch_size: int = like(QueueOptions, "max_batch_size")
+    max_model_length: int | None = option(
+        None,
+        group=LOAD,
+        flag="max-model-len",
+        minimum=1,
+        unset="the model's",
+        help="Most tokens of prompt and answer together.",
+    )
+    kv_cache_bytes: int | None = option(
+        None,
+        group=LOAD,
+        flag="kv-cache-memory",
+        is_size=True,
+        unset="for a full batch, at most a quarter of what is free",
+        help="Memory for keys and values, such as 2GB.",
+    )
+    request_timeout: float | None = option(600.0, group=LOAD, above=0, help="Seconds after which a request is given up.")
+    skip_threshold: float = like(
+        OpenOptions,
+        "skip_threshold",
+        minimum=0,
+        help="Skip unneeded experts: 0 for none, 1 for the calibrated rule. A request may ask for less.",
+    )
+    device: str = like(OpenOptions, "device")
+    dtype: str = like(OpenOptions, "dtype")
+    threads: int | None = like(OpenOptions, "threads")
+    kv_cache_dtype: str = like(OpenOptions, "kv_cache_dtype")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not all(key.strip() and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise OptionError("an API key is empty or has characters that a header cannot hold; use printable ASCII")
+        for host in self.allowed_hosts:
+            if not plain_host(host):
+                raise OptionError(
+                    f"the allowed host {host!r:.80} is neither a name nor an address; give one, without a port"
+                )
+        if self.is_exposed and not self.allow_anonymous:
+            raise OptionError(
+                f"other machines can reach {self.host}, and without a key anybody may use the server; give --api-key "
+                f"(or {KEY_VARIABLE}), or --allow-anonymous"
+            )
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise OptionError("the served model name is empty; leave it out, or give a name")
+
+    @property
+    def name(self) -> str:
+        """Name by which clients request the model."""
+        path = Path(self.model)
+        return self.served_model_name or (path.resolve().name if path.is_dir() else self.model)
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether other machines can reach the server without a key."""
+        return not is_local(self.host) and not self.api_keys
+
+
+def keys_from(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the given keys, or else those of the environment. Raises OptionError for an empty variable."""
+    if given or KEY_VARIABLE not in os.environ:
+        return tuple(given)
+    keys = os.environ[KEY_VARIABLE].splitlines()
+    if not all(keys) or not keys:
+        raise OptionError(f"{KEY_VARIABLE} is set and has no key, or an empty line; unset it to serve without a key")
+    return tuple(keys)

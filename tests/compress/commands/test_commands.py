@@ -1,0 +1,151 @@
+"""Rules that hold for the options of every command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import MISSING
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import cli
+from compress.commands.click_options import GroupedOption, all_leaves, default_of, make
+from compress.commands.command import GROUPS, HUB, Common, Private, Push, Revision
+from compress.commands.inspect import InspectOptions
+from compress.commands.prune import Afterwards, Uniform
+from compress.commands.push import PushOptions
+from compress.options.calibrate import CalibrateOptions
+from compress.options.compare import CompareOptions
+from compress.options.densify import DensifyOptions
+from compress.options.distill import DistillOptions
+from compress.options.distill_classifier import ClassifierOptions
+from compress.options.evaluate import EvaluateOptions
+from compress.options.export import ClassifierExportOptions, ExportOptions
+from compress.options.plan_run import RunOptions
+from compress.options.prune import MergeOptions, PruneOptions
+from compress.options.quantize import QuantizeOptions
+from engine.bench.options import BACKEND_NAMES, BenchOptions
+from engine.generation.options import GenerateOptions
+from engine.options import leaves
+from engine.server.options import ServeOptions
+
+OPTIONS: dict[str, tuple[type, ...]] = {
+    "bench": (BenchOptions,),
+    "calibrate": (CalibrateOptions, Revision),
+    "compare": (CompareOptions,),
+    "densify": (DensifyOptions, *HUB),
+    "distill": (DistillOptions, ClassifierOptions, Push),
+    "evaluate": (EvaluateOptions, Revision),
+    "export": (ExportOptions, ClassifierExportOptions, *HUB),
+    "generate": (GenerateOptions, Revision),
+    "inspect": (InspectOptions, Revision),
+    "merge": (MergeOptions, Afterwards, *HUB),
+    "plan-run": (RunOptions,),
+    "prune": (PruneOptions, Uniform, Afterwards, *HUB),
+    "push": (PushOptions, Private),
+    "quantize": (QuantizeOptions, *HUB),
+    "serve": (ServeOptions, Revision),
+}
+COMMANDS = pytest.mark.parametrize("name", sorted(OPTIONS))
+
+
+def parameters(name: str) -> dict[str, click.Parameter]:
+    return {str(each.name): each for each in cli.main.commands[name].params}
+
+
+def test_every_command_is_here() -> None:
+    assert set(OPTIONS) == set(cli.main.commands)
+
+
+@COMMANDS
+def test_every_option_of_a_command_is_declared_on_a_field_and_none_elsewhere(name: str) -> None:
+    assert set(parameters(name)) == set(all_leaves((*OPTIONS[name], Common)))
+
+
+@COMMANDS
+def test_every_option_has_help_and_a_known_group(name: str) -> None:
+    for each in parameters(name).values():
+        if not isinstance(each, click.Argument):
+            assert isinstance(each, GroupedOption) and each.group in GROUPS
+            assert each.help and each.help.split("  [")[0].endswith("."), each.name
+
+
+@COMMANDS
+def test_defaults_of_the_command_line_are_those_of_the_dataclass(name: str) -> None:
+    """In Python too: an option that is not named makes the dataclass that is made without it."""
+    context = click.Context(cli.main.commands[name])
+    for key, leaf in all_leaves((*OPTIONS[name], Common)).items():
+        shown = parameters(name)[key].get_default(context)
+        shown = None if repr(shown) == "Sentinel.UNSET" else shown  # click's word for none
+        assert shown == default_of(leaf) or (not shown and not default_of(leaf)), key
+        of = next(each for each in (*OPTIONS[name], Common) if key in {own.name for own in leaves(each)})
+        if leaf.default is not MISSING and leaf.path[0] not in PARTS:
+            assert value_in(python_default(of), leaf.path) == leaf.default, key
+
+
+PARTS = ("budget", "quantiser", "load")
+"""Parts that are None unless an option of theirs is given, or that Python callers have to give."""
+REQUIRED: dict[str, Any] = {
+    "output": None,
+    "method": "",
+    "model": "",
+    "budget": None,
+    "quantiser": None,
+    "models": (),
+    "prompts": (),
+    "directory": None,
+    "repo_id": "",
+}
+
+
+def python_default(of: type) -> Any:
+    """The dataclass with as few arguments as it takes."""
+    required = {each.name for each in of.__dataclass_fields__.values() if each.default is each.default_factory is MISSING}
+    return of(**{name: REQUIRED[name] for name in required})
+
+
+def value_in(options: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        options = getattr(options, name)
+    return options
+
+
+@COMMANDS
+def test_help_has_groups_and_the_own_group_of_a_command_comes_first(name: str) -> None:
+    lines = CliRunner().invoke(cli.main, [name, "--help"]).output.splitlines()
+    groups = [line[:-1] for line in lines if line.endswith(":") and line[:-1] in GROUPS]
+    assert groups[-2:] == ["Machine", "Other"] and len(groups) == len(set(groups)) > 2
+    assert "Options:" not in lines
+
+
+def test_names_are_those_of_the_tables() -> None:
+    from engine.bench.backends import BACKENDS
+    from engine.generation.options import MOST_DRAFT_TOKENS
+    from engine.kernels.linear import COMPILED_MAX_ROWS
+
+    assert set(BACKEND_NAMES) == set(BACKENDS) and MOST_DRAFT_TOKENS == COMPILED_MAX_ROWS - 1
+
+
+def test_a_value_is_made_from_each_command_line_default() -> None:
+    assert make(ServeOptions, {}, {}) == ServeOptions()
+
+
+HEAVY = "torch transformers numpy numba click.testing huggingface_hub"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in sorted(OPTIONS))], ids=" ".join)
+def test_help_appears_without_heavy_imports(arguments: list[str]) -> None:
+    code = (
+        "import sys, cli\n"
+        "try:\n"
+        f"    cli.main({arguments})\n"
+        "finally:\n"
+        f"    print([name for name in {HEAVY.split()} if name in sys.modules], file=sys.stderr)"
+    )
+    root = os.path.dirname(cli.__file__)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert "Usage:" in done.stdout and done.stderr.strip() == "[]"
