@@ -1,6 +1,6 @@
-"""All layers of a decoder for the next position of each sequence, or the next few of one, in one call.
+"""All layers of a decoder in one call, for the next position of each sequence or the next few positions of one sequence.
 
-Each layer is computed as `DecoderLayer` computes it, and rounded where torch's own steps round. It calls the kernels of
+Each layer is computed as in `DecoderLayer`, and rounded where torch's own steps round. The step calls the kernels of
 products, experts and attention with a record for each.
 """
 
@@ -20,7 +20,7 @@ from engine.kernels.parallel import kernels_at
 from engine.kernels.products import MATRIX, PRODUCTS, products_at
 
 NO_NORM, HEAD_NORM, WHOLE_NORM = 0, 1, 2
-"""Kinds of norms of queries and keys: none, of each head, or of all heads together."""
+"""Kinds of norms of queries and keys: no norm, one for each head, or one for all heads together."""
 LAYER = np.dtype(
     [
         *((name, MATRIX) for name in ("query", "key", "value", "output", "router", "shared_gate")),
@@ -29,27 +29,27 @@ LAYER = np.dtype(
         *((name, np.int64) for name in ("query_norm", "key_norm", "sinks", "gamma1", "gamma2")),
         *((name, np.int64) for name in ("form", "expert_form", "shared_form")),  # addresses of FORM
         ("window", np.int64),
-        ("experts", np.int64),  # EXPERT of each routed one
+        ("experts", np.int64),  # EXPERT of each routed expert
         ("expert_count", np.int64),  # 0 for a dense layer, whose FFN is the shared expert
         ("width", np.int64),
         ("slots", np.int64),
         ("shared", np.int64),  # EXPERT; 0 for none
         ("shared_width", np.int64),
-        ("keep", np.int64),  # slots that adaptive skipping leaves
-        ("normalizes", np.int64),  # whether the weights of the top k are made to sum to one
-        ("restores", np.int64),  # whether those that skipping left are made to sum to what they did before
+        ("keep", np.int64),  # slots that remain after adaptive skipping
+        ("normalizes", np.int64),  # whether the top-k weights are normalized to a sum of one
+        ("restores", np.int64),  # whether the weights left by skipping are rescaled to their sum before skipping
         ("weight_scale", np.float32),
-        ("alpha", np.float32),  # of ClampedSwiglu
+        ("alpha", np.float32),  # α of a ClampedSwiglu
         ("limit", np.float32),  # 0 for a plain SwiGLU
     ],
     align=True,
 )
-"""One layer; addresses unless said otherwise."""
+"""One layer. Fields are addresses unless stated otherwise."""
 layer_at = record_at(LAYER)
 LAYER_BYTES = LAYER.itemsize
 _FIELDS: Any = LAYER.fields
 _QUERY, _OUTPUT, _ROUTER, _SHARED_GATE = (_FIELDS[name][1] for name in ("query", "output", "router", "shared_gate"))
-"""Where matrices begin in the record of a layer."""
+"""Offsets of matrices in the record of a layer."""
 CACHE = np.dtype([("keys", np.int64), ("values", np.int64)])
 """Addresses of a layer's keys and values, [G, slots, E]."""
 cache_at = record_at(CACHE)
@@ -58,10 +58,10 @@ STEP = np.dtype(
     [
         ("kernels", np.int64),
         ("plain_form", np.int64),  # FORM of bfloat16
-        ("x", np.int64),  # [T, D] bfloat16, written over
+        ("x", np.int64),  # [T, D] bfloat16, overwritten
         ("tokens", np.int64),
         ("hidden", np.int64),
-        ("layers", np.int64),  # LAYER of each
+        ("layers", np.int64),  # LAYER of each layer
         ("layer_count", np.int64),
         ("caches", np.int64),  # CACHE of each layer
         *((name, np.int64) for name in ("cosine", "sine")),  # [T, E]
@@ -70,26 +70,26 @@ STEP = np.dtype(
         ("head_norms", np.int64),  # NO_NORM, HEAD_NORM or WHOLE_NORM
         ("threads", np.int64),
         ("thresholds", np.int64),  # [T] float32, of adaptive skipping
-        ("seen_chosen", np.int64),  # 0, or where choices and weights [layers, T, S] go to,
+        ("seen_chosen", np.int64),  # 0, or the addresses of choices and weights [layers, T, S],
         ("seen_weights", np.int64),
-        ("seen_inputs", np.int64),  # and the experts' inputs [layers, T, D] and logits [layers, T, N]
+        ("seen_inputs", np.int64),  # of the experts' inputs [layers, T, D] and of the logits [layers, T, N]
         ("seen_logits", np.int64),
         ("seen_slots", np.int64),  # S
         ("seen_experts", np.int64),  # N
         # Scratch, which the kernel allocates: bfloat16 [T, D] each, [T, (H + 2G)·E] and [T, H·E].
         *((name, np.int64) for name in ("normed", "added", "shared_out", "projected", "mixed")),
-        *((name, np.float32) for name in ("epsilon", "scale", "residual")),  # of norms, of scores, of what is added
+        *((name, np.float32) for name in ("epsilon", "scale", "residual")),  # of norms, scores, residual additions
     ],
     align=True,
 )
-"""A step of decoding."""
+"""Arguments of one decoding step."""
 step_at = record_at(STEP)
 _PRODUCTS_BYTES, _EXPERTS_BYTES, _ATTENTION_BYTES = PRODUCTS.itemsize, EXPERTS.itemsize, ATTENTION.itemsize
 
 
 @kernel(JOB, calls=("attention_layer", "feed_forward_layer"))
 def decode(address: Any) -> None:
-    """Layer after layer, written over x."""
+    """Compute layer after layer. The result overwrites x."""
     job = step_at(address)
     table, size, queries = kernels_at(job.kernels), job.tokens * job.hidden, job.heads * job.size
     normed, added, shared = np.empty(size, np.uint16), np.empty(size, np.uint16), np.empty(size, np.uint16)
@@ -109,7 +109,7 @@ def decode(address: Any) -> None:
 
 @kernel(BLOCK, calls=("rms_norm", "products", "correct_projection", "attend", "add_columns", "add_to_residual"))
 def attention_layer(address: Any, index: Any) -> None:
-    """Norm, projections, attention of each step, output; added to x."""
+    """Compute the norm, the projections, the attention of each step and the output, and add the output to x."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, hidden = layer_at(place), kernels_at(job.kernels), job.hidden
     queries, keys = job.heads * job.size, job.groups * job.size
@@ -130,7 +130,7 @@ def attention_layer(address: Any, index: Any) -> None:
 
 @helper
 def _product(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: Any, x: Any, results: Any) -> None:
-    """Matrices that lie one after the other in the layer's record, times all tokens."""
+    """Multiply matrices, which are contiguous in the layer's record, with all tokens."""
     record = np.zeros(_PRODUCTS_BYTES, np.uint8)
     own = products_at(address_of(record))
     own.kernels, own.form, own.x, own.rows, own.inputs = job.kernels, form, x, job.tokens, inputs
@@ -143,7 +143,7 @@ def _product(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: 
 
 @helper
 def _attend(job: Any, layer: Any, index: Any) -> None:
-    """One call for a batch; one for each of several positions of one sequence."""
+    """Attend with one call for a batch, or with one call for each of several positions of one sequence."""
     steps, width = job.tokens // job.sequences, (job.heads + 2 * job.groups) * job.size
     cache = cache_at(job.caches + index * _CACHE_BYTES)
     record, past = np.zeros(_ATTENTION_BYTES, np.uint8), np.empty(job.sequences, np.int64)
@@ -214,7 +214,7 @@ def feed_forward_layer(address: Any, index: Any) -> None:
 
 @kernel(BLOCK, calls=("products", "add_columns", "choose_experts", "swiglu"))
 def routed_experts(address: Any, index: Any) -> None:
-    """Router logits, choice, skipping, and the chosen experts' sum."""
+    """Compute the router logits, the choice, the skipping, and the sum of the chosen experts."""
     job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, tokens = layer_at(place), kernels_at(job.kernels), job.tokens
     count, slots = layer.expert_count, layer.slots
@@ -241,7 +241,7 @@ def routed_experts(address: Any, index: Any) -> None:
 
 @helper
 def _experts(job: Any, where: Any, chosen: Any, weights: Any, slots: Any, clamp: Any, results: Any) -> None:
-    """where: EXPERT records, how many they are, their width and form; chosen and weights [T, S]: addresses."""
+    """where: address of the EXPERT records, their number, width and form."""
     record = np.zeros(_EXPERTS_BYTES, np.uint8)
     own = experts_at(address_of(record))
     own.kernels, own.x, own.tokens, own.hidden = job.kernels, job.normed, job.tokens, job.hidden
@@ -269,7 +269,7 @@ def gate_shared(address: Any, place: Any, results: Any) -> None:
 
 @kernel("void(int64, int64, int64, int64, int64)")
 def tell_observers(address: Any, index: Any, chosen: Any, weights: Any, logits: Any) -> None:
-    """Copy a layer's choice and what the experts were given to the observers' arrays."""
+    """Copy the values that observers receive to the layer's part of their arrays."""
     job = step_at(address)
     layer, tokens, hidden = layer_at(job.layers + index * LAYER_BYTES), job.tokens, job.hidden
     slots, count, row = layer.slots, layer.expert_count, index * tokens
@@ -290,7 +290,7 @@ def tell_observers(address: Any, index: Any, chosen: Any, weights: Any, logits: 
 
 @kernel("void(int64, int64, int64, float32)")
 def add_to_residual(x: Any, y: Any, count: Any, factor: Any) -> None:
-    """x += factor · y for `count` bfloat16 values, rounded where torch's own steps round."""
+    """Compute x += factor · y for `count` bfloat16 values, rounded where torch's own steps round."""
     x_C, y_C = numba.carray(halves(x), (count,)), numba.carray(halves(y), (count,))
     for index in range(count):
         added = widen(y_C[index])
@@ -341,7 +341,7 @@ def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
 
 @kernel("void(int64, float32, int64, int64)")
 def skip_slots(place: Any, threshold: Any, chosen: Any, weights: Any) -> None:
-    """Adaptive skipping of a token's slots (DiEP §4.3), as `routing.Skipping` has it."""
+    """Apply adaptive skipping (DiEP §4.3), as in `routing.Skipping`."""
     layer = layer_at(place)
     slots, experts = layer.slots, layer.expert_count
     chosen_S, weights_S = numba.carray(integers(chosen), (slots,)), numba.carray(floats(weights), (slots,))
