@@ -101,6 +101,7 @@ def _bench_concurrency(given: Given, options: BenchOptions) -> Figures:
         skip_threshold=options.skip_threshold,
         skip_min_experts=options.skip_min_experts,
         kv_cache_dtype=options.kv_cache_dtype,
+        progress=progress_bar,
     )
     rows = bench_concurrency(
         engine,

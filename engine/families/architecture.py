@@ -18,17 +18,17 @@ from engine.families.router import TopK
 class Architecture:
     """One model family: two names, and a part for each concern.
 
-    A part that a row leaves out is that of a Llama without biases.
+    A part that a row leaves out is the part of a Llama without biases.
     """
 
     model_type: str
     causal_lm_class: str
-    """The transformers class, for the modelling file of non-uniform artifacts and for `architectures` in config.json."""
+    """Name of the transformers class, for the model code of non-uniform artifacts and for `architectures` in config.json."""
     attention: GroupedQuery = field(default_factory=GroupedQuery)
     rotation: Rotation = field(default_factory=Rotation)
     router: TopK = field(default_factory=TopK)
     experts: Experts = field(default_factory=Experts)
-    """Without a config key of their number in a dense family."""
+    """The routed experts. A dense family has no config key for their number."""
     shared: SharedExpert | None = None
     layers: EveryLayer = field(default_factory=EveryLayer)
     norms: RootMeanSquareNorms = field(default_factory=RootMeanSquareNorms)
@@ -38,20 +38,20 @@ class Architecture:
     words: OwnWords = field(default_factory=OwnWords)
     settings: Settings = field(default_factory=dict, hash=False)
     dense_sibling: str | None = None
-    """model_type of the family that the same weights form when each MoE layer becomes one FFN; None where there is none."""
+    """model_type of the family that the same weights form when each MoE layer becomes one FFN; None if there is none."""
     not_dense: str | None = None
-    """Why no model of the family can be made dense; None where it can."""
+    """Reason why no model of the family can be made dense; None if it can."""
     not_onnx: str | None = None
-    """Why no model of the family can be written as an ONNX graph; None where it can."""
+    """Reason why no model of the family can be written as an ONNX graph; None if it can."""
 
     @property
     def in_transformers(self) -> bool:
-        """Whether transformers has a class of the family."""
+        """Whether transformers has a class for the family."""
         return self.words.read_as is None
 
     @property
     def has_experts(self) -> bool:
-        """Whether this is a family of mixtures."""
+        """Whether the models of this family are mixtures of experts."""
         return bool(self.experts.count)
 
     @property
@@ -61,7 +61,7 @@ class Architecture:
 
     @property
     def least_experts(self) -> int:
-        """Experts that a layer must keep: the family's own router always takes so many."""
+        """Minimum number of experts in a layer, because the family's own router always takes so many."""
         return self.router.least
 
     @property
@@ -71,17 +71,17 @@ class Architecture:
 
     @property
     def experts_per_token_key(self) -> str:
-        """Config key of the number of experts that a token uses."""
+        """Config key of the number of experts per token."""
         return self.router.per_token[0]
 
     @property
     def modules(self) -> tuple[str, str]:
-        """What transformers calls the MoE block within a layer, and the router within the block."""
+        """transformers' names for the MoE block within a layer, and for the router within the block."""
         return self.experts.names.modules
 
     @property
     def reads(self) -> frozenset[str]:
-        """Config keys that the parts read, which transformers' config of the family may not know."""
+        """Config keys that the parts read. The family's transformers config may not know them."""
         shared = () if self.shared is None else self.shared.reads
         prediction = () if self.prediction is None else (self.prediction.count,)
         routed = (*self.router.reads, *self.experts.reads, *self.layers.reads) if self.has_experts else ()

@@ -1,4 +1,4 @@
-"""Attention as a part of a family: biases, norms, windows, sizes of heads, and which layers are of another kind."""
+"""Attention as a part of a family: biases, norms, windows, head sizes, and the layers with another kind of attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINEAR, FULL, SLIDING, CHUNKED = "linear_attention", "full_attention", "sliding_
 
 
 class Heads(NamedTuple):
-    """Dimensions of a head's query and key, and the sizes of latent attention where they are made from latent vectors."""
+    """Dimensions of a head's query and key, and the sizes of latent attention if they are made from latent vectors."""
 
     size: int
     latent: LatentConfig | None = None
@@ -24,44 +24,44 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Unbounded:
-    """Every position attends to everything before it."""
+    """Every position attends to all earlier positions."""
 
     kinds: ClassVar[frozenset[str]] = frozenset()
-    """Unusual kinds of layers that the window brings."""
+    """Unusual kinds of layers that this window adds."""
 
     def of_layer(self, family: Any, index: int) -> int | Chunk | None:
-        """A layer's window; None where it has none."""
+        """Return a layer's window, or None for no limit."""
         return None
 
 
 @dataclass(frozen=True)
 class SlidingWindow(Unbounded):
-    """Every layer has the config's `sliding_window`, where it has one."""
+    """Every layer has the config's `sliding_window`, if it is set."""
 
     def of_layer(self, family: Any, index: int) -> int | Chunk | None:
-        """The window in tokens."""
+        """Return the window in tokens."""
         return natural(family, "sliding_window") or None
 
 
 @dataclass(frozen=True)
 class SlidingLayers(SlidingWindow):
-    """Layers that are `sliding_attention` by `layer_types` have the window."""
+    """Layers whose entry in `layer_types` is `sliding_attention` have the window."""
 
     def of_layer(self, family: Any, index: int) -> int | Chunk | None:
-        """The window in tokens."""
+        """Return the window in tokens."""
         return super().of_layer(family, index) if family.layer_types[index] == SLIDING else None
 
 
 @dataclass(frozen=True)
 class ChunkedLayers(Unbounded):
-    """Layers that are `chunked_attention` by `layer_types` attend within chunks."""
+    """Layers whose entry in `layer_types` is `chunked_attention` attend within chunks."""
 
     kinds: ClassVar[frozenset[str]] = frozenset(["chunked"])
     size: str
-    """Config key of the size of chunks."""
+    """Config key of the chunk size."""
 
     def of_layer(self, family: Any, index: int) -> int | Chunk | None:
-        """The layer's chunks."""
+        """Return the layer's chunks."""
         if of_layer(family, "layer_types", index) != CHUNKED or getattr(family, self.size) is None:
             return None
         return Chunk(positive(family, self.size))
@@ -72,29 +72,29 @@ class GroupedQuery:
     """Grouped-query attention (arXiv 2305.13245)."""
 
     kinds: ClassVar[frozenset[str]] = frozenset()
-    """Unusual kinds of layers that the attention brings."""
+    """Unusual kinds of layers that this attention adds."""
     has_sinks: ClassVar[bool] = False
-    """Each head has a learned score beside those of the keys, which takes its share of the softmax and adds nothing."""
+    """Whether each head has an attention sink: a learned score that takes a share of the softmax and adds nothing."""
     qk_norm: str = "none"
     """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
     qkv_bias: bool | str = False
-    """True, False, or the config key that says."""
+    """True, False, or the config key of the flag."""
     output_bias: bool | str = False
     window: Unbounded = Unbounded()
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return keys(self.qkv_bias, self.output_bias)
 
     def lacking(self, family: Any) -> Iterator[str]:
-        """Settings of the config that cannot be honored."""
+        """Yield the settings of the config that cannot be honored."""
         unknown = {"linear", "chunked"} - self.kinds - self.window.kinds
         if any(kind in own for own in getattr(family, "layer_types", None) or () for kind in unknown):
             yield f"layer_types={sorted(set(family.layer_types))}"
 
     def heads(self, config: Mapping[str, Any], family: Any, hidden: int, count: int) -> Heads:
-        """Sizes of a head. Raises CheckpointError for sizes that do not divide, which shapes alone would not show."""
+        """Return a head's sizes. Raises CheckpointError for sizes that do not divide, which shapes alone would not show."""
         groups, size = positive(family, "num_key_value_heads"), getattr(family, "head_dim", None) or hidden // count
         if count % groups:
             raise CheckpointError(f"config.json: {count} attention heads cannot share {groups} key-value heads evenly")
@@ -105,15 +105,15 @@ class GroupedQuery:
         return Heads(size)
 
     def norm(self, family: Any) -> str:
-        """The norm of queries and keys, as `qk_norm`."""
+        """Return the kind of norm of queries and keys, as in `qk_norm`."""
         return self.qk_norm
 
     def clip(self, family: Any) -> float | None:
-        """The largest magnitude of queries, keys and values; None where they are not clipped."""
+        """Return the largest magnitude of queries, keys and values, or None if they are not clipped."""
         return None
 
     def is_linear(self, family: Any, index: int) -> bool:
-        """Whether a layer's attention is linear."""
+        """Return whether a layer's attention is linear."""
         return False
 
 
@@ -126,10 +126,10 @@ class GroupedQueryWithSinks(GroupedQuery):
 
 @dataclass(frozen=True)
 class ClippedGroupedQuery(GroupedQuery):
-    """Queries, keys and values are clipped where `clip_qkv` says so."""
+    """Grouped-query attention whose queries, keys and values are clipped if `clip_qkv` is set."""
 
     def clip(self, family: Any) -> float | None:
-        """The config's number. Raises CheckpointError where it is not positive."""
+        """Return the config's limit. Raises CheckpointError if it is not positive."""
         value = getattr(family, "clip_qkv", None)
         if value is not None and not (isinstance(value, int | float) and 0 < value < 1e38):
             raise CheckpointError(f"config.json: clip_qkv is {shown(value)}; it must be a positive number")
@@ -138,30 +138,30 @@ class ClippedGroupedQuery(GroupedQuery):
 
 @dataclass(frozen=True)
 class OptionallyNormed(GroupedQuery):
-    """Queries and keys have the norm only where the config says so."""
+    """Grouped-query attention whose queries and keys have the norm only if the config asks for it."""
 
     normed: str = "use_qk_norm"
-    """Config key that says whether there is a norm."""
+    """Config key of the flag for the norm."""
 
     def norm(self, family: Any) -> str:
-        """The norm, or "none"."""
+        """Return the kind of norm, or "none"."""
         return self.qk_norm if getattr(family, self.normed, False) else "none"
 
 
 @dataclass(frozen=True)
 class Lightning(GroupedQuery):
-    """Layers that are `linear_attention` by `layer_types` have lightning attention, all others grouped-query attention."""
+    """Lightning attention in layers that `layer_types` calls `linear_attention`, grouped-query attention in all others."""
 
     kinds: ClassVar[frozenset[str]] = frozenset(["linear"])
 
     def lacking(self, family: Any) -> Iterator[str]:
-        """Settings of the config that cannot be honored: other kinds of layers, or no layer of full attention."""
+        """Yield the settings that cannot be honored: other kinds of layers, or no layer of full attention."""
         yield from super().lacking(family)
         if not {FULL} <= set(own := family.layer_types or ()) <= {LINEAR, FULL}:
             yield f"layer_types={sorted(set(own))}"
 
     def is_linear(self, family: Any, index: int) -> bool:
-        """Whether a layer has lightning attention."""
+        """Return whether a layer has lightning attention."""
         return bool(of_layer(family, "layer_types", index) == LINEAR)
 
 
@@ -170,7 +170,7 @@ class Latent(GroupedQuery):
     """Multi-head latent attention: keys and values are made from a latent vector (DeepSeek-V2, §2.1)."""
 
     def heads(self, config: Mapping[str, Any], family: Any, hidden: int, count: int) -> Heads:
-        """Sizes of a head. Raises CheckpointError where heads share keys, or an odd number of dimensions is rotated."""
+        """Return a head's sizes. Raises CheckpointError if heads share keys or an odd number of dimensions is rotated."""
         latent = LatentConfig(
             query_rank=natural(family, "q_lora_rank"),
             key_value_rank=positive(family, "kv_lora_rank"),

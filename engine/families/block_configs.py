@@ -1,4 +1,4 @@
-"""`block_configs` of config.json: the experts of each layer, and their groups, where layers keep different numbers."""
+"""`block_configs` of config.json: the experts of each layer and their groups, in models whose layers differ in them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.errors import CheckpointError
 from engine.files.json_file import shown
 
 GROUPS_KEY = "expert_groups"
-"""In block_configs[i].ffn.moe, a key of this project: the group of each expert, where groups have lost unequal numbers."""
+"""Key of this project in block_configs[i].ffn.moe. It holds the group of each expert, if groups have unequal sizes."""
 
 
 def block_config_counts(blocks: Any, counts: list[int]) -> list[int]:
-    """Experts of each layer by `block_configs[i].ffn.moe.num_local_experts`, at most `counts`.
+    """Return the experts of each layer by `block_configs[i].ffn.moe.num_local_experts`, at most `counts`.
 
     Raises CheckpointError for a list that does not fit the model.
     """
@@ -36,9 +36,9 @@ def block_config_counts(blocks: Any, counts: list[int]) -> list[int]:
 
 
 def block_config_groups(blocks: Any, index: int, experts: int, count: int) -> tuple[int, ...] | None:
-    """The group of each of a layer's experts; None where `block_configs` does not say.
+    """Return the group of each of a layer's experts, or None if `block_configs` does not list groups.
 
-    Raises CheckpointError for a list that does not fit so many experts and groups.
+    Raises CheckpointError for a list that does not fit the number of experts and groups.
     """
     groups = None if blocks is None else blocks[index]["ffn"]["moe"].get(GROUPS_KEY)
     if groups is None:
@@ -53,7 +53,7 @@ def block_config_groups(blocks: Any, index: int, experts: int, count: int) -> tu
 
 
 def block_config(experts: int, groups: Sequence[int] | None) -> dict[str, Any]:
-    """The entry of a layer; `groups`: the group of each expert, where the layer has groups."""
+    """Return the entry of a layer. groups: the group of each expert, if the layer has groups."""
     if not experts:
         return {"ffn": {"moe": None}}
     return {"ffn": {"moe": {"num_local_experts": experts} | ({GROUPS_KEY: list(groups)} if groups else {})}}

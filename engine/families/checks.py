@@ -1,4 +1,4 @@
-"""Checks of a config.json as a whole: sizes of no real model, special tokens, and settings that nothing here honors."""
+"""Checks of a config.json as a whole: unrealistic sizes, special tokens, and settings that the decoder cannot honor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.families.architecture import Architecture
 from engine.families.plain_config import known_keys
 from engine.files.json_file import shown
 
-# Keys that a config.json may carry and that change nothing in what the decoder computes.
+# Keys that a config.json may have without an effect on the decoder's results.
 HARMLESS_KEYS = frozenset(
     [
         "auto_map",
@@ -68,13 +68,14 @@ _SIZES = (
     "_group",
 )
 MAX_HEAD, MAX_SIZE, MAX_NUMBER = 1 << 16, 1 << 24, (1 << 31) - 1
-"""The most dimensions of a head, elements along any dimension, and anything else that config.json says as an integer."""
+"""Maximum dimension of a head, maximum size of any other dimension, and maximum of any other integer in config.json."""
 MAX_LIST = 10_000
-"""transformers makes lists as long as some keys of config.json say; longer ones belong to no real model."""
+"""Maximum length of lists. transformers makes lists as long as some keys of config.json say, and no real model needs
+more."""
 
 
 def refuse_absurd(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for sizes of no real model, before transformers makes lists or tables of them."""
+    """Raise CheckpointError for unrealistic sizes, before transformers makes lists or tables of them."""
     pending: list[Any] = [config]
     while pending:
         found = pending.pop()
@@ -87,7 +88,7 @@ def refuse_absurd(config: Mapping[str, Any]) -> None:
 
 
 def _most(key: str | None) -> int:
-    """The largest number that this key of config.json may have."""
+    """Return the largest number that this key of config.json may have."""
     if key is None:
         return MAX_NUMBER
     if key in _COUNTS or (key.startswith("n") and key.endswith(("_layers", "_experts"))):
@@ -98,14 +99,14 @@ def _most(key: str | None) -> int:
 
 
 def check_flags(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for flags that are neither true nor false: transformers takes any value for one of them."""
+    """Raise CheckpointError for flags that are neither true nor false. transformers accepts any value for some of them."""
     for key in _FLAGS:
         if not isinstance(config.get(key), bool | None):
             raise CheckpointError(f"config.json: {key} is {shown(config[key])}; it must be true or false")
 
 
 def check_token_ids(where: str, values: Mapping[str, Any], vocabulary: int) -> None:
-    """Raise CheckpointError unless the special tokens in a config are of the vocabulary; -1 stands for none of it."""
+    """Raise CheckpointError unless the special tokens of a config are in the vocabulary; -1 stands for no token."""
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
         value = values.get(key)
         for token in value if isinstance(value, list) else [value]:
@@ -133,7 +134,7 @@ def _lacking(row: Architecture, config: Mapping[str, Any], family: Any) -> Itera
     yield from row.attention.lacking(family)
     for key, honored in row.settings.items():
         values = config[key] if isinstance(config.get(key), list) else [config.get(key)]
-        is_said = key in config or row.words.renames  # the authors' words have defaults of their own
+        is_said = key in config or row.words.renames  # the authors' keys have defaults of their own
         if honored is not None and is_said and any(value not in honored for value in values):
             yield f"{key}={config.get(key)!r}"
     known = known_keys(family) | HARMLESS_KEYS | set(row.settings) | row.reads

@@ -1,4 +1,4 @@
-"""Classifiers: any family that transformers runs, told by the class that config.json names."""
+"""Classifiers: models of any family that transformers runs, recognized by the class that config.json names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 CLASSIFIER_CLASSES = {"ForImageClassification": "images", "ForSequenceClassification": "texts"}
-"""How the names of transformers' classifier classes end, and what such a model is given."""
+"""Suffixes of transformers' classifier class names, and the kind of input of such a model."""
 
 
 def classified(config: Mapping[str, Any]) -> str | None:
-    """What a model with this config.json classifies, "images" or "texts"; None where it is no classifier."""
+    """Return the input that a model with this config.json classifies, "images" or "texts"; None if it is no classifier."""
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
     found = (what for end, what in CLASSIFIER_CLASSES.items() if isinstance(name, str) and name.endswith(end))

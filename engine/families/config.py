@@ -1,4 +1,4 @@
-"""`DecoderConfig`: a model's config.json in plain numbers, which is all that the decoder is built from."""
+"""`DecoderConfig`: a model's config.json in plain numbers. The decoder is built from it alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.families.layer_config import LatentConfig, LayerConfig, Multipliers,
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything the decoder is built from, in plain numbers."""
+    """All facts that the decoder is built from, in plain numbers."""
 
     architecture: Architecture
     vocabulary_size: int
@@ -23,9 +23,9 @@ class DecoderConfig:
     rotary_dimension: int
     """The first dimensions of a head, which are rotated; the last ones of latent attention."""
     rotary_pairs: bool
-    """Neighbors are rotated together, not half against half."""
+    """Whether neighboring dimensions are rotated together, instead of one half against the other."""
     latent: LatentConfig | None
-    """None where heads have keys and values of their own."""
+    """Sizes of latent attention; None if heads have keys and values of their own."""
     qk_norm: str
     """"none", "head" (per head) or "full" (over all heads at once, before the split)."""
     norm_epsilon: float
@@ -36,25 +36,25 @@ class DecoderConfig:
     tied_embeddings: bool
     max_positions: int
     prediction_layers: int
-    """Layers for multi-token prediction, which follow the last one in a checkpoint and are not read."""
+    """Number of layers for multi-token prediction. They follow the last layer in a checkpoint and are not read."""
     layers: tuple[LayerConfig, ...]
     multipliers: Multipliers
     temperature: Temperature | None
-    """The rule of layers that do not rotate."""
+    """Scaling of queries in layers that do not rotate."""
     has_sinks: bool
-    """Each head has a learned score beside those of the keys, which takes its share of the softmax and adds nothing."""
+    """Whether each head has an attention sink: a learned score that takes a share of the softmax and adds nothing."""
     layer_norm: bool
-    """Norms are layer norms with a bias, not root mean squares."""
+    """Whether norms are layer norms with a bias instead of root mean square norms."""
     rope_mscales: bool
-    """The short and the long form of `longrope` have a factor each, `short_mscale` and `long_mscale`."""
+    """Whether the short and the long form of `longrope` have a factor each, `short_mscale` and `long_mscale`."""
     transformers_config: Any = field(repr=False, compare=False)
-    """The family's transformers config: rotary embeddings are initialized from it."""
+    """The family's transformers config, which rotary embeddings are initialized from."""
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """What attention keeps of a position: groups, and dimensions of a group's key and of its value.
+        """Sizes of the cache of one position: groups, and the dimensions of a group's key and of its value.
 
-        Latent attention has one group: the latent vector in place of the key, the rotated key in place of the value.
+        Latent attention has one group: the latent vector takes the place of the key, and the rotated key that of the value.
         """
         if self.latent is None:
             return self.key_value_heads, self.head_dimension, self.head_dimension
@@ -62,7 +62,7 @@ class DecoderConfig:
 
     @property
     def caching_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that keep something of each position; all others have a state."""
+        """Indices of the layers that cache something for each position. All other layers have a state."""
         return tuple(index for index, layer in enumerate(self.layers) if not layer.is_lightning)
 
     @property
@@ -77,12 +77,12 @@ class DecoderConfig:
 
     @property
     def experts_per_layer(self) -> tuple[int, ...]:
-        """Routed experts of each MoE layer, in order."""
+        """Number of routed experts of each MoE layer, in order."""
         return tuple(layer.moe.experts for layer in self.layers if layer.moe is not None)
 
     @property
     def experts_by_layer(self) -> dict[int, int]:
-        """Routed experts of each MoE layer, by decoder layer index."""
+        """Number of routed experts of each MoE layer, by decoder layer index."""
         return dict(zip(self.moe_layers, self.experts_per_layer, strict=True))
 
     @property

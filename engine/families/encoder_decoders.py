@@ -1,4 +1,4 @@
-"""Families of encoder-decoders. transformers runs these; here is what their weights and configs are called."""
+"""Families of encoder-decoders, which transformers runs. This file has the names in their weights and configs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EncoderDecoder:
-    """One family of encoder-decoders, as it is on disk."""
+    """One family of encoder-decoders: names of its tensors on disk and its config keys."""
 
     model_type: str
     model_class: str
     feed_forward: str
-    """Prefix of an FFN or MoE block; takes `stack` ("encoder" or "decoder"), `layer` and its `place` in the layer."""
+    """Prefix of an FFN or MoE block, a template of `stack` ("encoder" or "decoder"), `layer` and `place` in the layer."""
     activation_key: str
     scaled_head_key: str
-    """Key of the config's flag for hidden states that are divided by √hidden before the head."""
+    """Config key of the flag for dividing hidden states by √hidden before the head."""
     dense_sibling: str | None = None
     """model_type of the family that the same weights form when each MoE block becomes one FFN; None for a dense family."""
     experts_key: str = ""
     width_key: str = "d_ff"
     embedding: str = "shared.weight"
     head: str = "lm_head.weight"
-    """A tensor of its own only where embeddings are not tied."""
+    """Name of the head's tensor, which exists only if embeddings are not tied."""
 
     def block(self, stack: str, layer: int) -> str:
-        """Prefix of the FFN or MoE block; a decoder layer has attention to the encoder before it."""
+        """Return the prefix of the FFN or MoE block. In a decoder layer, attention to the encoder comes before it."""
         return self.feed_forward.format(stack=stack, layer=layer, place=STACKS.index(stack) + 1)
 
 
@@ -33,9 +33,9 @@ STACKS = ("encoder", "decoder")
 EXPERT_OF_BLOCK = "experts.expert_{expert}"
 ROUTER_OF_BLOCK = "router"
 FFN_PROJECTIONS = ("wi.weight", "wo.weight")
-"""[width, hidden] and [hidden, width] of an FFN or expert without a gate."""
+"""Projections of an FFN or expert without a gate: [width, hidden] and [hidden, width]."""
 GATED_PROJECTIONS = ("wi_0.weight", "wi_1.weight")
-"""In place of the first where an FFN has a gate: what goes through the activation, and what that is multiplied by."""
+"""Projections that take the place of the first one if an FFN has a gate: the input of the activation, and its factor."""
 
 ENCODER_DECODERS: dict[str, EncoderDecoder] = {
     row.model_type: row

@@ -1,4 +1,4 @@
-"""Routed and shared experts as parts of a family: how many, how wide, and what their tensors are called on disk."""
+"""Routed and shared experts as parts of a family: their number, their width, and the names of their tensors on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.families.values import above_zero, keys, natural, number, positive
 from engine.files.json_file import shown
 
 GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(6)
-"""The tensors of an expert, as they are numbered everywhere; some families have no biases."""
+"""Indices of the tensors of an expert, which are the same everywhere. Some families have no biases."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -21,17 +21,17 @@ class Stack:
     """One tensor on disk that holds some projections of all experts of a layer, [experts, outputs, inputs]."""
 
     name: str
-    """Within the block."""
+    """Name within the block."""
     projections: tuple[int, ...]
-    """Which: their outputs one after the other."""
+    """Projections in the tensor, whose outputs follow each other."""
     transposed: bool = False
-    """[experts, inputs, outputs]."""
+    """Whether the layout is [experts, inputs, outputs]."""
     interleaved: bool = False
-    """The outputs of several projections in turns."""
+    """Whether the outputs of several projections alternate."""
 
 
 def transposed_stacks(interleaved: bool = False, biases: bool = False) -> tuple[Stack, ...]:
-    """`experts.gate_up_proj` and `experts.down_proj`, [experts, inputs, outputs], and their biases."""
+    """Return `experts.gate_up_proj` and `experts.down_proj`, [experts, inputs, outputs], and their biases."""
     gate_up = Stack("experts.gate_up_proj", (GATE, UP), transposed=True, interleaved=interleaved)
     gate_up_bias = Stack("experts.gate_up_proj_bias", (GATE_BIAS, UP_BIAS), interleaved=interleaved)
     down = Stack("experts.down_proj", (DOWN,), transposed=True)
@@ -45,17 +45,17 @@ class ExpertNames:
     block: str = "mlp"
     """Name on disk of the MoE block within the layer."""
     projections: tuple[str, str, str] = PROJECTIONS
-    """Gate, up and down."""
+    """Names of the gate, up and down projections."""
     expert: str = "experts.{expert}.{projection}.weight"
-    """Name within the block."""
+    """Name of a projection's tensor within the block."""
     stacks: tuple[Stack, ...] = ()
-    """How experts lie on disk where not one by one; the names of `expert` are then this project's alone."""
+    """Layout of experts on disk if it is not one by one. The names of `expert` are then used by this project only."""
     modules: tuple[str, str] = ("mlp", "gate")
-    """What transformers calls the block within a layer, and the router within the block, once a model is loaded."""
+    """transformers' names for the block within a layer, and for the router within the block, in a loaded model."""
 
     @property
     def parts(self) -> range:
-        """The tensors of an expert, as they are numbered: with biases where a stack holds some."""
+        """Indices of the tensors of an expert, with biases if a stack holds some."""
         has_biases = any(GATE_BIAS in stack.projections for stack in self.stacks)
         return range(DOWN_BIAS + 1 if has_biases else DOWN + 1)
 
@@ -65,26 +65,26 @@ class Experts:
     """Routed experts, each down(silu(gate(x)) · up(x))."""
 
     count: tuple[str, ...] = ()
-    """Config keys that hold the expert count, best first; all are written. A family without any is dense."""
+    """Config keys of the expert count, best first; all of them are written. A family without such keys is dense."""
     width: str = "intermediate_size"
-    """Config key of an expert's hidden units."""
+    """Config key of an expert's number of hidden units."""
     names: ExpertNames = ExpertNames()
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return (*self.count, self.width)
 
     def width_of(self, family: Any, index: int, experts: int) -> int:
-        """Hidden units of each of a layer's experts."""
+        """Return the number of hidden units of each of a layer's experts."""
         return positive(family, self.width)
 
     def activation(self, family: Any) -> ClampedSwiglu | None:
-        """What is between an expert's projections; None for silu(g) · u."""
+        """Return the activation between an expert's projections, or None for silu(g) · u."""
         return None
 
     def with_counts(self, family: Any, counts: Sequence[int]) -> dict[str, Any]:
-        """What a result's config.json says of experts where layers have so many."""
+        """Return the entries about experts in a result's config.json, for layers with so many experts."""
         return dict.fromkeys(self.count, max(counts))
 
 
@@ -96,24 +96,24 @@ class ClampedExperts(Experts):
     limit: str = "swiglu_limit"
 
     def activation(self, family: Any) -> ClampedSwiglu | None:
-        """The config's α and limit. Raises CheckpointError where they are not numbers, or the limit is 0."""
+        """Return the config's α and limit. Raises CheckpointError if they are not numbers, or if the limit is 0."""
         return ClampedSwiglu(number(self.alpha, getattr(family, self.alpha)), above_zero(family, self.limit))
 
 
 @dataclass(frozen=True)
 class PartitionedExperts(Experts):
-    """`width` is what a layer's experts have together, shared out evenly unless a list says the width of each."""
+    """Routed experts whose `width` is the sum over a layer, divided evenly unless a list has the width of each expert."""
 
     sizes: str = "size_experts"
     """Config key of the list of expert widths for each layer."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return (*super().reads, self.sizes)
 
     def width_of(self, family: Any, index: int, experts: int) -> int:
-        """Hidden units of each of a layer's experts. Raises UnsupportedError where they differ in width."""
+        """Return the hidden units of each of a layer's experts. Raises UnsupportedError if they differ in width."""
         width, sizes = self._shared_out(family), getattr(family, self.sizes, None)
         if sizes is None:
             return width
@@ -133,7 +133,7 @@ class PartitionedExperts(Experts):
         return width // count
 
     def with_counts(self, family: Any, counts: Sequence[int]) -> dict[str, Any]:
-        """What a result's config.json says of experts: also their widths."""
+        """Return the entries about experts in a result's config.json, including their widths."""
         width = self._shared_out(family)
         widths = {self.width: max(counts) * width, self.sizes: [[width] * count for count in counts]}
         return super().with_counts(family, counts) | widths
@@ -141,35 +141,35 @@ class PartitionedExperts(Experts):
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert that every token uses, `width` wide."""
+    """An expert that every token uses. `width` is the config key of its width."""
 
     name: str = "shared_expert"
-    """Prefix within the block."""
+    """Prefix of its tensors within the block."""
     width: str = "shared_expert_intermediate_size"
-    """Config key of its hidden units, 0 or missing for no such expert."""
+    """Config key of its number of hidden units. The expert does not exist if the key is 0 or missing."""
     gate: str | None = None
-    """Name within the block of what scales it by sigmoid(gate · x); None where nothing does."""
+    """Name within the block of the tensor of the gate, which scales the output by sigmoid(gate · x); None for no gate."""
     stacks: tuple[Stack, ...] = ()
-    """How it lies on disk where not one projection by one, by names within the layer: stacks of one expert,
-    [outputs, inputs]."""
+    """Layout on disk if it is not one projection by one: stacks of one expert, [outputs, inputs], by names within the
+    layer."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return keys(self.width)
 
     def width_of(self, family: Any, experts: Experts) -> int:
-        """Its hidden units, 0 where there is none."""
+        """Return the number of hidden units, 0 if there is no shared expert."""
         return natural(family, self.width)
 
 
 @dataclass(frozen=True)
 class SharedExperts(SharedExpert):
-    """An expert that every token uses, as wide as several routed ones: `width` is the config key of how many."""
+    """An expert that every token uses, as wide as several routed experts. `width` is the config key of their number."""
 
     name: str = "shared_experts"
     width: str = "n_shared_experts"
 
     def width_of(self, family: Any, experts: Experts) -> int:
-        """Its hidden units, 0 where there is none."""
+        """Return the number of hidden units, 0 if there is no shared expert."""
         return natural(family, self.width) * positive(family, experts.width)

@@ -1,4 +1,4 @@
-"""What follows the layers, as parts of a family: the head, and tensors for multi-token prediction."""
+"""Parts of a family that follow the layers: the head, and the tensors for multi-token prediction."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from engine.families.values import natural
 
 @dataclass(frozen=True)
 class Head:
-    """The matrix that makes logits of hidden states."""
+    """The matrix that maps hidden states to logits."""
 
     bias: bool | str = False
-    """True, False, or the config key that says."""
+    """True, False, or the config key of the flag."""
 
 
 @dataclass(frozen=True)
 class PredictionLayers:
-    """Layers for multi-token prediction, which follow the last one in a checkpoint and are not read."""
+    """Layers for multi-token prediction. They follow the last layer in a checkpoint and are not read."""
 
     count: str = "num_nextn_predict_layers"
-    """Config key of how many there are; results, which leave them out, have 0 there."""
+    """Config key of their number. Results leave these layers out and have 0 there."""
     prefix: str | None = None
-    """What the names of their tensors begin with, where these are not named as further layers."""
+    """Prefix of the names of their tensors, if these are not named as further layers."""
 
     def number(self, family: Any) -> int:
-        """How many the config says there are."""
+        """Return the number of these layers, by the config."""
         return natural(family, self.count)

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """Positions are in pieces of `size`, and a query attends to those of its own piece."""
+    """Attention within chunks of `size` positions: a query attends to the positions of its own chunk only."""
 
     size: int
 
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """(u + 1) · g · σ(α·g) in place of silu(g) · u, with g at most `limit` and u within ± `limit`."""
+    """(u + 1) · g · σ(α·g) in the place of silu(g) · u, with g at most `limit` and u within ± `limit`."""
 
     alpha: float
     limit: float
@@ -33,24 +33,24 @@ class MoeConfig:
     weight_scale: float = 1.0
     """Factor of the routed weights."""
     scores: str = "softmax"
-    """What the router makes of its logits: "softmax" over all experts, or the "sigmoid" of each."""
+    """Function of the router logits: "softmax" over all experts, or the "sigmoid" of each logit."""
     groups: tuple[int, ...] = ()
-    """The group of each expert; empty where a token may use any expert."""
+    """The group of each expert; empty if a token may use any expert."""
     groups_per_token: int = 1
-    """The largest number of groups that a token's experts belong to."""
+    """Maximum number of groups that a token's experts belong to."""
     router_in_float32: bool = False
     scales_inputs: bool = False
-    """An expert is given σ(its router logit) · x, and its output is added as it is."""
+    """Whether an expert is given σ(its router logit) · x, and its output is added unscaled."""
     least_sum: float = 0.0
-    """The least divisor of probabilities that are chosen with a bias."""
+    """Minimum divisor of probabilities that are chosen with a bias."""
     swiglu: ClampedSwiglu | None = None
     """The activation between an expert's projections; None for silu(g) · u."""
     mixer_jitter: float | None = None
-    """ε of sparsemixer; None where experts are chosen together."""
+    """ε of sparsemixer; None if experts are chosen together."""
     gate_network_width: int = 0
-    """Hidden units of the router; 0 where the router is one matrix."""
+    """Number of hidden units of the router; 0 if the router is one matrix."""
     noise_epsilon: float | None = None
-    """Least deviation of noisy top-k; None where the router has no noise."""
+    """Minimum deviation of noisy top-k; None if the router has no noise."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class LatentConfig:
     """Sizes of multi-head latent attention (DeepSeek-V2, §2.1)."""
 
     query_rank: int
-    """d_c′, of the queries' latent vector; 0 where queries are made from the hidden state itself."""
+    """d_c′, the dimension of the queries' latent vector; 0 if queries are made from the hidden state itself."""
     key_value_rank: int
-    """d_c, of the vector that keys and values are made from."""
+    """d_c, the dimension of the vector that keys and values are made from."""
     plain_dimension: int
-    """d_h, of what a head's query and key have besides rotated dimensions."""
+    """d_h, the number of dimensions of a head's query and key that are not rotated."""
     rotary_dimension: int
-    """d_h^R, of the rotated part, which all heads' keys share."""
+    """d_h^R, the number of rotated dimensions, which the keys of all heads share."""
     value_dimension: int
     """Dimensions of a head's value."""
 
@@ -78,7 +78,7 @@ class Temperature:
 
 
 class Residual(NamedTuple):
-    """alpha · norm(x) + beta · f(norm(x)), in place of x + f(norm(x))."""
+    """alpha · norm(x) + beta · f(norm(x)), in the place of x + f(norm(x))."""
 
     alpha: float
     beta: float
@@ -92,23 +92,23 @@ class Multipliers:
     attention: float | None = None
     """Factor of the attention scores; None for one over the root of the head dimension."""
     residual: float = 1.0
-    """Factor of what attention and feed-forward blocks add."""
+    """Factor of the outputs of attention and feed-forward blocks."""
     logits: float = 1.0
     """Divisor of the logits."""
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One decoder layer: MoE where `moe` is set, otherwise one FFN of `dense_width`."""
+    """One decoder layer: MoE if `moe` is set, otherwise one FFN of `dense_width`."""
 
     window: int | Chunk | None
-    """Sliding window in tokens, or pieces of so many; None attends to everything before."""
+    """Sliding window in tokens, or chunks; None if every position attends to all earlier positions."""
     moe: MoeConfig | None
     dense_width: int
     rotates: bool = True
     unit_norm: bool = False
-    """Rotated queries and keys are divided by their root mean square."""
+    """Whether rotated queries and keys are divided by their root mean square."""
     is_lightning: bool = False
-    """The layer's attention is linear."""
+    """Whether the layer's attention is linear."""
     residuals: tuple[Residual, Residual] | None = None
-    """The rule of attention and that of the feed-forward block; None for x + f(norm(x))."""
+    """The rule of the attention and the rule of the feed-forward block; None for x + f(norm(x))."""

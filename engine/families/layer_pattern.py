@@ -1,4 +1,4 @@
-"""The layer pattern as a part of a family: which layers hold experts, and what the others' feed-forward blocks are."""
+"""The layer pattern as a part of a family: the layers that hold experts, and the feed-forward blocks of the others."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class EveryLayer:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return ()
 
     def holds_experts(self, family: Any, index: int) -> bool:
-        """Whether a layer holds experts."""
+        """Return whether a layer holds experts."""
         return True
 
     def all_dense(self, layers: int) -> dict[str, int] | None:
-        """Config keys with which none of so many layers holds experts; None where no config says so."""
+        """Return config keys with which none of so many layers holds experts, or None if no config can express it."""
         return None
 
 
 @dataclass(frozen=True)
 class SparseStep(EveryLayer):
-    """Every n-th layer holds experts, by `decoder_sparse_step`, but for those in `mlp_only_layers`."""
+    """Every n-th layer by `decoder_sparse_step` holds experts, except those in `mlp_only_layers`."""
 
     def holds_experts(self, family: Any, index: int) -> bool:
-        """Whether a layer holds experts."""
+        """Return whether a layer holds experts."""
         only_dense = set(getattr(family, "mlp_only_layers", None) or ())
         return not (index + 1) % positive(family, "decoder_sparse_step") and index not in only_dense
 
@@ -46,36 +46,36 @@ class DenseFirst(EveryLayer):
     """The first layers are dense."""
 
     count: str = "first_k_dense_replace"
-    """Config key of how many."""
+    """Config key of the number of dense layers."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return (self.count,)
 
     def holds_experts(self, family: Any, index: int) -> bool:
-        """Whether a layer holds experts."""
+        """Return whether a layer holds experts."""
         return index >= natural(family, self.count)
 
     def all_dense(self, layers: int) -> dict[str, int] | None:
-        """Config keys with which none of so many layers holds experts."""
+        """Return config keys with which none of so many layers holds experts."""
         return {self.count: layers}
 
 
 @dataclass(frozen=True)
 class DenseFirstThenEveryNth(DenseFirst):
-    """After the first layers, only those hold experts whose number is a multiple of n."""
+    """The first layers are dense. After them, a layer holds experts if its number is a multiple of n."""
 
     step: str = "moe_layer_freq"
     """Config key of n."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return (*super().reads, self.step)
 
     def holds_experts(self, family: Any, index: int) -> bool:
-        """Whether a layer holds experts."""
+        """Return whether a layer holds experts."""
         return super().holds_experts(family, index) and index % (natural(family, self.step) or 1) == 0
 
 
@@ -89,11 +89,11 @@ class LayerRange(EveryLayer):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return self.first, self.last, self.step
 
     def holds_experts(self, family: Any, index: int) -> bool:
-        """Whether a layer holds experts."""
+        """Return whether a layer holds experts."""
         in_range = natural(family, self.first) <= index <= natural(family, self.last)
         return in_range and not (index + 1) % positive(family, self.step)
 
@@ -107,9 +107,9 @@ class ListedLayers(EveryLayer):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return (self.layers,)
 
     def holds_experts(self, family: Any, index: int) -> bool:
-        """Whether a layer holds experts."""
+        """Return whether a layer holds experts."""
         return index in (getattr(family, self.layers) or ())

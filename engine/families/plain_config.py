@@ -1,10 +1,10 @@
-"""A family's config.json resolved without transformers, whose import takes over a second and needs torch.
+"""Resolution of a family's config.json without transformers, whose import takes over a second and needs torch.
 
-config_fields.json records, for each model_type of transformers' that our families are read as, the fields of its config
-class: their defaults and types. `read_plainly` fills what a config.json leaves out, in the way of those classes. It takes
-plain values only: whatever is unknown, unusual, of another type or refused by transformers gives None, and the caller asks
-transformers, so that one place decides what is refused and how that is said.
-`python -m engine.families.plain_config` records the fields anew from the transformers that is installed.
+config_fields.json records the fields of transformers' config classes, with their defaults and types, for each model_type
+that our families are read as. `read_plainly` fills in the missing values in the way of those classes. It accepts plain
+values only: it returns None for any value that is unknown, unusual, of another type or refused by transformers. The caller
+then asks transformers, so that one place decides what is refused and with which message. `python -m
+engine.families.plain_config` records the fields again, from the installed transformers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 _ROPE_KEYS = frozenset(["rope_type", "rope_theta", "partial_rotary_factor"])
 _SPECIAL = frozenset(["attn_implementation", "experts_implementation", "mlp_layer_types", "mtp_layer_types"])
-"""Keys that transformers gives a meaning of their own without declaring them."""
+"""Keys that transformers handles specially without declaring them."""
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+_MISTRAL_TOKENS = 100_000
 
 
 class _Unusual(Exception):
-    """Only transformers can say what this config means."""
+    """Raised for a config that only transformers can interpret."""
 
 
 class PlainConfig(SimpleNamespace):
     """The values of a config, as attributes with the names of transformers' config classes.
 
-    `read_as` is the model_type whose class it stands for.
+    `read_as` is the model_type of the represented class.
     """
 
     def __init__(self, model_type: str, values: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
@@ -48,9 +49,9 @@ class PlainConfig(SimpleNamespace):
 
 
 def read_plainly(model_type: str, config: Mapping[str, Any]) -> PlainConfig | None:
-    """The values of a config.json, without its model_type, of a model_type of transformers'.
+    """Return the values of a config.json, without its model_type, for a model_type of transformers.
 
-    None where only transformers can say what they mean, or refuse them.
+    The result is None if only transformers can interpret or refuse them.
     """
     if model_type not in _FINISHED or model_type not in _record()["families"]:
         return None
@@ -72,12 +73,17 @@ def read_plainly(model_type: str, config: Mapping[str, Any]) -> PlainConfig | No
 
 
 def has_generic_tokenizer(family: PlainConfig) -> bool:
-    """Whether transformers loads the generic class where a tokenizer_config.json of this family names that."""
+    """Return whether transformers loads the generic class if this family's tokenizer_config.json names that class."""
     return bool(_record()["families"][family.read_as]["generic_tokenizer"])
 
 
+def may_be_corrected(family: PlainConfig, tokens: int) -> bool:
+    """Whether transformers looks for a wrong expression in a tokenizer of this family with so many tokens."""
+    return family.read_as == "mistral" and tokens > _MISTRAL_TOKENS
+
+
 def known_keys(family: Any) -> frozenset[str]:
-    """The keys that the config class of a family writes by default; `family`: a PlainConfig or transformers' object."""
+    """Return the keys that a family's config class writes by default. family: a PlainConfig or transformers' object."""
     if isinstance(family, PlainConfig):
         return frozenset(_record()["families"][family.read_as]["known"])
     return frozenset(type(family)().to_dict())
@@ -90,7 +96,7 @@ def _record() -> dict[str, Any]:
 
 
 def _checked(value: Any, default: Any, types: str) -> Any:
-    """A field's value, if it is its default or exactly of one of its types."""
+    """Return a field's value if it is the default or has exactly one of the field's types."""
     if type(value) is type(default) and value == default:
         return value
     if types == "dtype" and value in DTYPES:
@@ -109,7 +115,7 @@ def _is_list_of(name: str, value: Any) -> bool:
 
 
 def _check_extras(extras: Mapping[str, Any]) -> None:
-    """Take keys that the class does not declare, if they are only held as they are."""
+    """Accept keys that the class does not declare, if the class only stores them."""
     for key in extras:
         has_meaning = key in _record()["reserved"] or key in _SPECIAL or key.startswith("_") or not key.isidentifier()
         if has_meaning and not _is_known(key, extras[key]):
@@ -117,21 +123,21 @@ def _check_extras(extras: Mapping[str, Any]) -> None:
 
 
 def _is_known(key: str, value: Any) -> bool:
-    """Whether a key that the classes handle by themselves is handled here too."""
+    """Return whether a key that the classes handle specially is handled here too."""
     if key == "torch_dtype":
         return value in DTYPES
     return key in ("rope_scaling", "_name_or_path") or (key == "output_attentions" and value is False)
 
 
 def _rope(given: dict[str, Any] | None, extras: dict[str, Any], default_theta: float) -> dict[str, Any]:
-    """The parameters of plain rotary embeddings; all other kinds are transformers' to resolve."""
+    """Return the parameters of plain rotary embeddings. transformers resolves all other kinds."""
     given = extras.pop("rope_scaling", None) or given
     theta, share = extras.pop("rope_theta", default_theta), extras.pop("partial_rotary_factor", None)
     if not given:
         given = (
             {"rope_theta": theta} | ({} if share is None else {"partial_rotary_factor": share}) | {"rope_type": "default"}
         )
-    # transformers adds what is missing to the dict of config.json itself, which is written to results.
+    # transformers adds missing entries to the dict of config.json itself, which is written to results.
     whole = {"rope_type", "rope_theta"} | (set() if share is None else {"partial_rotary_factor"})
     if type(given) is not dict or not whole <= given.keys() <= _ROPE_KEYS or given["rope_type"] != "default":
         raise _Unusual
@@ -141,7 +147,7 @@ def _rope(given: dict[str, Any] | None, extras: dict[str, Any], default_theta: f
 
 
 def _check_whole(held: SimpleNamespace) -> None:
-    """Leave to transformers what its validators refuse or warn about."""
+    """Leave configs to transformers that its validators refuse or warn about."""
     sizes = (held.vocab_size, held.hidden_size, held.num_hidden_layers, held.num_attention_heads)
     if min(sizes) < 1:
         raise _Unusual
@@ -160,7 +166,7 @@ def _are_layer_types(kinds: Any, layers: int) -> bool:
     return isinstance(kinds, list) and len(kinds) == layers and all(kind in _LAYER_TYPES for kind in kinds)
 
 
-# What the classes derive from other fields. Each changes the fields in place, before undeclared keys are added.
+# Fields that the classes derive from other fields. Each function changes the fields in place, before other keys are added.
 
 _Finish = Callable[[dict[str, Any], dict[str, Any]], None]
 
@@ -255,11 +261,11 @@ _FINISHED: dict[str, tuple[_Finish, ...]] = {
     "qwen3": (_no_window, _key_value_heads, _full_layers),
     "qwen3_moe": (_no_window, _no_dense_list),
 }
-"""The families that are read here, by transformers' model_type. All others are transformers' to resolve."""
+"""The families that are read here, by transformers' model_type. transformers resolves all others."""
 
 
 def recorded() -> dict[str, Any]:
-    """What config_fields.json holds: the fields of the config classes of the transformers that is installed."""
+    """Return the content of config_fields.json: the fields of the config classes of the installed transformers."""
     from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
     from transformers.models.auto import tokenization_auto
 
@@ -287,7 +293,7 @@ def _fields_of(family: Any) -> dict[str, Any]:
 
 
 def _types_of(field: Any) -> str:
-    """A field's types; an empty text for a field that is only read here where it has its default."""
+    """Return a field's types, or an empty text for a field that is read here only if it has its default."""
     if field.name in ("rope_parameters", "dtype"):
         return "rope" if field.name == "rope_parameters" else "dtype"
     name = field.type.__name__ if isinstance(field.type, type) and not hasattr(field.type, "__args__") else str(field.type)

@@ -1,4 +1,4 @@
-"""Norms and residual connections as parts of a family: what a block is given, and how its output is added."""
+"""Norms and residual connections as parts of a family: the input of a block, and how its output is added."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.families.values import number
 
 @dataclass(frozen=True)
 class RootMeanSquareNorms:
-    """Norms divide by the root mean square (arXiv 1910.07467)."""
+    """Norms that divide by the root mean square (arXiv 1910.07467)."""
 
     layer_norm: ClassVar[bool] = False
 
     def epsilon(self, family: Any) -> float:
-        """What is added under the root. Raises CheckpointError for no small number."""
+        """Return the ε that is added under the root. Raises CheckpointError unless it is a small number."""
         if not (value := number("rms_norm_eps", family.rms_norm_eps)) <= 1:
             raise CheckpointError(f"config.json: rms_norm_eps is {value}; it must be a small number")
         return value
@@ -25,7 +25,7 @@ class RootMeanSquareNorms:
 
 @dataclass(frozen=True)
 class LayerNorms(RootMeanSquareNorms):
-    """Norms are layer norms with a bias."""
+    """Norms that are layer norms with a bias."""
 
     layer_norm: ClassVar[bool] = True
 
@@ -35,20 +35,20 @@ class PlainResidual:
     """x + f(norm(x))."""
 
     def multipliers(self, family: Any) -> Multipliers:
-        """Factors that the model was trained with."""
+        """Return the factors that the model was trained with."""
         return Multipliers()
 
     def of_layer(self, family: Any, is_lightning: bool) -> tuple[Residual, Residual] | None:
-        """The rule of a layer's attention and that of its feed-forward block; None for x + f(norm(x))."""
+        """Return the rules of a layer's attention and of its feed-forward block, or None for x + f(norm(x))."""
         return None
 
 
 @dataclass(frozen=True)
 class ScaledResidual(PlainResidual):
-    """Embeddings, attention scores, what is added to the residual, and logits have factors in the config."""
+    """The config has factors for embeddings, attention scores, additions to the residual, and logits."""
 
     def multipliers(self, family: Any) -> Multipliers:
-        """The config's factors. Raises CheckpointError for numbers that are not positive."""
+        """Return the config's factors. Raises CheckpointError for numbers that are not positive."""
         keys = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
         values = [number(key, getattr(family, key)) for key in keys]
         if not all(values):
@@ -58,14 +58,14 @@ class ScaledResidual(PlainResidual):
 
 @dataclass(frozen=True)
 class NormResidual(PlainResidual):
-    """alpha · norm(x) + beta · f(norm(x)); each rule has the config keys of alpha and beta."""
+    """alpha · norm(x) + beta · f(norm(x)). Each rule has the config keys of its alpha and beta."""
 
     attention: tuple[str, str]
     lightning: tuple[str, str]
     feed_forward: tuple[str, str]
 
     def of_layer(self, family: Any, is_lightning: bool) -> tuple[Residual, Residual] | None:
-        """The rule of a layer's attention and that of its feed-forward block."""
+        """Return the rules of a layer's attention and of its feed-forward block."""
         attention, lightning, feed_forward = (
             Residual(*(number(key, getattr(family, key)) for key in keys))
             for keys in (self.attention, self.lightning, self.feed_forward)

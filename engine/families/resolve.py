@@ -1,4 +1,4 @@
-"""From config.json to a `DecoderConfig`: the family's row is found, and each of its parts resolves itself."""
+"""Resolution of a config.json to a `DecoderConfig`: the family's row is found, and each of its parts resolves itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WITHHELD_KEYS = frozenset(["model_type", "auto_map", "block_configs", "quantiza
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The row for a raw config.json; unknown families are refused by name."""
+    """Return the row for a raw config.json. Raises UnsupportedError naming an unknown family."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no model_type; is this a Hugging Face checkpoint?")
@@ -44,9 +44,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def load_transformers_config(config: Mapping[str, Any], *, plainly: bool = False) -> Any:
-    """The family's transformers config object for a raw config.json. Raises CheckpointError where there can be none.
+    """Return the family's transformers config object for a raw config.json. Raises CheckpointError if it cannot be made.
 
-    plainly: or a PlainConfig of its values, where they can be had without transformers.
+    plainly: whether to return a PlainConfig instead, if the values can be resolved without transformers.
     """
     refuse_absurd(config)
     check_flags(config)
@@ -56,11 +56,11 @@ def load_transformers_config(config: Mapping[str, Any], *, plainly: bool = False
     read_as = str((row and row.words.read_as) or config["model_type"])
     if plainly and (plain := read_plainly(read_as, values)) is not None:
         return plain
-    from transformers import CONFIG_MAPPING  # here: it takes over a second, and most configs are read without it
+    from transformers import CONFIG_MAPPING  # takes over a second; most configs are read without it
 
     try:
         return CONFIG_MAPPING[read_as](**values)
-    except Exception as error:  # transformers and huggingface_hub validate with classes of their own
+    except Exception as error:  # transformers and huggingface_hub have exception classes of their own for validation
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"config.json cannot be read as a {config['model_type']} config: {reason}") from error
 
@@ -108,7 +108,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def experts_per_layer(row: Architecture, config: Mapping[str, Any], family: Any) -> list[int]:
-    """Routed experts per decoder layer, 0 where the layer is dense."""
+    """Return the number of routed experts per decoder layer, 0 for a dense layer."""
     layers, keys = positive(family, "num_hidden_layers"), row.count_keys
     if not keys:
         return [0] * layers

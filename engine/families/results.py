@@ -1,4 +1,4 @@
-"""config.json for smaller models: other numbers of experts, or dense ones; and who loads them."""
+"""config.json for smaller models, with other numbers of experts or dense; and the programs that load them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from engine.families.values import positive
 from engine.files.json_file import shown
 
 _OF_ANOTHER = frozenset(["block_configs", "auto_map", "quantization_config", GATE_WIDTH_KEY])
-"""Config keys that say something of the weights that a result is made from."""
+"""Config keys that describe the source's weights and do not apply to a result."""
 
 
 def with_experts(
     config: dict[str, Any], experts_per_decoder_layer: list[int], groups: Mapping[int, Sequence[int]] | None = None
 ) -> dict[str, Any]:
-    """config.json of the same model with other expert counts (0 = the layer was dense and stays so).
+    """Return the config.json of the model with other expert counts. A count of 0 means that the layer was dense and stays
+    dense.
 
-    groups: of each expert of a layer that has groups, by layer. Uniform counts, also in all groups, give a plain config of
-    the family. Others add `block_configs`; the caller adds `auto_map`.
+    groups: the group of each expert, by layer, for layers that have groups. Uniform counts, also in all groups, give a plain
+    config of the family. Other counts add `block_configs`; the caller adds `auto_map`.
     """
     row, of_layers = architecture_of(config), groups or {}
     family = load_transformers_config(config, plainly=True)
@@ -47,17 +48,17 @@ def _without_prediction_layers(row: Architecture) -> dict[str, Any]:
 
 
 def _is_plain(row: Architecture, experts: int, groups: int, of_layers: Iterable[Sequence[int]]) -> bool:
-    """Whether the family's own classes build layers of so many experts, whose groups are `of_layers`."""
+    """Return whether the family's own classes build layers of so many experts, whose groups are `of_layers`."""
     each, rest = divmod(experts, groups)
     even = [expert // max(each, 1) for expert in range(experts)]
     if rest or any(list(own) != even for own in of_layers):
         return False
-    # transformers judges every group by its two best experts, also where all experts are one group.
+    # transformers scores every group by its two best experts, also if all experts are one group.
     return each >= 2 or row.router.scores != "sigmoid" or not row.in_transformers
 
 
 def otherwise_in_transformers(config: Mapping[str, Any]) -> str | None:
-    """Why transformers' class computes another function than the model that was trained; None where it does not."""
+    """Return why transformers' class computes another function than the trained model, or None if it does not."""
     if not architecture_of(config).rotation.unknown_to_transformers:
         return None
     whole = decoder_config(config)
@@ -67,9 +68,9 @@ def otherwise_in_transformers(config: Mapping[str, Any]) -> str | None:
 
 
 def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | None:
-    """Who loads a checkpoint with this config.json, in a clause; None where transformers does.
+    """Return the programs that load a checkpoint with this config.json, as a clause; None if transformers loads it.
 
-    few_bits: with packed weights, which are always one by one.
+    few_bits: whether the checkpoint has packed low-bit weights, which are always stored one by one.
     """
     row = architecture_of(config)
     if few_bits and (row.experts.names.stacks or (row.shared and row.shared.stacks)):
@@ -97,10 +98,10 @@ def check_onnx(config: DecoderConfig) -> None:
 
 
 def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
-    """config.json of the dense sibling, each FFN `width` wide.
+    """Return the config.json of the dense sibling, with FFNs that are `width` wide.
 
-    A family without a sibling stays what it is, with one expert of that width in each MoE layer, which every token uses
-    with weight 1: as dense a model as its checkpoints can express.
+    A family without a sibling keeps its own config, with one expert of that width in each MoE layer. Every token uses this
+    expert with weight 1. This is as dense a model as the family's checkpoints can express.
     """
     row = architecture_of(config)
     if row.dense_sibling is None:
@@ -112,7 +113,7 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
         # The sibling is the mixture's own family, whose layers may all be dense.
         kept = {key: value for key, value in config.items() if key not in _OF_ANOTHER}
         return kept | kind | dense | _without_prediction_layers(sibling)
-    # The rotary parameters are always written whole: old configs have them under names of their own.
+    # The rotary parameters are always written whole, because old configs have them under other names.
     meant = family.to_dict()
     known, kept = _as_meant(config, meant, sibling.model_type, "rope_theta", "torch_dtype")
     kept["rope_parameters"] = meant["rope_parameters"]
@@ -126,10 +127,10 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
 def _as_meant(
     config: Mapping[str, Any], meant: Mapping[str, Any], sibling: str, *others: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The defaults of a sibling's config, and what a config of it must say to mean what this one does.
+    """Return the defaults of a sibling's config, and the entries that it needs to mean the same as this config.
 
-    That is what this config says under keys of the sibling or `others`, and what it leaves to its own family's defaults
-    where the sibling's are different.
+    These entries are this config's values under keys of the sibling or `others`, and the defaults of this family where the
+    sibling's defaults differ.
     """
     from transformers import CONFIG_MAPPING
 
@@ -140,9 +141,9 @@ def _as_meant(
 
 
 def as_dense_encoder_decoder(config: dict[str, Any], width: int) -> dict[str, Any]:
-    """config.json of the dense sibling of an encoder-decoder mixture, each FFN `width` wide.
+    """Return the config.json of the dense sibling of an encoder-decoder mixture, with FFNs that are `width` wide.
 
-    Raises UnsupportedError naming what the sibling cannot express.
+    Raises UnsupportedError naming the settings that the sibling cannot express.
     """
     row = ENCODER_DECODERS[config["model_type"]]
     assert row.dense_sibling is not None
@@ -151,7 +152,7 @@ def as_dense_encoder_decoder(config: dict[str, Any], width: int) -> dict[str, An
     _refuse_what_has_no_place(row, sibling, config, meant)
     _, kept = _as_meant(config, meant, sibling.model_type, "torch_dtype")
     return kept | {
-        # No key of the sibling's own config, but its models look for it there.
+        # The sibling's own config does not have this key, but its models read it from there.
         "decoder_start_token_id": meant["decoder_start_token_id"],
         "model_type": sibling.model_type,
         "architectures": [sibling.model_class],
@@ -167,7 +168,7 @@ def _refuse_what_has_no_place(
 
     activation, lacking = meant[row.activation_key], []
     for key in dict.fromkeys((row.activation_key, sibling.activation_key)):
-        # Old configs have the sibling's key too; both must say the same plain activation.
+        # Old configs have the sibling's key too. Both keys must name the same plain activation.
         if config.get(key, activation) != activation or activation not in ACT2FN or "-" in activation:
             lacking.append(f"{key}={shown(config.get(key, activation))}")
     if config.get("is_gated_act"):

@@ -1,11 +1,11 @@
-"""Whether rotary embeddings can be made of a config's parameters, found without torch where they are the plain ones."""
+"""Check that rotary embeddings can be made from a config's parameters, without torch if these are plain."""
 
 from __future__ import annotations
 
 from engine.families.config import DecoderConfig
 
 _USUAL_THETA = 1.0, 1e30
-"""Bases between these give frequencies that are positive numbers in float32, whatever the dimension."""
+"""Range of bases whose frequencies are positive numbers in float32, whatever the dimension."""
 
 
 def check_rotary(config: DecoderConfig) -> None:
@@ -15,6 +15,6 @@ def check_rotary(config: DecoderConfig) -> None:
     is_plain = parameters.get("rope_type", "default") == "default" and type(theta) in (int, float)
     if is_plain and lowest <= theta <= highest and config.rotary_dimension % 2 == 0:
         return
-    from engine.families.rotary_embedding import Rotary  # here: it imports torch, headers are read without
+    from engine.families.rotary_embedding import Rotary  # imports torch; headers are read without it
 
-    Rotary(config)  # made and dropped
+    Rotary(config)  # the object is only constructed for its checks

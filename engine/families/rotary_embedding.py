@@ -1,4 +1,4 @@
-"""Rotary embedding with the scalings that the families use; frequencies come from transformers.
+"""Rotary embedding with the scalings that the families use. The frequencies come from transformers.
 
 Shape suffixes: B batch, L new positions, R rotated dimensions of a head.
 """
@@ -16,7 +16,7 @@ from engine.families.config import DecoderConfig
 
 
 class Rotary:
-    """Rotary embedding (Su et al. 2021) with the scalings that the families use; frequencies come from transformers.
+    """Rotary embedding (Su et al. 2021) with the scalings that the families use. The frequencies come from transformers.
 
     `dynamic` and `longrope` depend on the longest sequence of the call, so their frequencies are chosen per forward.
     """
@@ -27,7 +27,7 @@ class Rotary:
         parameters = self._config.rope_parameters
         self.kind: str = parameters.get("rope_type", "default")
         self.varies = self.kind in ("dynamic", "longrope")
-        """Frequencies depend on the length of the text."""
+        """Whether frequencies depend on the length of the text."""
         self._theta: Any = parameters.get("rope_theta")
         self._original_max: int = parameters.get("original_max_position_embeddings", config.max_positions)
         self._max_positions = config.max_positions
@@ -41,13 +41,13 @@ class Rotary:
                 self._scaling, self._long = parameters["short_mscale"], (self._long[0], parameters["long_mscale"])
 
     def _checked(self, length: int | None) -> tuple[Tensor, float]:
-        """Initialise. Raises CheckpointError for parameters that give no frequencies to rotate by."""
+        """Return the initial frequencies and factor. Raises CheckpointError for parameters that give no frequencies."""
         try:
             frequencies, scaling = self._initialise(length)
             usable = frequencies.shape == (self._dimension // 2,) and bool((frequencies > 0).all())
             if not usable or not torch.isfinite(frequencies * scaling).all():
                 raise ValueError("the frequencies are not positive numbers, one for each pair of dimensions")
-        except Exception as error:  # transformers computes with whatever it finds there
+        except Exception as error:  # transformers computes with any values that it finds there
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise CheckpointError(f"config.json: rope_parameters cannot be used ({reason}); correct them") from error
         return frequencies, scaling
@@ -64,19 +64,19 @@ class Rotary:
 
     @property
     def switch(self) -> int | None:
-        """Positions up to which a call has the short form's frequencies, beyond which the long form's; None for one form."""
+        """Maximum number of positions for the short form's frequencies; None if there is one form."""
         return self._original_max if self._long is not None else None
 
     def scale_of(self, length: int) -> int:
-        """A number for the frequencies that a text of this length is read with: equal ones mean the same frequencies."""
+        """Return a number that identifies the frequencies for a text of this length. Equal numbers: equal frequencies."""
         if self.kind == "dynamic" and length > self._max_positions:
             return length
         return int(self.kind == "longrope" and length > self._original_max)
 
     def __call__(self, positions_BL: Tensor, dtype: torch.dtype, lengths_BL: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, 1, L, R] for integer positions [B, L].
+        """Return cosines and sines [B, 1, L, R] for integer positions [B, L].
 
-        lengths_BL: of the text that each position is read as part of; None for the longest of this call.
+        lengths_BL: length of the text that each position is read as part of; None for the longest text of this call.
         """
         if not self.varies:
             return self._turns(positions_BL, dtype, 0)

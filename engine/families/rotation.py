@@ -1,4 +1,4 @@
-"""Rotary positions as a part of a family: which dimensions of which layers are rotated, and with which scalings."""
+"""Rotary positions as a part of a family: the layers and dimensions that are rotated, and the scalings."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Rotation:
     """All dimensions of every head are rotated in every layer (Su et al. 2021)."""
 
     is_partial: ClassVar[bool] = False
-    """`partial_rotary_factor` is honored."""
+    """Whether `partial_rotary_factor` is honored."""
     has_mscales: ClassVar[bool] = False
-    """The short and the long form of `longrope` have a factor each, `short_mscale` and `long_mscale`."""
+    """Whether the short and the long form of `longrope` have a factor each, `short_mscale` and `long_mscale`."""
     unknown_to_transformers: ClassVar[bool] = False
-    """transformers' class of the family rotates all dimensions, whatever the config says."""
+    """Whether the family's transformers class rotates all dimensions, whatever the config says."""
     pairs: bool | str = False
-    """Rotated dimensions are paired with their neighbors and not half against half: True, False, or the config key."""
+    """Whether rotated dimensions are paired with neighbors, instead of half against half: True, False, or the config key."""
     types: tuple[str, ...] = ROPE_TYPES
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return keys(self.pairs)
 
     def lacking(self, family: Any) -> Iterator[str]:
-        """Settings of the config that cannot be honored."""
+        """Yield the settings of the config that cannot be honored."""
         rope = family.rope_parameters or {}
         if rope.get("rope_type", "default") not in self.types:
             yield f"rope_type={rope.get('rope_type')!r}"
@@ -43,49 +43,49 @@ class Rotation:
             yield f"partial_rotary_factor={rope['partial_rotary_factor']}"
 
     def dimension(self, family: Any, size: int) -> int:
-        """The number of a head's `size` dimensions that are rotated, the first ones."""
+        """Return how many of a head's `size` dimensions are rotated. The first ones are."""
         return size
 
     def of_layer(self, family: Any, index: int) -> tuple[bool, bool]:
-        """Whether a layer rotates, and whether rotated queries and keys are divided by their root mean square."""
+        """Return whether a layer rotates, and whether rotated queries and keys are divided by their root mean square."""
         return True, False
 
     def temperature(self, family: Any) -> Temperature | None:
-        """How queries of layers that do not rotate grow with their position; None where they do not."""
+        """Return how queries of layers that do not rotate grow with their position; None if they do not grow."""
         return None
 
 
 @dataclass(frozen=True)
 class PartialRotation(Rotation):
-    """The share `partial_rotary_factor` of a head's dimensions is rotated."""
+    """The fraction `partial_rotary_factor` of a head's dimensions is rotated."""
 
     is_partial: ClassVar[bool] = True
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return (*super().reads, "partial_rotary_factor")
 
     def dimension(self, family: Any, size: int) -> int:
-        """The share of `size`."""
+        """Return the fraction of `size`."""
         return int(size * family.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 @dataclass(frozen=True)
 class CountedRotation(Rotation):
-    """The config says how many dimensions of a head are rotated."""
+    """The config has the number of rotated dimensions of a head."""
 
     unknown_to_transformers: ClassVar[bool] = True
     count: str = "rotary_dim"
-    """Config key; all dimensions where config.json does not say."""
+    """Config key of the number; all dimensions are rotated if config.json does not have the key."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return (*super().reads, self.count)
 
     def dimension(self, family: Any, size: int) -> int:
-        """The config's number. Raises CheckpointError for more than there are, and for an odd number."""
+        """Return the config's number. Raises CheckpointError if it is odd or exceeds the head's dimensions."""
         rotated = natural(family, self.count) or size
         if rotated > size or rotated % 2:
             raise CheckpointError(
@@ -96,7 +96,7 @@ class CountedRotation(Rotation):
 
 @dataclass(frozen=True)
 class LongRotation(Rotation):
-    """`longrope` whose two forms have a factor each."""
+    """Rotation of kind `longrope`, whose two forms have a factor each."""
 
     has_mscales: ClassVar[bool] = True
     types: tuple[str, ...] = ("default", "longrope")
@@ -104,29 +104,29 @@ class LongRotation(Rotation):
 
 @dataclass(frozen=True)
 class SomeLayersRotate(Rotation):
-    """Some layers rotate; in the others queries may grow with their position (arXiv 2501.19399)."""
+    """Some layers rotate. In the others queries may grow with their position (arXiv 2501.19399)."""
 
     layers: str = "no_rope_layers"
     """Config key of a list with a 0 for each layer that does not rotate."""
     unit_norm: str = "use_qk_norm"
-    """Config key that says whether rotated queries and keys are divided by their root mean square."""
+    """Config key of the flag for dividing rotated queries and keys by their root mean square."""
     grows: str = "attn_temperature_tuning"
-    """Config key that says whether queries grow with their position where they are not rotated."""
+    """Config key of the flag for queries that grow with their position in layers that do not rotate."""
     floor: str = "floor_scale"
     slope: str = "attn_scale"
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Config keys that are read."""
+        """Config keys that the part reads."""
         return (*super().reads, self.layers, self.unit_norm, self.grows, self.floor, self.slope)
 
     def of_layer(self, family: Any, index: int) -> tuple[bool, bool]:
-        """Whether a layer rotates, and whether rotated queries and keys are divided by their root mean square."""
+        """Return whether a layer rotates, and whether rotated queries and keys are divided by their root mean square."""
         rotates = bool(of_layer(family, self.layers, index))
         return rotates, rotates and bool(getattr(family, self.unit_norm))
 
     def temperature(self, family: Any) -> Temperature | None:
-        """The config's floor and slope. Raises CheckpointError where they are not numbers, or the floor is 0."""
+        """Return the config's floor and slope. Raises CheckpointError if they are not numbers, or if the floor is 0."""
         if not getattr(family, self.grows):
             return None
         floor, slope = above_zero(family, self.floor), number(self.slope, getattr(family, self.slope))

@@ -1,4 +1,4 @@
-"""The families, one row each. A row has the names and config keys of one family; how they are used is in the parts.
+"""The families, one row each. A row has the names and config keys of one family. The parts implement their use.
 
 To add a family, write its row here: docs/adding-a-family.md shows one and lists the steps.
 """
@@ -56,7 +56,7 @@ _BIASED = GroupedQuery(qkv_bias="attention_bias", output_bias="attention_bias")
 # LLaMA-MoE
 _CALCULATOR = ExpertNames("mlp", ("weight_gate", "weight_up", "weight_down"), "calculator.experts.{projection}.{expert}")
 
-# DeepSeek's families and those after them
+# DeepSeek's families and those derived from them
 _FINE_GRAINED = Experts(("n_routed_experts",), width="moe_intermediate_size")
 _SIGMOID_GROUPS = SigmoidTopK(
     scale="routed_scaling_factor", in_float32=True, choice_bias="gate.e_score_correction_bias", groups=Groups()
@@ -101,7 +101,7 @@ _MINIMAX_RESIDUAL = NormResidual(
     feed_forward=("mlp_alpha_factor", "mlp_beta_factor"),
 )
 _MINIMAX = Architecture(
-    # MiniMax-Text-01 and M1 (arXiv 2501.08313), as transformers names what is in their config.
+    # MiniMax-Text-01 and M1 (arXiv 2501.08313), with transformers' names for the keys of their config.
     "minimax",
     "MiniMaxForCausalLM",
     attention=Lightning(window=SlidingWindow()),
@@ -152,7 +152,7 @@ _ROWS = (
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         attention=replace(_BIASED, qk_norm="head", window=SlidingWindow()),
-        # transformers 5 writes num_local_experts, every older reader wants num_experts.
+        # transformers 5 writes num_local_experts, but every older reader needs num_experts.
         experts=Experts(("num_experts", "num_local_experts"), width="moe_intermediate_size"),
         layers=SparseStep(),
         dense_sibling="qwen3",
@@ -205,7 +205,7 @@ _ROWS = (
         dense_sibling="deepseek_v2",
     ),
     _DEEPSEEK_V3,
-    # Kimi K2 is a DeepSeek V3 that needs code of its own for nothing but its name.
+    # Kimi K2 is a DeepSeek V3 whose own code differs only in its name.
     replace(_DEEPSEEK_V3, model_type="kimi_k2", words=another_name("deepseek_v3")),
     Architecture(
         "glm4_moe",
@@ -248,7 +248,7 @@ _ROWS = (
         shared=SharedExperts(width="moe_num_shared_experts"),
         layers=LayerRange("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
         prediction=PredictionLayers(prefix="model.mtp_"),
-        # use_bias is about all projections, the experts' too.
+        # use_bias applies to all projections, including those of the experts.
         settings=only(use_bias=False, moe_gate="topk", moe_gate_act="softmax", moe_use_aux_free=True, use_rmsnorm=True)
         | unused("moe_capacity", "moe_aux_loss_lambda"),
         dense_sibling="ernie4_5",

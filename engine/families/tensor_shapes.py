@@ -26,7 +26,7 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint with its shape, experts one by one, in the order of the layers."""
+    """Return every tensor of the checkpoint with its shape, experts one by one, in the order of the layers."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocabulary_size, config.hidden_size)}
     for index in range(len(config.layers)):
         shapes.update(layer_tensors(config, index))
@@ -39,7 +39,7 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of one decoder layer with their shapes."""
+    """Return the tensors of one decoder layer with their shapes."""
     row, layer, hidden = config.architecture, config.layers[index], config.hidden_size
     prefix = f"model.layers.{index}"
     shapes = _norm_tensors(config, f"{prefix}.input_layernorm")
@@ -60,7 +60,7 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...
 
 
 def router_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """The tensors that a layer's router logits are made from, with shapes."""
+    """Return the tensors that a layer's router logits are made from, with shapes."""
     row, moe = config.architecture, config.layers[layer].moe
     assert moe is not None
     if not moe.gate_network_width:
@@ -75,7 +75,7 @@ def router_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ..
 
 
 def noise_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """The tensors that the noise of a layer's router is made from, with shapes; nothing where it has none."""
+    """Return the tensors that the noise of a layer's router is made from, with shapes; empty if it has no noise."""
     moe = config.layers[layer].moe
     assert moe is not None
     if moe.noise_epsilon is None:
@@ -84,7 +84,7 @@ def noise_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int
 
 
 def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer that have one row for each expert, with shapes."""
+    """Return the tensors of a layer that have one row for each expert, with shapes."""
     row, moe = config.architecture, config.layers[layer].moe
     assert moe is not None
     shapes = router_tensors(config, layer)
@@ -96,7 +96,7 @@ def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
 
 
 def expert_shapes(config: DecoderConfig, layer: int) -> tuple[tuple[int, ...], ...]:
-    """The shape of each tensor of one of a layer's experts."""
+    """Return the shape of each tensor of one of a layer's experts."""
     moe, hidden = config.layers[layer].moe, config.hidden_size
     assert moe is not None
     weights = (moe.expert_width, hidden), (moe.expert_width, hidden), (hidden, moe.expert_width)
@@ -105,17 +105,17 @@ def expert_shapes(config: DecoderConfig, layer: int) -> tuple[tuple[int, ...], .
 
 
 def attention_weights(config: DecoderConfig, index: int) -> list[str]:
-    """Names on disk of the matrices of a layer's attention that are multiplied by as they are.
+    """Return the names on disk of a layer's attention matrices that are multiplied by as they are.
 
-    The one that keys and values of latent attention are made by is not among them: single positions are read with its
-    parts (absorbed).
+    The matrix that makes keys and values of latent attention is excluded: for single positions, the products use its parts
+    (absorbed).
     """
     tensors = _attention_tensors(config, index)
     return [name for name, shape in tensors if len(shape) == 2 and not name.endswith(f".{LATENT_UP}")]
 
 
 def feed_forward_weights(config: DecoderConfig, index: int) -> list[str]:
-    """Names on disk of the matrices of a layer's experts, the shared one among them, or of its dense FFN."""
+    """Return the names on disk of the matrices of a layer's experts, including the shared one, or of its dense FFN."""
     row, moe = config.architecture, config.layers[index].moe
     if moe is None:
         return [dense_tensor(index, projection) for projection in range(3)]
@@ -124,7 +124,7 @@ def feed_forward_weights(config: DecoderConfig, index: int) -> list[str]:
 
 
 def derived_tensors(config: DecoderConfig) -> list[str]:
-    """Tensors that transformers writes beside the weights and config.json says too: the decays of lightning attention."""
+    """Return the tensors that transformers writes although config.json implies them: decays of lightning attention."""
     names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     return [f"model.layers.{layer}.self_attn.{name}" for layer in config.lightning_layers for name in names]
 

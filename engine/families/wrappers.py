@@ -1,4 +1,4 @@
-"""Families whose models hold a language model of a row of the table beside other parts, which are not read."""
+"""Families whose models contain a language model of a row of the table. The other parts of these models are not read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Wrapper:
-    """Where the config and the tensors of such a language model are."""
+    """The place of the config and of the tensors of such a language model."""
 
     config_key: str
     """Key of the language model's own config."""
@@ -24,7 +24,7 @@ WRAPPERS = {"llama4": Wrapper("text_config", "language_model.", ("vision_model."
 
 
 def language_model(config: dict[str, Any]) -> tuple[dict[str, Any], Wrapper | None]:
-    """The config of the language model that a raw config.json describes, and the family around it, if there is one."""
+    """Return the config of the language model in a raw config.json, and the family around it, if there is one."""
     wrapper = WRAPPERS.get(str(config.get("model_type")))
     if wrapper is None:
         return config, None

@@ -1,24 +1,24 @@
-"""Products and attention at the speed of this machine: kernels for the CPU and the GPU, low-bit weights, devices.
+"""Matrix products and attention: kernels for the CPU and the GPU, low-bit weights, and devices.
 
-Kernels take tensors, numbers and addresses; they know neither families nor checkpoints, which may not come in here.
-Importing this package loads nothing. Start with `linear`, which chooses between torch and the compiled kernels, then
-`compiled`, the functions that call those.
+Kernels take tensors, numbers and addresses. They know neither families nor checkpoints, and no code about those may come in
+here. Importing this package loads nothing. Start with `linear`, which chooses between torch and the compiled kernels, then
+read `compiled`, which holds the functions that call the kernels.
 
-The compiled kernels for the CPU (Numba, optional: `pip install moe-compress[fast]`) are one file for each thing they
-do: `products` and `dot_products` (matrices times a few vectors), `low_bit` (those of 8 and 4 bits), `panels` (times
-many vectors), `experts` and `expert_panels` (SwiGLU of chosen experts), `attention`, and `step` (all layers for one
-token). Each file begins with the record that its kernels are given. `compiling` tells when a kernel is compiled,
-`cache_directory` where it is kept; `instructions`, `memory` and `arithmetic` are what kernels are written with.
+Each file of the compiled kernels for the CPU (Numba, optional: `pip install moe-compress[fast]`) has one task: `products`
+and `dot_products` (matrices times a few vectors), `low_bit` (matrices of 8 and 4 bits), `panels` (matrices times many
+vectors), `experts` and `expert_panels` (SwiGLU of the chosen experts), `attention`, and `step` (all layers for one token).
+Each file begins with the record that its kernels are given. `compiling` decides when a kernel is compiled, and
+`cache_directory` where the code is kept; kernels are written with `instructions`, `memory` and `arithmetic`.
 
-Decoding is bound by the memory that its weights come from. The kernels read each weight once for all vectors, a block
-of rows after the other, one or two streams per thread, and add up in float32. One call does what torch needs a dozen
-for: several matrices on the same vectors, or all chosen experts of a layer, each on the tokens that chose it.
+Decoding is bound by memory bandwidth. The kernels read each weight once for all vectors, one block of rows after another,
+in one or two streams per thread, and accumulate in float32. One call does the work of a dozen torch operations:
+several matrices on the same vectors, or all chosen experts of a layer, each on the tokens that chose it.
 
-Products are written as LLVM instructions, because a compiler that vectorizes a loop adds up in another order for each
-number of vectors. Here there is one order, so that a sequence gets the same bits whatever is computed beside it.
+Products are written as LLVM instructions, because a compiler that vectorizes a loop chooses another order of summation for
+each number of vectors. Here the order is fixed, so that the results of a sequence are bit-identical in every batch.
 
-Compiled kernels call each other by address, never by name: each is compiled once and by itself, at its first use, and a
-model of 8-bit weights compiles nothing that is for 4-bit ones.
+Compiled kernels call each other by address, never by name. Each is compiled separately, at its first use, and a
+model of 8-bit weights compiles no kernel for 4-bit weights.
 
 Shape suffixes: T tokens, O output features, I input features, S slots (chosen experts), N experts, D hidden, F expert
 width, M matrices or pairs of token and slot, B sequences, G key-value heads, H query heads, R query heads of one group,

@@ -1,4 +1,4 @@
-"""Numbers: bfloat16 to float32 and back, and the exponential function, in operations that vectorize."""
+"""Conversion between bfloat16 and float32, and the exponential function, in operations that vectorize."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.kernels.memory import halves
 
 @intrinsic  # type: ignore[untyped-decorator]
 def as_float(context: Any, bits: Any) -> Any:
-    """The float32 with these 32 bits: a bfloat16 is the upper half of one."""
+    """Return the float32 with these 32 bits. A bfloat16 is the upper half of a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -25,7 +25,7 @@ def as_float(context: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _as_bits(context: Any, value: Any) -> Any:
-    """The 32 bits of a float32."""
+    """Return the 32 bits of a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
@@ -35,26 +35,26 @@ def _as_bits(context: Any, value: Any) -> Any:
 
 @inline
 def widen(bits: Any) -> Any:
-    """A bfloat16's bits as float32."""
+    """Return the float32 value of a bfloat16, which is given as its bits."""
     return as_float(np.uint32(bits) << np.uint32(16))
 
 
 @inline
 def narrow(value: Any) -> Any:
-    """float32 to the nearest bfloat16's bits, ties to even."""
+    """Return the bits of the bfloat16 that is nearest to a float32 value, with ties to even."""
     bits = _as_bits(value)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @inline
 def narrow_pair(low: Any, high: Any) -> Any:
-    """Two float32 values as neighbouring bfloat16, the first one in the lower half."""
+    """Round two float32 values to bfloat16 and return them in one number, the first value in the lower half."""
     return np.uint32(narrow(low)) | np.uint32(narrow(high)) << np.uint32(16)
 
 
 @inline
 def exp(x: Any) -> Any:
-    """e^x in float32 to 2 units in the last place, in operations that vectorize: 2^n · e^r with |r| ≤ ln(2) / 2."""
+    """Return e^x in float32, accurate to 2 units in the last place, as 2^n · e^r with |r| ≤ ln(2) / 2."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
@@ -66,7 +66,7 @@ def exp(x: Any) -> Any:
 
 @inline
 def wide_vector(address: Any, length: Any) -> Any:
-    """A copy in float32 of the bfloat16 values at an address."""
+    """Return a float32 copy of the bfloat16 values at an address."""
     bits = numba.carray(halves(address), (length,))
     wide = np.empty(length, np.float32)
     for index in range(length):

@@ -1,4 +1,4 @@
-"""Attention of one new position of each sequence, over a cache of keys and values that lie in blocks of positions."""
+"""Attention of one new position of each sequence over a cache whose keys and values lie in blocks of positions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ATTENTION = np.dtype(
     [
         ("kernels", np.int64),
         *((name, np.int64) for name in ("query", "key", "value", "cosine", "sine")),  # [B, H or G, E], angles [B, E]
-        *((f"{name}_stride", np.int64) for name in ("query", "key", "value")),  # values from a sequence to the next
-        ("keys", np.int64),  # of the cache, [G, slots, E]
+        *((f"{name}_stride", np.int64) for name in ("query", "key", "value")),  # values from one sequence to the next
+        ("keys", np.int64),  # keys of the cache, [G, slots, E]
         ("values", np.int64),
         ("group_stride", np.int64),  # values from one group of the cache to the next
         ("sequences", np.int64),
@@ -28,25 +28,26 @@ ATTENTION = np.dtype(
         ("groups", np.int64),
         ("size", np.int64),  # E
         ("blocks", np.int64),  # [B, M] int64: the blocks of each sequence
-        ("blocks_of_one", np.int64),  # M
+        ("blocks_of_one", np.int64),  # M, blocks of one sequence
         ("past", np.int64),  # [B] int64: filled positions
         ("block_size", np.int64),
-        ("window", np.int64),  # positions that are seen; below 0 the size of chunks, 0 for all
+        ("window", np.int64),  # visible positions; a negative number is the size of chunks; 0 for all positions
         ("sinks", np.int64),  # [H] float32; 0 for none
         ("results", np.int64),  # [B, H, E] bfloat16
-        ("scale", np.float32),  # of the scores
+        ("scale", np.float32),  # factor of the scores
     ],
     align=True,
 )
-"""One new position of each sequence: rotates queries and keys, appends keys and values to the cache, then attends."""
+"""Arguments of the attention of one new position of each sequence. The kernel rotates queries and keys, appends keys and
+values to the cache, and then attends."""
 attention_at = record_at(ATTENTION)
 
 
 def _weigh(rows: int, size: int) -> Any:
-    """A function of (address of P bfloat16 vectors, values from one to the next, P, address of R rows of P float32 weights,
-    values from one row to the next, address of the results, stride).
+    """Return a function of (address of P bfloat16 vectors, values from one vector to the next, P, address of R rows of P
+    float32 weights, values from one row to the next, address of the results, stride).
 
-    Σ_p weight_rp · vector_p, of `size` values, is added to the float32 results of row r, at `r · stride`.
+    The function adds Σ_p weight_rp · vector_p, of `size` values, to the float32 results of row r at `r · stride`.
     """
     kind = many(FLOAT, size)
 
@@ -80,7 +81,7 @@ _ONE_OF_ONE = _weigh(1, 1)
 
 @kernel("void(int64, int64, int64, int64, int64, int64, int64)")
 def add_weighted(x: Any, size: Any, count: Any, weights: Any, positions: Any, rows: Any, results: Any) -> None:
-    """Add `count` bfloat16 vectors of `size` at `x`, each times its weight, to `rows` float32 results side by side."""
+    """Add `count` bfloat16 vectors of `size` values at `x`, each times its weight, to `rows` contiguous float32 results."""
     row = 0
     while row < rows:
         four = row + 4 <= rows
@@ -109,7 +110,7 @@ def add_weighted(x: Any, size: Any, count: Any, weights: Any, positions: Any, ro
 
 @helper
 def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
-    """One head's vector turned to its position, halves paired."""
+    """Apply the rotary embedding to one head's vector, whose two halves are paired."""
     size = cosine_E.shape[0]
     half = size // 2
     head_E = numba.carray(halves(address), (size,))
@@ -121,7 +122,7 @@ def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
 
 @kernel(JOB, calls=("parallel_for", "attend_block"))
 def attend(address: Any) -> None:
-    """The groups of all sequences, shared among threads."""
+    """Attend for the groups of all sequences, which are shared among threads."""
     job = attention_at(address)
     table = kernels_at(job.kernels)
     call(table.parallel_for, (table.attend_block, address, job.sequences * job.groups))
@@ -129,13 +130,13 @@ def attend(address: Any) -> None:
 
 @inline
 def _slot(job: Any, blocks_M: Any, position: Any) -> Any:
-    """Where a sequence's position lies in the cache."""
+    """Return the slot of the cache that holds a sequence's position."""
     return blocks_M[position // job.block_size] * job.block_size + position % job.block_size
 
 
 @inline
 def _first_seen(window: Any, past: Any) -> Any:
-    """The first position that the next one may look at."""
+    """Return the first position that the new position may attend to."""
     first = 0
     if window > 0:
         first = max(0, past + 1 - window)
@@ -146,7 +147,7 @@ def _first_seen(window: Any, past: Any) -> Any:
 
 @helper
 def _append(job: Any, sequence: Any, group: Any, slot: Any, cosine_E: Any, sine_E: Any) -> None:
-    """Rotate the new key, and write it and the new value into the cache."""
+    """Rotate the new key, and write the rotated key and the new value into the cache."""
     size = job.size
     new = 2 * (group * job.group_stride + slot * size)
     key_E, value_E = numba.carray(halves(job.keys + new), (size,)), numba.carray(halves(job.values + new), (size,))
@@ -160,7 +161,7 @@ def _append(job: Any, sequence: Any, group: Any, slot: Any, cosine_E: Any, sine_
 
 @helper
 def _softmax(scores_RP: Any, scale: Any, sinks: Any, first_head: Any, total_R: Any) -> None:
-    """Scores become e^(scale · score − largest), and `total_R` their sums; sinks: an address, or 0."""
+    """Replace the scores by e^(scale · score − largest) with their sums in `total_R`. sinks: an address, or 0 for none."""
     per_group, positions = scores_RP.shape
     sinks_R = numba.carray(floats(sinks + 4 * first_head), (per_group,))
     for head in range(per_group):
@@ -178,7 +179,7 @@ def _softmax(scores_RP: Any, scale: Any, sinks: Any, first_head: Any, total_R: A
 
 @kernel(BLOCK, calls=("multiply_wide", "add_weighted"))
 def attend_block(address: Any, work: Any) -> None:
-    """One group of one sequence: its queries read each key and each value once, a block of the cache after the other."""
+    """Attend for one group of one sequence. All its queries share one read of each key and value, block after block."""
     job = attention_at(address)
     table, size, per_group = kernels_at(job.kernels), job.size, job.heads // job.groups
     sequence, group = work // job.groups, work % job.groups

@@ -1,11 +1,11 @@
-"""Where compiled kernels are kept on disk: a directory named after all that their code depends on.
+"""The directory of compiled kernels on disk, which is named after everything that their code depends on.
 
-Numba's own cache looks at the file of a function only, and kernels are made of functions of several files. Here the name of
-the directory holds a digest of every file of this package and of Numba's version, and one of the processor; a change of any
-is a new directory, and those of older digests are removed.
+Numba's own cache checks only the file of a function, but kernels are made of functions of several files. Here the name of
+the directory contains a digest of every file of this package and of Numba's version, and a digest of the processor. A change
+of any of them leads to a new directory, and directories of older digests are removed.
 
-The directory lies where Numba would keep its own: in `NUMBA_CACHE_DIR` if that is set, else beside the package's files,
-else in the user's cache directory; the first of them that can be written to.
+The directory lies where Numba would keep its own cache: in `NUMBA_CACHE_DIR` if that is set, else beside the package's
+files, else in the user's cache directory. The first of these places that is writable is taken.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _digest(*parts: bytes) -> str:
 
 
 def source_digest(room: Path = _ROOM) -> str:
-    """A digest of the package's files and of the versions that compile them."""
+    """Return a digest of the package's files and of the versions that compile them."""
     files = [part for path in sorted(room.glob("*.py")) for part in (path.name.encode(), path.read_bytes())]
     return _digest(*files, numba.__version__.encode(), llvmlite.__version__.encode(), sys.version.encode())
 
 
 def processor_digest() -> str:
-    """A digest of the processor's name and features."""
+    """Return a digest of the processor's name and features."""
     return _digest(NAME.encode(), FEATURES.encode())
 
 
@@ -57,12 +57,12 @@ def _parents() -> Iterator[Path]:
 
 @cache
 def cache_directory() -> Path:
-    """The directory, made where there is none yet.
+    """Return the directory, which is created if it does not exist.
 
     Raises:
-        RuntimeError: nothing can be written in any of the places.
+        RuntimeError: none of the places is writable.
     """
-    # One parent may serve several checkouts, and one home several processors: only a checkout's own old code is removed.
+    # One parent may serve several checkouts, and one home several processors: a checkout removes only its own old code.
     checkout = f"{_PREFIX}-{_digest(str(_ROOM).encode())}"
     current = f"{checkout}-{source_digest()}"
     for parent in _parents():
@@ -84,7 +84,7 @@ def cache_directory() -> Path:
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc]
-    """Tells Numba to keep a function in the directory; whatever changes the code changes its name."""
+    """Makes Numba keep a function in the directory. The directory's name covers every change of the code."""
 
     def __init__(self, function: Any) -> None:
         self._line = function.__code__.co_firstlineno
@@ -108,12 +108,12 @@ class _CacheFiles(CompileResultCacheImpl):  # type: ignore[misc]
 
 
 class KernelCache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache of one function, in the directory."""
+    """Numba's cache of one function, kept in the directory."""
 
     _impl_class = _CacheFiles
 
     def holds(self, signature: Any, context: Any) -> bool:
-        """Whether the function's code is there, compiled for this signature."""
+        """Return whether the directory holds the function's code, compiled for this signature."""
         context.refresh()
         name = self._cache_file._load_index().get(self._index_key(signature, context.codegen()))
         return name is not None and Path(self._cache_file._data_path(name)).exists()

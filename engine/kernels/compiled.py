@@ -1,7 +1,7 @@
-"""The compiled kernels as the rest of the program calls them: functions of addresses, which check nothing.
+"""The compiled kernels as the rest of the program calls them: functions of addresses, which validate nothing.
 
-Importing this module loads Numba, and raises ImportError without it, and RuntimeError where compiled code cannot be kept on
-disk. Weights are read where they lie; nothing is wrapped or checked on the way.
+Importing this module loads Numba. It raises ImportError if Numba is not installed, and RuntimeError if compiled code cannot
+be kept on disk. Weights are read in place, without a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.kernels import attention, expert_panels, experts, low_bit, panels, s
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
 from engine.kernels.cache_directory import cache_directory
-from engine.kernels.compiling import Kernel, prepare
+from engine.kernels.compiling import KERNELS, Kernel, prepare
 from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.forms import PLAIN, form_address, form_kernels
 from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS, ROUNDED
@@ -29,6 +29,7 @@ from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
 __all__ = [
     "GROUP_SIZES",
     "HEAD_NORM",
+    "KERNELS",
     "LAYER",
     "MULTIPLE_OF_OUTPUTS",
     "MULTIPLIES_BFLOAT16",
@@ -43,6 +44,7 @@ __all__ = [
     "dequantized",
     "expert_table",
     "form_address",
+    "load_parts",
     "multiplies_many",
     "needed",
     "prepare",
@@ -53,13 +55,13 @@ __all__ = [
 ]
 Address = int
 Place = tuple[Address, Address]
-"""Where a weight's values and its scales begin; plain weights have no scales (0)."""
+"""Addresses of a weight's values and of its scales. Plain weights have no scales (0)."""
 
 cache_directory()
 
 
 def _record(kind: Any, **fields: Any) -> Any:
-    """An array of one record with these fields; the others are zero."""
+    """Return an array of one record with these fields. The other fields are zero."""
     made = np.zeros(1, kind)
     own = made[0]
     for name, value in fields.items():
@@ -81,9 +83,9 @@ def products(
     *,
     many: bool = False,
 ) -> Any:
-    """[x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O], as the bits of bfloat16.
+    """Return [x·W_0ᵀ, x·W_1ᵀ, …] side by side, [T, O], as the bits of bfloat16.
 
-    x: contiguous bfloat16. form: of all the weights. many: take the kernel for many rows.
+    x: contiguous bfloat16. form: the form that all weights share. many: whether to use the kernel for many rows.
     """
     ends_M, matrices = np.array(list(accumulate(outputs)), np.int64), np.array(weights, np.int64)
     y_TO = np.empty((rows, ends_M[-1]), np.uint16)
@@ -105,7 +107,7 @@ def products(
 
 
 def expert_table(experts: Iterable[Sequence[Place]]) -> Any:
-    """Where the weights of experts lie, as `swiglu` reads it: gate, up and down of each, and their plain biases if any."""
+    """Return the table for `swiglu`: the addresses of each expert's gate, up and down, and of their plain biases if any."""
     rows = [(*each[:3], *(bias for bias, _ in each[3:]), *(0,) * (6 - len(each))) for each in experts]
     return np.array(rows, EXPERT)
 
@@ -122,13 +124,16 @@ def swiglu(
     *,
     many: bool = False,
 ) -> Any:
-    """Σ_s w_s · FFN_s(scale_s · x), [T, D], as the bits of bfloat16; an expert is read once for all tokens that chose it.
+    """Return Σ_s w_s · FFN_s(scale_s · x), [T, D], as the bits of bfloat16.
+
+    Each expert's weights are read once for all tokens that chose the expert.
 
     x [T, D]: contiguous bfloat16. experts_N: an `expert_table`. chosen_TS: int64, negative for an empty slot; weights_TS,
-    scales_TS: float32, None for scales of one. sizes: D and F. form: of the matrices. clamp: α and limit of a ClampedSwiglu.
-    many: take the kernel for many tokens of each expert.
+    scales_TS: float32, None for scales of one. sizes: D and F. form: the form of the matrices. clamp: α and limit of a
+    ClampedSwiglu. many: whether to use the kernel for many tokens of each expert.
     """
     (hidden, width), (alpha, limit) = sizes, clamp or (1.0, 0.0)
+    assert chosen_TS.dtype == np.int64 and weights_TS.dtype == np.float32
     (tokens, slots), y_TD = chosen_TS.shape, np.empty((chosen_TS.shape[0], hidden), np.uint16)
     job = _record(
         EXPERTS,
@@ -154,7 +159,7 @@ def swiglu(
 
 
 def dequantized(weight: Place, shape: tuple[int, int], form: tuple[int, int]) -> Any:
-    """The bits of the bfloat16 matrix [O, I] that a low-bit weight stands for, each weight rounded once."""
+    """Return the dequantized matrix [O, I] of a low-bit weight, as the bits of bfloat16. Each weight is rounded once."""
     y_OI = np.empty(shape, np.uint16)
     job = _record(low_bit.WIDENED, kernels=TABLE_ADDRESS, form=form_address(form), values=weight[0], scales=weight[1])
     job["outputs"], job["inputs"], job["results"] = *shape, _address(y_OI)
@@ -163,7 +168,7 @@ def dequantized(weight: Place, shape: tuple[int, int], form: tuple[int, int]) ->
 
 
 def rms_norm(x: Address, weight: Address, epsilon: float, rows: int, size: int) -> Any:
-    """x / rms(x) · weight of each row, [T, D], as the bits of bfloat16; both are contiguous bfloat16."""
+    """Return x / rms(x) · weight for each row, [T, D], as the bits of bfloat16. x and weight are contiguous bfloat16."""
     y_TD = np.empty((rows, size), np.uint16)
     product_kernels.rms_norm(x, weight, epsilon, rows, size, _address(y_TD))
     return y_TD
@@ -180,13 +185,14 @@ def attend(
     scale: float,
     sinks_H: Any = None,
 ) -> Any:
-    """One new position of each sequence: rotates queries and keys, appends keys and values to the cache, attends.
+    """Attend for one new position of each sequence: rotate queries and keys, append keys and values to the cache, and
+    attend.
 
     inputs: query [B, H, E], key and value [B, G, E], cosine and sine [B, E]; strides: values from one sequence's query, key
     and value to the next one's. cache: keys and values [G, slots, E], with `group_stride` values from one group to the next.
-    shape: B, H, G and E. places: blocks int64 [B, M] of each sequence, filled positions int64 [B], positions of a block.
-    window: sliding; below zero, the size of chunks; None for none. scale: of the scores. sinks_H: float32, where heads have
-    them. Returns [B, H, E] bits of bfloat16.
+    shape: B, H, G and E. places: blocks int64 [B, M] of each sequence, filled positions int64 [B], and positions per block.
+    window: size of the sliding window, a negative size of chunks, or None for neither. scale: factor of the scores.
+    sinks_H: attention sinks, float32, if the heads have any. Returns [B, H, E] as the bits of bfloat16.
     """
     (sequences, heads, groups, size), (blocks_BM, past_B, block_size) = shape, places
     mixed_BHE = np.empty((sequences, heads, size), np.uint16)
@@ -226,13 +232,15 @@ def decode(
     thresholds_T: Any,
     seen: tuple[Any, Any, Any, Any] | None = None,
 ) -> None:
-    """All layers of a decoder for the next position of each sequence, or the next few of one; written over x [T, D].
+    """Compute all layers of a decoder for the next position of each sequence, or for the next few positions of one sequence.
 
-    x: contiguous bfloat16. layers: records of LAYER. caches: keys and values of each layer; they and places as in `attend`.
-    angles: cosine and sine [T, E]. sizes: H, G, E, `group_stride`, and the kind of query and key norms. scalars: ε of the
-    norms, scale of the scores, what is added to the residual is multiplied by. shape: T and D. thresholds_T: float32, of
-    adaptive skipping. seen: arrays that choices and weights [layers, T, S], inputs [layers, T, D] and logits [layers, T, N]
-    of experts go to.
+    The result overwrites x [T, D].
+
+    x: contiguous bfloat16. layers: records of LAYER. caches: keys and values of each layer. caches and places are as in
+    `attend`. angles: cosine and sine [T, E]. sizes: H, G, E, `group_stride`, and the kind of query and key norms. scalars: ε
+    of the norms, factor of the scores, and factor of each addition to the residual. shape: T and D. thresholds_T: float32,
+    the thresholds of adaptive skipping. seen: arrays that receive the choices and weights [layers, T, S], the inputs
+    [layers, T, D] and the logits [layers, T, N] of the experts.
     """
     (tokens, hidden), (blocks_BM, past_B, block_size), (heads, groups, size, group_stride, norms) = shape, places, sizes
     caches_L = np.array(caches, np.int64)
@@ -263,15 +271,23 @@ def decode(
         **dict(zip(("epsilon", "scale", "residual"), scalars, strict=True)),
     )
     if seen is not None:
+        step.tell_observers.load()
         for name, array in zip(("seen_chosen", "seen_weights", "seen_inputs", "seen_logits"), seen, strict=True):
             job[name] = _address(array)
         job["seen_slots"], job["seen_experts"] = seen[0].shape[2], seen[3].shape[2]
     step.decode(_address(job))
 
 
+def load_parts(layers: Any) -> None:
+    """Load the parts of a step that only some models have: a gate of shared experts, adaptive skipping."""
+    for has_it, kernel in ((layers["shared_gate"]["values"], step.gate_shared), (layers["gamma1"], step.skip_slots)):
+        if has_it.any():
+            kernel.load()
+
+
 def needed(bits: Iterable[int], *, is_whole: bool = True) -> list[Kernel]:
-    """The kernels that decode with weights of so many bits each; is_whole: also the one of all layers at once."""
+    """Return the kernels that decode with weights of these bits. is_whole: whether to add the kernel of all layers."""
     every = [kernel for each in sorted({16, *bits}, reverse=True) for kernel in form_kernels(each)]
-    every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu]
+    every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, attention.attend]
     every += [step.decode] if is_whole else []
     return every + ([panels.panel_products, expert_panels.panel_swiglu] if MULTIPLIES_BFLOAT16 else [])

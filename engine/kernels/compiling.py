@@ -1,14 +1,13 @@
-"""Kernels: functions that Numba compiles for this processor, each by itself, when it is first needed.
+"""Kernels: functions that Numba compiles for this processor, each separately, when the kernel is first needed.
 
-A kernel takes whole numbers and float32 values, and gives nothing; it reads and writes at addresses. It is loaded from disk
-(cache_directory.py), or compiled and kept there. Kernels call each other through a table of addresses, so none is compiled
-into another and none twice.
+A kernel takes integers and float32 values and returns nothing; it reads and writes memory by address. A kernel is loaded
+from disk (cache_directory.py), or compiled and kept there. Kernels call each other through a table of addresses, so none is
+compiled into another and none is compiled twice.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,22 +22,21 @@ from engine.progress import Progress, no_progress
 _MATHS = {"reassoc", "contract", "nsz"}
 """Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are. LLVM applies this to every
 kernel, to written instructions that say nothing else too: results change with it."""
-NOTICE_SECONDS = 2.0
-"""Compiling that takes longer than this is told about."""
 NOTICE = "compiling kernels for this processor (once)"
 JOB = "void(int64)"
 """The signature of a kernel that is given the address of a record."""
 BLOCK = "void(int64, int64)"
-"""The signature of a kernel that does one part of the work that a record describes: its address, and the part's number."""
+"""The signature of a kernel that does one part of the work of a record. Its arguments are the address and the part's
+number."""
 
 
 def inline(function: Any) -> Any:
-    """A decorator: the function becomes part of each that calls it."""
+    """Decorate a function that is inlined into each function that calls it."""
     return numba.njit(fastmath=_MATHS, inline="always", error_model="numpy")(function)
 
 
 def helper(function: Any) -> Any:
-    """A decorator: the function is compiled with each kernel that calls it, and cannot be called from Python."""
+    """Decorate a function that is compiled with each kernel that calls it, and that cannot be called from Python."""
     made = numba.njit(fastmath=_MATHS, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
     return made(function)
 
@@ -49,7 +47,7 @@ class Kernel:
     def __init__(
         self, function: Callable[..., None], signature: str, calls: tuple[str, ...], options: dict[str, Any]
     ) -> None:
-        """calls: names of other kernels whose addresses it reads from the table."""
+        """calls: names of other kernels, whose addresses this kernel reads from the table."""
         self.name = function.__name__
         self._calls = calls
         self._function: Any = CFunc(function, normalize_signature(signature), locals={}, options=options)
@@ -57,7 +55,7 @@ class Kernel:
         self._is_loaded = False
 
     def load(self) -> None:
-        """Have it ready to be called, with those that it calls: from disk, or compiled."""
+        """Load the kernel and those that it calls, from disk or by compiling them."""
         if self._is_loaded:
             return
         with self._lock:
@@ -72,7 +70,7 @@ class Kernel:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is loaded or lies on disk, ready to be loaded."""
+        """Return whether the kernel is loaded, or lies on disk ready to be loaded."""
         function = self._function
         if self._is_loaded:
             return True
@@ -81,12 +79,12 @@ class Kernel:
 
     @property
     def needs(self) -> list[Kernel]:
-        """Itself after all kernels that it calls."""
+        """Return all kernels that this kernel calls, and then the kernel itself."""
         return [*(each for name in self._calls for each in KERNELS[name].needs), self]
 
     @property
     def address(self) -> int:
-        """Where its code begins."""
+        """Return the address of the kernel's code."""
         self.load()
         address: int = self._function.address
         return address
@@ -103,7 +101,7 @@ KERNELS: dict[str, Kernel] = {}
 def kernel(
     signature: str, calls: tuple[str, ...] = (), *, is_parallel: bool = False
 ) -> Callable[[Callable[..., None]], Kernel]:
-    """A decorator that makes a kernel of a function; calls: names of the kernels that it calls."""
+    """Decorate a function that becomes a kernel. calls: names of the kernels that it calls."""
     options = {"parallel": is_parallel, "error_model": "numpy", "fastmath": _MATHS}
 
     def made(function: Callable[..., None]) -> Kernel:
@@ -114,14 +112,12 @@ def kernel(
 
 
 def prepare(wanted: Iterable[Kernel], progress: Progress = no_progress) -> None:
-    """Load these kernels and those that they call; show a progress bar where some are compiled and that takes long."""
-    every = dict.fromkeys(each for kernel in wanted for each in kernel.needs)
+    """Load these kernels and those that they call. A progress bar is shown if compiling takes long."""
+    every = list(dict.fromkeys(each for kernel in wanted for each in kernel.needs))
     missing = [each for each in every if not each.is_kept]
-    started = time.perf_counter()
-    while missing and time.perf_counter() - started < NOTICE_SECONDS:
-        missing.pop(0).load()
-    for each in progress(missing, NOTICE) if missing else ():
-        each.load()
+    if missing:
+        for each in progress(missing, NOTICE):
+            each.load()
     for each in every:
         each.load()
 
@@ -142,9 +138,18 @@ TABLE_OF_ADDRESSES = np.dtype(
             ),
             *("middle_block", "down_block", "attend", "attend_block", "add_weighted"),
             *("multiply_panel", "pack_block", "panel_products_block"),
+            *(
+                "attention_layer",
+                "feed_forward_layer",
+                "routed_experts",
+                "correct_projection",
+                "add_columns",
+                "add_to_residual",
+            ),
+            *("choose_experts", "skip_slots", "gate_shared", "tell_observers"),
             *("pack_experts_block", "unit_panels_block", "down_panels_block"),
         )
     ]
 )
 TABLE = np.zeros(1, TABLE_OF_ADDRESSES)
-"""Where the kernels that are loaded begin."""
+"""Addresses of the loaded kernels."""

@@ -8,7 +8,10 @@ from engine.errors import OptionError
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one. Raises OptionError for an unknown device and for CUDA where there is none."""
+    """Return the device of this name; `auto` is CUDA where it is available.
+
+    Raises OptionError for an unknown device, and for CUDA where it is not available.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cpu", "cuda"):
@@ -19,7 +22,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def set_threads(count: int | None) -> None:
-    """Threads of torch for the whole process; None leaves them. Raises OptionError below 1."""
+    """Set the number of torch threads of the whole process; None leaves it. Raises OptionError below 1."""
     if count is not None and count < 1:
         raise OptionError(f"threads is {count}; it must be at least 1")
     if count is not None:

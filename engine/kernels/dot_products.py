@@ -1,4 +1,4 @@
-"""bfloat16 matrices times a few vectors: dot products of which each is added up in one order, for any number of vectors.
+"""bfloat16 matrices times a few vectors: each dot product is summed in one order, whatever the number of vectors.
 
 A tile multiplies one or two matrix rows with up to four vectors, so that each weight is read once for all of them. Where the
 processor multiplies pairs of bfloat16 (AVX512-BF16), vectors are rounded to bfloat16; elsewhere they are float32.
@@ -42,18 +42,18 @@ MULTIPLY = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 vectors, how many they are, results, stride). The product of matrix row w and vector r goes to place `w + r · stride` of the
 float32 results."""
 PREPARE = "void(int64, int64, int64)"
-"""The signature of the kernels that make of float32 values what `MULTIPLY` is given: (values, how many, result)."""
+"""The signature of the kernels that prepare float32 values for `MULTIPLY`. Arguments: (values, how many, result)."""
 _SUMS, _PAIR_SUMS = 4, 2
-"""Vector registers that one product is added up in, and where pairs of bfloat16 are multiplied. There are several because
-additions to one would wait for each other."""
+"""Number of vector registers that accumulate one product, and the number where pairs of bfloat16 are multiplied. There are
+several registers because additions to the same register would wait for each other."""
 _TILE = types.void(types.int64, types.int64, types.int64, types.int64, types.int64)
 
 
 def _tile(rows: int) -> Any:
-    """A function of (address of I bfloat16, address of R vectors of I float32, I, address of the results, stride).
+    """Return a function of (address of I bfloat16, address of R vectors of I float32, I, address of the results, stride).
 
-    The product with vector r goes to place `r · stride` of the float32 results. It takes one matrix row at a time, because
-    memory gives one stream faster than several.
+    The product with vector r goes to place `r · stride` of the float32 results. The function takes one matrix row at a time,
+    because memory delivers one stream faster than several.
     """
 
     def tile(context: Any, weights_I: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
@@ -91,7 +91,8 @@ def _tile(rows: int) -> Any:
 
 
 def _pair_tile(rows: int, matrix_rows: int) -> Any:
-    """A function like `_tile`'s, of vectors of bfloat16 and `matrix_rows` at once: for processors that multiply such pairs.
+    """Return a function like `_tile`'s for vectors of bfloat16 and `matrix_rows` rows at once, on processors with
+    AVX512-BF16.
 
     The product of matrix row w and vector r goes to place `w + r · stride`.
     """
@@ -152,7 +153,7 @@ _PAIR_OF_3, _PAIR_OF_4 = _pair_tile(3, 2), _pair_tile(4, 2)
 def multiply_wide(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
-    """bfloat16 times float32 vectors. Weights have no scales."""
+    """Multiply bfloat16 matrix rows with float32 vectors. The weights have no scales."""
     for place in range(count):
         w = weights + 2 * place * inputs
         row = 0
@@ -173,7 +174,7 @@ def multiply_wide(
 def multiply_pairs(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
-    """bfloat16 times bfloat16 vectors: two matrix rows at once share what is read of several vectors."""
+    """Multiply bfloat16 matrix rows with bfloat16 vectors. Two matrix rows at once share each read of the vectors."""
     place = 0
     while place < count:
         w = weights + 2 * place * inputs
@@ -199,7 +200,7 @@ def multiply_pairs(
 
 @kernel(PREPARE)
 def prepare_wide(values: Any, inputs: Any, target: Any) -> None:
-    """float32 values as they are."""
+    """Copy float32 values unchanged."""
     values_I, plain_I = numba.carray(floats(values), (inputs,)), numba.carray(floats(target), (inputs,))
     for index in range(inputs):
         plain_I[index] = values_I[index]
@@ -207,13 +208,13 @@ def prepare_wide(values: Any, inputs: Any, target: Any) -> None:
 
 @kernel(PREPARE)
 def prepare_pairs(values: Any, inputs: Any, target: Any) -> None:
-    """float32 values rounded to bfloat16."""
+    """Round float32 values to bfloat16."""
     values_I, half_I = numba.carray(floats(values), (inputs,)), numba.carray(halves(target), (inputs,))
     for index in range(inputs):
         half_I[index] = narrow(values_I[index])
 
 
 VALUE_BYTES = 2 if MULTIPLIES_BFLOAT16 else 4
-"""Bytes of a vector's value beside bfloat16 weights."""
+"""Bytes of one value of a vector that is multiplied with bfloat16 weights."""
 KERNELS["multiply_plain"] = multiply_pairs if MULTIPLIES_BFLOAT16 else multiply_wide
 KERNELS["prepare_plain"] = prepare_pairs if MULTIPLIES_BFLOAT16 else prepare_wide

@@ -1,4 +1,4 @@
-"""All chosen experts of many tokens: the tokens of an expert lie in panels, and so does what its last product is given."""
+"""All chosen experts of many tokens. The tokens of an expert lie in panels, and so do the inputs of its down projection."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from engine.kernels.panels import pack, panel_rows, panels, plain_rows, turned
 from engine.kernels.parallel import kernels_at
 
 _DOWN_ROWS = 32
-"""Rows of the last matrices that one thread takes at most."""
+"""Maximum number of rows of the down projections that one thread takes."""
 
 
 @helper
 def _add_bias_to_rows(address: Any, first: Any, made_WZ: Any) -> None:
-    """Add the bfloat16 values at an address, from the one numbered `first`, one to each row."""
+    """Add the bfloat16 values at an address, starting with number `first`, one value to each row."""
     bias_W = wide_vector(address + 2 * first, made_WZ.shape[0])
     for row in range(made_WZ.shape[0]):
         for place in range(made_WZ.shape[1]):
@@ -31,7 +31,7 @@ def _add_bias_to_rows(address: Any, first: Any, made_WZ: Any) -> None:
 
 @helper
 def _unit_pairs(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -> None:
-    """The units of W rows, written as W / 2 pairs of a panel."""
+    """Compute the hidden units of W rows and write them as W / 2 pairs of a panel."""
     count, places = gate_WZ.shape
     panel_CZ = numba.carray(pairs(target), (count // 2, places))
     for pair in range(count // 2):
@@ -43,7 +43,7 @@ def _unit_pairs(gate_WZ: Any, up_WZ: Any, alpha: Any, limit: Any, target: Any) -
 
 @helper
 def _place_members(job: Any, next_N: Any, tokens_Z: Any, weights_Z: Any, scales_Z: Any) -> None:
-    """Write which token each place is of, with its slot's weight and scale; next_N: the first place of each expert."""
+    """Write each place's token, and the weight and scale of its slot. next_N: the first place of each expert."""
     chosen_TS = numba.carray(integers(job.chosen), (job.tokens, job.slots))
     weights_TS = numba.carray(floats(job.weights), (job.tokens, job.slots))
     scales_TS = numba.carray(floats(job.scales), (job.tokens, job.slots))
@@ -60,7 +60,7 @@ def _place_members(job: Any, next_N: Any, tokens_Z: Any, weights_Z: Any, scales_
 
 @kernel(JOB, calls=("parallel_for", "pack_experts_block", "unit_panels_block", "down_panels_block"))
 def panel_swiglu(address: Any) -> None:
-    """`swiglu` of many tokens."""
+    """Compute `swiglu` for many tokens."""
     job = experts_at(address)
     table = kernels_at(job.kernels)
     chosen_TS, members_N = numba.carray(integers(job.chosen), (job.tokens, job.slots)), np.zeros(job.count, np.int64)
@@ -108,7 +108,7 @@ def panel_swiglu(address: Any) -> None:
 
 @kernel(BLOCK)
 def pack_experts_block(address: Any, panel: Any) -> None:
-    """Packs one panel of one expert's tokens."""
+    """Pack one panel of one expert's tokens."""
     job = experts_at(address)
     begins_P = numba.carray(integers(job.panel_begins), (panel + 2,))
     first, count = begins_P[panel], begins_P[panel + 1] - begins_P[panel]
@@ -119,9 +119,10 @@ def pack_experts_block(address: Any, panel: Any) -> None:
 
 @kernel(BLOCK, calls=("multiply_panel",))
 def unit_panels_block(address: Any, place: Any) -> None:
-    """Some hidden units of one expert, for all its panels.
+    """Compute some hidden units of one expert, for all its panels.
 
-    Blocks of rows are outside and experts inside: experts have unequal numbers of tokens, and threads then the same work.
+    The outer loop goes over blocks of rows and the inner loop over experts. Experts have unequal numbers of tokens, and this
+    order gives all threads an equal amount of work.
     """
     job = experts_at(address)
     form, table, hidden, width, size = form_at(job.form), kernels_at(job.kernels), job.hidden, job.width, job.block_rows
@@ -152,7 +153,7 @@ def unit_panels_block(address: Any, place: Any) -> None:
 
 @kernel(BLOCK, calls=("multiply_panel",))
 def down_panels_block(address: Any, place: Any) -> None:
-    """Some outputs of all experts, added up for each token by the weights of its slots."""
+    """Compute some outputs of all experts, and sum them for each token with the weights of its slots."""
     job = experts_at(address)
     hidden, size = job.hidden, job.block_rows
     used_N = numba.carray(integers(job.used), (job.used_count,))
@@ -169,7 +170,7 @@ def down_panels_block(address: Any, place: Any) -> None:
 
 @helper
 def _add_expert(job: Any, chosen: Any, first: Any, count: Any, y_TW: Any) -> None:
-    """Add `count` outputs of one expert to those of its tokens."""
+    """Add `count` outputs of one expert to the outputs of its tokens."""
     form, table, width, size = form_at(job.form), kernels_at(job.kernels), job.width, job.block_rows
     panels_N, own = numba.carray(integers(job.panels), (job.count + 1,)), expert_at(job.experts + chosen * EXPERT_BYTES)
     begins_P = numba.carray(integers(job.panel_begins), (panels_N[job.count] + 1,))

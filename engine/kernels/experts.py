@@ -20,10 +20,10 @@ from engine.kernels.products import MATRIX, block_rows, row_bytes, row_scale_byt
 EXPERT = np.dtype(
     [
         *((name, MATRIX) for name in ("gate", "up", "down")),
-        *((name, np.int64) for name in ("gate_bias", "up_bias", "down_bias")),  # addresses; 0 where there is none
+        *((name, np.int64) for name in ("gate_bias", "up_bias", "down_bias")),  # addresses; 0 for none
     ]
 )
-"""Addresses of an expert's matrices, gate and up [F, D], down [D, F], and of its biases."""
+"""Addresses of an expert's matrices (gate and up [F, D], down [D, F]) and of its biases."""
 expert_at = record_at(EXPERT)
 EXPERT_BYTES = EXPERT.itemsize
 EXPERTS = np.dtype(
@@ -34,21 +34,21 @@ EXPERTS = np.dtype(
         ("tokens", np.int64),
         ("hidden", np.int64),
         ("width", np.int64),
-        ("experts", np.int64),  # EXPERT of each
+        ("experts", np.int64),  # EXPERT of each expert
         ("count", np.int64),
         ("chosen", np.int64),  # [T, S] int64, negative for an empty slot
         ("weights", np.int64),  # [T, S] float32
-        ("scales", np.int64),  # [T, S] float32: what x is multiplied by; 0 for scales of one
+        ("scales", np.int64),  # [T, S] float32: factors of x; 0 for factors of one
         ("slots", np.int64),
         ("threads", np.int64),
         ("results", np.int64),  # [T, D] bfloat16
-        ("alpha", np.float32),  # of ClampedSwiglu
+        ("alpha", np.float32),  # α of a ClampedSwiglu
         ("limit", np.float32),  # 0 for a plain SwiGLU
-        # The rest is worked out by the kernel, for its blocks.
+        # The kernel computes the remaining fields, for its blocks.
         ("used", np.int64),  # numbers of the experts that have members
         ("used_count", np.int64),
-        ("ends", np.int64),  # of the members of each expert, from 0 on [N + 1]
-        ("places", np.int64),  # [T, S] the member of a slot, negative for an empty one
+        ("ends", np.int64),  # [N + 1] ends of each expert's members, beginning with 0
+        ("places", np.int64),  # [T, S] the member of a slot, negative for an empty slot
         ("prepared", np.int64),
         ("middle", np.int64),  # [M, F] float32
         ("prepared_middle", np.int64),
@@ -64,13 +64,13 @@ EXPERTS = np.dtype(
     ],
     align=True,
 )
-"""What chosen experts make of some tokens."""
+"""Arguments of the sum of the chosen experts' outputs, for some tokens."""
 experts_at = record_at(EXPERTS)
 
 
 @inline
 def unit(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
-    """silu(gate) · up; with a limit above 0 that of ClampedSwiglu."""
+    """Return silu(gate) · up, or the ClampedSwiglu if the limit is above 0."""
     if limit > np.float32(0.0):
         gate, up = min(gate, limit), max(-limit, min(up, limit)) + np.float32(1.0)
     return gate / (np.float32(1.0) + exp(-alpha * gate)) * up
@@ -78,7 +78,7 @@ def unit(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
 
 @helper
 def _add_bias(address: Any, first: Any, count: Any, y_TW: Any) -> None:
-    """Add `count` of the bfloat16 values at an address, from the one numbered `first`, to each row."""
+    """Add `count` of the bfloat16 values at an address, starting with number `first`, to each row."""
     bias_W = wide_vector(address + 2 * first, count)
     for row in range(y_TW.shape[0]):
         for index in range(count):
@@ -87,7 +87,7 @@ def _add_bias(address: Any, first: Any, count: Any, y_TW: Any) -> None:
 
 @helper
 def _sort(chosen_TS: Any, ends_N: Any) -> Any:
-    """Count the members of each expert into `ends_N`, added up; returns the numbers of the experts that have any."""
+    """Write the cumulative counts of the experts' members to `ends_N`. Returns the numbers of the experts that have any."""
     for token in range(chosen_TS.shape[0]):
         for slot in range(chosen_TS.shape[1]):
             ends_N[chosen_TS[token, slot] + 1] += chosen_TS[token, slot] >= 0
@@ -132,7 +132,7 @@ def _prepare_members(job: Any, chosen_TS: Any, ends_N: Any, place_TS: Any, targe
 
 @kernel(JOB, calls=("parallel_for", "units_block", "middle_block", "down_block"))
 def swiglu(address: Any) -> None:
-    """Few tokens: members are prepared, multiplied with gate and up, prepared again and multiplied with down."""
+    """Compute `swiglu` for a few tokens: prepare members, multiply by gate and up, prepare the units, multiply by down."""
     job = experts_at(address)
     form, table = form_at(job.form), kernels_at(job.kernels)
     chosen_TS = numba.carray(integers(job.chosen), (job.tokens, job.slots))
@@ -162,7 +162,7 @@ def swiglu(address: Any) -> None:
 
 @kernel(BLOCK)
 def units_block(address: Any, place: Any) -> None:
-    """Some hidden units of one expert, for all its members."""
+    """Compute some hidden units of one expert, for all its members."""
     job = experts_at(address)
     form, hidden, width, size = form_at(job.form), job.hidden, job.width, job.block_rows
     used_N, ends_N = numba.carray(integers(job.used), (job.used_count,)), numba.carray(integers(job.ends), (job.count + 1,))
@@ -187,7 +187,7 @@ def units_block(address: Any, place: Any) -> None:
 
 @kernel(BLOCK)
 def middle_block(address: Any, member: Any) -> None:
-    """Prepares one member's units for the last product."""
+    """Prepare one member's hidden units for the down projection."""
     job = experts_at(address)
     form, width = form_at(job.form), job.width
     target = job.prepared_middle + member * vector_bytes(width, form.bits)
@@ -196,7 +196,7 @@ def middle_block(address: Any, member: Any) -> None:
 
 @kernel(BLOCK)
 def down_block(address: Any, place: Any) -> None:
-    """Some outputs of all experts, added up for each token by the weights of its slots."""
+    """Compute some outputs of all experts, and sum them for each token with the weights of its slots."""
     job = experts_at(address)
     form, hidden, width, wide = form_at(job.form), job.hidden, job.width, job.block_rows
     used_N, ends_N = numba.carray(integers(job.used), (job.used_count,)), numba.carray(integers(job.ends), (job.count + 1,))

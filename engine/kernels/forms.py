@@ -1,7 +1,7 @@
-"""Forms of weights, and what a kernel has to know of one: the kernels that multiply, prepare vectors and widen for it.
+"""Forms of weights, and for each form the kernels that multiply, prepare vectors and widen.
 
-A form is two numbers: bits of a weight, and how many weights share a scale. Kernels of a form are loaded when a product with
-such weights is first asked for.
+A form is two numbers: the bits of a weight, and the number of weights that share a scale. The kernels of a form are loaded
+when a product with such weights is first requested.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.kernels.compiling import KERNELS, Kernel
 from engine.kernels.memory import record_at
 
 PLAIN = (16, 1)
-"""bfloat16, whose values have no scales."""
+"""The form of bfloat16, whose values have no scales."""
 FORM = np.dtype(
     [
         ("bits", np.int64),
@@ -29,7 +29,7 @@ form_at = record_at(FORM)
 
 
 def form_kernels(bits: int) -> list[Kernel]:
-    """The kernels for weights of so many bits: multiply, prepare, and widen where there is something to widen."""
+    """Return the kernels for weights of so many bits: multiply, prepare and, for low-bit weights, widen."""
     names = (
         ("multiply_plain", "prepare_plain")
         if bits == 16
@@ -49,5 +49,5 @@ def _record(form: tuple[int, int]) -> Any:
 
 @cache
 def form_address(form: tuple[int, int]) -> int:
-    """The address of the form's record, which stays where it is."""
+    """Return the address of the form's record, which stays the same."""
     return int(_record(form).ctypes.data)

@@ -1,4 +1,4 @@
-"""LLVM instructions that several kernels are built from: load, widen, loop, add up, fetch.
+"""LLVM instructions that several kernels are built from: loading, widening, loops, sums and prefetching.
 
 Each function takes an LLVM builder and emits instructions. Addresses and indexes are LLVM values of 64 bits.
 """
@@ -10,16 +10,16 @@ from typing import Any
 from llvmlite import ir
 
 LANES = 16
-"""float32 values of a vector register."""
+"""Number of float32 values in a vector register."""
 FLOAT, BYTE, SHORT, INT, INDEX = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 AHEAD = {16: 8192, 8: 4096, 4: 8192}
-"""Bytes of a matrix of so many bits that are asked for before they are used. The processor's own guessing stops at the end
-of each 4 kB, and instructions in flight do not reach far where each byte is multiplied with several vectors."""
+"""Prefetch distance in bytes, for a matrix of so many bits. The processor's own prefetching stops at the end of each 4 kB,
+and out-of-order execution does not look far ahead where each byte is multiplied with several vectors."""
 
 
 def fetch(builder: Any, address: Any) -> None:
-    """Have the memory at an address brought to the second-level cache; nothing happens where there is no memory."""
+    """Prefetch the memory at an address into the second-level cache. An invalid address has no effect."""
     pointer = BYTE.as_pointer()
     prefetch = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
@@ -29,29 +29,29 @@ def fetch(builder: Any, address: Any) -> None:
 
 
 def many(kind: Any, size: int) -> Any:
-    """The type of a vector of so many values; the value's own type for one."""
+    """Return the type of a vector of `size` values, or the value's own type for a size of one."""
     return kind if size == 1 else ir.VectorType(kind, size)
 
 
 def at(builder: Any, address: Any, index: Any, size: int) -> Any:
-    """The address of the value numbered `index`, where each takes `size` bytes."""
+    """Return the address of the value numbered `index`, where each value takes `size` bytes."""
     return builder.add(address, builder.mul(index, INDEX(size)))
 
 
 def load(builder: Any, address: Any, kind: Any) -> Any:
-    """The value of this type that lies at an even address."""
+    """Load the value of this type at an aligned address."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
 
 
 def widened(builder: Any, address: Any, size: int) -> Any:
-    """`size` bfloat16 values as float32, of which they are the upper halves."""
+    """Return `size` bfloat16 values as float32. A bfloat16 is the upper half of a float32."""
     half = ir.Constant(many(INT, size), 16 if size == 1 else [16] * size)
     bits = builder.zext(load(builder, address, many(SHORT, size)), many(INT, size))
     return builder.bitcast(builder.shl(bits, half), many(FLOAT, size))
 
 
 def loop(builder: Any, start: Any, end: Any, step: int, values: list[Any], body: Any) -> list[Any]:
-    """values = body(index, values) for each index from `start`, a multiple of `step`, to `end`."""
+    """Emit values = body(index, values) for each index from `start`, a multiple of `step`, to `end`."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
     builder.branch(head)
@@ -70,7 +70,7 @@ def loop(builder: Any, start: Any, end: Any, step: int, values: list[Any], body:
 
 
 def add_halves(builder: Any, sums: list[Any], count: int) -> list[Any]:
-    """So many sums: the second half of them added to the first one, as often as needed."""
+    """Reduce the sums to `count` sums, by adding the second half of them to the first half as often as needed."""
     while len(sums) > count:
         half = len(sums) // 2
         sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
@@ -78,13 +78,13 @@ def add_halves(builder: Any, sums: list[Any], count: int) -> list[Any]:
 
 
 def added_up(builder: Any, vectors: list[Any]) -> list[Any]:
-    """The sum of each of up to 4 vectors, always half onto half; the first steps are taken together."""
+    """Return the sum of each of up to 4 vectors. Halves are always added to halves; the vectors share the first steps."""
 
     def mixed(a: Any, b: Any, places: list[int]) -> Any:
         return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT, len(places)), places))
 
     def merged(a: Any, b: Any, group: int) -> Any:
-        """Groups of so many lanes become half as long; those of a are followed by those of b."""
+        """Halve the groups of so many lanes by adding their halves. The groups of a are followed by those of b."""
         starts = range(0, 2 * LANES, group)
         lower = [start + lane for start in starts for lane in range(group // 2)]
         upper = [start + lane for start in starts for lane in range(group // 2, group)]
@@ -92,25 +92,25 @@ def added_up(builder: Any, vectors: list[Any]) -> list[Any]:
 
     four = [vectors[place % len(vectors)] for place in range(4)]
     first, second = merged(four[0], four[1], LANES), merged(four[2], four[3], LANES)
-    fours = merged(first, second, LANES // 2)  # four lanes of each
+    fours = merged(first, second, LANES // 2)  # four lanes of each vector
     twos = merged(fours, fours, 4)
     ones = merged(twos, twos, 2)
     return [builder.extract_element(ones, INT(place)) for place in range(len(vectors))]
 
 
 def parts(builder: Any, index: Any, divisor: int, factor: int = 1) -> Any:
-    """index · factor / divisor, without a remainder."""
+    """Return index · factor / divisor, which has no remainder."""
     return builder.udiv(builder.mul(index, INDEX(factor)), INDEX(divisor))
 
 
 def spread(builder: Any, values: Any, first: int, times: int, size: int) -> Any:
-    """A vector of the values from `first` on, each so many times."""
+    """Return a vector of the values from `first` on, each repeated `times` times."""
     places = ir.Constant(ir.VectorType(INT, size), [first + lane // times for lane in range(size)])
     return builder.shuffle_vector(values, values, places)
 
 
 def repeated(builder: Any, value: Any, size: int) -> Any:
-    """A vector of one value."""
+    """Return a vector that repeats one value."""
     if size == 1:
         return value
     one = builder.insert_element(ir.Constant(many(FLOAT, size), ir.Undefined), value, INT(0))
@@ -118,17 +118,17 @@ def repeated(builder: Any, value: Any, size: int) -> Any:
 
 
 def add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """total + a · b, rounded once where the processor has such an instruction."""
+    """Return total + a · b, rounded once where the processor has a fused multiply-add."""
     return builder.fadd(total, builder.fmul(a, b, flags=("contract",)), flags=("contract",))
 
 
 def add_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """total + the products of 16 pairs of bfloat16 (AVX512-BF16): each lane gets the sum of two."""
+    """Return total + the products of pairs of bfloat16 (AVX512-BF16). Each lane gets the sum of two products."""
     dot = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
     return builder.asm(dot, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, a, b], False)
 
 
 def add_quadruples(builder: Any, total: Any, unsigned: Any, signed: Any, lanes: Any) -> Any:
-    """total + the products of bytes, of which each lane of 32 bits gets the sum of four (AVX512-VNNI)."""
+    """Return total + the products of bytes (AVX512-VNNI). Each lane of 32 bits gets the sum of four products."""
     dot = ir.FunctionType(lanes, [lanes] * 3)
     return builder.asm(dot, "vpdpbusd $3, $2, $0", "=v,0,v,v", [total, unsigned, signed], False)

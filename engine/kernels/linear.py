@@ -1,22 +1,20 @@
-"""x·Wᵀ for weights stored in half precision, at the speed that the processor allows.
+"""x·Wᵀ for weights stored in half precision or as low-bit weights, with the fastest method for this processor.
 
-The few rows of decoding are bound by memory: in bfloat16 they go through compiled kernels where Numba is installed
-(engine/kernels), and through torch otherwise. Many rows go through torch, except on processors that only emulate bfloat16
-arithmetic (on AVX2 a product of 512 rows runs 8 times slower than the same in float32): there they widen the weight a block
-at a time into a small buffer that stays in cache and multiply in float32, which is also the more exact result.
+Decoding multiplies a few rows and is bound by memory bandwidth. In bfloat16 these products use compiled kernels if Numba is
+installed (engine/kernels), and torch otherwise. Products of many rows use torch, except on processors that only emulate
+bfloat16 arithmetic (on AVX2 a product of 512 rows takes 8 times as long as in float32). There the weight is widened one
+block at a time into a small buffer that stays in cache, and multiplied in float32, which is also more exact.
 
-A weight of few bits is dequantised for its product and forgotten after it, so that of a model one matrix at a time is wide.
+A low-bit weight is dequantized for its product and discarded afterwards, so only one matrix of a model is wide at a time.
 
 Shape suffixes: T rows, I input features, O output features, D hidden, F expert width.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -27,54 +25,53 @@ from torch import Tensor
 
 from engine.errors import OptionError
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
+from engine.kernels.trial import TRIAL_SHAPE, pays
+from engine.progress import Progress, no_progress
 
 SHAPES_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""How many shapes of products oneDNN, and torch's layer above it, keep compiled code of, about 1 MB each, 1,024 by default:
-each expert of each batch has another number of tokens, and each block of a long prompt another number of keys."""
-for _name in SHAPES_KEPT:  # read when the first product is made
+"""Environment variables for the number of shapes whose compiled products oneDNN, and torch's layer above it, keep. Each
+takes about 1 MB, and the default is 1,024 shapes. The shapes vary: each expert of each batch has another number of tokens,
+and each block of a long prompt another number of keys."""
+for _name in SHAPES_KEPT:  # these variables are read when the first product is computed
     os.environ.setdefault(_name, "64")
 
 KERNELS = "COMPRESS_KERNELS"
 """Environment variable for what decodes, and on a GPU runs experts: `compiled`, `torch`, or `auto`, which tries both when a
 model is loaded."""
-TRIAL_SHAPE = 4096, 4096
-"""Of the trial's matrix: 32 MB, more than most caches hold."""
-CLEARLY = 1.5
-"""Times as fast that torch must be to be taken: the kernels' sums then do not hang on what else runs during the trial."""
-MOST_TRIALS = 8
 COMPILED_MAX_ROWS = 64
-"""Up to so many rows the compiled kernels serve. With more, those for products do where the processor multiplies bfloat16,
-and torch does everything else."""
+"""Maximum number of rows for the compiled kernels. Above it, the kernels for products are used if the processor multiplies
+bfloat16, and torch does everything else."""
 WIDEN_FROM_ROWS = 4
-"""Fewer rows are multiplied one by one: each then costs one read of the weight, less than widening it."""
+"""Minimum number of rows for widening. Fewer rows are multiplied one by one: each reads the weight once, which costs less
+than widening it."""
 BLOCK_ELEMENTS = 1 << 22
 _local = threading.local()
 
 
 @cache
 def has_half_arithmetic() -> bool:
-    """Whether this processor multiplies bfloat16 by itself."""
-    # torch 2.13 gives these under underscores only.
+    """Return whether this processor has instructions that multiply bfloat16."""
+    # torch 2.13 has these functions only under private names.
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def is_emulated(tensor: Tensor) -> bool:
-    """Whether arithmetic on this tensor is emulated, so that widening to float32 is faster."""
+    """Return whether arithmetic on this tensor is emulated, so that widening to float32 is faster."""
     return tensor.is_cpu and tensor.dtype in (torch.bfloat16, torch.float16) and not has_half_arithmetic()
 
 
 def multiplies_bfloat16(tensor: Tensor) -> bool:
-    """Whether this is a bfloat16 tensor of a processor that multiplies such by itself."""
+    """Return whether this is a bfloat16 tensor on a processor that multiplies bfloat16 natively."""
     return tensor.is_cpu and tensor.dtype == torch.bfloat16 and has_half_arithmetic()
 
 
 def linear(x: Tensor, weight_OI: Weight, bias_O: Tensor | None = None) -> Tensor:
-    """x·Wᵀ + b over the last dimension, in x's dtype. Differentiable in x and in a plain weight."""
+    """Return x·Wᵀ + b over the last dimension, in x's dtype. The result is differentiable in x and in a plain weight."""
     return linears(x, (weight_OI,), (bias_O,))[0]
 
 
 def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """`linear` of one x with several weights: a few rows take one compiled call for all of them."""
+    """Return `linear` of x with each of several weights. A few rows take one compiled call for all weights."""
     rows = x.numel() // x.shape[-1]
     kernels = product_kernels(rows, x)
     form = None if kernels is None or not serves_rows(kernels, rows, weights) else kernel_form(kernels, weights)
@@ -102,47 +99,48 @@ def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def is_decoding() -> bool:
-    """Whether this thread is inside `decoding`."""
+    """Return whether this thread is inside `decoding`."""
     return getattr(_local, "is_decoding", False)
 
 
 def is_reading() -> bool:
-    """Whether this thread is inside `reading`."""
+    """Return whether this thread is inside `reading`."""
     return getattr(_local, "is_reading", False)
 
 
 def may_compile() -> bool:
-    """Whether this thread is inside `decoding` or `reading`."""
+    """Return whether this thread is inside `decoding` or `reading`."""
     return is_decoding() or is_reading()
 
 
 def compiled_kernels(rows: int, *tensors: Tensor) -> Any:
-    """The module of compiled kernels where it serves so many rows of these tensors inside `decoding`, else None."""
+    """Return the module of compiled kernels if it serves so many rows of these tensors inside `decoding`, else None."""
     return any_kernels(*tensors) if is_decoding() and 1 <= rows <= COMPILED_MAX_ROWS else None
 
 
 def takes_many(rows: int) -> bool:
-    """Whether products of so many rows are for the kernels for many.
+    """Return whether products of so many rows use the kernels for many rows.
 
-    In prompts they all are: those kernels add up in their own order, and a prompt has the same bits in pieces and whole.
+    All products of prompts do. These kernels have their own order of summation, so a prompt gets bit-identical results
+    whether it is read in pieces or as a whole.
     """
     return is_reading() or rows > COMPILED_MAX_ROWS
 
 
 def product_kernels(rows: int, *tensors: Tensor) -> Any:
-    """`compiled_kernels` of products, which those for many rows serve too, in `decoding` or `reading`, where they pay."""
+    """Return `compiled_kernels` for products. Kernels for many rows count too, in `decoding` or `reading`, if they pay."""
     if not takes_many(rows):
         return compiled_kernels(rows, *tensors)
     return any_kernels(*tensors) if rows and may_compile() and _many_pay() else None
 
 
 def serves_rows(kernels: Any, rows: int, weights: Sequence[Weight]) -> bool:
-    """Whether `product_kernels` multiply these matrices with so many rows."""
+    """Return whether `product_kernels` multiply these matrices with so many rows."""
     return not takes_many(rows) or all(kernels.multiplies_many(*weight.shape) for weight in weights)
 
 
 def any_kernels(*tensors: Tensor) -> Any:
-    """The module of compiled kernels where it serves these tensors inside `decoding` or `reading`, else None."""
+    """Return the module of compiled kernels if it serves these tensors inside `decoding` or `reading`, else None."""
     if not may_compile() or not all(map(_is_served, tensors)):
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -160,7 +158,7 @@ def _is_served(tensor: Tensor) -> bool:
 
 
 def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """The matrix that a weight stands for: of few bits in `dtype`, otherwise as it is."""
+    """Return the matrix of a weight: a low-bit weight is dequantized to `dtype`, another weight is returned unchanged."""
     if not isinstance(weight, QuantizedWeight):
         return weight
     kernels = (
@@ -172,12 +170,12 @@ def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def _lies_packed(weight: QuantizedWeight) -> bool:
-    """Without gaps between rows."""
+    """Return whether the rows lie without gaps."""
     return weight.packed_OB.is_contiguous() and weight.packed_OB.shape[1] * 8 == weight.shape[1] * weight.bits
 
 
 def kernel_form(kernels: Any, weights: Sequence[Weight]) -> tuple[int, int] | None:
-    """What the kernels have to know of these weights, which is one thing for all; None where they cannot serve them."""
+    """Return the form that all these weights share, as the kernels need it; None if the kernels cannot serve the weights."""
     forms = {
         _packed_form(kernels, each) if isinstance(each, QuantizedWeight) else _plain_form(kernels, each) for each in weights
     }
@@ -202,26 +200,33 @@ def _packed_form(kernels: Any, weight: QuantizedWeight) -> tuple[int, int] | Non
 
 
 def addresses(weight: Weight) -> tuple[int, int]:
-    """Where a weight's values and its scales begin; 0 where it has none."""
+    """Return the addresses of a weight's values and of its scales; 0 if the weight has no scales."""
     return weight.addresses if isinstance(weight, QuantizedWeight) else (weight.data_ptr(), 0)
 
 
-def prepare_decoding(dtype: torch.dtype, device: torch.device) -> None:
-    """Load what `decoding` will use, so that the first token does not wait for it; compiled once, then kept on disk."""
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        _many_pay()
+def prepare_decoding(
+    dtype: torch.dtype,
+    device: torch.device,
+    needed: Callable[[Any], Iterable[Any]] | None = None,
+    progress: Progress = no_progress,
+) -> None:
+    """Load the kernels that `decoding` will use, so that the first token does not wait for them."""
+    if dtype != torch.bfloat16 or device.type != "cpu" or (kernels := _import_kernels()) is None:
+        return
+    _load(kernels, [] if needed is None else needed(kernels), progress)
+    _many_pay()
 
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Let the compiled kernels serve in this thread: elsewhere, loading them would cost more than they save."""
+    """Enable the compiled kernels in this thread. Outside of decoding, loading them would cost more than they save."""
     with _set("is_decoding"):
         yield
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Let those for many rows serve in this thread: around the prompts of a model that will decode."""
+    """Enable the kernels for many rows in this thread. It is used around the prompts of a model that will decode."""
     with _set("is_reading"):
         yield
 
@@ -237,17 +242,17 @@ def _set(name: str) -> Iterator[None]:
 
 
 def as_bfloat16(bits: Any) -> Tensor:
-    """A kernel's result as a tensor."""
+    """Return a kernel's result as a tensor."""
     return torch.from_numpy(bits).view(torch.bfloat16)
 
 
 def _loaded_kernels() -> Any:
-    """The compiled kernels if decoding has loaded them, else None."""
+    """Return the compiled kernels if `decoding` has loaded them, else None."""
     return _load_kernels() if _load_kernels.cache_info().currsize else None
 
 
 def wanted_kernels() -> str:
-    """`auto`, `compiled` or `torch`. Raises OptionError where `COMPRESS_KERNELS` is none of them."""
+    """Return `auto`, `compiled` or `torch`. Raises OptionError if `COMPRESS_KERNELS` has another value."""
     wanted = os.environ.get(KERNELS, "auto")
     if wanted not in ("auto", "compiled", "torch"):
         raise OptionError(f"{KERNELS} is {wanted!r}; it must be auto, compiled or torch")
@@ -256,61 +261,49 @@ def wanted_kernels() -> str:
 
 @cache
 def _load_kernels() -> Any:
-    """The compiled kernels; None if they are not wanted, Numba is missing or has no place for its cache, or torch is faster.
+    """Return the compiled kernels, or None if they are unwanted, Numba is missing or cannot keep its cache, or torch is
+    faster.
 
     Raises:
-        OptionError: `COMPRESS_KERNELS` is none of its values.
+        OptionError: `COMPRESS_KERNELS` has an unknown value.
     """
-    wanted = wanted_kernels()
-    if wanted == "torch":
+    kernels = _import_kernels()
+    if kernels is None:
         return None
-    threads = torch.get_num_threads()
+    _load(kernels, [kernels.KERNELS["parallel_for"]])
+    return kernels if wanted_kernels() == "compiled" or pays(kernels, 1, many=False) else None
+
+
+def _import_kernels() -> Any:
+    """The module of compiled kernels; None if they are not wanted, Numba is missing or has no place for its cache."""
+    if wanted_kernels() == "torch":
+        return None
     try:
         from engine.kernels import compiled
     except (ImportError, RuntimeError):
         return None
-    nothing = torch.zeros(1, dtype=torch.bfloat16)
-    compiled.products(nothing.data_ptr(), 1, [(nothing.data_ptr(), 0)], [1], 1)
-    # Numba's start gives all cores to the OpenMP pool that it shares with torch; torch takes its own number back.
+    return compiled
+
+
+def _load(kernels: Any, needed: Iterable[Any], progress: Progress = no_progress) -> None:
+    """Load these kernels. Numba's start gives all cores to the OpenMP pool that it shares with torch, which takes its own
+    number of threads back."""
+    threads = torch.get_num_threads()
+    kernels.prepare(needed, progress)
     torch.set_num_threads(threads)
-    return compiled if wanted == "compiled" or _pays(compiled) else None
 
 
 @cache
 def _many_pay() -> bool:
-    """Whether the compiled kernels also serve more than `COMPILED_MAX_ROWS` rows."""
+    """Return whether the compiled kernels also serve more than `COMPILED_MAX_ROWS` rows."""
     kernels = _load_kernels()
     if kernels is None or not kernels.multiplies_many(*TRIAL_SHAPE):
         return False
-    return wanted_kernels() == "compiled" or _pays(kernels, 2 * COMPILED_MAX_ROWS)
-
-
-def _pays(kernels: Any, rows: int = 1) -> bool:
-    """Whether the kernels multiply so many rows not clearly slower than torch does; 50 ms for one, 200 ms for 128."""
-    weight_OI = torch.ones(TRIAL_SHAPE, dtype=torch.bfloat16)
-    x = torch.ones(rows, TRIAL_SHAPE[1], dtype=torch.bfloat16)
-    kernels.use_threads(torch.get_num_threads())
-
-    def compiled() -> None:
-        outputs, inputs = TRIAL_SHAPE
-        kernels.products(x.data_ptr(), rows, [addresses(weight_OI)], [outputs], inputs, many=rows > COMPILED_MAX_ROWS)
-
-    def of_torch() -> None:
-        F.linear(x, weight_OI)
-
-    best = {compiled: math.inf, of_torch: math.inf}
-    for _ in range(MOST_TRIALS):  # more than a few only where other work disturbs them, or torch is faster indeed
-        for way in 3 * list(best):
-            started = time.perf_counter()
-            way()
-            best[way] = min(best[way], time.perf_counter() - started)
-        if best[compiled] <= CLEARLY * best[of_torch]:
-            return True
-    return False
+    return wanted_kernels() == "compiled" or pays(kernels, 2 * COMPILED_MAX_ROWS, many=True)
 
 
 def _widened(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """float32 x·Wᵀ, the weight widened block of rows by block of rows."""
+    """Return float32 x·Wᵀ. The weight is widened one block of rows at a time."""
     outputs, inputs = weight_OI.shape
     y_TO = x_TI.new_empty(x_TI.shape[0], outputs)
     step = max(1, BLOCK_ELEMENTS // inputs)
@@ -323,10 +316,10 @@ def _widened(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def _buffer(elements: int) -> Tensor:
-    """This thread's float32 scratch of at least so many elements; fresh memory would cost more than the widening."""
+    """Return this thread's float32 scratch of at least so many elements; new memory would cost more than the widening."""
     buffer: Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < elements:
-        with torch.inference_mode(False):  # one that is made there can be written to nowhere else
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be written to outside of it
             buffer = torch.empty(max(elements, BLOCK_ELEMENTS), dtype=torch.float32)
         _local.buffer = buffer
     return buffer

@@ -1,9 +1,9 @@
-"""Matrices of 8 or 4 bits times a few vectors, and such matrices as bfloat16.
+"""Matrices of 8 or 4 bits times a few vectors, and conversion of such matrices to bfloat16.
 
 A weight is scale · (stored − 2^(bits−1)), with one bfloat16 scale for each group of 32 or 128 weights. Each 32 values of a
-vector are rounded to 8 bits and share a scale, so that processors that have one instruction for it (VNNI) multiply four
-pairs of integers in a lane at once. What is stored is multiplied as it is, without a sign, and the vector's sums are taken
-off in the end.
+vector are rounded to 8 bits and share a scale, so that processors with AVX512-VNNI multiply four pairs of integers in a lane
+at once. The stored values are multiplied as unsigned integers, and the offset times the vector's sums is subtracted at the
+end.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from engine.kernels.parallel import kernels_at
 from engine.kernels.processor import MULTIPLIES_INTEGERS
 
 ROUNDED = 32
-"""Values of a vector that share a scale where they are rounded to 8 bits."""
+"""Number of values of a vector that share a scale where vectors are rounded to 8 bits."""
 GROUP_SIZES = (32, 128)
-"""Weights that share a scale in the matrices that the kernels multiply."""
+"""Group sizes, in weights that share a scale, that the kernels support."""
 MULTIPLE_OF_OUTPUTS = 4
-"""Rows of a low-bit matrix are a multiple of this, and of one that is multiplied with many rows."""
+"""The number of rows of a low-bit matrix, and of a matrix that is multiplied with many rows, is a multiple of this."""
 _CHUNK = 512
-"""Weights that one step of a product takes: their scales fill a vector register, or a quarter of one."""
+"""Number of weights in one step of a product. Their scales fill a vector register, or a quarter of one."""
 WIDENED = np.dtype([(name, np.int64) for name in ("kernels", "form", "values", "scales", "outputs", "inputs", "results")])
-"""A whole low-bit matrix [O, I] as bfloat16."""
+"""Arguments of the conversion of a whole low-bit matrix [O, I] to bfloat16."""
 widened_at = record_at(WIDENED)
 WIDEN = "void(int64, int64, int64, int64, int64, int64, int64)"
-"""The signature of the kernels that write matrix rows as bfloat16: (weights, scales, weights that share a scale, first row,
-rows, inputs, result)."""
+"""The signature of the kernels that write matrix rows as bfloat16. Arguments: (weights, scales, weights that share a scale,
+first row, rows, inputs, result)."""
 
 
 def _low_bit_tile(rows: int, bits: int) -> Any:
-    """A function of (address of weights, address of their scales, weights that share one, address of R prepared vectors, I,
-    address of the results, stride).
+    """Return a function of (address of weights, address of their scales, weights that share one, address of R prepared
+    vectors, I, address of the results, stride).
 
-    It multiplies 4 / R matrix rows of I weights, one after the other, with R vectors: the product of matrix row w and vector
-    r goes to place `w + r · stride`.
+    The function multiplies 4 / R matrix rows of I weights, one after another, with R vectors. The product of matrix row w
+    and vector r goes to place `w + r · stride`.
     """
 
     def tile(context: Any, weights: Any, scales: Any, group: Any, x_RI: Any, inputs: Any, results: Any, stride: Any) -> Any:
@@ -76,7 +76,7 @@ def _low_bit_tile(rows: int, bits: int) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weights, scales, group, x_address, inputs, result_address, stride = arguments
         vectors = [_Rounded(builder, x_address, inputs, r) for r in range(rows)]
-        # Divisions by a number that is not known here would take as long as a dozen products.
+        # Divisions by a number that is unknown at compile time would take as long as a dozen products.
         shift = builder.select(builder.icmp_signed("==", group, INDEX(ROUNDED)), INDEX(5), INDEX(7))
         weight_bytes = parts(builder, inputs, 8, bits)
         scale_bytes = builder.mul(builder.lshr(inputs, shift), INDEX(2))
@@ -97,12 +97,12 @@ class _MatrixRow:
     """One row of a low-bit matrix, as a tile multiplies it."""
 
     def __init__(self, builder: Any, weights: Any, scales: Any, group: Any, shift: Any, bits: int) -> None:
-        """shift: the logarithm of `group`, weights that share a scale."""
+        """shift: the base-2 logarithm of `group`, the number of weights that share a scale."""
         self._builder, self._weights, self._scales = builder, weights, scales
         self._group, self._shift, self._bits = group, shift, bits
 
     def products(self, vectors: list[_Rounded], inputs: Any) -> list[Any]:
-        """For each vector a register of 16 sums, whose sum is the product."""
+        """Return for each vector a register of 16 partial sums, which add up to the product."""
         builder, bits, rows = self._builder, self._bits, len(vectors)
         whole = builder.and_(inputs, INDEX(-_CHUNK))
         zero, nothing = ir.Constant(FLOATS, [0.0] * LANES), ir.Constant(FLOAT, 0.0)
@@ -128,7 +128,7 @@ class _MatrixRow:
         return made
 
     def _chunk(self, vectors: list[_Rounded], index: Any, sums: list[Any]) -> list[Any]:
-        """512 weights; of each vector three sums: two of products, one of what is to be taken off."""
+        """Take 512 weights. Each vector has three sums: two of products, and one of the offset to be subtracted."""
         builder, bits = self._builder, self._bits
         unit = 64 * 8 // bits  # weights in the 64 bytes of a register
         scales_of_16 = self._scales_of_chunk(at(builder, self._scales, builder.lshr(index, self._shift), 2))
@@ -148,7 +148,7 @@ class _MatrixRow:
         return sums
 
     def _rest(self, vectors: list[_Rounded], index: Any, sums: list[Any]) -> list[Any]:
-        """32 weights; of each vector a short sum of products, and one number to be taken off."""
+        """Take 32 weights. Each vector has a short sum of products, and one offset to be subtracted."""
         builder, bits = self._builder, self._bits
         scale = widened(builder, at(builder, self._scales, builder.lshr(index, self._shift), 2), 1)
         stored = _stored(builder, builder.add(self._weights, parts(builder, index, 8, bits)), bits, 4 * bits)
@@ -160,7 +160,7 @@ class _MatrixRow:
         return made
 
     def _scales_of_chunk(self, address: Any) -> Any:
-        """The scale of each 32 of 512 weights."""
+        """Return the scale of each 32 of 512 weights."""
         builder = self._builder
         with builder.if_else(builder.icmp_signed("==", self._group, INDEX(ROUNDED))) as (one_each, shared):
             with one_each:
@@ -175,7 +175,7 @@ class _MatrixRow:
 
 
 class _Rounded:
-    """One of the vectors that `_round` makes, as a tile reads it."""
+    """One of the vectors that `_round` writes, as a tile reads it."""
 
     def __init__(self, builder: Any, address: Any, inputs: Any, place: int) -> None:
         self._builder = builder
@@ -195,7 +195,7 @@ class _Rounded:
         return load(self._builder, place, many(FLOAT, size))
 
     def dots(self, index: Any, stored: list[Any], size: int) -> Any:
-        """Sums of four products each, as floats; `stored`: registers of `size` bytes, which follow each other here."""
+        """Return sums of four products each, as floats. stored: registers of `size` bytes, contiguous in memory."""
         builder, lanes = self._builder, ir.VectorType(INT, size // 4)
         total = ir.Constant(lanes, [0] * (size // 4))
         for place, weights in enumerate(stored):
@@ -208,7 +208,7 @@ class _Rounded:
         return builder.sitofp(total, ir.VectorType(FLOAT, size // 4))
 
     def _dots_of_four(self, weights: Any, address: Any, size: int) -> Any:
-        """Sums of four products without the instruction for them, so that every processor can compile this file."""
+        """Return sums of four products without AVX512-VNNI, so that every processor can compile this file."""
         builder, wide = self._builder, ir.VectorType(INT, size)
         values = builder.sext(load(builder, address, ir.VectorType(BYTE, size)), wide)
         products = builder.mul(builder.zext(weights, wide), values)
@@ -220,14 +220,14 @@ class _Rounded:
 
 
 def _wide_group(bits: int) -> Any:
-    """A function of (address of 32 weights, their scale, address of 32 bfloat16 values): what the weights stand for."""
+    """Return a function of (address of 32 weights, their scale, address of 32 bfloat16 values) that dequantizes them."""
 
     def wide(context: Any, weights: Any, scale: Any, results: Any) -> Any:
         return types.void(types.int64, types.float32, types.int64), generate
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, scale, target = arguments
-        # 16 at a time: wider vectors of integers are taken apart.
+        # The loop takes 16 values at a time, because LLVM splits wider vectors of integers.
         size = ROUNDED // 2
         both = [address] if bits == 4 else [address, builder.add(address, INDEX(size))]
         stored = [part for half in both for part in _stored(builder, half, bits, size)]
@@ -241,7 +241,7 @@ def _wide_group(bits: int) -> Any:
             signed = builder.sub(builder.zext(values, numbers), each(1 << (bits - 1)))
             wide = builder.sitofp(signed, ir.VectorType(FLOAT, size))
             product = builder.bitcast(builder.fmul(wide, repeated(builder, scale, size)), numbers)
-            # To the nearest bfloat16, ties to even, as in `narrow`.
+            # Values are rounded to the nearest bfloat16 with ties to even, as in `narrow`.
             odd = builder.and_(builder.lshr(product, each(16)), each(1))
             upper = builder.lshr(builder.add(builder.add(product, each(0x7FFF)), odd), each(16))
             made.append(builder.trunc(upper, ir.VectorType(SHORT, size)))
@@ -255,7 +255,7 @@ def _wide_group(bits: int) -> Any:
 
 
 def _stored(builder: Any, address: Any, bits: int, size: int) -> list[Any]:
-    """`size` bytes of weights as registers of bytes: with 4 bits the first of each two weights, and then the second."""
+    """Return `size` bytes of weights as registers of bytes. With 4 bits the first of each two weights precede the second."""
     kind = ir.VectorType(BYTE, size)
     loaded = load(builder, address, kind)
     if bits == 8:
@@ -274,7 +274,7 @@ _WIDE_OF_8, _WIDE_OF_4 = _wide_group(8), _wide_group(4)
 def multiply_8(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
-    """8-bit matrix rows times vectors that `prepare_8` made."""
+    """Multiply 8-bit matrix rows with vectors that `prepare_8` made."""
     row = 0
     while row < rows:
         vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
@@ -295,7 +295,7 @@ def multiply_8(
 def multiply_4(
     weights: Any, scales: Any, group: Any, count: Any, inputs: Any, x: Any, rows: Any, results: Any, stride: Any
 ) -> None:
-    """4-bit matrix rows times vectors that `prepare_4` made."""
+    """Multiply 4-bit matrix rows with vectors that `prepare_4` made."""
     row = 0
     while row < rows:
         vectors = 4 if rows - row >= 4 else (2 if rows - row >= 2 else 1)
@@ -314,11 +314,11 @@ def multiply_4(
 
 @inline
 def _round(values: Any, inputs: Any, bits: Any, target: Any) -> None:
-    """Each 32 float32 values rounded to 8 bits.
+    """Round each 32 float32 values to 8 bits.
 
-    After the I bytes come two rows of float32, one number for each 32: scales, and scale · Σ rounded · 2^(bits−1). Beside 4
-    bits, which lie two in a byte, the first of each two values come before the second ones: in runs of 128 values as far as
-    whole chunks go, then of 32.
+    The I bytes are followed by two rows of float32, with one number for each 32 values: the scales, and scale · Σ rounded ·
+    2^(bits−1). For 4-bit weights, which are stored two in a byte, the first of each two values precede the second ones: in
+    runs of 128 values for whole chunks, then in runs of 32.
     """
     groups = inputs // ROUNDED
     values_I, rounded_I = numba.carray(floats(values), (inputs,)), numba.carray(signed_bytes(target), (inputs,))
@@ -349,19 +349,19 @@ def _round(values: Any, inputs: Any, bits: Any, target: Any) -> None:
 
 @kernel(PREPARE)
 def prepare_8(values: Any, inputs: Any, target: Any) -> None:
-    """A vector beside 8-bit weights."""
+    """Prepare a vector for 8-bit weights."""
     _round(values, inputs, 8, target)
 
 
 @kernel(PREPARE)
 def prepare_4(values: Any, inputs: Any, target: Any) -> None:
-    """A vector beside 4-bit weights."""
+    """Prepare a vector for 4-bit weights."""
     _round(values, inputs, 4, target)
 
 
 @kernel(WIDEN)
 def widen_8(weights: Any, scales: Any, group: Any, first: Any, count: Any, inputs: Any, target: Any) -> None:
-    """8-bit matrix rows in bfloat16, each weight rounded once; groups of a multiple of 32 weights."""
+    """Write 8-bit matrix rows as bfloat16, each weight rounded once. The group size is a multiple of 32."""
     for row in range(count):
         stored, own = weights + (first + row) * inputs, target + 2 * row * inputs
         scales_C = numba.carray(halves(scales + (first + row) * (inputs // group) * 2), (inputs // group,))
@@ -371,7 +371,7 @@ def widen_8(weights: Any, scales: Any, group: Any, first: Any, count: Any, input
 
 @kernel(WIDEN)
 def widen_4(weights: Any, scales: Any, group: Any, first: Any, count: Any, inputs: Any, target: Any) -> None:
-    """4-bit matrix rows in bfloat16, each weight rounded once; groups of a multiple of 32 weights."""
+    """Write 4-bit matrix rows as bfloat16, each weight rounded once. The group size is a multiple of 32."""
     for row in range(count):
         stored, own = weights + (first + row) * (inputs // 2), target + 2 * row * inputs
         scales_C = numba.carray(halves(scales + (first + row) * (inputs // group) * 2), (inputs // group,))
@@ -381,7 +381,7 @@ def widen_4(weights: Any, scales: Any, group: Any, first: Any, count: Any, input
 
 @kernel(JOB, calls=("parallel_for", "widen_block"))
 def widen_matrix(address: Any) -> None:
-    """The whole matrix, row by row."""
+    """Widen the whole matrix, row by row."""
     job = widened_at(address)
     table = kernels_at(job.kernels)
     call(table.parallel_for, (table.widen_block, address, job.outputs))
@@ -389,7 +389,7 @@ def widen_matrix(address: Any) -> None:
 
 @kernel(BLOCK)
 def widen_block(address: Any, row: Any) -> None:
-    """One row of the matrix."""
+    """Widen one row of the matrix."""
     job = widened_at(address)
     form = form_at(job.form)
     target = job.results + 2 * row * job.inputs

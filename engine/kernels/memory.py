@@ -1,4 +1,4 @@
-"""Memory as kernels see it: addresses are whole numbers, behind which lie arrays, records and other kernels."""
+"""Memory as kernels see it: addresses are integers, and arrays, records and other kernels are reached through them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CACHE_LINE = 64
 
 
 def _pointer_to(value: Any) -> Any:
-    """A function that gives the values of a type that begin at an address."""
+    """Return a function that returns a pointer to the values of this type at an address."""
     kind = types.CPointer(value)
 
     def pointer(context: Any, address: Any) -> Any:
@@ -35,7 +35,7 @@ signed_bytes, pairs = _pointer_to(types.int8), _pointer_to(types.uint32)
 
 
 def record_at(dtype: np.dtype[Any]) -> Any:
-    """A function that gives the record of a NumPy dtype that begins at an address, to be read and written in its place."""
+    """Return a function that maps an address to the NumPy record of this dtype there, to be read and written in place."""
     kind = numba.from_dtype(dtype)
 
     def record(context: Any, address: Any) -> Any:
@@ -49,7 +49,7 @@ def record_at(dtype: np.dtype[Any]) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call(context: Any, address: Any, arguments: Any) -> Any:
-    """Call the kernel at an address with a tuple of arguments, which have to be of its own types."""
+    """Call the kernel at an address with a tuple of arguments, which must have the kernel's own types."""
     given = types.Tuple([types.unliteral(each) for each in arguments])
     if any(each not in (types.int64, types.float32) for each in given):
         raise TypingError(f"kernels take int64 and float32, not {given}")
@@ -65,7 +65,7 @@ def call(context: Any, address: Any, arguments: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def keep(context: Any, array: Any) -> Any:
-    """Nothing, but an array lives until here: Numba frees one after its last use, and does not see uses by address."""
+    """Keep an array alive until here. Numba frees an array after its last use, and does not see uses by address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return context.get_dummy_value()
@@ -75,12 +75,12 @@ def keep(context: Any, array: Any) -> Any:
 
 @inline
 def address_of(array: Any) -> Any:
-    """Where an array begins."""
+    """Return the address of an array."""
     return np.int64(array.ctypes.data)
 
 
 @inline
 def aligned(size: Any) -> Any:
-    """So many bytes, from the start of a cache line."""
+    """Return an array of so many bytes that begins at a cache line."""
     made = np.empty(size + _CACHE_LINE, np.uint8)
     return made[-address_of(made) & (_CACHE_LINE - 1) :]

@@ -1,9 +1,9 @@
 """Matrices times many vectors, as prompts need them, for processors that multiply pairs of bfloat16 (AVX512-BF16).
 
-Prompts are bound by multiplying. Vectors are packed into panels, where the same two inputs of 16 vectors fill a register: it
-is multiplied with a pair of weights that is repeated 16 times, and nothing is added up across lanes. Four matrix rows and
-up to six such registers keep their sums in registers, and every instruction but 10 of 34 multiplies. Low-bit weights are
-widened first, a block of rows at a time.
+Prompts are bound by arithmetic. Vectors are packed into panels, where the same two inputs of 16 vectors fill a register.
+This register is multiplied with a pair of weights that is repeated 16 times, and nothing is added across lanes. Four matrix
+rows and up to six such registers keep their sums in registers, and 24 of 34 instructions multiply. Low-bit weights are
+widened first, one block of rows at a time.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from engine.kernels.processor import MULTIPLIES_BFLOAT16
 from engine.kernels.products import MATRIX_BYTES, matrix_at, products_at, row_bytes
 
 _PANEL_VECTORS = 6
-"""Vector registers of tokens that four matrix rows are multiplied with at once: their sums fill the registers."""
+"""Number of vector registers of tokens that are multiplied with four matrix rows at once. Their sums fill the registers."""
 _PANEL_INPUTS = 2048
-"""Part of a panel, in inputs, that stays in the second-level cache while matrix rows go by."""
+"""Number of inputs of the part of a panel that stays in the second-level cache during a pass over the matrix rows."""
 _PANEL_ROWS = 128
-"""Matrix rows that one thread takes at most before it goes on to the next expert."""
+"""Maximum number of matrix rows that one thread takes before it goes on to the next expert."""
 
 
 def multiplies_many(outputs: int, inputs: int) -> bool:
-    """Whether there is a kernel for many rows of such a matrix, on this processor."""
+    """Return whether this processor has a kernel for many rows of such a matrix."""
     return MULTIPLIES_BFLOAT16 and outputs % MULTIPLE_OF_OUTPUTS == 0 and inputs % MULTIPLE_OF_OUTPUTS == 0
 
 
 def _panel_tile(vectors: int) -> Any:
-    """A function of (address of 4 matrix rows of I bfloat16, I, address of a panel, pairs to multiply, address of results):
-    adds the products of 4 rows with 16 · `vectors` tokens to the float32 results, row after row.
+    """Return a function of (address of 4 matrix rows of I bfloat16, I, address of a panel, pairs to multiply, address of
+    results) that adds the products of 4 rows with 16 · `vectors` tokens to the float32 results, row after row.
 
-    A panel holds the same two inputs of all its tokens side by side, and so pair after pair. Each sum is one lane, added up
-    in the order of the inputs whatever else is in the panel.
+    A panel holds the same two inputs of all its tokens side by side, and so pair after pair. Each sum is one lane, which
+    is added up in the order of the inputs, whatever else the panel holds.
     """
     rows = 4
     undefined, first_lane = ir.Constant(INTS, ir.Undefined), ir.Constant(INTS, [0] * LANES)
@@ -89,14 +89,14 @@ def _panel_tile(vectors: int) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _turn(context: Any, square: Any, stride: Any, turned: Any, turned_stride: Any) -> Any:
-    """Write the transpose of 16 · 16 float32, rows of which begin `stride` values apart, `turned_stride` for the result."""
+    """Write the transpose of 16 · 16 float32. Rows begin `stride` values apart, and rows of the result `turned_stride`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, stride, target, target_stride = arguments
         rows = [load(builder, at(builder, address, builder.mul(stride, INDEX(r)), 4), FLOATS) for r in range(LANES)]
         half = LANES // 2
         while half:
-            # Blocks of `half` lanes beside the diagonal change places with those below it.
+            # Blocks of `half` lanes beside the diagonal are swapped with the blocks below it.
             low = [lane if not lane & half else LANES + lane - half for lane in range(LANES)]
             high = [lane + half if not lane & half else LANES + lane for lane in range(LANES)]
             for r in (row for row in range(LANES) if not row & half):
@@ -117,7 +117,7 @@ _PANEL_OF_4, _PANEL_OF_5, _PANEL_OF_6 = _panel_tile(4), _panel_tile(5), _panel_t
 
 @kernel("void(int64, int64, int64, int64, int64, int64)")
 def multiply_panel(weights: Any, count: Any, inputs: Any, panel: Any, vectors: Any, results: Any) -> None:
-    """Add `count` matrix rows, a multiple of 4, times a panel to float32 results, row after row."""
+    """Add the products of `count` matrix rows, a multiple of 4, and a panel to float32 results, row after row."""
     for start in range(0, inputs, _PANEL_INPUTS):
         number = min(_PANEL_INPUTS, inputs - start) // 2
         x = panel + 2 * LANES * start * vectors
@@ -139,7 +139,7 @@ def multiply_panel(weights: Any, count: Any, inputs: Any, panel: Any, vectors: A
 
 @helper
 def turned(made_WZ: Any) -> Any:
-    """The transpose; both sizes are multiples of 16."""
+    """Return the transpose. Both sizes are multiples of 16."""
     rows, places = made_WZ.shape
     made_ZW = np.empty((places, rows), np.float32)
     source, target = address_of(made_WZ), address_of(made_ZW)
@@ -151,9 +151,10 @@ def turned(made_WZ: Any) -> Any:
 
 @helper
 def panels(members_N: Any) -> Any:
-    """How the members of N experts lie in panels, of which each expert has its own.
+    """Return how the members of N experts lie in panels. Each expert has its own panels.
 
-    Returns the first panel of each expert [N + 1], and of each panel its first place, counted through all, and its vectors.
+    The result is the first panel of each expert [N + 1], and for each panel its first place, counted through all panels, and
+    its number of vectors.
     """
     panels_N = np.zeros(members_N.shape[0] + 1, np.int64)
     for each, members in enumerate(members_N):
@@ -179,7 +180,7 @@ def _scaled(pair: Any, scale: Any) -> Any:
 
 @helper
 def pack(x: Any, inputs: Any, tokens_Z: Any, scales_Z: Any, panel: Any) -> None:
-    """Write rows of bfloat16, times their scales where there are any, into a panel of Z places; a negative one is empty."""
+    """Write rows of bfloat16, times their scales if any, into a panel of Z places. A negative token is an empty place."""
     count = inputs // 2
     panel_CZ = numba.carray(pairs(panel), (count, tokens_Z.shape[0]))
     for start in range(0, count, LANES):  # a cache line of each row
@@ -200,7 +201,7 @@ def pack(x: Any, inputs: Any, tokens_Z: Any, scales_Z: Any, panel: Any) -> None:
 
 @helper
 def plain_rows(form: Any, matrix: Any, first: Any, count: Any, inputs: Any) -> Any:
-    """The bits of `count` matrix rows in bfloat16, one after the other: where they lie, or for low-bit ones a copy."""
+    """Return the bits of `count` matrix rows in bfloat16, contiguous: the rows in place, or a copy for low-bit rows."""
     if form.bits == 16:
         return numba.carray(halves(matrix.values + first * row_bytes(inputs, 16)), (count * inputs,))
     rows = np.empty(count * inputs, np.uint16)
@@ -210,7 +211,7 @@ def plain_rows(form: Any, matrix: Any, first: Any, count: Any, inputs: Any) -> A
 
 @inline
 def panel_rows(rows: Any, threads: Any) -> Any:
-    """Matrix rows that one thread takes at once, where there are so many in all."""
+    """Return the number of matrix rows that one thread takes at once, for so many rows in all."""
     size = _PANEL_ROWS
     while size > LANES and rows < size * threads:
         size //= 2
@@ -219,7 +220,7 @@ def panel_rows(rows: Any, threads: Any) -> Any:
 
 @kernel(JOB, calls=("parallel_for", "pack_block", "panel_products_block"))
 def panel_products(address: Any) -> None:
-    """`products` of many rows."""
+    """Compute `products` for many rows."""
     job = products_at(address)
     table, inputs = kernels_at(job.kernels), job.inputs
     _, begins_P, vectors_P = panels(np.full(1, job.rows))
@@ -237,7 +238,7 @@ def panel_products(address: Any) -> None:
 
 @kernel(BLOCK)
 def pack_block(address: Any, panel: Any) -> None:
-    """Packs one panel."""
+    """Pack one panel."""
     job = products_at(address)
     begins_P = numba.carray(integers(job.panel_begins), (job.panels + 1,))
     first, last = begins_P[panel], begins_P[panel + 1]
@@ -249,7 +250,7 @@ def pack_block(address: Any, panel: Any) -> None:
 
 @kernel(BLOCK, calls=("multiply_panel",))
 def panel_products_block(address: Any, block: Any) -> None:
-    """Multiplies some rows of the matrices, counted through all of them, with all panels."""
+    """Multiply some rows of the matrices, counted through all matrices, with all panels."""
     job = products_at(address)
     form, size, inputs = form_at(job.form), job.block_rows, job.inputs
     ends_M = numba.carray(integers(job.ends), (job.count,))

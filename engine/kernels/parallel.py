@@ -1,4 +1,4 @@
-"""The one loop that runs on several threads: every kernel that shares its work among threads calls it."""
+"""The only loop that runs on several threads. Every kernel that shares its work among threads calls it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ TABLE_ADDRESS = int(TABLE.ctypes.data)
 
 @kernel("void(int64, int64, int64)", is_parallel=True)
 def parallel_for(block: Any, job: Any, count: Any) -> None:
-    """Call block(job, index) for each index below `count`; each thread takes one run of consecutive ones."""
+    """Call block(job, index) for each index below `count`. Each thread takes one run of consecutive indexes."""
     for index in numba.prange(count):
         call(block, (job, np.int64(index)))
 
 
 def use_threads(count: int) -> None:
-    """How many threads this thread's later calls run on, at most as many as Numba started with."""
+    """Set the number of threads of this thread's later calls, at most the number that Numba started with."""
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
 
 
 def threads_used() -> int:
-    """How many threads this thread's calls run on."""
+    """Return the number of threads of this thread's calls."""
     count: int = numba.get_num_threads()
     return count

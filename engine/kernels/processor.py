@@ -1,4 +1,4 @@
-"""What this processor can do: the instructions that the kernels choose between when they are compiled."""
+"""Instruction sets of this processor, which the kernels choose between when they are compiled."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ NAME: str = numba.config.CPU_NAME or binding.get_host_cpu_name()
 FEATURES: str = numba.config.CPU_FEATURES or binding.get_host_cpu_features().flatten()
 _features = FEATURES.split(",")
 MULTIPLIES_INTEGERS = "+avx512vnni" in _features and "+avx512vl" in _features
-"""Whether it multiplies 8-bit integers four at a time, as low-bit matrices are."""
+"""Whether the processor multiplies 8-bit integers four at a time, as low-bit matrices are multiplied."""
 MULTIPLIES_BFLOAT16 = "+avx512bf16" in _features
-"""Whether it multiplies pairs of bfloat16. Vectors beside such matrices are then bfloat16 too, otherwise float32."""
+"""Whether the processor multiplies pairs of bfloat16. Vectors that bfloat16 matrices are multiplied with are then bfloat16
+too, and otherwise float32."""

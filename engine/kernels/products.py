@@ -1,4 +1,4 @@
-"""Several matrices times a few vectors, and the root mean square norm: blocks of matrix rows, shared among threads."""
+"""Several matrices times a few vectors, and the root mean square norm. Blocks of matrix rows are shared among threads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine.kernels.memory import address_of, aligned, call, halves, integers, k
 from engine.kernels.parallel import kernels_at
 
 MOST_ROWS, FEWEST_ROWS = 128, 32
-"""Matrix rows that one thread multiplies with all vectors before it goes on: the longer it stays with one matrix, the faster
-memory gives it. Low-bit matrices have up to twice as many, which are still fewer bytes."""
+"""Numbers of matrix rows that one thread multiplies with all vectors before it goes on. Memory delivers a matrix faster the
+longer a thread stays with it. Low-bit matrices have up to twice as many rows, which are still fewer bytes."""
 BLOCKS_OF_A_THREAD = 8
-"""Each thread gets at least so many blocks where rows suffice, so that threads end together."""
+"""Minimum number of blocks of each thread, if rows suffice, so that threads end together."""
 MATRIX = np.dtype([("values", np.int64), ("scales", np.int64)])
-"""Addresses of a matrix; plain ones have no scales (0)."""
+"""Addresses of a matrix. Plain matrices have no scales (0)."""
 matrix_at = record_at(MATRIX)
 MATRIX_BYTES = MATRIX.itemsize
 PRODUCTS = np.dtype(
@@ -30,12 +30,12 @@ PRODUCTS = np.dtype(
         ("x", np.int64),  # [T, I] bfloat16
         ("rows", np.int64),
         ("inputs", np.int64),
-        ("matrices", np.int64),  # MATRIX of each
+        ("matrices", np.int64),  # MATRIX of each matrix
         ("ends", np.int64),  # where each matrix's rows end in a row of the results
         ("count", np.int64),
         ("threads", np.int64),
         ("results", np.int64),  # [T, O] bfloat16
-        # The rest is worked out by the kernel, for its blocks.
+        # The kernel computes the remaining fields, for its blocks.
         ("prepared", np.int64),
         ("block_rows", np.int64),
         ("panel_begins", np.int64),
@@ -43,31 +43,31 @@ PRODUCTS = np.dtype(
         ("panels", np.int64),
     ]
 )
-"""[x·W_0ᵀ, x·W_1ᵀ, …] side by side."""
+"""Arguments of [x·W_0ᵀ, x·W_1ᵀ, …], side by side."""
 products_at = record_at(PRODUCTS)
 
 
 @inline
 def vector_bytes(inputs: Any, bits: Any) -> Any:
-    """Bytes of a prepared vector beside weights of so many bits."""
+    """Return the bytes of a vector that is prepared for weights of so many bits."""
     return VALUE_BYTES * inputs if bits == 16 else inputs + inputs // 4
 
 
 @inline
 def row_bytes(inputs: Any, bits: Any) -> Any:
-    """Bytes of a matrix row's weights."""
+    """Return the bytes of a matrix row's weights."""
     return inputs * bits // 8
 
 
 @inline
 def row_scale_bytes(inputs: Any, group: Any) -> Any:
-    """Bytes of a matrix row's scales."""
+    """Return the bytes of a matrix row's scales."""
     return inputs // group * 2
 
 
 @inline
 def block_rows(rows: Any, threads: Any, bits: Any) -> Any:
-    """Matrix rows of a block, where all matrices together have so many."""
+    """Return the matrix rows of a block, where all matrices together have `rows`."""
     size = MOST_ROWS if bits == 16 else 2 * MOST_ROWS
     while size > FEWEST_ROWS and rows < size * BLOCKS_OF_A_THREAD * threads:
         size //= 2
@@ -76,7 +76,7 @@ def block_rows(rows: Any, threads: Any, bits: Any) -> Any:
 
 @kernel(JOB, calls=("parallel_for", "products_block"))
 def products(address: Any) -> None:
-    """Prepares the vectors and multiplies block by block."""
+    """Prepare the vectors and multiply them block by block."""
     job = products_at(address)
     form, table = form_at(job.form), kernels_at(job.kernels)
     own = vector_bytes(job.inputs, form.bits)
@@ -98,7 +98,7 @@ def products(address: Any) -> None:
 
 @kernel(BLOCK)
 def products_block(address: Any, block: Any) -> None:
-    """Multiplies some rows of one matrix with all vectors."""
+    """Multiply some rows of one matrix with all vectors."""
     job = products_at(address)
     form, size, inputs = form_at(job.form), job.block_rows, job.inputs
     ends_M = numba.carray(integers(job.ends), (job.count,))
@@ -123,7 +123,7 @@ def products_block(address: Any, block: Any) -> None:
 
 @kernel("void(int64, int64, float32, int64, int64, int64)")
 def rms_norm(x: Any, weight: Any, epsilon: Any, rows: Any, size: Any, results: Any) -> None:
-    """y = weight · bfloat16(x / rms(x)): rounded where torch's own steps round."""
+    """Write y = weight · bfloat16(x / rms(x)), rounded where torch's own steps round."""
     y_TD = numba.carray(halves(results), (rows, size))
     weight_D = wide_vector(weight, size)
     for row in range(rows):

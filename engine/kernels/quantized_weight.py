@@ -1,7 +1,7 @@
-"""Weights of 8 or 4 bits: a few in a row share a scale, and products read them as they are stored.
+"""Weights of 8 or 4 bits: a few weights of a row share a scale, and products read the weights as they are stored.
 
-weight = scale · (stored − 2^(bits−1)). Rounding is to nearest; of 4 bits several scales are tried for each group, and the
-one of the least squared error is taken.
+weight = scale · (stored − 2^(bits−1)). Weights are rounded to nearest. With 4 bits several scales are tried for each group,
+and the scale with the least squared error is taken.
 
 Shape suffixes: O outputs, D inputs, B bytes of a row, C groups of a row, M weights of one group.
 """
@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from engine.kernels.scheme import WHOLE_ROW
 
 _SHARES = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8)}
-"""Of a group's largest weight that may become the largest quantised value; what is beyond is cut off."""
+"""Fractions of a group's largest weight that may become the largest quantized value. Larger weights are clipped."""
 _ROUND_ELEMENTS = 1 << 20
-"""Weights that are rounded at a time: what that takes besides stays small."""
+"""Number of weights that are rounded at a time. It limits the memory of the temporary values."""
 
 
 class QuantizedWeight(nn.Module):
-    """A weight [O, D] of few bits, where otherwise a parameter stands; its bytes stay where and as they were given.
+    """A low-bit weight [O, D] in the place of a parameter. Its bytes stay where and as they were given.
 
-    A module, so that its buffers go to devices and are counted with the parameters beside it.
+    It is a module, so that its buffers move between devices and are counted together with the parameters.
     """
 
     packed_OB: Tensor
-    """uint8; of 4 bits the first of two is in the low half. A row may end in unused bytes."""
+    """uint8. With 4 bits the first of two weights is in the low half. A row may end in unused bytes."""
     scales_OC: Tensor
-    """Of any floating dtype; the scales of a row lie side by side."""
+    """Scales of any floating dtype. The scales of a row are contiguous."""
 
     def __init__(self, packed_OB: Tensor, scales_OC: Tensor, bits: int, inputs: int) -> None:
         super().__init__()
@@ -39,28 +39,28 @@ class QuantizedWeight(nn.Module):
 
     @property
     def group_size(self) -> int:
-        """Weights that share a scale."""
+        """Number of weights that share a scale."""
         return self.shape[1] // self.scales_OC.shape[1]
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Where the bytes and the scales of its first row begin."""
+        """Return the addresses of the first row's bytes and scales."""
         return self.packed_OB.data_ptr(), self.scales_OC.data_ptr()
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The weight [O, D] that it stands for, rounded once to `dtype`."""
+        """Return the dequantized weight [O, D], rounded once to `dtype`."""
         (outputs, inputs), groups = self.shape, self.scales_OC.shape[1]
         values_OD = self.packed_OB
         if self.bits == 4:
             values_OD = torch.stack((values_OD & 15, values_OD >> 4), dim=-1).flatten(1)
-        # A product of the scale's own dtype is rounded once too: the other factor has 8 bits at most.
+        # A product in the scale's own dtype is rounded once too, because the other factor has 8 bits at most.
         wide = dtype if dtype == self.scales_OC.dtype else torch.promote_types(dtype, torch.float32)
         weight_OCM = values_OD[:, :inputs].to(wide).view(outputs, groups, -1)
         weight_OCM.sub_(2 ** (self.bits - 1)).mul_(self.scales_OC.to(wide)[:, :, None])
         return weight_OCM.view(outputs, inputs).to(dtype)
 
     def extra_repr(self) -> str:
-        """For people."""
+        """Return the text that `repr` shows for the module."""
         return f"{self.shape[0]}, {self.shape[1]}, bits={self.bits}, group_size={self.group_size}"
 
 
@@ -68,23 +68,23 @@ Weight = Tensor | QuantizedWeight
 
 
 def frozen(weight: Weight) -> nn.Parameter | QuantizedWeight:
-    """A weight as the attribute of a module."""
+    """Return a weight in the form that a module keeps as an attribute."""
     return weight if isinstance(weight, QuantizedWeight) else nn.Parameter(weight, requires_grad=False)
 
 
 def as_tensor(weight: Weight) -> Tensor:
-    """A weight that is never of few bits: a norm, a bias, a router, an embedding."""
+    """Return a weight that is never quantized to low bits: a norm, a bias, a router or an embedding."""
     assert isinstance(weight, Tensor)
     return weight
 
 
 def moved(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Weight:
-    """On another device, and of another dtype unless it is of few bits; the same one where both fit already."""
+    """Return the weight on this device, and in this dtype unless it is low-bit. A weight that fits is returned itself."""
     return weight.to(device) if isinstance(weight, QuantizedWeight) else weight.to(device=device, dtype=dtype)
 
 
 def quantise(weight_OD: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype = torch.float32) -> QuantizedWeight:
-    """Round to 2^bits values a group; `group_size` divides D, or is WHOLE_ROW."""
+    """Round each group to 2^bits values. `group_size` divides D, or is WHOLE_ROW."""
     outputs, inputs = weight_OD.shape
     groups = 1 if group_size == WHOLE_ROW else inputs // group_size
     packed_OB = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8, device=weight_OD.device)
@@ -97,10 +97,10 @@ def quantise(weight_OD: Tensor, bits: int, group_size: int, scale_dtype: torch.d
 
 
 def _rounded(weight_OD: Tensor, bits: int, scales_OC: Tensor) -> Tensor:
-    """The packed bytes of some rows [O, B], whose scales are written to their place."""
+    """Return the packed bytes [O, B] of some rows, and write their scales to `scales_OC`."""
     middle = 2 ** (bits - 1)
     weight_OCM = weight_OD.view(*scales_OC.shape, -1)
-    # The largest in size becomes −2^(bits−1), which has no positive counterpart, so its sign is the scale's.
+    # The weight of largest magnitude becomes −2^(bits−1), which has no positive counterpart, so the scale takes its sign.
     size_OC1, place_OC1 = weight_OCM.abs().max(dim=-1, keepdim=True)
     largest_OC1 = weight_OCM.gather(-1, place_OC1)
     best_OCM, scale_OC1, error_OC1 = weight_OCM, size_OC1, torch.full_like(size_OC1, torch.inf)

@@ -1,4 +1,4 @@
-"""How low-bit weights are laid out: bits, and how many inputs share a scale. Numbers only, without torch."""
+"""Storage schemes of low-bit weights: bits, and the number of inputs that share a scale. This module does not need torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 BITS = (8, 4)
 WHOLE_ROW = -1
-"""A group size: one scale for each output."""
+"""The group size that gives each output one scale."""
 _WORD_BITS = 32
 
 

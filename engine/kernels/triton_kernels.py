@@ -1,17 +1,18 @@
-"""A layer's chosen experts on a GPU, in two launches for a few tokens and two for many; all is decided on the device.
+"""A layer's chosen experts on a GPU, in two launches for a few tokens and two for many. All decisions are made on the GPU.
 
-Experts lie wherever they were loaded: a table of addresses leads to the matrices, so nothing is copied together. A slot is
-one expert that one token chose; a slot without an expert ends its program before anything is read. Sums are made in float32,
-each by one program in one order, so that equal inputs give equal bits.
+Experts stay where they were loaded: a table holds the addresses of their matrices, so nothing is copied together. A slot is
+one expert that one token chose. The program of an empty slot ends before it reads anything. Sums are accumulated in float32,
+each by one program in one order, so that equal inputs give bit-identical results.
 
-A few tokens (decoding) are bound by the bytes of the experts they chose: each program multiplies a few rows of one matrix
-with one vector. Many tokens (prompts) are sorted by expert and cut into tiles of slots of one expert, multiplied together.
+A few tokens (decoding) are bound by the bytes of the experts that they chose: each program multiplies a few rows of one
+matrix with one vector. Many tokens (prompts) are sorted by expert and cut into tiles of slots of one expert, which are
+multiplied together.
 
-`engine/decoder/triton_experts.py` checks and launches them. Optional: CUDA builds of torch bring Triton, and without it
-the same is computed by torch.
+`engine/decoder/triton_experts.py` checks the arguments and launches the kernels. Triton is optional: CUDA builds of torch
+include it, and without it torch computes the experts.
 
 Shape suffixes: T tokens, D hidden, F expert width, N experts, A tensors of an expert (families.experts.GATE, UP, DOWN, then
-biases where there are any), R slots of all tokens, M tiles.
+biases if any), R slots of all tokens, M tiles.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import triton.language as tl
 
 @triton.jit
 def _matrix(table_NA, expert, part: tl.constexpr, A: tl.constexpr, like):
-    """Where an expert's matrix begins, in `like`'s dtype."""
-    # The promise of 16 bytes lets the compiler read that many at once.
+    """Return the pointer to an expert's matrix, in `like`'s dtype."""
+    # The guarantee of 16-byte alignment lets the compiler read 16 bytes at once.
     return tl.multiple_of(tl.load(table_NA + expert * A + part).to(like.dtype), 16)
 
 
 @triton.jit
 def _biased(y, table_NA, expert, part: tl.constexpr, A: tl.constexpr, like, outputs, mask):
-    """y with the bias of these outputs, where experts have any; outputs lie along y's last dimension."""
+    """Return y plus the bias of these outputs, if experts have one. The outputs lie along y's last dimension."""
     if A == 6:
         bias = tl.load(table_NA + expert * A + 3 + part).to(like.dtype)
         y += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)
@@ -38,11 +39,11 @@ def _biased(y, table_NA, expert, part: tl.constexpr, A: tl.constexpr, like, outp
 
 @triton.jit
 def _gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """silu(g)·u; with a limit (u + 1)·g·σ(α·g) of what it leaves (families.layer_config.ClampedSwiglu)."""
+    """Return silu(g)·u, or with a limit (u + 1)·g·σ(α·g) of the clamped values (families.layer_config.ClampedSwiglu)."""
     if LIMIT is None:
         h = gate * tl.sigmoid(gate) * up
     else:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)  # unlike minimum and maximum, keeps NaN
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # unlike minimum and maximum, this keeps NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         h = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
     return h
@@ -63,7 +64,7 @@ def gate_up_of_few(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """h = swiglu(gate·x, up·x) in float32, ROWS of one slot's F; as many `slots` in a row share a row of x."""
+    """Compute h = swiglu(gate·x, up·x) in float32, for ROWS of one slot's F. `slots` consecutive slots share a row of x."""
     slot = tl.program_id(0)
     expert = tl.load(experts_R + slot)
     if expert < 0:
@@ -98,7 +99,7 @@ def down_of_few(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """y = Σ_slots weight · down·h, ROWS of one token's D."""
+    """Compute y = Σ_slots weight · down·h, for ROWS of one token's D."""
     token = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     y = tl.zeros((ROWS,), tl.float32)
@@ -135,7 +136,7 @@ def gate_up_of_many(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """h of a tile's slots, OUTPUTS of F, in the order of experts; a tile is an expert and its first and last slot there."""
+    """Compute h of a tile's slots, OUTPUTS of F, in the order of experts. A tile: an expert, its first and last slot."""
     tile = tiles_M3 + tl.program_id(0) * 3
     expert, first, last = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if expert < 0:
@@ -174,7 +175,7 @@ def down_of_many(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """weight · down·h of a tile's slots, OUTPUTS of D, each slot's back in its place."""
+    """Compute weight · down·h of a tile's slots, for OUTPUTS of D, each written back to its slot's place."""
     tile = tiles_M3 + tl.program_id(0) * 3
     expert, first, last = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if expert < 0:

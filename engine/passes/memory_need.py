@@ -39,7 +39,7 @@ KEPT_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """What a run computes, as far as it determines its memory."""
+    """The parts of a run's computation that determine its memory."""
 
     dtype: torch.dtype
     length: int
