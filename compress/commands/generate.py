@@ -1,4 +1,4 @@
-"""`compress generate`."""
+"""The command `compress generate`."""
 
 from dataclasses import fields
 
