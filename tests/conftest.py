@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, made by transformers where it has the family, and what the tests share."""
+"""Tiny random checkpoints of every family, made by transformers if it has the family, and fixtures that tests share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.stacks import joined, stored_tensors
 from engine.families.table import ARCHITECTURES
 
-# Test files use helpers of each other, whatever folder they are in.
+# Test files use each other's helpers, from any folder.
 sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("test_*.py")}))
 pytest_plugins = ["allowed_skips"]
-os.environ.setdefault("COMPRESS_KERNELS", "compiled")  # tests compare bits, which no trial of speed should decide
+os.environ.setdefault("COMPRESS_KERNELS", "compiled")  # tests compare bits, which must not depend on a trial of speed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -133,23 +133,23 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40} | MULTIPLIERS,
     "glm4_moe": FINE_GRAINED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
 }
-"""Of which only the matrix (family_matrix.py) goes through everything."""
+"""Sizes of further families. Only the matrix (family_matrix.py) tests everything on them."""
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "gpt_oss")
 EVERY_MOE_FAMILY = (*MOE_FAMILIES, "llama_moe")
-"""With those that transformers has no class of."""
+"""The families above and those that transformers lacks."""
 NAIVE: dict[str, Any] = {"llama_moe": NaiveLlamaMoe, "deepseek": NaiveDeepseek}
-"""Our own models in place of transformers' where it has none."""
+"""Our own naive models, in the place of transformers' for families that it lacks."""
 NAMES = {"kimi_k2": "deepseek_v3"}
 """Families that transformers has under another name."""
 NOT_DENSE = ("phimoe", "llama4_text")
-"""Those that densify refuses."""
+"""Families that densify refuses."""
 DENSIFIED = tuple(family for family in EVERY_MOE_FAMILY if family not in NOT_DENSE)
 
 
 def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A tiny random transformers model; weights large enough that differences would show in the logits.
+    """Return a tiny random transformers model, with weights large enough that differences show in the logits.
 
-    Of a family that transformers lacks it is our naive one.
+    For a family that transformers lacks, our naive model is returned.
     """
     settings = SIZES | (FAMILIES | FURTHER_FAMILIES)[family] | changes
     if family in NAIVE:
@@ -172,7 +172,7 @@ def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def enough(family: str, kept: dict[int, list[int]]) -> dict[int, list[int]]:
-    """The same plan where no layer has fewer experts than the family must have."""
+    """Return the plan with experts added to layers that have fewer than the family's minimum."""
     least = ARCHITECTURES[family].least_experts
     return {layer: sorted({*experts, *range(least - len(experts))}) for layer, experts in kept.items()}
 
@@ -188,7 +188,7 @@ def save_reference(family: str, path: Path, seed: int = 0, **changes: Any) -> An
 
 
 def naive_ffn(parts: Sequence[Tensor], swiglu: Any, x: Tensor) -> Tensor:
-    """What an expert gives for some tokens [T, D] or one [D], straight from the definition."""
+    """Return an expert's output for some tokens [T, D] or one [D], straight from the definition."""
     gate, up, down, *biases = parts
     gate_bias, up_bias, down_bias = biases or (0.0, 0.0, 0.0)
     g, u = x @ gate.T + gate_bias, x @ up.T + up_bias
@@ -202,7 +202,7 @@ def naive_ffn(parts: Sequence[Tensor], swiglu: Any, x: Tensor) -> Tensor:
 
 
 def save_tensors(tensors: dict[str, Any], checkpoint: Checkpoint, path: Path) -> None:
-    """Write tensors, by the names that a checkpoint gives them, as its family has them on disk."""
+    """Write tensors, named as a checkpoint names them, in their family's layout on disk."""
     from safetensors.torch import save_file
 
     stored = {
@@ -226,19 +226,19 @@ TABLES = {
 
 @pytest.fixture
 def parity(record_property: Any) -> Any:
-    """Record one cell of the parity table, which the run prints at its end; fails above 1e-4."""
+    """Record one cell of the parity table, which the run prints at its end. Fails above 1e-4."""
     return _recorder(record_property, PARITY)
 
 
 @pytest.fixture
 def onnx_parity(record_property: Any) -> Any:
-    """The same for the table of exported graphs."""
+    """Record one cell of the parity table of exported graphs. Fails above 1e-4."""
     return _recorder(record_property, ONNX_PARITY)
 
 
 @pytest.fixture
 def matrix(record_property: Any) -> Any:
-    """The same for the matrix of families."""
+    """Record one cell of the matrix of families. Fails above 1e-4."""
     return _recorder(record_property, MATRIX)
 
 
@@ -273,7 +273,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from a second thread, and parallel test workers lose by it."""
+    """Use one thread: tiny tensors gain nothing from a second one, and parallel test workers lose by it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The commands and requests that tests/recorder.py records, all of the built-in model, small, and with fixed seeds."""
+"""The commands and requests that tests/recorder.py records, all on the small built-in model and with fixed seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRUNE = f"prune demo --sparsity 0.5 {CALIBRATION}"
 MERGE = f"merge demo --experts 4 {CALIBRATION}"
 DENSIFY = f"densify demo {CALIBRATION}"
 DENSE_TRAINING = "--distill-steps 3 --finetune-steps 3 --batch-size 2 --validation-samples 0"
-# The best state is kept. A student that was pruned at random is so far from the teacher that the last one is the best.
+# The best state is kept. This student was pruned at random and is so far from the teacher that the last state is the best.
 STUDENT = "--student {here}/prune-random --steps 3 --batch-size 2 --validation-samples 2"
 TEACH = f"distill --teacher demo {STUDENT} --samples 4 --evaluation-samples 2"
 DISTILL = f"{TEACH} --sequence-length 64 --recipe"
@@ -67,7 +67,7 @@ COMMANDS = {
     "export-genai-int8": "export demo --format onnx-genai --precision int8",
     "export-genai-int4": "export demo --format onnx-genai --precision int4",
 }
-"""Commands that write a result, which is recorded with their figures. `{here}` has the results of those before."""
+"""Commands that write a result, which is recorded with their figures. `{here}` has the results of earlier commands."""
 
 READING_COMMANDS = {
     "evaluate": "evaluate demo --samples 4 --sequence-length 96",
@@ -113,7 +113,7 @@ SERVERS = {
     "serve-4-bits": ("serve {here}/quantize-4 --kv-cache-dtype int8 --skip-threshold 1", "compiled"),
     "serve-export": ("serve {here}/export-skipping", "compiled"),
 }
-"""The first one answers everything below; the others are asked for log-probabilities only."""
+"""Commands that start a server. The first server gets all requests below, the others only those for log-probabilities."""
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"max_tokens": 12, "temperature": 0}
@@ -170,8 +170,9 @@ TOGETHER: dict[str, tuple[str, Any]] = {
         for streamed in (False, True)
     )
 }
-"""Requests that are sent at the same moment. They begin differently, so that none reads another's prompt from the cache,
-and ask for no log-probabilities: products of several rows may differ from those of one in the last bits."""
+"""Requests that are sent at the same moment. Their prompts begin differently, so that none is read from the cache of
+another. They request no log-probabilities, because products of several rows may differ from those of one row in the last
+bits."""
 
 REFUSED: dict[str, tuple[str, Any]] = {
     "no-json": (COMPLETIONS, "{prompt"),

@@ -98,7 +98,7 @@ class Recorder:
         return json.loads(re.sub(r"cmpl-[0-9a-f]{32}", "cmpl-ID", text))
 
     def environment(self, kernels: str) -> dict[str, str]:
-        """Nothing of the caller's settings reaches the commands."""
+        """Return the environment of a command, without any of the caller's settings."""
         dropped = ("COMPRESS_", "PYTHON", "OMP_", "MKL_", "NUMBA_", "HF_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         return kept | ONE_THREAD | {"PYTHONPATH": str(self.tree), "HF_HUB_OFFLINE": "1", "COMPRESS_KERNELS": kernels}
@@ -108,7 +108,7 @@ class Recorder:
         return [*filled, "--json", *([] if "plan-run" in filled else ["--threads", "1"])]
 
     def run(self, name: str, command: str, kernels: str = "compiled") -> dict[str, Any]:
-        """Figures of a command; none where it fails, which its recorded exit status and a line on stderr say."""
+        """Return the figures of a command, or none if it fails. Its exit status is recorded, and printed on stderr."""
         started = time.monotonic()
         output, errors = self.here / "stdout", self.here / "stderr"
         given = (self.tree, self.arguments(command), self.environment(kernels), output, errors)
@@ -120,7 +120,7 @@ class Recorder:
         return {} if process.exitcode else json.loads(output.read_text())
 
     def write(self, name: str, command: str) -> None:
-        """Record a command that writes a result: its figures, and what it wrote."""
+        """Record a command that writes a result: its figures, and the files that it wrote."""
         output = self.here / (f"{name}.safetensors" if name == "calibrate" else name)
         self.add("figures", name, self.run(name, f"{command} --output {output}"))
         for path in sorted(output.rglob("*")) if output.is_dir() else [output]:
@@ -138,7 +138,7 @@ class Recorder:
 
     @contextmanager
     def served(self, name: str, command: str, kernels: str) -> Iterator[str | None]:
-        """The address of a server, which is ended by a signal afterwards; None where it does not start."""
+        """Yield the address of a server, which is ended by a signal afterwards; None if it does not start."""
         started = time.monotonic()
         with (self.here / "server.log").open("w") as log:
             server = subprocess.Popen(
@@ -163,7 +163,7 @@ class Recorder:
         self.report(name, started, server.returncode, self.here / "server.log")
 
     def report(self, name: str, started: float, status: int | None, errors: Path) -> None:
-        """A line on stderr, and why a command failed."""
+        """Print a line on stderr, and the reason if a command failed."""
         said = f"\nexit status {status}\n{errors.read_text()}" if status else ""
         print(f"{name}: {time.monotonic() - started:.1f} s{said}", file=sys.stderr, flush=True)
 
@@ -185,12 +185,12 @@ def run_command(tree: Path, arguments: list[str], environment: dict[str, str], o
     os.chdir(tree)
     sys.path[:] = [str(tree), *(path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix)))]
     sys.argv = ["cli.py", *arguments]
-    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # as if it were not installed: drawing takes a third of the time
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # drawing takes a third of the time
     runpy.run_module("cli", run_name="__main__", alter_sys=True)
 
 
 def answer(address: str, path: str, body: Any) -> dict[str, Any]:
-    """Status and body of an answer; a stream's events are put together. None as the body makes a GET request."""
+    """Return status and body of an answer; a stream's events are joined. A body of None makes a GET request."""
     connection = HTTPConnection(address, timeout=120)
     try:
         content = None if body is None else body if isinstance(body, str) else json.dumps(body)
@@ -205,7 +205,7 @@ def answer(address: str, path: str, body: Any) -> dict[str, Any]:
 
 
 def gathered(stream: str) -> dict[str, Any]:
-    """The text, log-probabilities and last state of a stream. How it is cut into events may depend on time."""
+    """Return the text, log-probabilities and last state of a stream. Its division into events may depend on time."""
     lines = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
     events = [json.loads(line) for line in lines[:-1]]
     choices = [choice for event in events for choice in event["choices"]]
@@ -224,13 +224,13 @@ def gathered(stream: str) -> dict[str, Any]:
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Lists of equal names, one behind the other."""
+    """Return the lists of equal names, concatenated."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: [entry for part in parts for entry in part.get(name) or ()] for name in names}
 
 
 def machine() -> dict[str, Any]:
-    """The processor and the packages, on which the last bits of results depend. compare() refuses recordings of two."""
+    """Return the processor and the packages, which determine the last bits of results. compare() refuses two machines."""
     facts = dict(line.split("\t", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if "\t" in line)
     named = {name.strip(): value.strip(": \t") for name, value in facts.items()}
     processor = named.get("model name") or platform.machine()
@@ -247,7 +247,7 @@ def installed(package: str) -> str | None:
 
 
 def record(tree: Path) -> dict[str, Any]:
-    """Everything in recorded_runs.py, one after the other. A command that fails is recorded as such."""
+    """Record everything in recorded_runs.py, in order. A command that fails is recorded as failed."""
     os.environ.update(ONE_THREAD)  # before the packages are imported
     CONTEXT.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as directory:
@@ -276,7 +276,7 @@ def record(tree: Path) -> dict[str, Any]:
 
 
 def flat(value: Any, name: str) -> dict[str, str]:
-    """Single values by their path, as JSON; keys in IGNORED are left out. An empty list or object is a value itself."""
+    """Return single values by their path, as JSON, without the keys in IGNORED. An empty list or object is a value."""
     if isinstance(value, dict) and value:
         parts = [flat(own, f"{name} {key}") for key, own in value.items() if key not in IGNORED]
     elif isinstance(value, list) and value:
@@ -288,14 +288,14 @@ def flat(value: Any, name: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Compared:
-    """How many values of one kind were compared, and a line for each that differs."""
+    """Number of compared values of one kind, and a line for each difference."""
 
     count: int
     differences: tuple[str, ...]
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], leave_out: Sequence[str] = ()) -> dict[str, Compared]:
-    """Every value of two recordings, by kind. Raises ValueError where they were made on different machines."""
+    """Compare every value of two recordings, by kind. Raises ValueError if they were made on different machines."""
     if old["machine"] != new["machine"]:
         raise ValueError(f"recordings of different machines cannot be compared: {old['machine']} and {new['machine']}")
     result = {}
@@ -309,7 +309,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], leave_out: Sequence[
 
 
 def difference(path: str, before: str | None, after: str | None) -> str:
-    """A line that says how two values differ, or an empty one."""
+    """Return a line that describes the difference of two values, or an empty line."""
     if before == after:
         return ""
     if before is None:

@@ -1,4 +1,4 @@
-"""Skips that are not on the list with reasons make a run fail."""
+"""A skip that is not on the list of allowed skips makes a run fail."""
 
 from __future__ import annotations
 

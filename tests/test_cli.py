@@ -1,4 +1,4 @@
-"""The commands end to end on a tiny model: JSON keys as promised, nothing else on stdout, artifacts that load."""
+"""The commands end to end on a tiny model: the promised JSON keys, nothing else on stdout, and artifacts that load."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ TEXT = ["--data", "{text}", "--samples", "4", "--sequence-length", "32"]
 
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of artifacts: other tests look at them, and they take longer than all else here."""
+    """Draw no pictures of artifacts: other tests check them, and drawing takes longer than everything else here."""
     monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer, and text."""
+    """Return the directory of a tiny model with a tokenizer, and text."""
     directory = tmp_path_factory.mktemp("cli")
     save_reference("mixtral", directory / "model", vocab_size=264)
     add_tokenizer(directory / "model")
@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(place: Path, *arguments: str) -> dict[str, Any]:
-    """Run a command with --json; stdout is exactly one JSON object."""
+    """Run a command with --json, and check that stdout is exactly one JSON object."""
     filled = [argument.format(text=place / "text.txt", model=place / "model", here=place) for argument in arguments]
     result = CliRunner().invoke(cli.main, [*filled, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -1,6 +1,6 @@
-"""The rules of the house: rooms have doors, imports go one way between them, and no public name lacks a docstring.
+"""The rules of the house: rooms have doors, imports between them go one way, and every public name has a docstring.
 
-Shapes that are guides only are printed by `make shape`.
+`make shape` prints the sizes that are only guides.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ COMPRESS = (
     "classifiers",
     "export",
 )
-"""The rooms from below: a room imports from those before it, and never from those after it."""
+"""The rooms from bottom to top. A room imports from the rooms before it, and never from those after it."""
 LOWEST = {"engine/errors.py", "engine/options.py", "engine/progress.py"}
-"""Files beside the rooms of engine that every room may import; they import no room."""
+"""Files beside the rooms of engine that every room may import. They import no room."""
 TABLES = {
     "compress/methods/__init__.py",
     "compress/distillation/recipes.py",
@@ -50,7 +50,7 @@ TABLES = {
     "compress/plans/selection.py",
     "compress/report/figures.py",
 }
-"""Tables of names and plain data, which options are declared from: every room of compress may import them."""
+"""Tables of names and plain data that options are declared from. Every room of compress may import them."""
 ORDER = {
     **{f"engine/{room}": place for place, room in enumerate(ENGINE)},
     **{f"compress/{room}": place for place, room in enumerate(COMPRESS, start=len(ENGINE) + 2)},
@@ -61,7 +61,7 @@ BESIDE_COMPRESS, COMMAND_LINE = 97, 99
 
 
 def height(path: Path) -> float:
-    """Where a file stands: files import from their own height or below."""
+    """Return the height of a file. Files import only from their own height or below."""
     name, room = path.relative_to(ROOT).as_posix(), shape.room_of(path)
     if name in LOWEST:
         return -1
@@ -91,7 +91,7 @@ def test_nothing_is_imported_upwards() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in shape.source_files()
-        if path.name != "__init__.py" or shape.room_of(path) != "engine"  # which offers `Engine` to users
+        if path.name != "__init__.py" or shape.room_of(path) != "engine"  # engine/__init__.py offers `Engine` to users
         for module in shape.imported_modules(path)
         if height(file_of(module)) > height(path)
     ]

@@ -1,7 +1,7 @@
 """Rules for the repository as a whole: import direction, frozen flags, the command reference, documents and their links.
 
-`python tests/test_repository.py --freeze` records the options that the commands have now in frozen_flags.json. It
-refuses to drop one that is there: others script against them.
+`python tests/test_repository.py --freeze` records the current options of the commands in frozen_flags.json. It
+refuses to drop a recorded option, because users' scripts rely on it.
 """
 
 import ast
@@ -29,10 +29,10 @@ FAMILIES = re.compile(
     re.IGNORECASE,
 )
 NOT_DECLARED = {"llvmlite"}
-"""numba needs exactly one version of it."""
+"""Packages that need no declaration: numba needs exactly one version of llvmlite."""
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
-# Promised to those who script against the commands, on every one of them and on each.
+# Options that are promised to users' scripts, on every command and on single ones.
 EVERYWHERE = ["--json", "--device", "--dtype", "--seed", "--threads", "-v", "--debug"]
 PROMISED = {
     "prune": (
@@ -71,7 +71,7 @@ def module_name(path):
 
 
 def imported_names(path):
-    """Every module that a file imports, at its top or inside a function; `from a import b` gives both a and a.b."""
+    """Return every module that a file imports, at its top or inside a function; `from a import b` gives both a and a.b."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -97,7 +97,7 @@ def test_imports_go_one_way(folder):
 
 
 def find_cycle(graph):
-    """One cycle of a graph {node: set of nodes} as a list of nodes, or None."""
+    """Return one cycle of a graph {node: set of nodes} as a list of nodes, or None."""
     finished = set()
 
     def visit(node, trail):
@@ -273,13 +273,13 @@ def documents():
 
 
 def anchors(page):
-    """The names under which GitHub shows a page's headings."""
+    """Return the names under which GitHub shows a page's headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(path):
-    """Relative links of a document to files or headings that do not exist."""
+    """Return the relative links of a document to files or headings that do not exist."""
     for target in LINK.findall(path.read_text(encoding="utf-8")):
         if re.match(r"\w+:", target):
             continue
@@ -290,7 +290,7 @@ def broken_links(path):
 
 
 def missing_paths(page):
-    """Paths between backticks, alone or in a command, that do not exist; `*` stands for any name."""
+    """Return the paths between backticks, alone or in a command, that do not exist; `*` stands for any name."""
     code = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE))
     for name in (name for own in code for name in NAMED_PATH.findall(own)):
         if not (any(ROOT.glob(name)) if "*" in name else (ROOT / name).exists()):

@@ -1,4 +1,4 @@
-"""The pages show the tables that the benchmarks wrote, word for word."""
+"""The documents show the tables that the benchmarks wrote, word for word."""
 
 from __future__ import annotations
 

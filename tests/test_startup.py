@@ -1,4 +1,4 @@
-"""What each command imports in a fresh process: every heavy package costs a tenth of a second to several seconds."""
+"""Heavy packages that each command imports in a fresh process. Each costs a tenth of a second to several seconds."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ for arguments in json.loads(sys.argv[1]) or [[name, "--help"] for name in main.c
         assert not ended.code, arguments
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
-"""Prints the packages that are imported once these commands have run; none stands for the help of each."""
+"""Program that prints the packages that are imported after these commands. Without commands, it shows each one's help."""
 TORCH = frozenset(["numpy", "torch"])
 KERNELS = frozenset(["llvmlite", "numba", "scipy"])
-"""Numba imports a part of scipy by itself."""
+"""Packages of the compiled kernels. Numba itself imports a part of scipy."""
 TEXT = ("--samples", "1", "--sequence-length", "16")
 
 
 def imported(*commands: tuple[str, ...]) -> frozenset[str]:
-    """The heavy packages that a fresh process has imported after these commands."""
+    """Return the heavy packages that a fresh process has imported after these commands."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN, json.dumps(commands)]
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -47,7 +47,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @torch.no_grad()
 def naive_statistics(checkpoint: Checkpoint, tokens: Tensor, sample: list[int]) -> dict[int, dict[str, Any]]:
-    """Token by token, expert by expert, straight from the definitions."""
+    """Compute the statistics token by token and expert by expert, straight from the definitions."""
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float64))
     inputs: dict[int, Tensor] = {}
     for index in checkpoint.config.moe_layers:
@@ -64,7 +64,7 @@ def naive_statistics(checkpoint: Checkpoint, tokens: Tensor, sample: list[int]) 
 
 
 def naive_weights(moe: MoeConfig, z: Tensor) -> dict[int, float]:
-    """Of the experts that one token uses, largest first."""
+    """Return the weights of the experts that one token uses, largest first."""
     logits, left, weights = z.tolist(), [*range(moe.experts)], {}
     if moe.scales_inputs:
         return dict.fromkeys(sorted(left, key=lambda i: -logits[i])[: moe.experts_per_token], 1.0)

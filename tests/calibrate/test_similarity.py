@@ -1,4 +1,4 @@
-"""CKA against the textbook: the ‖YᵀX‖² form for the linear kernel, an explicitly centred Gram matrix for the RBF one."""
+"""CKA against the textbook: the ‖YᵀX‖² form for the linear kernel, an explicitly centered Gram matrix for the RBF one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KERNELS = pytest.mark.parametrize("cka", [linear_cka, rbf_cka])
 
 
 def representations(seed: int = 0) -> Tensor:
-    """Four related representations of 40 samples in 7 dimensions, away from the origin."""
+    """Return four related representations of 40 samples in 7 dimensions, away from the origin."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(40, 7, generator=generator)
     return torch.stack([common * i + torch.randn(40, 7, generator=generator) + 3.0 for i in range(4)])
@@ -30,7 +30,7 @@ def naive_rbf(x: Tensor, y: Tensor) -> float:
         n = len(z)
         squares = torch.tensor([[float((a - b).square().sum()) for b in z.double()] for a in z.double()])
         pairs = sorted(float(squares[i, j]) ** 0.5 for i in range(n) for j in range(i))
-        sigma = pairs[(len(pairs) - 1) // 2]  # the lower median, torch's
+        sigma = pairs[(len(pairs) - 1) // 2]  # the lower median, as in torch
         return torch.exp(-squares / (2 * sigma**2)).double()
 
     n = len(x)

@@ -1,4 +1,4 @@
-"""Sources of text: what they give, in which order, in which split, and how bad ones are refused."""
+"""Sources of text: their content, order and splits, and how bad sources are refused."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from engine.errors import DataError, OptionError
 
 
 class Words:
-    """Whitespace tokenizer: the id of a word is its place in order of first sight, from 1. Counts the calls."""
+    """Whitespace tokenizer: the id of a word is its rank by first occurrence, from 1. It counts the calls."""
 
     def __init__(self, eos_token_id=0):
         self.eos_token_id = eos_token_id
@@ -34,7 +34,7 @@ def write_rows(path, rows):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder of 60 one-line files in two levels, with what has to be passed over: hidden, binary, caches, empty."""
+    """A folder of 60 one-line files in two levels, with entries that must be ignored: hidden, binary, caches, empty."""
     for number in range(60):
         folder = tmp_path / f"part{number % 3}"
         folder.mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ def test_splits_are_disjoint_complete_and_stable(tmp_path):
     assert not held_out & calibration
     assert held_out | calibration == {row["text"] for row in rows}
     assert 0.08 < len(held_out) / len(rows) < 0.12
-    # Worked out with sha256sum: the first 16 hex digits, as a number, end in 0 for the first and in 3 for the second.
+    # Computed with sha256sum: the first 16 hex digits, as a number, end in 0 for the first and in 3 for the second.
     assert split_of("text number 1") == "held-out"
     assert split_of("text number 0") == "calibration"
 
@@ -187,7 +187,7 @@ def test_batches_depend_on_the_seed_only(corpus):
 def test_only_what_is_needed_is_tokenised(corpus):
     tokenizer = Words()
     token_batches(corpus, tokenizer, samples=1, sequence_length=25, seed=0)
-    assert tokenizer.calls == 3  # ten tokens a document, the end token with them
+    assert tokenizer.calls == 3  # ten tokens a document, including the end token
 
 
 def test_too_short_says_what_there_is_and_what_is_needed(tmp_path):
@@ -202,7 +202,7 @@ def test_nothing_cannot_be_asked_for(corpus, samples, sequence_length):
         token_batches(corpus, Words(), samples=samples, sequence_length=sequence_length, seed=0)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "/no/such/folder", "wikitext", "data/rows.jsonl", "../a/b"])

@@ -1,7 +1,8 @@
-"""A pytest plugin: skipped tests are printed, and a skip that tests/allowed_skips.json lacks makes the run fail.
+"""A pytest plugin that prints skipped tests, and fails the run for a skip that tests/allowed_skips.json does not list.
 
-The file is a list of rows: `tests` (a path below the root, which may have wildcards), `reason` (the beginning of what the
-test says) and `why` (for people). A row is for machines that lack something; it never hides a test on all of them.
+The file is a list of rows: `tests` (a path below the root, which may have wildcards), `reason` (the beginning of the test's
+reason for skipping) and `why` (an explanation for people). A row is for machines that lack something. It never hides a test
+on all machines.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class Skip(NamedTuple):
     """One test that was skipped, or one file."""
 
     test: str
-    """Its path below the root, with its name."""
+    """Path below the root, with the test's name."""
     reason: str
 
 
 def unlisted(skips: Iterable[Skip], rows: list[dict[str, str]]) -> list[Skip]:
-    """Those that no row allows."""
+    """Return the skips that no row allows."""
     return [skip for skip in skips if not any(_allows(row, skip) for row in rows)]
 
 
@@ -36,13 +37,13 @@ def _allows(row: dict[str, str], skip: Skip) -> bool:
 
 
 def rows() -> list[dict[str, str]]:
-    """The list of allowed skips."""
+    """Return the list of allowed skips."""
     found: list[dict[str, str]] = json.loads(ALLOWED.read_text(encoding="utf-8"))
     return found
 
 
 class SkipList:
-    """Collects skips; with pytest-xdist, in the process that gathers all workers' reports."""
+    """Collects skips. With pytest-xdist, it does so in the process that gathers the reports of all workers."""
 
     def __init__(self) -> None:
         self.skips: list[Skip] = []

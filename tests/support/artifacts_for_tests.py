@@ -1,4 +1,4 @@
-"""A tiny model with its tokenizer, text to calibrate on, commands on them, and what a directory holds."""
+"""A tiny model with its tokenizer, calibration text, commands on them, and listings of directories."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRUNE = ["prune", "model", "--sparsity", "0.5", "--method", "frequency", *CALIBR
 
 
 def make_workplace(path: Path, family: str = "mixtral", **changes: Any) -> None:
-    """`model`, `text.txt` and `plan.json` in a directory, which PRUNE is to be run in."""
+    """Write `model`, `text.txt` and `plan.json` to a directory, which PRUNE is run in."""
     save_reference(family, path / "model", vocab_size=VOCABULARY, **changes)
     add_tokenizer(path / "model")
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "experts", "look", "away"]
@@ -45,7 +45,7 @@ def make_workplace(path: Path, family: str = "mixtral", **changes: Any) -> None:
 
 
 def make_pruned(path: Path) -> None:
-    """`pruned` beside `model`, made non-uniform by KEPT, with tables for skipping."""
+    """Write `pruned` beside `model`, made non-uniform by KEPT, with tables for skipping."""
     (path / "pruned").mkdir()
     apply(pruning_plan({int(layer): kept for layer, kept in KEPT.items()}), Checkpoint(path / "model"), path / "pruned")
     for file in (path / "model").glob("tokenizer*"):
@@ -56,7 +56,7 @@ def make_pruned(path: Path) -> None:
 
 
 def listing(path: Path) -> dict[str, tuple[int, str]]:
-    """Every file and directory under `path`: time of its last change, and content."""
+    """Return every file and directory under `path` with the time of its last change and its content."""
     return {
         entry.relative_to(path).as_posix(): (
             entry.lstat().st_mtime_ns,
@@ -67,7 +67,7 @@ def listing(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def run(*arguments: str) -> dict[str, Any]:
-    """What a command says with --json."""
+    """Return the JSON object that a command prints with --json."""
     result = CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     values: dict[str, Any] = json.loads(result.stdout)
@@ -75,7 +75,7 @@ def run(*arguments: str) -> dict[str, Any]:
 
 
 def refused(place: Path, arguments: list[str], *fragments: str) -> None:
-    """A command ends in one line with all of the fragments, and leaves the directory as it was."""
+    """Check that a command fails with one line that has all of the fragments, and leaves the directory unchanged."""
     before = listing(place)
     outcome = CliRunner().invoke(cli.main, arguments, catch_exceptions=False)
     assert outcome.exit_code == 1 and outcome.stdout == "" and outcome.stderr.count("\n") == 1, outcome.output
@@ -102,4 +102,4 @@ def kill_while_it_trains(place: Path, command: list[str]) -> None:
         process.kill()
         process.wait()
     assert not (place / "out").exists(), "it was killed while it trained"
-    (place / ".out.lock").unlink()  # which the next run takes over, and removes
+    (place / ".out.lock").unlink()  # the next run would take over and remove it

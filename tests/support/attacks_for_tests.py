@@ -10,12 +10,12 @@ ATTACKS = Path(__file__).resolve().parents[1] / "attacks"
 
 
 def attack_files(folder: str) -> list[Path]:
-    """The attacks of a folder, by their names."""
+    """Return the attacks of a folder, sorted by name."""
     return sorted((ATTACKS / folder).glob("*.py"))
 
 
 def load_attack(path: Path) -> ModuleType:
-    """The module of one attack."""
+    """Return the module of one attack."""
     specification = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)

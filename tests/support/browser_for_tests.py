@@ -25,7 +25,7 @@ OPTIONS = [
 
 
 class Browser:
-    """One page. `dark` is the colour scheme that the page is told."""
+    """One page. `dark` tells the page to use its dark color scheme."""
 
     def __enter__(self) -> Self:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -54,7 +54,7 @@ class Browser:
         self._profile.cleanup()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a method of the protocol; events in between are passed over."""
+        """Call a method of the protocol and return its result. Events that arrive in between are ignored."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         self._out.write(json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0")
@@ -75,29 +75,29 @@ class Browser:
         return made
 
     def open(self, url: str) -> None:
-        """Go to a page."""
+        """Open a page."""
         self.call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
     def look(self, width: int, height: int, *, dark: bool = False) -> None:
-        """The size of the screen in CSS pixels, and its colours."""
+        """Set the size of the screen in CSS pixels, and the color scheme."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def value(self, expression: str) -> Any:
-        """Of JavaScript, as JSON can say it."""
+        """Return the value of a JavaScript expression, through JSON."""
         reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in reply, reply
         return reply["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 20) -> None:
-        """Until it is true; fails where it never is."""
+        """Wait until an expression is true. Fails if it does not become true in time."""
         deadline = time.monotonic() + seconds
         while not self.value(expression):
             assert time.monotonic() < deadline, expression
             time.sleep(0.02)
 
     def picture(self) -> bytes:
-        """The screen, PNG."""
+        """Return a screenshot as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot")["data"])

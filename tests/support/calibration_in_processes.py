@@ -1,4 +1,4 @@
-"""Everything that reads text to choose experts; test_processes.py runs it under torchrun, and in one process."""
+"""All passes that read text to choose experts. test_processes.py runs this file under torchrun and in one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYERWISE = DiepOptions("gated", epochs=1, batch_size=3, start="zero")
 
 
 def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything as tensors and as JSON; of one sequence too, which leaves a process without any."""
+    """Return all results as tensors and as JSON. One reads a single sequence, which leaves one process without work."""
     checkpoint = Checkpoint(model)
     tensors = {
         f"{field.name}.{layer}.{len(text)}": getattr(own, field.name)
@@ -51,12 +51,12 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
     decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
     scored = {"fisher": fisher_scores(decoder, TOKENS, 3), "taylor": taylor_scores(decoder, TOKENS)}
     for relaxation in RELAXATIONS:
-        options = DiepOptions(relaxation, epochs=3, batch_size=3)  # the last step of an epoch is of one sequence
+        options = DiepOptions(relaxation, epochs=3, batch_size=3)  # the last step of an epoch has one sequence
         scored[relaxation] = search(decoder, TOKENS, options, state_path=place / f"{relaxation}.safetensors")
     # Five sequences are three batches: one process has one more than the other, in each step too.
     pieces = processes.load_decoder(checkpoint, torch.float32, "cpu", processes.count() > 1)
     scored["sharded fisher"] = fisher_scores(pieces, TOKENS[:5], 3)
-    scored["sharded taylor of one sequence"] = taylor_scores(pieces, TOKENS[:1])  # one process has nothing to do
+    scored["sharded taylor of one sequence"] = taylor_scores(pieces, TOKENS[:1])  # one process has no sequence
     scored["sharded gated of one sequence"] = search(pieces, TOKENS[:1], DiepOptions("gated", epochs=2, batch_size=1))
     for relaxation in RELAXATIONS:
         scored[f"sharded {relaxation}"] = search(pieces, TOKENS[:5], DiepOptions(relaxation, epochs=4, batch_size=5))
@@ -73,22 +73,22 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
 
 
 class Interrupted(Exception):
-    """In place of a signal, at a place that is known."""
+    """Raised in the place of a signal, at a known point."""
 
 
 def interrupted(items: Sequence[Any]) -> Iterator[Any]:
-    """After the first."""
+    """Yield the first item, and then raise Interrupted."""
     yield items[0]
     raise Interrupted
 
 
 def resumed(place: Path) -> dict[str, dict[int, Tensor]]:
-    """What is left of passes that were interrupted, gone on with; the processes have more to do than one batch each."""
+    """Return the results of passes that were interrupted and resumed. Each process has more than one batch left."""
     checkpoint, options = Checkpoint(place / "model"), DiepOptions("gated", epochs=3, batch_size=3)
     decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
     compress.methods.gate_gradients.SAVE_EVERY_SECONDS = 0.0
     pieces = processes.load_decoder(checkpoint, torch.float32, "cpu", shard=True)
-    state = place / "sharded-again.safetensors"  # of one process that is done, and one that is not
+    state = place / "sharded-again.safetensors"  # one process is done and one is not
     passes: dict[str, Callable[..., dict[int, Tensor]]] = {
         "sharded fisher": partial(fisher_scores, pieces, TOKENS[:5], 3, state_path=state),
         "fisher": partial(fisher_scores, decoder, TOKENS, 3, state_path=place / "fisher-again.safetensors"),
@@ -103,7 +103,7 @@ def resumed(place: Path) -> dict[str, dict[int, Tensor]]:
 
 
 def calibrated_again(place: Path) -> dict[str, Tensor]:
-    """As `calibrated` has it, after an interruption between the ends that two processes come to of the second layer."""
+    """Return the results of `calibrated` after an interruption while the two processes finish the second layer."""
     checkpoint, finish = Checkpoint(place / "model"), Shelf.finish
 
     def interrupted_at_its_end(self: Shelf, name: str) -> None:
@@ -128,7 +128,7 @@ def calibrated_again(place: Path) -> dict[str, Tensor]:
 
 
 def searched_again(place: Path) -> dict[int, Tensor]:
-    """A search layer by layer, gone on with after each process was interrupted in another layer of the first step."""
+    """Return a layer-by-layer search, resumed after each process was interrupted in another layer of the first step."""
     decoder, path = LayerwiseDecoder(Checkpoint(place / "model"), torch.float32), place / "layerwise.safetensors"
     one_layer, left = engine.passes.layerwise.one_layer, iter(range(2 + 2 * processes.rank()))
 
@@ -147,7 +147,7 @@ def searched_again(place: Path) -> dict[int, Tensor]:
 
 
 def main(place: Path) -> None:
-    """Leave what this process has in a directory of its own."""
+    """Write this process's results to a directory of its own."""
     engine.passes.memory_budget.TOKENS_PER_BATCH = TWO_SEQUENCES
     processes.join("cpu")
     own = place / f"process-{processes.rank()}"

@@ -23,7 +23,7 @@ SIZE, CLASSES = 16, 3
 
 
 def classifier(family: str, path: Path, seed: int = 0, classes: int = CLASSES, **changes: Any) -> Any:
-    """Save one with random weights, large enough that differences show in the logits; the transformers model."""
+    """Save and return a transformers model with random weights, large enough that differences show in the logits."""
     from transformers import CONFIG_MAPPING, AutoModelForImageClassification, AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
@@ -48,7 +48,7 @@ def classifier(family: str, path: Path, seed: int = 0, classes: int = CLASSES, *
 
 
 def shades(path: Path, count: int = 60, size: int = SIZE) -> Path:
-    """An .npz of noisy images whose class is how bright they are; easy, so a few steps teach it."""
+    """Write an .npz of noisy images whose class is their brightness. A few steps suffice to learn it."""
     generator = np.random.default_rng(0)
     labels = np.arange(count) % CLASSES
     images = generator.integers(0, 100, (count, size, size), dtype=np.uint8) + (70 * labels).astype(np.uint8)[:, None, None]
@@ -57,7 +57,7 @@ def shades(path: Path, count: int = 60, size: int = SIZE) -> Path:
 
 
 def sentences(path: Path, count: int = 60) -> Path:
-    """A .jsonl of texts whose class is a word in them."""
+    """Write a .jsonl of texts whose class is a word in them."""
     words = ("alpha", "beta", "gamma")
     rows = [
         {"text": f"{number} {words[number % 3]} and {number * 7}", "label": words[number % 3]} for number in range(count)

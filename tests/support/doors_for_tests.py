@@ -1,7 +1,7 @@
-"""Every way in which this program reads a model directory, each run in a forked process that is watched from outside.
+"""Every way in which this program reads a model directory. Each is run in a forked process that is watched from outside.
 
-A place has `artifact` (a pruned model whose layers differ, with skip tables), `export` (the same as an ONNX graph),
-`text.txt`, `plan.json`, `statistics`, `work` (what an interrupted run left) and `run`, an empty directory to run doors in.
+A place has `artifact` (a pruned model whose layers differ, with skip tables), `export` (the artifact as an ONNX graph),
+`text.txt`, `plan.json`, `statistics`, `work` (files of an interrupted run) and `run`, an empty directory to run doors in.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ IMPORTED = (
     *("transformers.generation.utils", "tokenizers", "onnx", "onnxruntime", "tqdm"),
 )
 MEMORY_BYTES = 3 << 30
-"""Of address space, beyond what the parent has."""
+"""Limit of a door's address space, beyond the parent's."""
 CPU_SECONDS, SECONDS = 30, 120
-"""Of a door that takes well under a second: enough to tell a hang from an answer on a busy machine."""
+"""Limits of a door's CPU time and wall time. A door takes well under a second, so a busy machine does not look like a
+hang."""
 FILE_BYTES = 200 << 20
 
 
 class _Worker:
-    """A worker of a benchmark in this process, not in one of its own, which would import everything again."""
+    """A worker of a benchmark that runs in this process, because a process of its own would import everything again."""
 
     def __init__(self, spec: Any, module: str) -> None:
         self.spec, self._module = spec, importlib.import_module(module)
@@ -70,7 +71,7 @@ class _Worker:
 
 
 def _command(*arguments: str) -> Callable[[Path], None]:
-    """A door: the command line with the model's path in the place of {model}."""
+    """Return a door that runs the command line with the model's path in the place of {model}."""
 
     def enter(model: Path) -> None:
         with patch("engine.bench.side_by_side.Worker", _Worker):
@@ -80,7 +81,7 @@ def _command(*arguments: str) -> Callable[[Path], None]:
 
 
 def _serve(model: Path) -> None:
-    """What `compress serve` does before it takes requests."""
+    """Do the work of `compress serve` before it takes requests."""
     from engine.errors import CompressError
     from engine.server.options import ServeOptions
     from engine.server.serve import load
@@ -97,7 +98,7 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 
 
 def _chat(model: Path) -> None:
-    """The token ids of a conversation, as the process that reads /v1/chat/completions makes them."""
+    """Make the token ids of a conversation, as the process that reads /v1/chat/completions does."""
     from engine.errors import CompressError
     from engine.generation.generate import Engine
     from engine.server.body_reader import BodyReader
@@ -149,38 +150,38 @@ OF_EXPORTS = (
     "serve",
     "chat",
 )
-"""Those that take an exported model."""
+"""Doors that take an exported model."""
 NEEDS_A_NETWORK = ("evaluate --tasks",)
-"""Those that fetch something where they do not refuse: run only for attacks that they must refuse."""
+"""Doors that use the network unless they refuse. They run only for attacks that they must refuse."""
 SAID = {
     "generate": ("text",),
     "evaluate": ("value",),
     "chat": ("tokens",),
     "inspect": ("experts_per_layer", "parameters", "bytes"),
 }
-"""What of a command's JSON is its result; of others it is the tensors in the files that they write."""
+"""Keys of a command's JSON that are its result. The result of other commands is the tensors in the files that they write."""
 
 
 @dataclass
 class Outcome:
-    """What came of one door."""
+    """The outcome of one door."""
 
     door: str
     seconds: float
     code: int | None
-    """None where a signal ended the process."""
+    """Exit status, or None if a signal ended the process."""
     ended_by: str
-    """The name of that signal, or "hang"."""
+    """Name of that signal, or "hang"."""
     stdout: str
     stderr: str
     result: Any = None
-    """Of a run that went to its end."""
+    """Result of a run that was completed."""
     written: list[str] = field(default_factory=list)
-    """Changes outside the output, and whatever is named `pwned`."""
+    """Changes outside the output, and every file named `pwned`."""
 
     @property
     def kind(self) -> str:
-        """refused, done, traceback, hang, outside, or the signal's name."""
+        """One of refused, done, traceback, hang, outside, or the signal's name."""
         if self.written:
             return "outside"
         if self.ended_by:
@@ -196,7 +197,7 @@ class Outcome:
 
 
 def make_place(place: Path) -> None:
-    """A whole place, with all that doors read."""
+    """Make a whole place, with all files that doors read."""
     import_everything()
     make_workplace(place, **TINY)
     (place / "run").mkdir()
@@ -219,7 +220,7 @@ def _must_end_well(enter: Callable[[Path], None], place: Path, model: Path) -> N
 
 
 def _interrupt(place: Path) -> None:
-    """`work`: what a search leaves that was interrupted when it began to write."""
+    """Make `work`: the files of a search that was interrupted when it began to write."""
 
     def enter(model: Path) -> None:
         with patch("compress.run.result.whole_or_nothing", side_effect=KeyboardInterrupt):
@@ -231,7 +232,7 @@ def _interrupt(place: Path) -> None:
 
 
 def import_everything() -> None:
-    """What doors import, so that forked processes find it there; no thread may be running but this one."""
+    """Import the modules that doors import, so that forked processes share them. No other thread may be running."""
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for name in IMPORTED:
@@ -251,7 +252,7 @@ def run_door(
     seconds: float = SECONDS,
     cpu_seconds: int = CPU_SECONDS,
 ) -> Outcome:
-    """Enter a door in a forked process, and look at what it left. `keep`: leave its output there."""
+    """Run a door in a forked process and inspect the files that it left. keep: whether to leave its output in place."""
     run = place / "run"
     if name == "prune --resume":
         shutil.copytree(place / "work", run / ".out.work")
@@ -278,9 +279,9 @@ def run_door(
 
 
 def _allowed(name: str, outcome: Outcome, keep: bool) -> tuple[str, ...]:
-    """What a door may leave in the directory that it runs in."""
+    """Return the files that a door may leave in the directory that it runs in."""
     if outcome.ended_by or outcome.code == 130:
-        return ("out", ".out.work", ".out.partial")  # it was ended, and is counted as that
+        return ("out", ".out.work", ".out.partial")  # the process was killed, and is counted as killed
     if outcome.code == 0:
         return ("out",)
     return (".out.work",) if name == "prune --resume" else ()
@@ -302,7 +303,7 @@ def _be_the_child(enter: Callable[[Path], None], model: Path, run: Path, streams
             (resource.RLIMIT_CORE, 0),
         ):
             resource.setrlimit(limit, (value, value))
-        sys.modules["matplotlib"] = None  # type: ignore[assignment]  # pictures would take most of the time
+        sys.modules["matplotlib"] = None  # type: ignore[assignment]  # drawing would take most of the time
         enter(model)
         code = 0
     except SystemExit as end:
@@ -316,7 +317,7 @@ def _be_the_child(enter: Callable[[Path], None], model: Path, run: Path, streams
 
 
 def _wait(process: int, deadline: float) -> tuple[int | None, str]:
-    """The exit code, or how the process was ended; all that it started ends with it."""
+    """Return the exit status, or how the process was ended. All processes that it started are ended too."""
     late, pause = False, 0.001
     while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() > deadline and not late:
@@ -330,7 +331,7 @@ def _wait(process: int, deadline: float) -> tuple[int | None, str]:
     if not os.WIFSIGNALED(status):
         return os.WEXITSTATUS(status), ""
     number = os.WTERMSIG(status)
-    hang = late or number in (signal.SIGXCPU, signal.SIGKILL)  # the last is what the limit on CPU time sends
+    hang = late or number in (signal.SIGXCPU, signal.SIGKILL)  # the limit on CPU time sends SIGKILL
     return None, "hang" if hang else signal.Signals(number).name
 
 
@@ -341,7 +342,7 @@ def _read_back(stream: int) -> str:
 
 
 def _seen(place: Path, run: Path) -> dict[str, tuple[int, int, int, int]]:
-    """Everything in a place but what is in `run`, without following links or opening anything."""
+    """Return all entries of a place except those in `run`, without following links or opening files."""
     found = {}
     for folder, names, files in os.walk(place):
         if Path(folder) == run:
@@ -356,7 +357,7 @@ def _seen(place: Path, run: Path) -> dict[str, tuple[int, int, int, int]]:
 
 
 def _result(door: str, stdout: str, out: Path) -> Any:
-    """What a door is for, without what it measured."""
+    """Return the result of a door, without its measurements."""
     keys = SAID.get(door.partition(" ")[0])
     if keys is not None:
         said = json.loads(stdout)

@@ -1,7 +1,7 @@
-"""What each family can become, each cell the largest difference of a logit to what is not our engine.
+"""The results that each family supports. Each cell is the largest difference of a logit from the reference implementation.
 
-That is transformers: its own class on the same weights, on a plain result, through the modelling file of a result that is
-not plain, or with hooks. Of a family that it lacks it is a naive model (naive_*.py).
+The reference is transformers: its own class on the same weights, on a plain result, through the modeling code of a
+non-uniform result, or with hooks. For a family that transformers lacks, the reference is a naive model (naive_*.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ REFUSED = {
     ("llama4_text", "dense"): "the inputs of its experts are scaled by the router, token by token",
     ("llama4_text", "ONNX"): "its chunked attention and experts whose inputs the router scales have no form in our graphs",
 }
-"""Cells that are no number, with what the refusal says."""
+"""Cells that have no number, with the message of the refusal."""
 NOTES = (
     "¹ Not in transformers; compared with a naive implementation (`tests/support/naive_*.py`). ² Results are\n"
     "written as DeepSeek V3. ³ Dense means one expert in each layer."
@@ -74,13 +74,13 @@ TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1
 
 
 def refusals() -> str:
-    """What is refused, with the reason, in sentences."""
+    """Return the refusals with their reasons, as sentences."""
     return "\n".join(f"Refused: {ROWS[family]}, {column}: {reason}." for (family, column), reason in REFUSED.items())
 
 
 @dataclass
 class Made:
-    """A tiny model of a family and what is made of it."""
+    """A tiny model of a family and the results made from it."""
 
     family: str
     path: Path
@@ -94,7 +94,7 @@ class Made:
 
     @cached_property
     def logits(self) -> Tensor:
-        """Of the reference."""
+        """Return the logits of the reference."""
         return logits_of(self.reference)
 
     @property
@@ -109,7 +109,7 @@ class Made:
         return self.checkpoint.config.layers[layer].moe
 
     def result(self, name: str, plan: Plan) -> Checkpoint:
-        """What becomes of the plan."""
+        """Apply the plan and return the result."""
         directory = self.path / name
         directory.mkdir()
         apply(plan, self.checkpoint, directory)
@@ -132,7 +132,7 @@ def decoder_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> De
 
 
 def loaded(checkpoint: Checkpoint, plain: bool) -> Any:
-    """In transformers, with every tensor accounted for; `plain`: without any code of ours."""
+    """Load a checkpoint in transformers, with every tensor accounted for. plain: without this project's code."""
     from transformers import AutoModelForCausalLM
 
     assert plain == ("auto_map" not in checkpoint.raw_config)
@@ -153,7 +153,7 @@ def worst(one: Tensor, other: Tensor) -> float:
 
 
 def full(made: Made) -> float:
-    """Read at once, step by step after a beginning, and in a padded batch."""
+    """Compare the model when it reads text at once, when it decodes step by step after a prefix, and in a padded batch."""
     decoder, length = decoder_of(made.checkpoint), TOKENS.shape[1]
     files = made.checkpoint.files
     derived = made.checkpoint.derived
@@ -179,12 +179,12 @@ def full(made: Made) -> float:
 
 
 def serving(made: Made) -> float:
-    """Through the paged cache: prompts of different lengths in pieces, then one token of each together."""
+    """Compare through the paged cache: prompts of different lengths in pieces, then one token of each together."""
     decoder, config = decoder_of(made.checkpoint), made.checkpoint.config
     cache = PagedCache(config, position_bytes(config, torch.float32) * 64, torch.float32, block_size=4)
     prompts, tables, last = [9, 12], [BlockTable(), BlockTable()], []
     with torch.inference_mode():
-        for start in range(0, 12, 5):  # turn by turn, so that nobody's blocks follow each other
+        for start in range(0, 12, 5):  # in turns, so that no sequence has contiguous blocks
             for row, (table, prompt) in enumerate(zip(tables, prompts, strict=True)):
                 if start < (end := min(start + 5, prompt)):
                     cache.pool.extend(table, end)
@@ -205,7 +205,7 @@ def serving(made: Made) -> float:
 
 
 def skipping(made: Made) -> float:
-    """Against the reference with the rule written out for one token at a time."""
+    """Compare with the reference, which applies the skipping rule to one token at a time."""
     generator = torch.Generator().manual_seed(0)
     moes = [made.moe(layer) for layer in made.layers]
     tables = SkipTables(
@@ -235,7 +235,7 @@ def skipping(made: Made) -> float:
 
 @contextmanager
 def skipped_by(made: Made, rule: Callable[[int, list[int], list[float]], list[float]]) -> Iterator[None]:
-    """Let the reference's routers give the weights that a rule leaves."""
+    """Make the reference's routers return the weights that a rule leaves."""
     if made.is_naive:
         made.reference.skip = rule
         yield
@@ -244,7 +244,7 @@ def skipped_by(made: Made, rule: Callable[[int, list[int], list[float]], list[fl
 
     def hook(layer: int) -> Any:
         def changed(gate: Any, inputs: Any, outputs: Any) -> Any:
-            if len(outputs) == 2:  # what experts are given is scaled, and all that are chosen weigh one
+            if len(outputs) == 2:  # the experts' inputs are scaled, and all chosen experts weigh one
                 scales, logits = outputs
                 experts = logits.topk(gate.top_k, dim=-1).indices
                 left = [rule(layer, own, [1.0] * len(own)) for own in experts.tolist()]
@@ -268,7 +268,7 @@ def skipped_by(made: Made, rule: Callable[[int, list[int], list[float]], list[fl
 
 
 def onnx(made: Made) -> float:
-    """Both forms of the graph."""
+    """Compare both forms of the graph."""
     found = []
     for form in ("moe", "portable"):
         graph = exported(made.checkpoint, made.path / f"onnx-{form}", portable=form == "portable")
@@ -276,17 +276,17 @@ def onnx(made: Made) -> float:
     return max(found)
 
 
-# What is made of it
+# Results made from the model
 
 
 def pruned_uniform(made: Made) -> float:
-    """A plain checkpoint; and removing experts is masking them."""
+    """Compare a plain checkpoint. Removing experts equals masking them."""
     kept = {layer: evenly(made.moe(layer)) for layer in made.layers}
     return _pruned(made, "uniform", kept, plain=True)
 
 
 def pruned_non_uniform(made: Made) -> float:
-    """Layers of different counts, groups that lost unequal numbers, a group without any, one expert."""
+    """Compare layers of different counts, groups of unequal sizes, an empty group, and a single expert."""
     experts = made.moe(made.layers[0]).experts
     several = [0, 1, 2, 3, 6, 7] if experts == 12 else [0, 2, 5]
     kept = enough(made.family, {layer: several if layer == made.layers[0] else [4] for layer in made.layers})
@@ -294,7 +294,7 @@ def pruned_non_uniform(made: Made) -> float:
 
 
 def evenly(moe: Any) -> list[int]:
-    """Two thirds of the experts, of each group if there are any."""
+    """Return two thirds of the experts, of each group if there are any."""
     return [expert for expert in range(moe.experts) if expert % 3 != 1]
 
 
@@ -315,7 +315,7 @@ def _pruned(made: Made, name: str, kept: dict[int, list[int]], plain: bool) -> f
 
 
 def merged(made: Made) -> float:
-    """Two experts of each layer become one, their hidden units in another order; the others of `evenly` stay."""
+    """Merge two experts of each layer, with permuted hidden units. The others of `evenly` stay."""
     moe = made.moe(made.layers[0])
     order = tuple(reversed(range(moe.expert_width)))
     first, *others = evenly(moe)
@@ -331,7 +331,7 @@ def merged(made: Made) -> float:
 
 
 def dense(made: Made) -> float:
-    """Two experts and the shared one as one FFN, in transformers; layers that were dense stay the same function."""
+    """Make two experts and the shared one a single FFN, and compare in transformers. Dense layers keep their function."""
     shared = [(SHARED_EXPERT, 0.5)] if made.moe(made.layers[0]).shared_width else []
     result = made.result("dense", concatenation_plan({layer: [(1, 0.75), (4, 0.5), *shared] for layer in made.layers}))
     decoder, before = decoder_of(result), decoder_of(made.checkpoint)
@@ -350,7 +350,7 @@ def dense(made: Made) -> float:
 
 
 def _loaded_difference(made: Made, result: Checkpoint) -> float:
-    """To transformers, or to the naive model of the result's weights."""
+    """Return the difference to transformers, or to the naive model of the result's weights."""
     if not made.is_naive:
         return worst(own_logits(result), logits_of(loaded(result, plain=True)))
     tensors = {name: result.tensor(name).clone() for name in result.shapes}

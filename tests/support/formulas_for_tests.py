@@ -1,4 +1,4 @@
-"""The formula of every method that is one function, by the method's name."""
+"""The formula of every method that is a single function, by the method's name."""
 
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_taylor import taylor_scores
@@ -15,8 +15,8 @@ SCORES = {
     "man": mean_output_norm,
     "mc-moe": significance,
 }
-"""One layer's statistics to a score for each expert."""
+"""Functions of one layer's statistics that return a score for each expert."""
 GRADIENT_SCORES = {"fisher": fisher_scores, "taylor": taylor_scores}
-"""A decoder, a text and a seed to scores by layer."""
+"""Functions of a decoder, a text and a seed that return scores by layer."""
 GROUPS = {"m-smoe": m_smoe, "s-smoe": s_smoe, "hc-smoe": hc_smoe, "ream": ream}
-"""One layer's statistics and a number of experts to as many groups."""
+"""Functions of one layer's statistics and a number of experts that return as many groups."""

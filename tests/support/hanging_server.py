@@ -1,6 +1,6 @@
-"""`compress serve` with something that never ends: `python tests/support/hanging_server.py engine|loop ARGUMENTS…`.
+"""`compress serve` with a step that never ends: `python tests/support/hanging_server.py engine|loop ARGUMENTS…`.
 
-engine: no step of the engine comes back. loop: no request gets out of the event loop.
+engine: a step of the engine never returns. loop: no request leaves the event loop.
 """
 
 import sys

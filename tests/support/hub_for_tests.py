@@ -1,4 +1,4 @@
-"""A stand-in for the hub: its HTTP interface, as far as huggingface_hub uses it for models, over what is in memory."""
+"""A stand-in for the hub: the part of its HTTP interface that huggingface_hub uses for models, with files in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = {
 
 @dataclass
 class Repository:
-    """Files by commit, commits by branch or tag."""
+    """Files by commit, and commits by branch or tag."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)
@@ -40,39 +40,39 @@ class Repository:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Of the main branch."""
+        """Files of the main branch."""
         return self.commits[self.revisions["main"]]
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """Raised to send a status other than 200."""
 
     def __init__(self, status: int, code: str = "", message: str = "") -> None:
         self.status, self.headers = status, {"X-Error-Code": code, "X-Error-Message": message}
 
 
 class Hub:
-    """What the hub holds, what it was asked for, and what it is to do wrong."""
+    """Contents of the hub, a record of the requests, and the failures that it is told to produce."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}
         """Contents of large files, by SHA-256."""
         self.downloads: list[tuple[str, str | None]] = []
-        """Each file that was sent, with the range that was asked for."""
+        """Each file that was sent, with the range that was requested."""
         self.sent: Counter[str] = Counter()
-        """Bytes of each file that were sent."""
+        """Number of bytes of each file that were sent."""
         self.uploads: list[str] = []
-        """The large files that were received, by SHA-256."""
+        """Large files that were received, by SHA-256."""
         self.writes = 0
-        """Requests that would change something."""
+        """Number of requests that would change something."""
         self.cut: dict[str, int] = {}
         """Files whose connection breaks once after so many bytes."""
         self.broken: set[str] = set()
-        """Files, and steps of an upload, that the server fails at."""
+        """Files and steps of an upload that the server fails at."""
         self.ranges = True
         self.changing = threading.Lock()
-        """One request changes a repository at a time."""
+        """Lock that lets one request at a time change a repository."""
 
     def add(self, name: str, files: dict[str, bytes] | Path, revision: str = "main", **kind: bool) -> Repository:
         if isinstance(files, Path):
@@ -97,7 +97,7 @@ def blob_id(data: bytes) -> str:
 class Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
-    # Methods of HTTP, their paths, and the functions that answer them.
+    # Methods of HTTP, their paths, and the functions that answer them
     routes = (
         ("GET", r"/api/whoami-v2", "whoami"),
         ("GET", r"/api/models/([^/]+/[^/]+)", "information"),
@@ -117,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def handle(self) -> None:
-        with suppress(ConnectionError):  # of a client that was killed
+        with suppress(ConnectionError):  # the client was killed
             super().handle()
 
     def handle_any(self) -> None:
@@ -150,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    # Who asks, and for what
+    # Credentials and paths of requests
 
     def account(self) -> dict[str, Any] | None:
         header = self.headers.get("Authorization")
@@ -298,7 +298,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served() -> Iterator[tuple[Hub, str]]:
-    """A hub, and its URL."""
+    """Yield a hub and its URL."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
     server.daemon_threads = True

@@ -1,4 +1,4 @@
-"""Run by test_triton_experts.py in a process of its own, where Triton interprets its kernels on the CPU.
+"""Tests that test_triton_experts.py runs in a process of its own, where Triton interprets its kernels on the CPU.
 
 The interpreter is chosen by TRITON_INTERPRET=1 when Triton is imported, for a whole process.
 """
@@ -27,7 +27,7 @@ from engine.decoder.triton_experts import TritonExperts, can_serve, use_triton
 from engine.families.layer_config import ClampedSwiglu
 
 FEW, MANY = (44, 20), (72, 100)
-"""Hidden size and width beside so many tokens: no multiples of a block."""
+"""Hidden size and width for so many tokens. They are no multiples of a block."""
 HIDDEN, EXPERTS = MANY[0], 5
 CLAMPED = ClampedSwiglu(1.7, 0.5)
 TOKENS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -35,7 +35,7 @@ TOKENS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(1
 
 @pytest.fixture(autouse=True)
 def bfloat16_as_on_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cuts off where cards round, and its `dot` takes the bits of bfloat16 for integers."""
+    """Make the interpreter round as GPUs do. It truncates, and its `dot` treats the bits of bfloat16 as integers."""
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
     def rounded(data: Any, before: Any, after: Any, *rest: Any) -> Any:
@@ -62,7 +62,7 @@ def without_gradients() -> Any:
 
 
 def some_experts(dtype: torch.dtype, swiglu: ClampedSwiglu | None = None, sizes: tuple[int, int] = MANY) -> nn.ModuleList:
-    """Random ones; with biases where they have a clamp, as the families have it."""
+    """Return random experts; with biases if they have a clamp, as in the families that have one."""
     hidden, width = sizes
     shapes: list[tuple[int, ...]] = [(width, hidden), (width, hidden), (hidden, width)]
     shapes += [(width,), (width,), (hidden,)] if swiglu else []
@@ -73,7 +73,7 @@ def some_experts(dtype: torch.dtype, swiglu: ClampedSwiglu | None = None, sizes:
 
 
 def chosen_by(tokens: int, slots: int) -> Selection:
-    """The first expert by most tokens, the last by none, and some slots empty."""
+    """Let most tokens choose the first expert and none the last, and leave some slots empty."""
     rows = [torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(EXPERTS - 2)]) for _ in range(tokens)]
     experts_TS = torch.stack(rows)[:, :slots].clone()
     experts_TS[torch.rand(tokens, slots) < 0.3] = NO_EXPERT
@@ -82,12 +82,12 @@ def chosen_by(tokens: int, slots: int) -> Selection:
 
 @pytest.fixture
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several to a row, however short: the interpreter takes its time for what is masked too."""
+    """Use several blocks for each row, however short, because the interpreter also spends time on masked values."""
     monkeypatch.setitem(triton_experts.FEW, "COLUMNS", 32)
 
 
 def check(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, scales_TS: Tensor | None) -> None:
-    """Both paths of torch are met: to rounding in float32, in bfloat16 at no larger distance from the exact result."""
+    """Compare both paths with torch: up to rounding in float32, and in bfloat16 at no larger error."""
     assert can_serve(experts)
     y_TD = TritonExperts()(x_TD, selection, experts, scales_TS)
     by_torch = [path(x_TD, selection, experts, scales_TS=scales_TS) for path in (grouped, sparse)]
@@ -116,7 +116,7 @@ def test_equals_torch(tokens: int, slots: int, is_plain: bool, dtype: torch.dtyp
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(5, FEW), (1, (520, 12)), (1, (12, 520))])
 def test_blocks_as_they_are(tokens: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vector by vector, also more tokens than go so by themselves."""
+    """Compare vector by vector, also for more tokens than use this path by default."""
     monkeypatch.setattr(triton_experts, "SPARSE_MAX_TOKENS", 5)
     torch.manual_seed(0)
     check(torch.randn(tokens, sizes[0]), chosen_by(tokens, 2), some_experts(torch.float32, sizes=sizes), None)
@@ -132,7 +132,7 @@ def test_no_token_and_no_expert(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_skipped_experts_are_not_read(tokens: int) -> None:
-    """Nor is what is not a number lost: it comes out of the tokens that chose it, and of no others."""
+    """NaN in the weights of an expert reaches the tokens that chose the expert and no others."""
     experts = some_experts(torch.float32, CLAMPED)
     experts[2].up_FD.fill_(torch.nan)
     x_TD, chosen_TS = torch.randn(tokens, HIDDEN), torch.tensor([[0, 1]]).repeat(tokens, 1)
@@ -151,7 +151,7 @@ def test_weights_that_moved_are_found_again() -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4_text"])
 def test_models_equal_torch(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt and then steps, with adaptive skipping where weights can be skipped."""
+    """Compare a prompt and then steps, with adaptive skipping in models whose weights can be skipped."""
     save_reference(family, tmp_path)
     checkpoint = Checkpoint(tmp_path)
     source = checkpoint.source(torch.float32)

@@ -1,11 +1,11 @@
 """DeepSeekMoE (the first DeepSeek mixture) written out from its formulas, token by token in float64; tiny checkpoints of it.
 
-Nothing of the package is used. The first layers, and those whose number is no multiple of `moe_layer_freq`, have one FFN.
-For a token x after its norm in any other layer, with N routed experts of which K are used, and the shared expert FFN_s:
+The file uses nothing of the package. The first layers, and those whose number is no multiple of `moe_layer_freq`, have one
+FFN. For a token x after its norm in any other layer, with N routed experts of which K are used, and the shared expert FFN_s:
 
     p = softmax(W · x)        y = FFN_s(x) + Σ_{i in top-K} w_i · FFN_i(x)
 
-w_i is p_i, or its share of the K where `norm_topk_prob` says so. All else is as in naive_llama_moe.py.
+w_i is p_i, or its share of the sum over the K if `norm_topk_prob` is set. All else is as in naive_llama_moe.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def holds_experts(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor on disk."""
+    """Return the shape of every tensor on disk."""
     hidden = config["hidden_size"]
     keys = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
@@ -74,11 +74,11 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 class NaiveDeepseek(NaiveLlamaMoe):
-    """The whole model. It is called as transformers' models are, as far as the tests call those."""
+    """The whole model. Its interface is the part of transformers' interface that the tests use."""
 
     @classmethod
     def random(cls, seed: int = 0, **settings: Any) -> NaiveDeepseek:
-        """A tiny model; `settings` are those of conftest's SIZES, and what differs from SETTINGS."""
+        """Return a tiny model. settings: those of conftest's SIZES, and values that differ from SETTINGS."""
         config, generator = SETTINGS | settings, torch.Generator().manual_seed(seed)
         tensors = {}
         for name, shape in shapes_of(config).items():

@@ -1,6 +1,6 @@
-"""LLaMA-MoE v1 written out from its formulas, token by token in float64, as slow as it is plain; and tiny checkpoints of it.
+"""LLaMA-MoE v1 written out from its formulas, token by token in float64, slow and simple; and tiny checkpoints of it.
 
-Nothing of the package is used. For a token x after its norm, with N experts of which K are used and factor c:
+The file uses nothing of the package. For a token x after its norm, with N experts of which K are used and factor c:
 
     z = W2 · tanh(W1 · x)        w_i = c · exp(z_i) / Σ_{j in top-K} exp(z_j)        y = Σ_{i in top-K} w_i · FFN_i(x)
 
@@ -51,14 +51,14 @@ SETTINGS: dict[str, Any] = {
 
 
 def sizes_of(config: Mapping[str, Any], layer: int) -> list[int]:
-    """Hidden units of each expert of a layer."""
+    """Return the number of hidden units of each expert of a layer."""
     experts = config["num_experts"]
     listed = config["size_experts"]
     return [config["intermediate_size"] // experts] * experts if listed is None else listed[layer]
 
 
 def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor on disk."""
+    """Return the shape of every tensor on disk."""
     hidden, experts = config["hidden_size"], config["num_experts"]
     keys = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
@@ -80,7 +80,7 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
-    """Weights large enough that differences would show in the logits."""
+    """Return weights that are large enough that differences show in the logits."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes_of(config).items():
@@ -92,34 +92,34 @@ def random_tensors(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
 
 @dataclass
 class Config:
-    """What config.json says."""
+    """The values of config.json."""
 
     values: dict[str, Any]
 
     def save_pretrained(self, path: Path) -> None:
-        """Write it."""
+        """Write config.json."""
         (path / "config.json").write_text(json.dumps(self.values))
 
 
 @dataclass
 class NaiveLlamaMoe:
-    """The whole model. It is called as transformers' models are, as far as the tests call those."""
+    """The whole model. Its interface is the part of transformers' interface that the tests use."""
 
     config: Config
     tensors: dict[str, Tensor]
     kept: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Experts by layer, where others' router logits are −∞."""
+    """Remaining experts by layer. The router logits of all others are −∞."""
     routed: list[tuple[int, Tensor, list[int], list[float], list[Tensor]]] = field(default_factory=list)
-    """Of each token in each layer: layer, router logits, experts, weights, outputs of the experts before weighting."""
+    """For each token in each layer: layer, router logits, experts, weights, and outputs of the experts before weighting."""
     skip: Callable[[int, list[int], list[float]], list[float]] | None = None
-    """Given the layer, a token's experts, best first, and their weights: the weights after skipping."""
+    """Function of the layer, a token's experts, best first, and their weights, which returns the weights after skipping."""
 
     def __post_init__(self) -> None:
         self.wide = {name: tensor.double() for name, tensor in self.tensors.items()}
 
     @classmethod
     def random(cls, seed: int = 0, **settings: Any) -> NaiveLlamaMoe:
-        """A tiny model; `settings` are those of conftest's SIZES, and what differs from SETTINGS."""
+        """Return a tiny model. settings: those of conftest's SIZES, and values that differ from SETTINGS."""
         config = SETTINGS | settings
         return cls(Config(config), random_tensors(config, seed))
 
@@ -132,7 +132,7 @@ class NaiveLlamaMoe:
     def __call__(
         self, tokens: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> SimpleNamespace:
-        """`logits` [B, L, V] in float32."""
+        """Return `logits` [B, L, V] in float32."""
         real = torch.ones_like(tokens) if attention_mask is None else attention_mask
         positions = (real.cumsum(1) - 1).clamp_min(0) if position_ids is None else position_ids
         rows = []
@@ -142,7 +142,7 @@ class NaiveLlamaMoe:
         return SimpleNamespace(logits=torch.stack(rows).float())
 
     def generate(self, ids: Tensor, attention_mask: Tensor, max_new_tokens: int, do_sample: bool) -> Tensor:
-        """The likeliest token each time, until the end token."""
+        """Append the likeliest token at each step, until the end token."""
         assert len(ids) == 1 and bool(attention_mask.all()) and not do_sample
         row, past = ids[0].tolist(), self.nothing_yet()
         for position, token in enumerate(row):
@@ -155,14 +155,14 @@ class NaiveLlamaMoe:
         return torch.tensor([row])
 
     def nothing_yet(self) -> list[list[tuple[list[Tensor], list[Tensor], bool]]]:
-        """Keys, values and whether they are of a real token, for each layer and position so far."""
+        """Return an empty cache: keys, values and whether they belong to a real token, by layer and position."""
         return [[] for _ in range(self.config.values["num_hidden_layers"])]
 
     def weight(self, name: str) -> Tensor:
         return self.wide[name]
 
     def step(self, token: int, position: int, real: bool, past: list[list[Any]]) -> Tensor:
-        """Logits [V] after one more token, which is added to `past`."""
+        """Return the logits [V] after one more token, which is added to `past`."""
         x = self.weight("model.embed_tokens.weight")[token]
         for layer in range(len(past)):
             at = f"model.layers.{layer}"

@@ -1,4 +1,4 @@
-"""Tiny models exported to ONNX, and how far their logits are from our engine's."""
+"""Tiny models exported to ONNX, and the difference between their logits and those of our engine."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def exported(
 
 @torch.no_grad()
 def differences(checkpoint: Checkpoint, found: OnnxDecoder, routings: Sequence[Routing] | None = None) -> dict[str, float]:
-    """The largest |logit difference| to our engine: prefill, 8 steps after it, and both of a batch that is padded.
+    """Return the largest |logit difference| from our engine: prefill, 8 steps after it, and both in a padded batch.
 
-    Our engine reads what the graph reads, in the same pieces.
+    Our engine reads the same input as the graph, in the same pieces.
     """
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
     own = [block.routing for block in decoder.moe_blocks] if routings is None else routings
@@ -56,7 +56,7 @@ def differences(checkpoint: Checkpoint, found: OnnxDecoder, routings: Sequence[R
 
 
 def read(decoder: Any, tokens_BL: Tensor, real_BL: Tensor | None) -> Tensor:
-    """Logits of a prefill and of the steps after it, [B, L, V]."""
+    """Return the logits of a prefill and of the steps after it, [B, L, V]."""
     cache = KeyValueCache(decoder.config, len(tokens_BL), tokens_BL.shape[1], torch.float32)
     ends = [PREFILL, *range(PREFILL + 1, tokens_BL.shape[1] + 1)]
     pieces = []

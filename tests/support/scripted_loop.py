@@ -1,4 +1,4 @@
-"""An engine loop without an engine: it answers what it is told to, as fast as it is told to, and notes what it was asked."""
+"""An engine loop without an engine. It returns given answers at a given speed, and records its requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.errors import BusyError, OptionError
 
 @dataclass
 class ScriptedLoop:
-    """Every request gets the first `max_new_tokens` of `script`, one each `seconds`."""
+    """Each request gets the first `max_new_tokens` tokens of `script`, one every `seconds`."""
 
     script: tuple[int, ...]
     decode: Callable[[int], str]
@@ -29,7 +29,7 @@ class ScriptedLoop:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing, because there is no thread to start."""
 
     def submit(self, request: Request, listener: Listener) -> int:
         with self.lock:

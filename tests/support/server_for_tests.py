@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextmanager
 def served(state: State, connections: Connections | None = None, app: Any = None) -> Iterator[str]:
-    """The URL of the application, or of another, on a real socket, with the limits of `compress serve` or given ones."""
+    """Yield the URL of the application, or another, on a real socket, with the limits of `compress serve` or given ones."""
     listening = bind("127.0.0.1", 0)
     server = Server(state, connections)
     server.config.timeout_graceful_shutdown = 1
@@ -47,7 +47,7 @@ def served(state: State, connections: Connections | None = None, app: Any = None
 
 @contextmanager
 def reading_for(engine: Engine) -> Iterator[ReadingPool]:
-    """What reads bodies for a server of the model "tiny": for several tests, since its processes take a second to start."""
+    """Yield the pool that reads bodies for a server of the model "tiny". Tests share it, as its processes start slowly."""
     settings = reading_settings(engine, model_name="tiny", max_model_length=128, max_queue=256, skip_threshold=0.0)
     made = ReadingPool(settings.to_json)
     try:
@@ -66,7 +66,7 @@ def process(
     log: Any = subprocess.PIPE,
     **environment: str,
 ) -> Iterator[tuple[subprocess.Popen[str], Any]]:
-    """`compress serve` on a free port, with its first line of JSON; None where it is not waited for."""
+    """Start `compress serve` on a free port. Yields its first line of JSON, or None if the start is not waited for."""
     command = [sys.executable, *program, "serve", str(model), "--port", "0", "--json", "--threads", "1", *options]
     if open_files is not None:
         command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
@@ -83,7 +83,7 @@ def process(
 
 
 def wait_for(condition: Any, seconds: float = 20) -> None:
-    """Until it holds; fails where it never does."""
+    """Wait until the condition holds. Fails if it does not become true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A scheduler driven step by step, without its thread, and what its requests were told."""
+"""A scheduler that is driven step by step, without its thread, and the updates that its requests receive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.generation.text_stream import plain_text
 
 
 class Served:
-    """A request and every update on it."""
+    """A request and every update that it received."""
 
     def __init__(self, scheduler: Scheduler, engine: Engine, request: Request, number: int = 1) -> None:
         self.updates: list[Update] = []
@@ -56,7 +56,7 @@ def run_to_end(scheduler: Scheduler) -> None:
 
 
 def serve(engine: Engine, *requests: Request, **options: Any) -> list[Served]:
-    """All at once, to their ends."""
+    """Serve all requests together, until they end."""
     scheduler = scheduler_for(engine, **options)
     served = [Served(scheduler, engine, request, number) for number, request in enumerate(requests)]
     run_to_end(scheduler)

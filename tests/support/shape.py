@@ -2,8 +2,8 @@
 
     python tests/support/shape.py           (make shape)
 
-Sizes are guides and not limits; CONTRIBUTING.md says what stays beyond them, and why. What is a rule is held by
-tests/test_house.py, which uses the functions of this file.
+Sizes are guides and not limits. CONTRIBUTING.md lists the files and functions beyond them, with reasons. The rules are
+tested by tests/test_house.py, which uses the functions of this file.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Function(NamedTuple):
 
 
 def source_files() -> list[Path]:
-    """Every file of the packages and cli.py, in order."""
+    """Return every file of the packages and cli.py, in order."""
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))] + [ROOT / "cli.py"]
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a file; a folder's own for its __init__.py."""
+    """Return the dotted name of a file; for an __init__.py, the folder's."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def room_of(path: Path) -> str:
-    """The folder of a file below the root, such as `engine/kernels`."""
+    """Return the folder of a file below the root, such as `engine/kernels`."""
     folder = path.relative_to(ROOT).parent.as_posix()
     return "cli.py" if folder == "." else folder
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Dotted names of this project's modules that a file imports, at its top or inside a function."""
+    """Return the dotted names of this project's modules that a file imports, at its top or inside a function."""
     modules = {module_name(file) for file in source_files()}
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -59,7 +59,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def functions() -> Iterator[Function]:
-    """All functions of the source, nested ones included."""
+    """Yield all functions of the source, including nested ones."""
     for path in source_files():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -69,7 +69,7 @@ def functions() -> Iterator[Function]:
 
 
 def public_definitions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
-    """Functions and classes at the top of a file whose names begin without an underscore."""
+    """Yield functions and classes at the top of a file whose names do not begin with an underscore."""
     for path in source_files():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
@@ -77,7 +77,7 @@ def public_definitions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunc
 
 
 def names_defined_twice() -> dict[str, list[str]]:
-    """Public classes and functions that have one name in several files, with those files."""
+    """Return the public classes and functions whose name is defined in several files, with those files."""
     places: dict[str, list[str]] = {}
     for path, node in public_definitions():
         places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
@@ -85,7 +85,7 @@ def names_defined_twice() -> dict[str, list[str]]:
 
 
 def without_docstring() -> list[str]:
-    """Public functions and classes that have no docstring, as `file: name`."""
+    """Return the public functions and classes that have no docstring, as `file: name`."""
     return [f"{path.relative_to(ROOT)}: {node.name}" for path, node in public_definitions() if not ast.get_docstring(node)]
 
 

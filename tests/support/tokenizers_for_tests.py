@@ -6,7 +6,7 @@ from pathlib import Path
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 VOCABULARY = 264
-"""A `vocab_size` that takes this tokenizer and the special tokens that some families' tokenizer classes add to it."""
+"""A `vocab_size` with room for this tokenizer and for the special tokens that some families' tokenizer classes add to it."""
 
 
 def add_tokenizer(path: Path, bos: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Run by test_processes.py under torchrun: one training after another, each leaving its states in a directory."""
+"""Trainings that test_processes.py runs under torchrun. Each leaves its states in a directory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ INTERRUPTED_AFTER = 5
 
 
 class Interrupted(Exception):
-    """In place of a signal, at a step that is known."""
+    """Raised in the place of a signal, at a known step."""
 
 
 def train(place: Path, directory: str, options: DenseTrainingOptions, *, steps: int = 100, resume: bool = False) -> Trained:
-    """One training of the plan in `place`, of float32 weights; no more than so many steps of its first part."""
+    """Train the plan in `place` with float32 weights, for at most `steps` steps of its first part."""
 
     def until(items: Iterable[int], description: str) -> Iterator[int]:
         for done, item in enumerate(items):
@@ -46,7 +46,7 @@ def train(place: Path, directory: str, options: DenseTrainingOptions, *, steps: 
 
 
 def main(place: Path) -> None:
-    """Together, with the model whole and in pieces; the latter also interrupted and gone on with."""
+    """Train in all processes, with the model whole and sharded. The sharded training is also interrupted and resumed."""
     processes.join("cpu")
     sharded = replace(OPTIONS, shard=True)
     train(place, "together", OPTIONS)

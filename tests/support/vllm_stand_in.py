@@ -1,6 +1,6 @@
-"""As much of vLLM as engine/checkpoint/vllm_plugin.py relies on: its registry, and a family's model built layer by layer.
+"""The part of vLLM that engine/checkpoint/vllm_plugin.py relies on: its registry, and a model built layer by layer.
 
-Names and the order of construction are those of vLLM 0.32; shapes are all that its layers have.
+Names and the order of construction are those of vLLM 0.32. Its layers have shapes only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 STAGE: list[int | None] = [None, None]
-"""First and last layer (exclusive) of this process's stage of a pipeline."""
+"""First and last layer (exclusive) of this process's pipeline stage."""
 
 
 def make_layers(number: int, layer_fn: Any, prefix: str) -> tuple[int, int, nn.ModuleList]:
@@ -43,13 +43,13 @@ class Layer(nn.Module):
         else:
             sparse = True
         if sparse:
-            # Qwen3MoeConfig answers to both names.
+            # Qwen3MoeConfig accepts both names
             experts = config.num_local_experts if config.model_type == "mixtral" else config.num_experts
             self.moe = MoeBlock(experts, getattr(config, "moe_intermediate_size", config.intermediate_size), config)
 
 
 class ForCausalLM(nn.Module):
-    """The one class behind every name below."""
+    """The class that all names below refer to."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ForCausalLM(nn.Module):
 
     @property
     def moe(self) -> dict[int, MoeBlock]:
-        """The MoE blocks of this stage, by layer."""
+        """Return the MoE blocks of this stage, by layer."""
         layers = {index: self.layers[index] for index in range(self.start, self.end)}
         return {index: layer.moe for index, layer in layers.items() if layer.moe is not None}
 
@@ -83,7 +83,7 @@ class OlmoeForCausalLM(ForCausalLM):
 
 
 class Entry:
-    """A class of the registry that is imported only when asked for."""
+    """A class of the registry that is imported on demand."""
 
     def __init__(self, module_name: str, class_name: str) -> None:
         self.module_name, self.class_name = module_name, class_name
@@ -93,7 +93,7 @@ class Entry:
 
 
 class ModelRegistry:
-    """vllm.ModelRegistry; a new one for each test."""
+    """A stand-in for vllm.ModelRegistry, new for each test."""
 
     def __init__(self) -> None:
         names = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "LlamaForCausalLM")

@@ -1,4 +1,4 @@
-"""A modelling file with the size of ours and other code, in an artifact whose checksums were written anew."""
+"""Model code with the size of ours and other content, in an artifact whose checksums were written anew."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The same in an artifact whose checksums were written anew, which cannot list a file of a folder."""
+"""A custom_generate directory in an artifact whose checksums were written anew. They cannot list a file of a folder."""
 
 from pathlib import Path
 

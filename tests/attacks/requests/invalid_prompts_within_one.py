@@ -1,4 +1,4 @@
-"""The same one level deeper, where the number of prompts is one."""
+"""Invalid prompts one level deeper, where the number of prompts is one."""
 
 PATH = "/v1/completions"
 STATUS = 400

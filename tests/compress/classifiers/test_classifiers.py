@@ -1,4 +1,4 @@
-"""Classifiers on disk: split as transformers computes them, inputs and data by hand, what is damaged refused."""
+"""Classifiers on disk: split as transformers computes them, inputs and data by hand, and damaged files refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=said):
             ClassifierCheckpoint(tmp_path).load()
     save_file({"prototypes": torch.ones(CLASSES, 12)}, tmp_path / MIXTURE_NAME)
-    assert ClassifierCheckpoint(tmp_path).load().mixture is not None  # no gate: a uniform one
+    assert ClassifierCheckpoint(tmp_path).load().mixture is not None  # no gate: the uniform one
     for changes, error, said in (
         ({MIXTURE_KEY: -1}, CheckpointError, "it must be a number of experts"),
         ({MIXTURE_KEY: 0, "auto_map": {"AutoModel": "x.Y"}}, UnsupportedError, "auto_map, code of its own"),

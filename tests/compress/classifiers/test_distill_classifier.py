@@ -1,4 +1,5 @@
-"""`compress distill` of classifiers end to end: every recipe and ablation, the artifact by hand, resumed to the bit."""
+"""`compress distill` of classifiers end to end: every recipe and ablation, the artifact by hand, bit-identical
+resumption."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ SMALL = ["--epochs", "2", "--batch-size", "12"]
 
 @pytest.fixture(name="place", scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pairs of classifiers of images and texts, and data for both."""
+    """Return pairs of classifiers of images and texts, and data for both."""
     path = tmp_path_factory.mktemp("classifiers")
     classifier("resnet", path / "untrained", hidden_sizes=[8, 16], depths=[1, 2])
     classifier("resnet", path / "student", seed=1)
@@ -59,7 +60,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    monkeypatch.setattr(plots, "available", lambda: False)  # drawn once, where the fixture trains
+    monkeypatch.setattr(plots, "available", lambda: False)  # the fixture that trains draws them once
 
 
 def refused(command: str, *arguments: str) -> str:
@@ -69,7 +70,7 @@ def refused(command: str, *arguments: str) -> str:
 
 
 def by_hand(directory: Path, **inputs: Tensor) -> Tensor:
-    """log Σ_k P(y|k,x)·P(k|x) of an artifact from its two files, example by example and expert by expert."""
+    """Return log Σ_k P(y|k,x)·P(k|x) of an artifact from its two files, example by example and expert by expert."""
     model = ClassifierCheckpoint(directory).load().model
     tensors = load_file(directory / MIXTURE_NAME)
     seen: dict[str, Tensor] = {}
@@ -129,7 +130,7 @@ def test_the_mixture_of_an_artifact_is_what_its_files_say(ablation: str | None) 
 
 
 def test_class_means_and_bias_of_the_artifact_are_the_papers() -> None:
-    """e_k − Σ_k π_k e_k is what is stored, π of the teacher over the training set; the mean went into the head's bias."""
+    """The stored means are e_k − Σ_k π_k e_k, with the teacher's π over the training set; the mean is in the head's bias."""
     run("distill", *IMAGES, *SMALL, "--recipe", "moe-kd", "--overwrite", "--temperature", "2")
     out = ClassifierCheckpoint(Path("out"))
     teacher = ClassifierCheckpoint(Path("teacher")).load()
@@ -160,7 +161,7 @@ def test_other_recipes_end_in_plain_checkpoints(recipe: str) -> None:
 
 
 def test_training_teaches_and_commands_take_the_result() -> None:
-    """From labels alone, then from that teacher; accuracy is what evaluate says; texts too."""
+    """Training works from labels alone and then from that teacher, for texts too. `evaluate` reports the same accuracy."""
     longer = ["--batch-size", "12", "--learning-rate", "0.05", "--overwrite"]
     taught = run(
         "distill", "--student", "other", "--recipe", "sft", "--data", "shades.npz", "--epochs", "15", *longer, "-o", "t"
@@ -172,7 +173,7 @@ def test_training_teaches_and_commands_take_the_result() -> None:
     evaluated = run("evaluate", "m", "--data", "shades.npz")
     assert evaluated["metric"] == "accuracy" and evaluated["value"] == figures["metric_after"]
     assert evaluated["examples"] == figures["held_out_examples"]
-    assert run("evaluate", "m") | {"seconds": 0} == evaluated | {"seconds": 0}  # by default what it was distilled on
+    assert run("evaluate", "m") | {"seconds": 0} == evaluated | {"seconds": 0}  # by default its training data
     every = run("evaluate", "m", "--data", "shades.npz", "--metric", "accuracy", "--split", "all", "--samples", "50")
     assert every["examples"] == 50
     assert run("evaluate", "m", "--data", "shades.npz", "--probe")["metric"] == "probe"
@@ -224,7 +225,7 @@ def test_a_resumed_run_ends_in_the_same_bits(arguments: list[str], place: Path, 
     run("distill", *own, "--resume")
     assert [(place / "out" / name).read_bytes() for name in names] == wanted
     assert not (place / ".out.work").exists()
-    run("distill", *own, "--resume")  # finished: its figures again
+    run("distill", *own, "--resume")  # a finished run prints its figures again
     for path in (place / "whole", place / "out"):
         for file in path.iterdir():
             file.unlink()
@@ -232,7 +233,7 @@ def test_a_resumed_run_ends_in_the_same_bits(arguments: list[str], place: Path, 
 
 
 def test_gradient_descent_is_the_textbooks_with_three_falls() -> None:
-    """Against momentum, decay and the schedule written out; buffers come back from a state with the rest."""
+    """The optimizer equals momentum, decay and the schedule written out. A state restores its buffers too."""
     target, counter = torch.tensor([1.0, -2.0]), torch.zeros(())
     weight = torch.nn.Parameter(torch.zeros(2))
 

@@ -1,4 +1,4 @@
-"""Every formula of MoE-KD on three classes, against loops over numbers; the bound's properties; SRRL as its special case."""
+"""Every formula of MoE-KD on three classes against loops over numbers; the bound's properties; SRRL as a special case."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from engine.transformers_models.mixture_head import (
 )
 
 B, K, D, E = 5, 3, 4, 6
-"""Examples, classes and experts, features of student and teacher."""
+"""Number of examples, of classes and experts, and of features of student and teacher."""
 
 
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -50,7 +50,7 @@ def dot(left: Tensor, right: Tensor) -> float:
 
 
 class Case:
-    """A student, a gate and prototypes, and the paper's probabilities of them by hand."""
+    """A student, a gate and prototypes, and the paper's probabilities computed by hand."""
 
     def __init__(self, seed: int = 0, scale: float = 1.0) -> None:
         self.z_BD, self.w_CD, self.e_KD = (draw(n, D, seed=seed + i, scale=scale) for i, n in enumerate((B, K, K)))
@@ -64,7 +64,7 @@ class Case:
         return softmax([float(score) for score in self.gate_BK[b]])
 
     def expert(self, b: int, k: int) -> list[float]:
-        """softmax_y[Wᵀ(z + e_k)] (eq. 6)."""
+        """Return softmax_y[Wᵀ(z + e_k)] (eq. 6)."""
         return softmax([dot(self.w_CD[y], self.z_BD[b] + self.e_KD[k]) for y in range(K)])
 
     def mixture(self, b: int, y: int) -> float:
@@ -231,7 +231,7 @@ def linear(inputs: int, outputs: int, seed: int) -> nn.Linear:
 
 
 def test_the_head_that_is_run_is_the_mixture_with_b_k_made_once() -> None:
-    """A gate of a map through all layers by hand: 1×1, 3×3, 1×1 convolutions, the mean, the teacher's classifier."""
+    """The gate consists of 1×1, 3×3 and 1×1 convolutions, the mean and the teacher's classifier, computed by hand here."""
     case, teacher, head = Case(seed=21), linear(E, K, 60), linear(D, K, 70)
     map_BDHW = draw(B, D, 3, 3, seed=22)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Parameters of click from dataclasses of options, and dataclasses from what click has parsed."""
+"""click parameters made from dataclasses of options, and dataclasses made from the values that click has parsed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Everything:
 
 
 def parsed(*arguments: str, of: tuple[type, ...] = (Everything,), env: dict[str, str] | None = None) -> dict[str, Any]:
-    """The values that click makes of arguments."""
+    """Return the values that click makes of arguments."""
     values: dict[str, Any] = {}
     command = click.Command(
         "test", params=[parameter(leaf) for leaf in all_leaves(of).values()], callback=lambda **given: values.update(given)

@@ -76,11 +76,11 @@ def test_every_option_has_help_and_a_known_group(name: str) -> None:
 
 @COMMANDS
 def test_defaults_of_the_command_line_are_those_of_the_dataclass(name: str) -> None:
-    """In Python too: an option that is not named makes the dataclass that is made without it."""
+    """Omitting an option on the command line gives the dataclass that Python makes without it."""
     context = click.Context(cli.main.commands[name])
     for key, leaf in all_leaves((*OPTIONS[name], Common)).items():
         shown = parameters(name)[key].get_default(context)
-        shown = None if repr(shown) == "Sentinel.UNSET" else shown  # click's word for none
+        shown = None if repr(shown) == "Sentinel.UNSET" else shown  # click's name for no value
         assert shown == default_of(leaf) or (not shown and not default_of(leaf)), key
         of = next(each for each in (*OPTIONS[name], Common) if key in {own.name for own in leaves(each)})
         if leaf.default is not MISSING and leaf.path[0] not in PARTS:
@@ -88,7 +88,7 @@ def test_defaults_of_the_command_line_are_those_of_the_dataclass(name: str) -> N
 
 
 PARTS = ("budget", "quantiser", "load")
-"""Parts that are None unless an option of theirs is given, or that Python callers have to give."""
+"""Parts that are None unless one of their options is given, or that Python callers must give."""
 REQUIRED: dict[str, Any] = {
     "output": None,
     "method": "",
@@ -103,7 +103,7 @@ REQUIRED: dict[str, Any] = {
 
 
 def python_default(of: type) -> Any:
-    """The dataclass with as few arguments as it takes."""
+    """Return the dataclass with as few arguments as possible."""
     required = {each.name for each in of.__dataclass_fields__.values() if each.default is each.default_factory is MISSING}
     return of(**{name: REQUIRED[name] for name in required})
 

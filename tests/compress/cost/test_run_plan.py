@@ -1,4 +1,4 @@
-"""What a run will cost: counts by hand and by torch's own counter, and the command on config.json alone."""
+"""Estimates of a run's cost: counts by hand and by torch's own counter, and the command on config.json alone."""
 
 import json
 import math
@@ -30,7 +30,7 @@ TINY = shape(hidden=512, layers=1, experts=3, top_k=1, width=5) | {
     "vocab_size": 7,
     "head_dim": 2,
 }
-"""One layer: norms 8, queries and output 16 each, keys and values 8 each, router 12, three experts of 60."""
+"""Sizes of one layer: norms 8, queries and output 16 each, keys and values 8 each, router 12, three experts of 60."""
 DENSE = {key: value for key, value in TINY.items() if "experts" not in key} | {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
@@ -47,7 +47,7 @@ def passes() -> Passes:
 def test_a_layer_by_hand(passes):
     assert passes.layer_weights(0) == 8 + 48 + 12 + 180
     assert passes.weights == 248 + 2 * 7 * 4 + 4
-    # Sequences of 3: a position looks at 2 on average, and its two heads multiply by 2 + 2 dimensions there.
+    # With sequences of 3, a position attends to 2 on average, and its two heads multiply by 2 + 2 dimensions there.
     assert passes.token_flops(0, 3) == 2 * (48 + 12 + 60) + 2 * 2 * (2 + 2) * 2 == 272
     assert passes.token_flops(0, 3, slots=3) == 2 * (48 + 12 + 180) + 32
     # 30·4 + 10·4 + 6·5, 10 for each of 4 + 2·2 dimensions of heads, 6 for each of 2·2 scores, 2 bytes each
@@ -71,7 +71,7 @@ def test_windows_by_hand(passes):
 def test_statistics_by_hand(passes):
     work = passes.statistics(6, 3)
     assert work.flops == 6 * 272 + 6 * 3 * 2 * 60  # every expert on the sample of all six tokens
-    # Two kinds of Gram matrices [3, 6, 6] of 4 dimensions, and each compared with each.
+    # Two kinds of Gram matrices [3, 6, 6] of 4 dimensions, and a comparison of all pairs.
     assert work.double_flops == 2 * (2 * 3 * 36 * 4) + 2 * (2 * 3 * 3 * 36)
     assert work.single_flops == 0  # no layer before
 
@@ -94,7 +94,7 @@ def test_products_are_those_that_torch_counts():
         decoder.logits(decoder.hidden_states(tokens))
     counted = sum(flops for kind, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(kind))
     passes = Passes(config, 4, 4.0)
-    scores = 2 * 2 * (2 + 2) * 3 * 10 * 2  # of both layers, which the counter has in attention
+    scores = 2 * 2 * (2 + 2) * 3 * 10 * 2  # both layers' scores, which the counter counts as attention
     assert passes.forward(10, 5).flops + passes.head(10).flops - scores == counted
 
 
@@ -116,12 +116,12 @@ def phases(tmp_path, **options):
 def test_phases_of_a_search(tmp_path, passes):
     found = phases(tmp_path, method="diep", sparsity=0.4)
     assert found["perplexity before"].work.flops == 6 * 272 + 6 * 56
-    assert found["gate gradients"].work.flops == 12 * (3 * 272 + 3 * 56)  # one product of the head is the sampling's
+    assert found["gate gradients"].work.flops == 12 * (3 * 272 + 3 * 56)  # one product of the head belongs to the sampling
     assert found["searching (10 epochs)"].work.flops == 10 * 12 * (3 * 272 + 2 * 56)
-    kept = Passes(smaller(passes.config, 0.4), 2, 2.0)  # one of three experts goes, with its row of the router
+    kept = Passes(smaller(passes.config, 0.4), 2, 2.0)  # one of three experts is removed, with its row of the router
     assert kept.weights == passes.weights - 64
     assert found["writing"].work.written_bytes == 2 * kept.weights
-    # All weights, what the layer keeps for its backward pass, and three logits of 7: one batch of 12 tokens.
+    # All weights, the activations that the layer keeps for its backward pass, and three logits of 7: one batch of 12 tokens.
     memory = 2 * passes.weights + passes.gradient_bytes(12, 3) + 2 * 12 * 4
     assert found["searching (10 epochs)"].memory_bytes == memory
 

@@ -1,4 +1,4 @@
-"""Which experts become the dense FFN and with which weights, by hand; and the errors that are reported, naively."""
+"""The experts that become the dense FFN and their weights, by hand; and the reported errors against a naive computation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = torch.randint(3, 96, (5, 13), generator=torch.Generator().manual_seed(1
 
 
 def layer(**values: Any) -> LayerStatistics:
-    """Ten tokens, four experts, top-2; what is not given is not looked at."""
+    """Return statistics of ten tokens and four experts with top-2. Values that are not given are not used."""
     known: dict[str, Tensor] = {
         "tokens": torch.tensor(10),
         "tokens_routed": torch.tensor([2, 9, 6, 3]),
@@ -103,7 +103,7 @@ def test_averaged_experts_are_aligned_to_the_most_used(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def naive_blocks(checkpoint: Checkpoint) -> dict[int, tuple[Any, Tensor, Tensor]]:
-    """Each MoE block with its input and output in the full model, in float64."""
+    """Return each MoE block with its input and output in the full model, in float64."""
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float64))
     seen: dict[int, tuple[Any, Tensor, Tensor]] = {}
     for index in checkpoint.config.moe_layers:
@@ -147,7 +147,7 @@ def test_gates_and_errors_equal_the_naive_ones(family: str, tmp_path: Path) -> N
 
 
 def test_what_is_measured_is_what_is_written(tmp_path: Path) -> None:
-    """The block error of the folded FFN, read back, is the one that was reported of the FFNs apart."""
+    """The reported block error of the separate FFNs equals the block error of the folded FFN that is read back."""
     save_reference("qwen2_moe", tmp_path / "full")
     checkpoint = Checkpoint(tmp_path / "full")
     statistics = collect(checkpoint, TOKENS, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""`compress densify` end to end: exact where experts are alike, resumable to the bit, refusing what cannot become dense."""
+"""`compress densify` end to end: exact if experts are alike, bit-identical when resumed, and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_experts_alike(path: Path) -> None:
-    """Every expert the first one of its layer; a shared expert's gate always one half."""
+    """Make every expert equal to the first of its layer, and a shared expert's gate always one half."""
     checkpoint = Checkpoint(path)
     row = checkpoint.config.architecture
     tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.shapes}
@@ -96,7 +96,7 @@ def test_experts_that_are_alike_become_dense_without_a_difference(
 
 
 def test_weights_that_the_model_does_not_normalise_are_folded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a router that finds all experts alike, top-2 of 6 weigh 1/3 together."""
+    """With a router that scores all experts equally, top-2 of 6 weigh 1/3 together."""
     make_workplace(tmp_path, "qwen3_moe", norm_topk_prob=False)
     make_experts_alike(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
@@ -112,7 +112,7 @@ def test_weights_that_the_model_does_not_normalise_are_folded_too(tmp_path: Path
 @pytest.mark.parametrize("select", SELECTIONS)
 def test_every_selection_from_one_statistics_file(place: Path, select: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if select != "usage":
-        monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # drawn once: it takes seconds
+        monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # drawn once, because it takes seconds
     run("calibrate", "model", *CALIBRATION, "-o", "statistics")
     figures = run(*DENSIFY, "--ffns", "2", "--select", select, "--statistics", "statistics")
     assert set(KEYS.split()) <= set(figures)
@@ -164,7 +164,7 @@ def test_training_is_recorded_and_what_is_written_is_what_was_trained(place: Pat
 
 
 def result(place: Path) -> dict[str, str]:
-    """What decides the model: everything but the time that it took."""
+    """Return the files that determine the model, without those that state the run's duration."""
     told = ("compression.json", "README.md")
     return {name: content for name, (_, content) in listing(place / "out").items() if name not in told}
 

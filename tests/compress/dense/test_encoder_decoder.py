@@ -1,4 +1,4 @@
-"""`compress densify` of an encoder-decoder: exact where experts are alike, no padding anywhere, resumable, picky."""
+"""`compress densify` of an encoder-decoder: exact if experts are alike, independent of padding, resumable, and refusals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ KEYS = (
 
 
 def make_model(path: Path, seed: int = 0, **changes: Any) -> None:
-    """A tiny random mixture, its weights large enough that differences show, and a tokenizer of bytes."""
+    """Write a tiny random mixture with weights large enough that differences show, and a byte-level tokenizer."""
     from transformers import AutoModelForSeq2SeqLM, SwitchTransformersConfig
 
     torch.manual_seed(seed)
@@ -90,7 +90,7 @@ def change_config(path: Path, **changes: Any) -> None:
 
 
 def all_alike(tensors: dict[str, Tensor]) -> None:
-    """Every expert the first one of its layer, and a router that finds all of them alike."""
+    """Make every expert equal to the first of its layer, and the router score all of them equally."""
     for name in [name for name in tensors if ".expert_" in name]:
         head, tail = name.split(".expert_")
         tensors[name] = tensors[f"{head}.expert_0.{tail.split('.', 1)[1]}"].clone()
@@ -124,7 +124,7 @@ def opened(place: Path) -> tuple[EncoderDecoderCheckpoint, nn.Module, Pairs]:
 
 @torch.no_grad()
 def transformers_logits(model: nn.Module, pairs: Pairs) -> Tensor:
-    """Of real target positions, by transformers' own shifting of labels."""
+    """Return the logits of real target positions, with labels shifted by transformers itself."""
     labels = pairs.target_PM.masked_fill(pairs.target_PM == PADDING, -100)
     source = pairs.source_PS.clamp_min(0)
     outputs = model(input_ids=source, attention_mask=(pairs.source_PS != PADDING).long(), labels=labels)
@@ -176,7 +176,7 @@ def test_figures_files_and_what_people_are_told(place: Path) -> None:
 
 @pytest.mark.parametrize("select", SELECTIONS)
 def test_the_result_is_the_mixture_s_weights(place: Path, select: str) -> None:
-    """Dense layers padded with zeros, everything else as it was, sparse layers the sum of the FFNs."""
+    """Dense layers are padded with zeros, sparse layers are the sum of the FFNs, and all other weights are unchanged."""
     checkpoint, teacher, pairs = opened(place)
     seen = usage(teacher, checkpoint, pairs)
     plan = planned(choose(select, seen.statistics, 2), seen.statistics, teacher, checkpoint)
@@ -210,7 +210,7 @@ def test_fold_and_zeros_by_hand() -> None:
     assert [side.tolist() for side in widened(in_FD, out_DF, 2)] == [[[1.0, 2.0], [0.0, 0.0]], [[3.0, 0.0], [4.0, 0.0]]]
 
 
-# What routers did
+# Router statistics
 
 
 def test_usage_by_hand_without_padding_and_with_dropped_tokens(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_usage_by_hand_without_padding_and_with_dropped_tokens(tmp_path: Path) -
             outputs[name].append(output[0])
 
         teacher.get_submodule(checkpoint.block(name)).register_forward_hook(keep)
-    for row in range(len(pairs)):  # one by one there is no padding
+    for row in range(len(pairs)):  # rows one by one need no padding
         one = pairs.take(slice(row, row + 1))
         transformers_logits(teacher, one)
     for index, name in enumerate(SPARSE):
@@ -259,7 +259,7 @@ def test_usage_by_hand_without_padding_and_with_dropped_tokens(tmp_path: Path) -
     assert all(0 < error.whole < 10 and 0 < error.weight < 10 for error in errors), "dropped tokens are in no mean"
 
 
-# Loss and measure
+# Loss and measurement
 
 
 def test_the_loss_and_the_measure_leave_padding_out(place: Path) -> None:
@@ -277,7 +277,7 @@ def test_the_loss_and_the_measure_leave_padding_out(place: Path) -> None:
         for side, block in enumerate(both):
             block.register_forward_hook(lambda module, given, output, key=(name, side): kept[key].append(output[0]))
     entropy, divergence, right, tokens = 0.0, 0.0, 0, 0
-    for row in rows.tolist():  # one by one there is no padding
+    for row in rows.tolist():  # rows one by one need no padding
         one = pairs.take(slice(row, row + 1))
         taught = transformers_logits(teacher, one).log_softmax(-1)
         logits = transformers_logits(student, one)

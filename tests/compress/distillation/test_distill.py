@@ -1,4 +1,4 @@
-"""`compress distill` end to end: every recipe, on text and on prompts with responses; resumable, in several processes."""
+"""`compress distill` end to end: every recipe, on text and on prompts with responses, resumed, and in several processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "w
 
 @pytest.fixture(name="place")
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A mixture `model`, a dense `student`, text and pairs."""
+    """Return a directory with a mixture `model`, a dense `student`, text and pairs."""
     make_workplace(tmp_path)
     save_reference("llama", tmp_path / "student", seed=1, vocab_size=VOCABULARY)
     add_tokenizer(tmp_path / "student")
@@ -95,7 +95,7 @@ def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
 
 
 def test_a_pruned_mixture_comes_back_towards_the_full_one(place: Path) -> None:
-    """All weights of the student are trained, experts and routers too; its shape, layers unlike each other, stays."""
+    """All weights of the student are trained, experts and routers too. Its non-uniform shape does not change."""
     prune = ["prune", "model", "--plan", "plan.json", *TEXT, "--evaluation-samples", "4", "-o", "pruned"]
     assert CliRunner().invoke(cli.main, prune).exit_code == 0
     figures = run("--teacher", "model", "--student", "pruned", *TEXT, *SMALL, "--steps", "30", "--learning-rate", "0.001")
@@ -112,7 +112,7 @@ def test_a_pruned_mixture_comes_back_towards_the_full_one(place: Path) -> None:
 def test_interrupted_and_resumed_it_ends_in_the_same_weights(
     place: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two steps on the same responses, too: states are saved where a turn ends."""
+    """The interruption may come between two steps on the same responses, because states are saved at the end of a turn."""
     command = ["--teacher", "model", "--student", "student", "--recipe", recipe, *PAIRS, *SMALL, "--steps", "10"]
     run(*command)
     expected = (place / "out" / "model.safetensors").read_bytes()
@@ -160,8 +160,8 @@ def test_another_divergence_than_the_recipes(place: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_batch(place: Path) -> None:
-    """A mixture as student, in pieces: each process leaves other experts idle. On the data's responses, for those of a
-    student are drawn by each process on its own."""
+    """The student is a sharded mixture, and each process leaves other experts idle. The responses are the data's, because
+    each process draws those of a student on its own."""
     save_reference("mixtral", place / "mixture", seed=2, vocab_size=VOCABULARY)
     add_tokenizer(place / "mixture")
     command = ["distill", "--teacher", "model", "--student", "mixture", *PAIRS, *SMALL, "--steps", "6"]
@@ -210,7 +210,7 @@ def test_bad_input_is_refused_before_any_work(place: Path) -> None:
 
 
 def add_tokenizer_of_other_words(path: Path) -> None:
-    """The same number of tokens, two of them the other way round."""
+    """Write a tokenizer with the same number of tokens, two of which are swapped."""
     add_tokenizer(path)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -229,7 +229,7 @@ def test_prompts_that_are_too_long_are_counted(place: Path) -> None:
 
 
 def test_pruning_with_distillation_trains_all_weights_and_keeps_the_plan(place: Path) -> None:
-    """It equals pruning, and then distilling the result from the full model with the same options."""
+    """The result equals pruning, and then distilling from the full model with the same options."""
     prune = ["prune", "model", "--plan", "plan.json", *TEXT, "--evaluation-samples", "4", "--json"]
     invoked = CliRunner().invoke(cli.main, [*prune, "--distill", "--distill-steps", "12", "-o", "both"])
     assert invoked.exit_code == 0, invoked.output
@@ -246,7 +246,7 @@ def test_pruning_with_distillation_trains_all_weights_and_keeps_the_plan(place: 
 
 
 def test_rouge_l_of_what_a_model_writes(place: Path) -> None:
-    """The package's figure of the texts, for each seed; a model that learnt the responses by heart is near 1."""
+    """The figure equals the rouge package's for each seed. A model that memorized the responses is near 1."""
     rows = [{"source": f"{word}{number}", "target": word} for word in WORDS for number in range(12)]
     (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = ["evaluate", "student", "--metric", "rouge-l", *PAIRS, "--seeds", "2", "--json"]

@@ -41,7 +41,7 @@ print(json.dumps(peak_memory_bytes() - before))
 
 
 def test_a_step_at_a_vocabulary_of_128256_stays_small() -> None:
-    """512 tokens: the logits of both models and their gradients would be over 1 GB. Gradients and moments count too."""
+    """With 512 tokens, the logits of both models and their gradients would exceed 1 GB. Gradients and moments count too."""
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Recovery: only routers and norms move, towards the full model, resumably, and what is written is what was trained."""
+"""Recovery moves only routers and norms, towards the full model. It can be resumed, and the trained weights are written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = RecoverOptions(steps=8, learning_rate=1e-2, batch_size=4)
 
 
 def divergence(checkpoint: Checkpoint, decoder: Decoder) -> float:
-    """Mean KL(p ‖ p') per token in float64, the textbook sum."""
+    """Return the mean KL(p ‖ p') per token in float64, as the textbook sum."""
     with torch.no_grad():
         full = Decoder(checkpoint.config, checkpoint.source(torch.float64))(TOKENS).log_softmax(-1)
         own = decoder(TOKENS).double().log_softmax(-1)

@@ -1,4 +1,5 @@
-"""Every recipe's loss against its formula in float64, its gradients too; the router's by finite differences."""
+"""The loss of every recipe and its gradients against the formula in float64; the router's gradients by finite
+differences."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ EVERY = pytest.mark.parametrize("family", MOE_FAMILIES)
 
 
 def models(path: Path, family: str = "mixtral", dtype: torch.dtype = torch.float64) -> tuple[Decoder, Decoder]:
-    """(teacher, student); the student is a dense model of the same vocabulary."""
+    """Return (teacher, student). The student is a dense model with the same vocabulary."""
     save_reference(family, path / "teacher")
     save_reference("llama", path / "student")
     both = [Checkpoint(path / name) for name in ("teacher", "student")]
@@ -53,7 +54,7 @@ def batch(group: Tensor, rows: Tensor = ROWS, seed: int = 0, turn: int = 0) -> B
 
 
 def naive(student: Decoder, of_token: Callable[[int, int, Tensor], Tensor]) -> Tensor:
-    """Mean over the step's sequences of the mean over response tokens, each sequence alone and without padding."""
+    """Return the mean over sequences of the mean over response tokens, each sequence alone and without padding."""
     total = torch.zeros((), dtype=torch.float64)
     for row in ROWS.tolist():
         example = EXAMPLES[row]
@@ -69,7 +70,7 @@ def teacher_predictions(teacher: Decoder, row: int, place: int) -> Tensor:
 
 
 def compared(loss: ResponseLoss, student: Decoder, expected: Callable[[], Tensor]) -> None:
-    """Value and gradients in every parameter, over two groups that make up the step."""
+    """Compare the loss and its gradients in every parameter, over two groups that make up the step."""
     parameters = list(student.parameters())
     for parameter in parameters:
         parameter.requires_grad_(True)
@@ -98,7 +99,7 @@ def test_without_a_divergence_it_is_cross_entropy_of_the_response(tmp_path: Path
 @EVERY
 @pytest.mark.parametrize("recipe", ["kd", "gkd", "all"])
 def test_divergences_of_response_tokens(family: str, recipe: str, tmp_path: Path) -> None:
-    """With the teacher's own gate or all experts; on the data's responses, as if the student had written them."""
+    """The teacher uses its own gate or all experts. The responses are the data's, as if the student had written them."""
     teacher, student = models(tmp_path, family)
     row = RECIPES[recipe]
     gated = ResponseTeacher(teacher, row, KnowledgeAugmentation(), Clock())
@@ -121,7 +122,7 @@ def test_divergences_of_response_tokens(family: str, recipe: str, tmp_path: Path
 @EVERY
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_layers_are_matched_at_every_token(family: str, recompute: bool, tmp_path: Path) -> None:
-    """Cross-entropy, and the squared distance between normalised outputs of all blocks."""
+    """The loss is cross-entropy plus the squared distance between normalized outputs of all blocks."""
     teacher, student = models(tmp_path, family)
     student.checkpoint_activations = recompute
     row = RECIPES["layer-mse"]
@@ -158,7 +159,7 @@ def test_sampled_gates_are_drawn_anew_for_each_forward_and_from_its_generator(tm
     assert values[0] == values[2] != values[1]
     largest = ResponseTeacher(teacher, RECIPES["ka"], KnowledgeAugmentation(probability=0.0), Clock())
     without_draws = ResponseLoss(student, largest, Responses(EXAMPLES, Clock()), RECIPES["gkd"])
-    five = [TopK(5, normalise=True) for _ in teacher.moe_blocks]  # of six: the N−1 largest, softmax over those
+    five = [TopK(5, normalise=True) for _ in teacher.moe_blocks]  # the N−1 largest of six, with softmax over those
     with routed_by(teacher, five):
         own = ResponseTeacher(teacher, RECIPES["gkd"], KnowledgeAugmentation(), Clock())
         expected = float(ResponseLoss(student, own, Responses(EXAMPLES, Clock()), RECIPES["gkd"])(batch(ROWS))["divergence"])
@@ -180,7 +181,7 @@ def test_responses_of_the_student_are_written_once_a_turn(tmp_path: Path) -> Non
 @EVERY
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_the_routers_loss_and_gradient(family: str, recompute: bool, tmp_path: Path) -> None:
-    """Through the teacher's experts to its routers: the formula, and finite differences along random directions."""
+    """The gradient goes through the teacher's experts to its routers. It equals the formula and finite differences."""
     teacher, student = models(tmp_path, family)
     teacher.checkpoint_activations = recompute
     routers = list(router_parameters(teacher).values())
@@ -217,7 +218,7 @@ def test_the_routers_loss_and_gradient(family: str, recompute: bool, tmp_path: P
 
 
 def test_load_balance_by_hand() -> None:
-    """Three tokens, one of them padding; two experts, of which the router takes the better."""
+    """There are three tokens, one of them padding, and two experts, of which the router takes the better one."""
     assert float(squared_variation(torch.tensor([1.0, 3.0]))) == pytest.approx(0.25)
     assert float(squared_variation(torch.tensor([2.0, 2.0]))) == 0.0
     logits = torch.tensor([[0.0, 1.0], [0.0, 3.0], [9.0, 0.0]])
@@ -237,7 +238,7 @@ def test_every_recipe_names_a_divergence_that_exists() -> None:
 
 @EVERY
 def test_what_routers_did_not_choose_and_how_far_they_moved(family: str, tmp_path: Path) -> None:
-    """Token by token, without padding, from each block's input."""
+    """The expected values are computed token by token, without padding, from each block's input."""
     teacher, _ = models(tmp_path, family)
     old = old_routers(teacher)
     still = router_report(teacher, old, EXAMPLES, 3)

@@ -1,4 +1,4 @@
-"""Responses written in a batch are those that each prompt would get alone; weights make means over responses."""
+"""Responses written in a batch equal those written alone, and weights give means over responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_weights_are_the_mean_over_response_tokens_by_hand() -> None:
 
 @torch.no_grad()
 def alone(decoder: Decoder, prompt: list[int], max_length: int, end: int) -> list[int]:
-    """Greedy, the whole sequence read again for each token."""
+    """Decode greedily, reading the whole sequence again for each token."""
     tokens = list(prompt)
     while len(tokens) < max(max_length, len(prompt) + 1):
         tokens.append(int(decoder(torch.tensor([tokens]))[0, -1].argmax()))
@@ -37,7 +37,7 @@ def alone(decoder: Decoder, prompt: list[int], max_length: int, end: int) -> lis
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_greedy_responses_equal_those_written_alone(family: str, tmp_path: Path) -> None:
-    """With prompts of different lengths, one longer than the limit, and sequences that end early."""
+    """The prompts have different lengths, one longer than the limit, and some sequences end early."""
     save_reference(family, tmp_path)
     checkpoint = Checkpoint(tmp_path)
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))

@@ -1,4 +1,4 @@
-"""A teacher's predictions on disk: the same training as without, or the K + 1 outcomes of a naive implementation."""
+"""A teacher's predictions on disk: the training equals one without the cache, or a naive one on the K + 1 outcomes."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ FORMS = pytest.mark.parametrize("count", [None, 7], ids=["exact", "largest"])
 
 
 def random_predictions(seed: int, dtype: torch.dtype = torch.float64) -> Predictions:
-    """Of 11 places and 13 tokens."""
+    """Return predictions for 11 places and 13 tokens."""
     generator = torch.Generator().manual_seed(seed)
     return Predictions(*(torch.randn(rows, 8, generator=generator, dtype=dtype, requires_grad=True) for rows in (11, 13)))
 
 
 def naive(name: str, p: Tensor, q: Tensor) -> Tensor:
-    """By the definitions, of probabilities."""
+    """Return the divergence by its definition, from probabilities."""
 
     def kl(one: Tensor, other: Tensor) -> Tensor:
         return (one * (one / other).log()).sum()
@@ -66,7 +66,7 @@ def naive(name: str, p: Tensor, q: Tensor) -> Tensor:
 @EVERY
 @pytest.mark.parametrize("count", [1, 4, 12])
 def test_outcomes_are_compared_as_by_a_naive_implementation(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value and gradients in the student, weighted, at a temperature, over several chunks; the teacher gets no gradient."""
+    """Loss and student gradients are compared, weighted, at a temperature and over several chunks; the teacher has none."""
     monkeypatch.setattr(engine.passes.streaming, "MOST_CHUNK_TOKENS", 4)
     teacher, student = random_predictions(0), random_predictions(1)
     weights = torch.rand(11, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_outcomes_are_compared_as_by_a_naive_implementation(name: str, count: in
 
 @EVERY
 def test_more_tokens_come_nearer_to_the_full_divergence_from_below(name: str) -> None:
-    """At all tokens but one they are it: "all others" then is that one."""
+    """At all tokens but one the divergence is the full one, because "all others" is then that one token."""
     teacher, student = random_predictions(0), random_predictions(1)
     full = float(weighted_divergence(DIVERGENCES[name], teacher, student).detach())
     values = [
@@ -98,7 +98,7 @@ def test_more_tokens_come_nearer_to_the_full_divergence_from_below(name: str) ->
 
 
 def test_outcomes_by_hand() -> None:
-    """(1/2, 1/8, 1/4, 1/8): the two largest, and 1/4 for the others; of another model what it says of the same tokens."""
+    """The outcomes of (1/2, 1/8, 1/4, 1/8) are the two largest and 1/4 for the others. Another model uses these tokens."""
     p = torch.tensor([[0.5, 0.125, 0.25, 0.125]], dtype=torch.float64).log()
     kept = largest_predictions(Predictions(p, torch.eye(4, dtype=torch.float64)), 2, 1.0)
     assert kept.tokens_TK.tolist() == [[0, 2]]
@@ -108,7 +108,7 @@ def test_outcomes_by_hand() -> None:
 
 
 def test_what_is_left_for_others_keeps_its_digits() -> None:
-    """A token with all but e⁻³⁰ of the probability: in float32, one minus it is zero."""
+    """One token has all but e⁻³⁰ of the probability. In float32, one minus its probability is zero."""
     logs = torch.tensor([[30.0, 0.0, -1.0, -40.0]]).log_softmax(-1)
     expected = math.log(1.0 + math.exp(-1.0) + math.exp(-40.0)) - math.log(math.exp(30.0) + 1.0 + math.exp(-1.0))
     assert float(outcomes(logs, torch.tensor([[0]]))[0, 1]) == pytest.approx(expected, rel=1e-6)
@@ -123,7 +123,7 @@ def test_what_is_left_for_others_keeps_its_digits() -> None:
 def test_sequences_come_back_in_any_order(
     count: int | None, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit as the teacher makes them alone, from files of one or two sequences each."""
+    """Each is bit-identical to the teacher's prediction alone, from files of one or two sequences each."""
     teacher, _ = models(tmp_path, dtype=dtype)
     token_bytes = 32 * dtype.itemsize if count is None else 8 * 7 + 4
     monkeypatch.setattr(
@@ -149,7 +149,7 @@ def test_sequences_come_back_in_any_order(
 
 
 def test_files_are_of_whole_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10 bytes a token and 50 a file: groups of 2 sequences have 3, 2, 9, 1 and 1 tokens."""
+    """With 10 bytes a token and 50 a file, groups of 2 sequences have 3, 2, 9, 1 and 1 tokens."""
     monkeypatch.setattr(compress.distillation.teacher_cache, "SHARD_BYTES", 50)
     files = TokenFiles(tmp_path, [1, 2, 1, 1, 8, 1, 0, 1, 1], 2, 10)
     assert files.parts == [range(0, 4), range(4, 6), range(6, 9)]
@@ -177,7 +177,7 @@ def test_without_the_space_nothing_is_written(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_exact_cache_trains_to_the_same_weights(place: Path) -> None:
-    """To the bit where no sequence shares its pass with others, else but for rounding; what the routers say stays too."""
+    """Weights are bit-identical if each sequence has its own pass, else equal up to rounding. Router logits stay too."""
     common = [*BOTH, *PAIRS, *SMALL, "--steps", "8", "--dtype", "float32", "--overwrite"]
     for group, exact in (("1", True), ("4", False)):
         plain = run(*common, "--micro-batch-size", group)
@@ -192,7 +192,7 @@ def test_the_exact_cache_trains_to_the_same_weights(place: Path) -> None:
 
 @pytest.mark.parametrize("data", [TEXT, PAIRS], ids=["text", "pairs"])
 def test_the_largest_predictions_train_too(place: Path, data: list[str]) -> None:
-    """With all tokens but one the losses are those without a cache; with two they are below."""
+    """With all tokens but one the losses equal those without a cache. With two tokens they are below."""
     common = [*BOTH, *data, *SMALL, "--steps", "4", "--temperature", "2", "--divergence", "jensen-shannon", "--overwrite"]
     plain, most, two = (
         run(*common, *more) for more in ([], ["--teacher-cache", str(VOCABULARY - 1)], ["--teacher-cache", "2"])
@@ -207,7 +207,7 @@ def test_interrupted_passes_go_on_with_the_first_file_that_is_missing(
     count: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And, interrupted while it trains, the teacher is not asked again; the weights at the end are the same."""
+    """After an interruption in the training, the teacher is not run again, and the final weights are the same."""
     monkeypatch.setattr(compress.distillation.teacher_cache, "SHARD_BYTES", 20_000)
     command = [*BOTH, *PAIRS, *SMALL, "--steps", "6", "--micro-batch-size", "4"]
     command += ["--teacher-cache", str(count or "exact")]
@@ -255,7 +255,7 @@ def test_interrupted_passes_go_on_with_the_first_file_that_is_missing(
 
 
 def test_the_teacher_is_let_go_of_before_training(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it, or all but its head."""
+    """The teacher is released completely, or except for its head."""
     made, update, teachers, seen = compress.distill.cached_teacher, compress.training.training.Trainer.update, [], []
 
     def watched(decoder: Decoder, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`compress export`: what it writes, what runs on it, and that nothing is left where it differs from the engine."""
+"""`compress export`: the files that it writes, the programs that run them, and that a wrong export leaves no files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPTS = ["the quick brown", "a"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model`, made non-uniform in `pruned` with skip tables, and that exported in `onnx`."""
+    """Return a directory with `model`, `pruned` (non-uniform, with skip tables) and `onnx`, its export."""
     path = tmp_path_factory.mktemp("export")
     make_workplace(path, hidden_size=64)
     make_pruned(path)
@@ -123,7 +123,7 @@ def test_skipping_can_be_baked_in(place: Path, tmp_path: Path, experts: str) -> 
 
 @pytest.mark.parametrize(("precision", "bits", "tolerance"), [("float16", None, 1e-2), ("int8", 8, 8e-2), ("int4", 4, 8e-2)])
 def test_fewer_bits(place: Path, tmp_path: Path, precision: str, bits: int | None, tolerance: float) -> None:
-    """Logits are those of our engine with the same weights, rounded; what is left is the rounding of activations."""
+    """Logits equal those of our engine with the same rounded weights, up to the rounding of activations."""
     figures = export(options(place, output=tmp_path / "out", precision=precision))
     checkpoint = Checkpoint(place / "pruned")
 
@@ -144,18 +144,18 @@ def test_fewer_bits(place: Path, tmp_path: Path, precision: str, bits: int | Non
         found = Engine.open(tmp_path / "out").decoder(tokens_BL).float()
     assert float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt()) <= tolerance
     whole = (place / "onnx" / "model.onnx.data").stat().st_size
-    # A block of 16 has 16 bits or more of its own: with its scale 6 to 10 bits of 32 a weight, and some stay as they are.
+    # A block of 16 has at least 16 bits of its own: with its scale 6 to 10 bits of 32 a weight. Some weights stay unchanged.
     assert figures["weights_bytes"] < {"float16": 0.51, "int8": 0.36, "int4": 0.27}[precision] * whole
 
 
 def test_a_model_of_few_bits_keeps_them(tmp_path: Path) -> None:
-    """Packed weights go to the graph as they are, also where another rule than ours has rounded them."""
+    """Packed weights go to the graph unchanged, even if another rule than ours has rounded them."""
     make_workplace(tmp_path, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
     full, small = Checkpoint(tmp_path / "model"), tmp_path / "small"
     apply(same_plan(full.config.experts_by_layer), full, small, quantiser=Quantiser(QuantiserOptions(4)))
     stored = load_file(small / "model.safetensors")
     for name, tensor in stored.items():
-        if name.endswith("_packed"):  # the largest of a group is then the highest value and not the lowest
+        if name.endswith("_packed"):  # the largest of a group is then the highest value instead of the lowest
             values = tensor.view(torch.uint8)
             low, high = ((16 - part).clamp_max(15) for part in (values & 15, values >> 4))
             stored[name] = (low | high << 4).view(torch.int32)
@@ -185,7 +185,7 @@ def test_a_model_of_few_bits_keeps_them(tmp_path: Path) -> None:
 
 
 def test_perplexity_of_the_demo_model_in_few_bits(tmp_path: Path) -> None:
-    """Within 1 % of float32 with 8 bits, within 5 % with 4; bytes as blocks of 32 with a float32 scale make them."""
+    """Perplexity is within 1 % of float32 with 8 bits and within 5 % with 4. Sizes are those of blocks of 32."""
     text = ["--samples", "8", "--sequence-length", "256"]
     whole = run(tmp_path, "evaluate", "demo", "--dtype", "float32", *text)["value"]
     for precision, bits, most in (("int8", 9, 1.01), ("int4", 5, 1.05)):
@@ -206,7 +206,7 @@ UNEVEN = {0: [1, 2, 3, 5], 1: [1, 2, 3, 4], 2: [0, 1, 3], 3: [1, 3, 4, 5, 7], 4:
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with half of its experts, in `half`, and that in the other runtime's format, in `genai`."""
+    """Return a directory of the demo model with half of its experts (`half`), and its onnxruntime-genai form (`genai`)."""
     path = tmp_path_factory.mktemp("genai")
     (path / "half").mkdir()
     apply(pruning_plan(UNEVEN), Checkpoint(DEMO_DIRECTORY), path / "half")
@@ -217,7 +217,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("skip_threshold", [0.0, 1.0])
 def test_onnxruntime_genai_generates_the_engines_tokens(half: Path, tmp_path: Path, skip_threshold: float) -> None:
-    """64 greedy tokens, with a cache that is read and written in the same memory."""
+    """The test generates 64 greedy tokens, with a cache that is read and written in the same memory."""
     import onnxruntime_genai
 
     counts = [len(kept) for kept in UNEVEN.values()]
@@ -269,7 +269,7 @@ def test_missing_packages_are_named(place: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_graph_that_differs_is_removed_and_the_step_is_named(place: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """A decoder whose graph has another epsilon in its norms."""
+    """The decoder's graph has another epsilon in its norms."""
     import engine.onnx.decoder
 
     write = engine.onnx.decoder.write_decoder
@@ -288,7 +288,7 @@ def test_a_graph_that_differs_is_removed_and_the_step_is_named(place: Path, tmp_
 
 
 def test_a_cache_that_is_wrong_is_found_at_a_step(place: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Keys that are forgotten do not show in a prefill."""
+    """Forgotten keys do not show in a prefill."""
     from engine.onnx.runtime import OnnxDecoder
 
     logits = OnnxDecoder._logits

@@ -25,7 +25,7 @@ from engine.transformers_models.classifier import ClassifierCheckpoint, Classifi
 
 @pytest.fixture(name="place", scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two mixtures, of images and of texts, and the data that taught them."""
+    """Return a directory with two mixtures, of images and of texts, and the data that they were trained on."""
     path = tmp_path_factory.mktemp("exports")
     classifier("resnet", path / "untrained")
     classifier("bert", path / "untrained-texts", num_hidden_layers=1)
@@ -92,7 +92,7 @@ def test_an_export_of_images_gives_the_mixtures_logits_and_predictions(place: Pa
     (row,) = run("bench", "onnx", "-r", "1")["rows"]
     assert row["backend"] == "onnx" and row["test"] == f"images {SIZE}×{SIZE}, batch 1"
     text = (Path("onnx") / "model.onnx").read_bytes()
-    assert b"site-packages" not in text and b".py" not in text  # where the exporter's code lies is nobody's business
+    assert b"site-packages" not in text and b".py" not in text  # the graph does not reveal paths of the exporter's code
     import onnx
 
     graph = onnx.load(Path("onnx") / "model.onnx")
@@ -107,7 +107,7 @@ def test_an_export_of_images_gives_the_mixtures_logits_and_predictions(place: Pa
 
 
 def test_int8_is_one_flag(place: Path) -> None:
-    """Static for convolutions, dynamic for texts; the int8 weights are in the graph and predictions are reported."""
+    """Quantization is static for convolutions and dynamic for texts. The graph has int8 weights. Accuracy is reported."""
     import onnx
 
     for name, operator in (("mixture", "QuantizeLinear"), ("mixture-texts", "DynamicQuantizeLinear")):

@@ -52,7 +52,7 @@ LONG_ROPE = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`pruned`, and every one of EXPORTS of it."""
+    """Return a directory with `pruned` and every one of its EXPORTS."""
     path = tmp_path_factory.mktemp("exports")
     make_workplace(path, hidden_size=64, max_position_embeddings=4096)
     make_pruned(path)
@@ -86,7 +86,7 @@ def test_the_documented_calls_give_what_the_checkpoint_gives(place: Path, name: 
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_requests_get_what_they_get_alone_within_the_memory_there_is(place: Path, name: str) -> None:
-    """Blocks are for 100 positions; together the four want 186, so the youngest have to make room."""
+    """There are blocks for 100 positions, and the four requests need 186 together, so the youngest ones are preempted."""
     engine = Engine.open(place / name)
     budget = 100 * position_bytes(engine.checkpoint.config, torch.float32)
     scheduler = scheduler_for(engine, kv_cache_bytes=budget, max_model_length=96)
@@ -105,7 +105,7 @@ def test_requests_get_what_they_get_alone_within_the_memory_there_is(place: Path
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_experts_are_counted_as_of_a_checkpoint(place: Path, name: str) -> None:
-    """A prompt that nobody shares is read once by both, so their counts are the same."""
+    """Both read a prompt that is not shared once, so their counts are the same."""
     checkpoint = Engine.open(place / "pruned", dtype="float32", skip_threshold=float(name == "skipping"))
     found = Engine.open(place / name)
     counts = []
@@ -143,9 +143,9 @@ def test_a_threshold_is_the_one_that_is_baked_in_or_refused(place: Path, tmp_pat
 def test_a_text_that_becomes_long_is_rotated_as_by_the_engine(
     tmp_path: Path, experts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond 12 positions other angles hold: for a prompt as a whole, and for each token that follows a short one.
+    """Beyond 12 positions other frequencies apply: for a prompt as a whole, and for each token that follows a short one.
 
-    A sequence that made room is read again in pieces, some of which lie on either side.
+    A preempted sequence is read again in pieces, some on each side of the limit.
     """
     make_workplace(tmp_path, hidden_size=64, head_dim=16, rope_parameters=LONG_ROPE)
     export(ExportOptions(model=str(tmp_path / "model"), output=tmp_path / "onnx", experts=experts, threads=1))
@@ -175,7 +175,7 @@ def test_a_text_that_becomes_long_is_rotated_as_by_the_engine(
 
 @pytest.fixture(scope="module")
 def url(place: Path) -> Iterator[str]:
-    """With a cache that four sequences of 100 tokens do not fit into."""
+    """The cache is too small for four sequences of 100 tokens."""
     engine = Engine.open(place / "onnx")
     each = position_bytes(engine.checkpoint.config, torch.float32)
     options = ServeOptions(

@@ -1,5 +1,5 @@
-"""Every criterion against a second, naive implementation on a tiny model whose layers hold 4 and 3 experts, with a softmax
-router and with a sigmoid router whose bias chooses; and what each scope then keeps of it.
+"""Every criterion against a second, naive implementation, and the experts that each scope then keeps. The layers of the tiny
+model have 4 and 3 experts. Its router uses softmax, or sigmoid with a bias for the choice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def sigmoid_routing(moe: MoeConfig, bias_N: Tensor | None = None) -> Routing:
 
 @pytest.fixture(name="router", params=["softmax", "sigmoid"])
 def router_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """No family of the table has a sigmoid router yet, so the model's own rule is replaced where it is made."""
+    """Replace the model's rule for the sigmoid case, because no family of the table had a sigmoid router."""
     if request.param == "sigmoid":
         monkeypatch.setattr(engine.decoder.model, "own_routing", sigmoid_routing)
     return request.param
@@ -58,14 +58,14 @@ def router_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(name="checkpoint")
 def uneven_checkpoint(tmp_path: Path) -> Checkpoint:
-    """4 experts top-2, then 3."""
+    """Return a checkpoint with 4 experts in the first layer and 3 in the second, top-2."""
     save_reference("mixtral", tmp_path / "full", num_local_experts=4, num_hidden_layers=2)
     (tmp_path / "uneven").mkdir()
     apply(pruning_plan({0: [0, 1, 2, 3], 1: [0, 1, 3]}), Checkpoint(tmp_path / "full"), tmp_path / "uneven")
     return Checkpoint(tmp_path / "uneven")
 
 
-# The naive implementation: every token and expert by itself, in float64
+# The naive implementation handles every token and expert separately, in float64.
 
 
 class NaiveLayer:
@@ -85,7 +85,7 @@ class NaiveLayer:
         return math.exp(logit) if self.router == "softmax" else 1 / (1 + math.exp(-logit))
 
     def weights(self, token: int, alive: tuple[int, ...] | None = None) -> dict[int, float]:
-        """Top-2 of the experts that are there, renormalised."""
+        """Return the renormalized top-2 weights of the remaining experts."""
         alive = tuple(range(self.experts)) if alive is None else alive
         score = {i: self.score(self.logits[token][i]) for i in alive}
         bias = BIAS if self.router == "sigmoid" else [0.0] * 4
@@ -97,7 +97,7 @@ class NaiveLayer:
         return sum(weight * self.outputs[i][token] for i, weight in self.weights(token, alive).items())
 
     def change(self, alive: tuple[int, ...]) -> float:
-        """‖y_full − y_subset‖_F."""
+        """Return ‖y_full − y_subset‖_F."""
         tokens = range(len(self.logits))
         return float(torch.stack([self.output(t) - self.output(t, alive) for t in tokens]).norm())
 
@@ -136,7 +136,7 @@ def naive_score(method: str, layer: NaiveLayer) -> list[float]:
 
 @torch.no_grad()
 def finite_differences(decoder: Decoder, targets_SL: Tensor) -> list[Tensor]:
-    """∂L_s/∂g, [S, N] for each layer, where g scales an expert's output: by hooks on the experts, two passes each."""
+    """Return ∂L_s/∂g, [S, N] for each layer, where g scales an expert's output, with hooks on the experts."""
     result = [torch.zeros(len(TOKENS), count, dtype=torch.float64) for count in COUNTS.values()]
     for derivative, block in zip(result, decoder.moe_blocks, strict=True):
         for i, expert in enumerate(block.experts):
@@ -201,7 +201,7 @@ def test_the_table_of_methods_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
-# What is kept of them
+# Kept experts
 
 
 def ranked(method: str, checkpoint: Checkpoint) -> dict[int, Tensor]:
@@ -221,8 +221,8 @@ def test_each_scope_keeps_the_best(checkpoint: Checkpoint, router: str, method: 
         own = sorted(range(COUNTS[layer]), key=lambda i: (-float(values[layer][i]), i))
         return sorted(own[:count])
 
-    # round(0.3 · 4) = 1 and round(0.3 · 3) = 1 go; the average layer has round(3.5) = 4 experts, so 3 stay in each;
-    # round(0.3 · 7) = 2 go of all.
+    # round(0.3 · 4) = 1 and round(0.3 · 3) = 1 are removed; the average layer has round(3.5) = 4 experts, so 3 stay in each;
+    # round(0.3 · 7) = 2 of all are removed.
     assert Budget(0.3, scope="layer").select(values) == {0: best(0, 3), 1: best(1, 2)}
     assert Budget(0.3, scope="uniform").select(values) == {0: best(0, 3), 1: best(1, 3)}
     assert Budget(0.6, scope="uniform").select(values) == {0: best(0, 2), 1: best(1, 2)}
@@ -253,7 +253,7 @@ def test_naee_keeps_as_many_as_its_scope_says(checkpoint: Checkpoint, budget: Bu
 
 @torch.no_grad()
 def test_statistics_of_a_router_that_leaves_slots_empty_by_hand() -> None:
-    """Scores 0.8, 0.5, 0.4, 0.1 of one token; its best group is {0} alone, so the second of its two slots is empty."""
+    """One token has scores 0.8, 0.5, 0.4, 0.1. Its best group is {0} alone, so the second of its two slots is empty."""
     routing = SigmoidTopK(2, True, torch.tensor([1.0, 0.0, 0.0, 0.0]), 3.0, ((0,), (1, 2), (3,)), 1)
     ones = torch.ones(1, 1)
     experts = [Expert(ones, ones, ones * size) for size in (1.0, 2.0, 3.0, 4.0)]
@@ -263,7 +263,7 @@ def test_statistics_of_a_router_that_leaves_slots_empty_by_hand() -> None:
     layer, _ = collector.statistics()
     norm = float(F.silu(ones))
     assert layer.tokens_routed.tolist() == [5, 0, 0, 0]
-    assert layer.weight_sum.tolist() == [15.0, 0.0, 0.0, 0.0], "renormalised to one, times the scale"
+    assert layer.weight_sum.tolist() == [15.0, 0.0, 0.0, 0.0], "renormalized to one, times the scale"
     assert layer.probability_sum.tolist() == pytest.approx([5 * score / 1.8 for score in (0.8, 0.5, 0.4, 0.1)])
     assert layer.routed_probability_sum.tolist() == pytest.approx([4.0 / 1.8, 0.0, 0.0, 0.0])
     assert float(layer.unselected_probability_share) == pytest.approx(1.0 / 1.8)
@@ -292,7 +292,7 @@ def test_unused_experts_go_first_and_nothing_is_divided_by_zero(
 
 
 class Without:
-    """The model's own rule, made so that it never takes some experts: as if their logits were always far below."""
+    """The model's own rule, changed so that it never takes some experts, as if their logits were always far below."""
 
     def __init__(self, never: list[int], router: str) -> None:
         self.never, self.router = never, router
@@ -306,7 +306,7 @@ original_routing = engine.decoder.model.own_routing
 
 
 class Lowered:
-    """A Routing that sees some logits 60 lower; a sigmoid router also needs them without a bias to be picked last."""
+    """A routing with some logits 60 lower. A sigmoid router must also have no bias for these to choose them last."""
 
     def __init__(self, base: Routing, never: list[int]) -> None:
         self.base, self.never = base, never

@@ -1,4 +1,4 @@
-"""DiEP: gradients of the scores against finite differences, the relaxed layers, the alternation, and resuming."""
+"""DiEP: gradients of the scores against finite differences, the relaxed layers, the alternation, and resumption."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RELAXATIONS = pytest.mark.parametrize("relaxation", NAIVE_LAYER)
 
 
 def tiny(path: Path, dtype: torch.dtype = torch.float64) -> Decoder:
-    """Two MoE layers of six experts around a dense one."""
+    """Return a model with two MoE layers of six experts around a dense layer."""
     save_reference("qwen2_moe", path, mlp_only_layers=[1])
     checkpoint = Checkpoint(path)
     return Decoder(checkpoint.config, checkpoint.source(dtype))
@@ -57,7 +57,7 @@ def float64_decoder(tmp_path: Path) -> Decoder:
 
 
 def some_state(decoder: Decoder, options: DiepOptions) -> DiepState:
-    """Scores that are not where the search starts."""
+    """Return scores that differ from the start of the search."""
     generator = torch.Generator().manual_seed(2)
     alphas = [0.3 * torch.randn(6, generator=generator, dtype=torch.float64) for _ in decoder.config.moe_layers]
     state = new_state(alphas, options)
@@ -67,7 +67,7 @@ def some_state(decoder: Decoder, options: DiepOptions) -> DiepState:
 
 @torch.no_grad()
 def naive_loss(decoder: Decoder, options: DiepOptions, alphas: list[Tensor], betas: list[Tensor]) -> float:
-    """CE + λ·Φ + μ·mean gate, straight from the definitions."""
+    """Return CE + λ·Φ + μ·mean gate, straight from the definitions."""
     full = decoder.hidden_states(TOKENS)
     moes = [layer.moe for layer in decoder.config.layers if layer.moe is not None]
     make = NAIVE_LAYER[options.relaxation]
@@ -95,7 +95,10 @@ def test_gradients_of_the_whole_loss_equal_finite_differences(decoder: Decoder, 
         assert all(alpha.grad is None for alpha in state.alphas), "and a step of β leaves α alone"
         got += [beta.grad.clone()[None] for beta in state.betas]
     expected = []
-    for values in (*alphas, *(beta.view(1) for beta in betas)):  # views: changing them changes what the loss sees
+    for values in (
+        *alphas,
+        *(beta.view(1) for beta in betas),
+    ):  # views: changing them changes the values that the loss reads
         for i in range(len(values)):
             values[i] += STEP
             above = naive_loss(decoder, options, alphas, betas)

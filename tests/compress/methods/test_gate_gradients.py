@@ -41,7 +41,7 @@ def naive_loss(decoder: Decoder, tokens_1L: Tensor, targets_1L: Tensor, gates: l
 
 
 def finite_differences(decoder: Decoder, targets_SL: Tensor) -> Tensor:
-    """∂L_s/∂g, [S, all experts of all layers]."""
+    """Return ∂L_s/∂g, [S, all experts of all layers]."""
     counts = list(decoder.config.experts_per_layer)
     result = torch.zeros(len(TOKENS), sum(counts), dtype=torch.float64)
     for row in range(len(TOKENS)):

@@ -1,4 +1,4 @@
-"""Merging methods by hand on four experts and against naive second implementations; the artifact is what they say."""
+"""Merging methods by hand on four experts and against naive second implementations; artifacts follow the plans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ METHODS = pytest.mark.parametrize("method", GROUPS)
 
 
 def symmetric(**pairs: float) -> Tensor:
-    """A 4 × 4 matrix of similarities, `e01=0.9` and so on; 1 on the diagonal."""
+    """Return a 4 × 4 matrix of similarities, from `e01=0.9` and so on, with 1 on the diagonal."""
     values = torch.eye(4)
     for name, value in pairs.items():
         one, other = int(name[1]), int(name[2])
@@ -67,10 +67,10 @@ def test_cka_by_hand() -> None:
 
 
 def test_m_smoe_by_hand() -> None:
-    """Router logits of three tokens; expert 2 sends like 1, and 3 like 0 on another scale."""
+    """Three tokens have router logits. Expert 2's are like those of 1, and 3's like those of 0 on another scale."""
     z = torch.tensor([[3.0, 0.0, 0.5, 0.3], [0.0, 2.0, 4.0, 0.0], [0.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
     layer = replace(LAYER, router_gram=z.T @ z)
-    same(m_smoe(layer, 2), {0: {0: 1.0}, 1: {1: 0.6, 2: 0.4}})  # 3 joins 0 and weighs nothing: it was never used
+    same(m_smoe(layer, 2), {0: {0: 1.0}, 1: {1: 0.6, 2: 0.4}})  # 3 joins 0 with no weight, because it was never used
     same(m_smoe(layer, 1), {0: {0: 0.5, 1: 0.3, 2: 0.2}})
     same(m_smoe(layer, 3), {0: {0: 1.0}, 1: {1: 1.0}, 2: {2: 1.0}})
     unused = replace(layer, tokens_routed=torch.zeros(4, dtype=torch.long))
@@ -78,7 +78,7 @@ def test_m_smoe_by_hand() -> None:
 
 
 def test_s_smoe_by_hand() -> None:
-    """1 and 3 are merged first, at 0.1; 0 is 0.4 from them on average and 0.5 from 2."""
+    """Experts 1 and 3 are merged first, at 0.1. Expert 0 is 0.4 from them on average and 0.5 from 2."""
     layer = replace(LAYER, linear_cka=symmetric(e13=0.9, e01=0.7, e03=0.5, e02=0.5, e12=0.2, e23=0.2))
     same(s_smoe(layer, 3), {0: {0: 1.0}, 1: {1: 0.5, 3: 0.5}, 2: {2: 1.0}})
     same(s_smoe(layer, 2), {0: {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}, 2: {2: 1.0}})
@@ -86,7 +86,7 @@ def test_s_smoe_by_hand() -> None:
 
 
 def test_hc_smoe_by_hand() -> None:
-    """On a line at 0, 5, 9.5 and 4: first 1 and 3; then 0, which is 4.5 from them on average, before 2, which is 5."""
+    """The experts lie on a line at 0, 5, 9.5 and 4. First 1 and 3 join, then 0, which is 4.5 from them on average (2: 5)."""
     layer = replace(LAYER, output_mean=torch.tensor([[0.0], [5.0], [9.5], [4.0]]))
     same(hc_smoe(layer, 3), {0: {0: 1.0}, 1: {1: 1.0}, 2: {2: 1.0}})  # 3 is in the group of 1 and was never used
     same(hc_smoe(layer, 2), {0: {0: 10 / 16, 1: 6 / 16}, 2: {2: 1.0}})
@@ -96,7 +96,7 @@ def test_hc_smoe_by_hand() -> None:
 
 
 def test_ream_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Centroids 2 and 1; outputs say 0 is like 1 and unlike 2, logits say nothing; 3 weighs as the least used one, 1.2."""
+    """Centroids are 2 and 1. By outputs 0 is like 1 and unlike 2; logits are neutral; 3 weighs 1.2, like the least used."""
     layer = replace(
         LAYER,
         weighted_output_mean=torch.tensor([[1.0, 0.1], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]]),
@@ -202,7 +202,7 @@ def test_groups_are_disjoint_and_as_many_as_asked_for(method: str, seed: int) ->
 
 @METHODS
 def test_experts_that_are_all_alike(method: str) -> None:
-    """Every distance 0 and every similarity the same: still as many groups as asked for."""
+    """Every distance is 0 and every similarity the same. The requested number of groups is still made."""
     layer = replace(
         LAYER,
         output_mean=torch.ones(4, 2),
@@ -226,7 +226,7 @@ def test_a_layer_with_no_more_experts_than_asked_for_stays(method: str) -> None:
 
 
 def naive_logits(full: Checkpoint, groups: dict[int, list[Group]]) -> Tensor:
-    """The full model with its blocks replaced by experts averaged here, matched by their distances."""
+    """Return logits of the full model whose experts are averaged here, matched by their distances."""
     decoder = Decoder(full.config, full.source(torch.float32))
     for index, of_layer in groups.items():
         block, moe = decoder.layers[index].feed_forward, full.config.layers[index].moe

@@ -1,4 +1,4 @@
-"""NAEE: the losses against the layer's own outputs, both searches, what is remembered, and the command."""
+"""NAEE: the losses against the layer's own outputs, both searches, the saved results, and the command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPED = SigmoidTopK(2, True, torch.linspace(-0.5, 0.5, 6), 2.0, ((0, 1, 2), (3
 
 
 def random_block(routing: Routing, experts: int = 6, hidden: int = 8) -> tuple[MoeBlock, Tensor, Tensor]:
-    """A block, inputs and their logits."""
+    """Return a block, inputs and their logits."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -43,7 +43,7 @@ def random_block(routing: Routing, experts: int = 6, hidden: int = 8) -> tuple[M
 
 @torch.no_grad()
 def true_loss(block: MoeBlock, x: Tensor, logits: Tensor, subset: tuple[int, ...]) -> float:
-    """‖y_full − y_subset‖_F² by the block's own path."""
+    """Return ‖y_full − y_subset‖_F², computed by the block itself."""
     kept = torch.zeros(len(block.experts), dtype=torch.bool)
     kept[list(subset)] = True
     full = grouped(x, block.routing(logits), block.experts)
@@ -81,7 +81,7 @@ def test_exhaustive_finds_the_least_and_greedy_goes_step_by_step(routing: Routin
 @pytest.mark.parametrize("limit", [0, SUBSET_LIMIT])
 @pytest.mark.parametrize("routing", [TopK(1, True), TopK(2, False), GROUPED], ids=["one", "plain", "sigmoid"])
 def test_a_subset_that_changes_nothing_is_chosen(routing: Routing, limit: int) -> None:
-    """Experts 1 and 4 are never among the best: their router rows are as if they were not there."""
+    """Experts 1 and 4 are never among the best, as if they had no router rows."""
     block, x, logits = random_block(routing)
     logits[:, [1, 4]] = -torch.inf
     assert best_subset(block, x, logits, keep=4, limit=limit) == [0, 2, 3, 5]
@@ -89,7 +89,7 @@ def test_a_subset_that_changes_nothing_is_chosen(routing: Routing, limit: int) -
 
 
 def test_one_of_two_equal_experts_goes() -> None:
-    """Top-1 and renormalised: each token uses one expert with weight 1, and expert 3 gives what expert 2 gave."""
+    """With renormalized top-1, each token uses one expert with weight 1. Expert 3 has the same output as expert 2."""
     block, x, _ = random_block(TopK(1, True))
     block.experts[3] = block.experts[2]
     logits = torch.randn(50, 6, generator=torch.Generator().manual_seed(1))

@@ -64,7 +64,7 @@ def logits(checkpoint: Checkpoint) -> Tensor:
 
 @torch.no_grad()
 def masked_logits(checkpoint: Checkpoint, kept: dict[int, list[int]]) -> Tensor:
-    """The full model with the pruned experts' router logits at −∞."""
+    """Return the full model's logits with the pruned experts' router logits at −∞."""
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
     routings = []
     for index, experts in kept.items():
@@ -117,7 +117,7 @@ def test_a_uniform_result_is_a_plain_checkpoint_of_its_family(family: str, tmp_p
 
 
 def test_one_expert_a_layer_loads_in_transformers_too(tmp_path: Path) -> None:
-    """Fewer experts than the model's top-k: k shrinks with them."""
+    """A layer has fewer experts than the model's top-k, so k shrinks to their number."""
     apply(pruning_plan({0: [1], 1: [5], 2: [0]}), model("mixtral", tmp_path / "full"), tmp_path / "one")
     one = Checkpoint(tmp_path / "one")
     assert one.config.experts_per_token == 1
@@ -214,7 +214,7 @@ def test_merging_equals_the_weighted_sum_of_permuted_experts(family: str, tmp_pa
 
 
 def test_an_expert_merged_with_its_own_shuffle_is_the_expert(tmp_path: Path) -> None:
-    """Permuting hidden units changes no function; the permutation that undoes it makes 0.5 + 0.5 whole."""
+    """Permuting hidden units changes no function. The inverse permutation makes 0.5 + 0.5 the whole expert."""
     reference = save_reference("mixtral", tmp_path / "source")
     full = Checkpoint(tmp_path / "source")
     row, width = full.config.architecture, 48
@@ -278,18 +278,18 @@ def test_concatenated_experts_are_one_dense_ffn(family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_dense_and_pruned_results_keep_what_an_old_config_says_in_its_own_way(family: str, tmp_path: Path) -> None:
-    """Checkpoints of before transformers 5 have `rope_theta` at the top, and leave out what is the family's default."""
+    """Checkpoints from before transformers 5 have `rope_theta` at the top level, and omit the family's defaults."""
     model(family, tmp_path / "full", rope_parameters={"rope_type": "default", "rope_theta": 123.0}, rms_norm_eps=1e-5)
     path = tmp_path / "full" / "config.json"
     config = json.loads(path.read_text())
     del config["rope_parameters"]
-    if family == "mixtral":  # whose defaults these are
+    if family == "mixtral":  # these are mixtral's defaults
         del config["num_experts_per_tok"], config["rms_norm_eps"]
     path.write_text(json.dumps(config | {"rope_theta": 123.0}))
     full = Checkpoint(tmp_path / "full")
     apply(pruning_plan(UNIFORM), full, tmp_path / "pruned")
     assert worst(logits(Checkpoint(tmp_path / "pruned")), masked_logits(full, UNIFORM)) <= 1e-5
-    # One expert a layer, as an MoE of top-1 that renormalises and as a dense model, is the same function.
+    # One expert a layer is the same function as a renormalizing top-1 MoE and as a dense model.
     one = {0: [3], 1: [2], 2: [5]}
     apply(pruning_plan(one), full, tmp_path / "one")
     apply(concatenation_plan({layer: [(experts[0], 1.0)] for layer, experts in one.items()}), full, tmp_path / "dense")
@@ -310,7 +310,7 @@ def write(tensors: dict[str, Tensor], config: Any, path: Path) -> None:
 
 
 def stacked(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The same weights as transformers 5 holds them in memory."""
+    """Return the weights in the layout that transformers 5 has in memory."""
     row = checkpoint.config.architecture
     tensors = {name: checkpoint.tensor(name) for name in checkpoint.shapes}
     for layer in checkpoint.config.moe_layers:
@@ -392,7 +392,7 @@ def test_plans_that_do_not_fit_are_refused_with_nothing_written(plan: Plan, mess
 def test_a_sibling_that_would_lose_a_tensor_is_refused_by_the_tensor_s_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = replace(ARCHITECTURES["qwen3_moe"], dense_sibling="llama")  # which has no norms of queries and keys
+    row = replace(ARCHITECTURES["qwen3_moe"], dense_sibling="llama")  # llama has no norms of queries and keys
     monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", row)
     plan = concatenation_plan({layer: [(0, 1.0)] for layer in range(3)})
     with pytest.raises(UnsupportedError, match=r"llama has no place for model\.layers\.0\.self_attn\.q_norm\.weight"):
@@ -401,7 +401,7 @@ def test_a_sibling_that_would_lose_a_tensor_is_refused_by_the_tensor_s_name(
 
 
 def test_a_layer_keeps_as_many_experts_as_the_family_s_router_takes(tmp_path: Path) -> None:
-    """sparsemixer of transformers takes two, and gives NaN where there is one: refused wherever it could come about."""
+    """transformers' sparsemixer takes two experts and gives NaN with one. Every plan that leaves one expert is refused."""
     full = model("phimoe", tmp_path / "full")
     one = {0: [1], 1: [0, 1], 2: [0, 1]}
     with pytest.raises(PlanError, match="layer 0: has 1 expert, and the router of a phimoe takes 2"):
@@ -443,7 +443,7 @@ def test_dense_plans_that_the_sibling_cannot_hold_are_refused_with_nothing_writt
 
 @pytest.mark.parametrize("width", [24, 48, 20], ids=["equal", "wider", "narrower"])
 def test_a_layer_that_was_dense_and_those_made_dense_get_one_width(width: int, tmp_path: Path) -> None:
-    """Zero hidden units make up the difference."""
+    """Zero hidden units fill the difference."""
     mixed = model("qwen2_moe", tmp_path / "mixed", mlp_only_layers=[1], intermediate_size=width)
     apply(concatenation_plan({0: [(0, 1.0)], 2: [(0, 1.0)]}), mixed, tmp_path / "out")
     dense = Checkpoint(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The Plan schema on everything that it has to say, before any method uses it."""
+"""The schema of plans, with every entry that it allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global ranking and its plainer forms by hand, and every budget that is refused."""
+"""The global ranking and its simpler forms by hand, and every budget that is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compress.plans.selection import Budget
 from engine.errors import OptionError
 
 SCORES = {0: torch.tensor([0.9, 0.1, 0.8, 0.7]), 3: torch.tensor([0.2, 0.3, 0.05, 0.6])}
-"""All together: 0.9 0.8 0.7 | 0.6 | 0.3 0.2 | 0.1 0.05."""
+"""Scores of two layers. In order: 0.9 0.8 0.7 | 0.6 | 0.3 0.2 | 0.1 0.05."""
 
 
 def test_global_ranking_removes_the_lowest_of_all_layers() -> None:

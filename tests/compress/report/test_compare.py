@@ -1,4 +1,4 @@
-"""Comparisons: rows hold what is computed directly, the report is whole or absent, and what cannot be compared is said."""
+"""Comparisons: rows equal direct computations, the report is complete or absent, and impossible comparisons are named."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SIZES = ["--samples", "3", "--sequence-length", "32"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model`, `text.txt`; `pruned` by DiEP, `dense`, `other` (another tokenizer) and `bare` (no tokenizer)."""
+    """Return `model`, `text.txt`, `pruned` by DiEP, `dense`, `other` (another tokenizer) and `bare` (no tokenizer)."""
     path = tmp_path_factory.mktemp("compare")
     make_workplace(path)
     pruned = ["prune", str(path / "model"), "-o", str(path / "pruned"), "--sparsity", "0.5", "--epochs", "1", *SIZES]
@@ -220,7 +220,7 @@ CHOICES = ["o", "e", "i", "y"]
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """A multiple-choice task of lm-evaluation-harness over a file, so that nothing is fetched."""
+    """Return a multiple-choice task of lm-evaluation-harness over a local file, so that nothing is downloaded."""
     lines = [{"question": f"the {letter}", "answer": index % 4} for index, letter in enumerate("abcdefghijklmnopqrst")]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
     text = f"""
@@ -241,7 +241,7 @@ def task(tmp_path: Path) -> Path:
 
 @torch.no_grad()
 def accuracy(directory: Path, task: Path) -> float:
-    """The share of questions whose right answer our own decoder finds likeliest."""
+    """Return the fraction of questions whose right answer is the likeliest for our own decoder."""
     checkpoint = Checkpoint(directory)
     decoder, tokenizer = Decoder(checkpoint.config, checkpoint.source(torch.float32)), load_tokenizer(checkpoint)
 
@@ -307,7 +307,7 @@ def test_one_object_or_one_table(place: Path) -> None:
     assert CliRunner().invoke(cli.main, ["compare"]).exit_code == 2
 
 
-# What `prune` leaves beside the model card
+# Files that `prune` writes beside the model card
 
 
 def test_an_artifact_carries_its_plots_and_scores(place: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page: well-formed, complete, alone in the world, and every name in it is text."""
+"""The page is well-formed, complete and self-contained, and every name in it is escaped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NASTY = "<script>alert('&')</script>\" onload=\"x"
 
 
 class Parsed(HTMLParser):
-    """Elements in order; fails on a tag that is closed out of turn or left open."""
+    """Records elements in order. It fails on a tag that is closed out of order or left open."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pictures: they are drawn for the sizes that models have, nothing is cut off, and no label lies on another."""
+"""Pictures can be drawn for all sizes of models, nothing is cut off, and no label overlaps another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 
 
 def drawn(figure: Any) -> Any:
-    """The renderer, after a full draw by the canvas that savefig uses."""
+    """Return the renderer, after a full draw by the canvas that savefig uses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
@@ -32,7 +32,7 @@ def texts(figure: Any) -> list[Any]:
 
 
 def check_nothing_is_cut_off(figure: Any) -> None:
-    """Everything that is drawn, in inches, ends inside the page."""
+    """Check that everything that is drawn ends inside the page, in inches."""
     box, (width, height) = figure.get_tightbbox(drawn(figure)), figure.get_size_inches()
     assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{box} of {width} × {height}"
 

@@ -1,4 +1,4 @@
-"""Points and their names: no name lies on another or on a point, and it is clear which belongs to which."""
+"""Points and their names: no name overlaps another name or a point, and each name clearly belongs to its point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FULL = Point("full", 26.1, 9.4)
 
 
 def column(count: int, name: str = "model {}", spacing: float = 0.3) -> list[Point]:
-    """Models of one size, each of a method of its own."""
+    """Return models of one size, each of its own method."""
     return [Point(name.format(index), 14.2, 11 + spacing * index, series=f"method {index}") for index in range(count)]
 
 
@@ -37,7 +37,7 @@ def sweep(methods: int) -> list[Point]:
 
 
 def named(figure: Any, points: list[Point]) -> dict[str, Any]:
-    """The box of each point's name, in pixels."""
+    """Return the box of each point's name, in pixels."""
     renderer, names = drawn(figure), {plots.short(point.name) for point in points}
     return {text.get_text(): text.get_window_extent(renderer) for text in texts(figure) if text.get_text() in names}
 

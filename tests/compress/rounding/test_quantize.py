@@ -1,4 +1,4 @@
-"""`compress quantize`, `prune --bits`, and pruning what has few bits already."""
+"""`compress quantize`, `prune --bits`, and pruning of low-bit models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKENS = torch.randint(3, 96, (4, 32), generator=torch.Generator().manual_seed(1
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model` and text, and `small`, the model with 4 bits."""
+    """Return a directory with `model`, text, and `small`, the model with 4 bits."""
     path = tmp_path_factory.mktemp("quantize")
     make_workplace(path)
     with chdir(path):
@@ -63,7 +63,7 @@ def run(*arguments: str) -> dict[str, Any]:
 
 
 def refused(place: Path, *arguments: str) -> str:
-    """What is said; nothing may be written."""
+    """Return the message of a refused command, which must not write anything."""
     before = listing(place)
     result = CliRunner().invoke(cli.main, list(arguments), catch_exceptions=False)
     assert result.exit_code == 1 and result.stdout == "" and result.stderr.count("\n") == 1, result.output
@@ -165,7 +165,7 @@ def test_a_killed_run_goes_on_from_its_scales(place: Path, monkeypatch: pytest.M
 
 
 def test_pruning_copies_packed_weights(place: Path) -> None:
-    """The same experts as of the full model, with the same bytes; routers and norms can be trained beside them."""
+    """The artifact has the full model's experts with the same bytes. Routers and norms can be trained beside them."""
     plan = ["--plan", "plan.json", *CALIBRATION, "--evaluation-samples", "2"]
     pruned = run("prune", "small", *plan, "--recover-steps", "1", "-o", "pruned")
     assert pruned["experts_per_layer"] == [3, 5, 2]
@@ -240,7 +240,7 @@ def test_bad_models_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_candidates_by_hand() -> None:
-    """Mean sizes 1 and 4: with α = 1 centred on 1, with α = 0.5 their roots."""
+    """The mean sizes are 1 and 4. With α = 1 they are centered on 1, with α = 0.5 their roots are."""
     s_AD = candidates(torch.tensor([[1.0, -8.0, 0.0], [-1.0, 0.0, 0.0]]))
     assert len(s_AD) == len(EXPONENTS) and s_AD[0].tolist() == [1.0, 1.0, 1.0]
     sizes = torch.tensor([1.0, 4.0, 5 / 3 * 1e-4])
@@ -261,7 +261,7 @@ def test_errors_are_those_of_the_outputs() -> None:
 
 @pytest.mark.parametrize("family", KINDS)
 def test_folding_changes_nothing_and_helps_rounding(family: str, tmp_path: Path) -> None:
-    """A model with some channels that are large, as large models have."""
+    """The model has some large channels, as large models have."""
     save_reference(family, tmp_path / "full", **DIVISIBLE.get(family, {}))
     tensors = load_file(tmp_path / "full" / "model.safetensors")
     for name, tensor in tensors.items():
@@ -309,7 +309,7 @@ def test_experts_alone_leave_attention_unscaled(tmp_path: Path) -> None:
 
 
 def test_the_head_has_8_bits_on_request(place: Path) -> None:
-    """Whatever the others have; in a group of its own, which vLLM and compressed-tensors match by name."""
+    """The head has 8 bits whatever the other weights have. It is a group of its own, matched by name in other libraries."""
     figures = run(*QUANTIZE, "--quantize-head", "-o", "head")
     config = json.loads((place / "head" / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_1"]["targets"] == ["re:.*lm_head$"] and "lm_head" not in config["ignore"]

@@ -1,4 +1,4 @@
-"""Runs that end before their time: by SIGKILL at any moment, and by Ctrl-C."""
+"""Runs that are interrupted: by SIGKILL at any moment, and by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from artifacts_for_tests import CALIBRATION, listing, make_workplace
 
 ROOT = Path(__file__).resolve().parents[3]
 KILLS = 5
-"""One of each command."""
+"""Number of kills, one for each command."""
 
 
 @pytest.mark.slow
 def test_killed_runs_leave_the_old_state_or_the_new_one() -> None:
-    """The script checks each state and each run that follows; benchmarks/kill_runs.py by itself kills 200 times."""
+    """The script checks each state and each run that follows. benchmarks/kill_runs.py on its own kills 200 times."""
     result = subprocess.run(
         [sys.executable, "benchmarks/kill_runs.py", "--kills", str(KILLS), "--seed", "1", "--no-results"],
         cwd=ROOT,
@@ -61,4 +61,4 @@ def test_keyboard_interrupt_is_one_word_and_130(tmp_path: Path, overwrite: bool)
         process.communicate()
     assert (process.returncode, stdout, stderr) == (130, "", "Interrupted.\n")
     left = {name: entry for name, entry in listing(tmp_path).items() if name.split("/")[0] != work}
-    assert left == before  # what `--resume` goes on from stays beside the output
+    assert left == before  # the files that `--resume` needs stay beside the output

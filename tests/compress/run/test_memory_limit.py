@@ -1,4 +1,4 @@
-"""`--memory-limit`: obeyed as seen from outside the process, with the results of a run without one, or refused."""
+"""`--memory-limit` is obeyed as seen from outside the process, with the results of an unlimited run, or refused."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from engine.kernels.linear import has_half_arithmetic
 
 LIMIT = 800_000_000
 SEARCH_LIMIT = LIMIT if has_half_arithmetic() else 1_300_000_000
-"""Where the processor only emulates half precision, gradients pass through a layer that is widened to float32.
+"""Limit of the search. If the processor only emulates half precision, gradients pass through a layer widened to float32.
 
-There is room for all sequences of a step together: batches of another size round otherwise, in the last bits."""
+All sequences of a step fit together, because batches of another size differ in the last bits."""
 INTERPRETER = 350_000_000
-"""With torch, transformers and the rest, at least."""
+"""Minimum memory of an interpreter with torch, transformers and other packages."""
 TEXT = ["--data", "stdlib", "--samples", "4", "--sequence-length", "32", "--threads", "1", "--json"]
 SEARCH = ["--method", "diep", "--start", "fisher", "--epochs", "2", "--batch-size", "2", "--sparsity", "0.5"]
 
 
 @pytest.fixture(name="model", scope="module")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture that does not fit beside the interpreter."""
+    """Return a mixture that does not fit beside the interpreter."""
     directory = tmp_path_factory.mktemp("limit") / "model"
     config = shape(hidden=512, layers=4, experts=8, width=6144) | {"vocab_size": 4096}
     assert write_random_weights(directory, config, alike=True) > LIMIT - INTERPRETER
@@ -62,7 +62,7 @@ def test_a_search_within_a_limit_stays_below_it_and_finds_the_same(model: Path, 
 
 
 def _numbers(value: Any) -> list[float]:
-    """All that a JSON value holds, in order."""
+    """Return all numbers in a JSON value, in order."""
     if isinstance(value, dict):
         return [number for each in value.values() for number in _numbers(each)]
     if isinstance(value, list):

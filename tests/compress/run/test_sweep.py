@@ -1,4 +1,4 @@
-"""A sweep: the artifacts are those of single runs, the calibration is one, and an interrupted sweep goes on."""
+"""A sweep's artifacts equal those of single runs, calibration runs once, and an interrupted sweep resumes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SWEEP = [*MODEL, "--sparsity", "0.25,0.5", "--method", "reap,diep,fisher,naee", 
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # of artifacts: they take longer than all else here
+    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # drawing takes longer than everything else here
     return tmp_path
 
 
@@ -35,7 +35,7 @@ def run(*arguments: str, code: int = 0) -> Any:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """The first argument of each call of a function of compress.run.job."""
+    """Return the first argument of each call of a function of compress.run.job."""
     own, calls = getattr(compress.run.job, name), []
 
     def count(*arguments: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ NAMES = pytest.mark.parametrize("name", DIVERGENCES)
 
 
 def naive(name: str, p: list[float], q: list[float]) -> float:
-    """By the definitions, for one token."""
+    """Return the divergence of one token by its definition."""
 
     def kl(one: list[float], other: list[float]) -> float:
         return sum(a * math.log(a / b) for a, b in zip(one, other, strict=True))
@@ -38,7 +38,7 @@ def logits(tokens: int, vocabulary: int, seed: int) -> Tensor:
 
 
 def test_two_outcomes_by_hand() -> None:
-    """p = (3/4, 1/4), q = (1/2, 1/2)."""
+    """The distributions are p = (3/4, 1/4) and q = (1/2, 1/2)."""
     p, q = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.5, 0.5]]).log()
     forward = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     reverse = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
@@ -72,7 +72,7 @@ def test_gradients_equal_finite_differences(name: str, teacher_learns: bool) -> 
 @NAMES
 @pytest.mark.parametrize("teacher_learns", [False, True], ids=["student", "teacher"])
 def test_in_chunks_from_hidden_states(name: str, teacher_learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weighted, at a temperature, with heads of their own; the other side gets no gradient."""
+    """Divergences are weighted, at a temperature, and each side has its own head. The other side gets no gradient."""
     monkeypatch.setattr(engine.passes.streaming, "MOST_CHUNK_TOKENS", 4)
     generator = torch.Generator().manual_seed(0)
     teacher, student = (

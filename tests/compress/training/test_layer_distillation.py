@@ -1,4 +1,4 @@
-"""Layer distillation against its formula in float64; the fold is exact; the teacher is only read."""
+"""Layer distillation against its formula in float64. The fold is exact, and the teacher is not changed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_tensor_on_disk_is_a_parameter_of_the_decoder(family: str, tmp_pat
 @EVERY
 @torch.no_grad()
 def test_the_fold_is_exact(family: str, tmp_path: Path) -> None:
-    """Apart, folded in memory, and folded on disk: one function, to 1e-6 in float32 for a layer."""
+    """Separate experts, folded in memory, and folded on disk are one function, to 1e-6 in float32 for a layer."""
     checkpoint, plan = prepared(family, tmp_path / "full", 3)
     student = dense_student(plan, checkpoint, torch.float32)
     parameters = student_parameters(student)
@@ -107,7 +107,7 @@ def test_layer_distance_equals_the_formula_written_out() -> None:
 
 
 def block_io(decoder: Decoder, tokens: Tensor) -> dict[int, Tensor]:
-    """Outputs of every feed-forward block."""
+    """Return the outputs of every feed-forward block."""
     seen: dict[int, Tensor] = {}
     handles = [
         layer.feed_forward.register_forward_hook(lambda _, i, output, index=index: seen.__setitem__(index, output))
@@ -125,7 +125,7 @@ def block_io(decoder: Decoder, tokens: Tensor) -> dict[int, Tensor]:
 def test_the_loss_and_its_gradients_equal_those_in_float64(
     family: str, offload: bool, recompute: bool, tmp_path: Path
 ) -> None:
-    """Over two groups, which add up to the means over the step; gradients reach every a_i."""
+    """The loss is summed over two groups to the means over the step. Gradients reach every a_i."""
     checkpoint, plan = prepared(family, tmp_path)
     student = dense_student(plan, checkpoint, torch.float32)
     student.checkpoint_activations = recompute

@@ -1,4 +1,4 @@
-"""The training loop against a plain AdamW written out here; interrupted and resumed it ends in the same bits."""
+"""The training loop against a plain AdamW written out here. An interrupted and resumed training is bit-identical."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = TrainingOptions(
 
 
 class Regression:
-    """(w·x + b + noise − y)², the mean over a step's rows; what a model of four weights would be trained by."""
+    """(w·x + b + noise − y)², the mean over a step's rows: the loss of a model with four weights."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, noise: float = 0.0) -> None:
         self.w, self.b = nn.Parameter(torch.zeros(4, dtype=dtype)), nn.Parameter(torch.zeros(1, dtype=dtype))
@@ -45,7 +45,7 @@ def trainer(loss: Regression, options: TrainingOptions = OPTIONS) -> Trainer:
 
 
 def plain_adamw(options: TrainingOptions) -> tuple[Tensor, list[float]]:
-    """The same training in float64 from the textbook: w and b in one vector, the gradient by hand."""
+    """Return the training's result in float64 from the textbook: w and b in one vector, the gradient by hand."""
     x, theta = torch.cat([DATA, torch.ones(len(DATA), 1)], 1).double(), torch.zeros(5, dtype=torch.float64)
     m, v, losses = torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64), []
     for step in range(options.steps):
@@ -72,7 +72,7 @@ def test_it_is_adamw_with_clipping_and_a_cosine_whatever_the_size_of_groups() ->
 
 
 class Stop:
-    """A progress bar that is interrupted before a step."""
+    """A progress bar that interrupts the training before a step."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -197,7 +197,7 @@ def test_options_that_cannot_be_used(changes: dict[str, float]) -> None:
 
 
 class Follower:
-    """A loss whose target another training moves, and the other's: it follows this one's parameter."""
+    """A loss whose target is moved by another training, and the other's loss, which follows this parameter."""
 
     def __init__(self) -> None:
         self.x, self.target = (torch.nn.Parameter(torch.tensor([value])) for value in (0.0, 1.0))
@@ -219,7 +219,7 @@ def together(loss: Follower, **changes: object) -> Trainer:
 
 
 def test_a_training_with_another_before_each_of_its_steps(tmp_path: Path) -> None:
-    """Each of the two moves by what the other is at that moment; both are resumed, and steps share their sequences."""
+    """Each of the two follows the other's current value. Both are resumed, and steps share their sequences."""
     loss = Follower()
     trainer_ = together(loss)
     trainer_.run()

@@ -21,7 +21,7 @@ PROMPT = (40, 41, 42, 43)
 
 
 class Listener:
-    """Keeps what it is told; others can wait for the end."""
+    """Records its updates. Others can wait for the end."""
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
@@ -55,7 +55,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture
 def loops(engine: Engine) -> Iterator[Any]:
-    """Makes loops, and stops them at the end."""
+    """Yield a function that makes loops, and stop them at the end."""
     made: list[EngineLoop] = []
 
     def make(start: bool = True, **options: Any) -> EngineLoop:

@@ -1,4 +1,4 @@
-"""Continuous batching: what a request gets does not depend on what runs beside it, and nothing is lost."""
+"""Continuous batching: a request's result does not depend on the other requests, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def export_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With heads of 16 dimensions, as onnxruntime's own attention wants them."""
+    """Return an export with heads of 16 dimensions, which onnxruntime's own attention needs."""
     path = tmp_path_factory.mktemp("export")
     save_model(path / "model", hidden_size=64)
     export(ExportOptions(model=str(path / "model"), output=path / "onnx", threads=1))
@@ -60,13 +60,13 @@ def own_engine(directory: Path) -> Engine:
 
 @pytest.fixture(params=["checkpoint", "export"])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    """What is served is the same to those who ask."""
+    """Return an engine of a checkpoint or of its export. Requests get the same from both."""
     name = "directory" if request.param == "checkpoint" else "export_directory"
     return Engine.open(request.getfixturevalue(name), device="cpu")
 
 
 def cache_of(engine: Engine, positions: int, sequences: int = 6) -> int:
-    """Bytes of a cache that holds so many, and the states of so many sequences, where they have any."""
+    """Return the bytes of a cache for so many positions, and for the states of so many sequences, if they have any."""
     config = engine.checkpoint.config
     return positions * position_bytes(config, engine.dtype) + sequences * state_bytes(config, engine.dtype)
 
@@ -76,7 +76,7 @@ def prompt(count: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def random_request(choose: random.Random) -> Request:
-    """Some of them begin alike; some are sampled, some greedy."""
+    """Return a request. Some requests share a prefix; some are sampled and some greedy."""
     shared = prompt(20, choose.randrange(2))[: choose.randrange(21)]
     own = prompt(choose.randrange(1, 25), choose.randrange(10**6))
     options = SamplingOptions(
@@ -108,7 +108,7 @@ def test_random_schedules_give_each_request_what_it_gets_alone(engine: Engine, s
 
 
 def test_sequences_with_a_state_of_their_own_share_nothing(tmp_path: Path) -> None:
-    """Also those that give way to others, and are read again."""
+    """Preempted sequences, which are read again, share nothing either."""
     save_model(tmp_path, "minimax")
     engine = Engine.open(tmp_path, device="cpu")
     check_random_schedule(engine, 1, shares=False)
@@ -230,7 +230,7 @@ def test_a_stop_string_ends_across_tokens_and_is_never_given_out(engine: Engine)
 
 
 def test_penalties_are_of_the_tokens_that_were_generated(engine: Engine) -> None:
-    """Greedy by hand: the model's own logits, less 2 for every token that came before, not those of the prompt."""
+    """The expected text is greedy by hand: the model's logits, less 2 for every generated token, not those of the prompt."""
     request = Request(prompt(6), 12, SamplingOptions(presence_penalty=2.0), ignore_end_tokens=True)
     (served,) = serve(engine, request)
     expected: list[int] = []
@@ -252,7 +252,7 @@ def test_no_new_tokens_reads_the_prompt_only(engine: Engine) -> None:
 
 
 def test_one_bad_sequence_ends_alone(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its embedding is NaN, so that whatever it leaves in the cache is too."""
+    """The embedding of this sequence is NaN, so all that it leaves in the cache is NaN too."""
     requests = [Request(prompt(7, seed), 12, ignore_end_tokens=True) for seed in range(3)]
     alone = [serve(own_engine, request)[0] for request in requests]
     seen = {token for each in (*requests, *alone) for token in (each.prompt if isinstance(each, Request) else each.tokens)}
@@ -329,7 +329,7 @@ def test_prompt_logprobs_survive_preemption(engine: Engine) -> None:
 
 
 def test_a_threshold_for_each_token() -> None:
-    """Weights 0.6 and 0.4: the second is skipped where 0.4 < S · 0.6, which S = 0.6 does not reach and S = 0.7 does."""
+    """Weights are 0.6 and 0.4. The second is skipped if 0.4 < S · 0.6, which holds for S = 0.7 and not for S = 0.6."""
     logits = torch.tensor([[0.6, 0.4, 1e-9]]).log().expand(3, -1)
     rule = Skipping(TopK(2, True), torch.ones(1), torch.ones(3, 3), torch.tensor([0.0, 0.6, 0.7]), True)
     experts, weights = rule(logits)
@@ -345,7 +345,7 @@ def test_each_request_skips_by_its_own_threshold(directory: Path, engines_own: f
     scheduler = scheduler_for(engine)
     served = [Served(scheduler, engine, request, number) for number, request in enumerate(requests)]
     run_to_end(scheduler)
-    for number, request in enumerate(requests):  # again one by one: what another threshold left in the cache is not theirs
+    for number, request in enumerate(requests):  # one by one again: they do not share the cache of another threshold
         served.append(Served(scheduler, engine, request, number))
         run_to_end(scheduler)
     expected = []

@@ -1,4 +1,4 @@
-"""The benchmark: rows of both backends from processes of their own, formats, and errors passed on in one line."""
+"""The benchmark: rows of both backends from separate processes, formats, and errors in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load test: its figures worked out by hand, and a run against a server; the scheduler's own bench."""
+"""The load test: its figures computed by hand, and a run against a server; and the benchmark of the scheduler itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: exit 1, one line on stderr that names what is wrong, nothing on stdout, and nothing written."""
+"""Bad input: exit status 1, one line on stderr that names the problem, nothing on stdout, and nothing written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BENCH = ["bench", "model", "-p", "4", "-n", "0", "-r", "1"]
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, text, a plan, and `artifact`: the model pruned to a different count in each layer."""
+    """Return a directory with a model, text, a plan, and `artifact`, with a different number of experts in each layer."""
     path = tmp_path_factory.mktemp("originals")
     make_workplace(path)
     with chdir(path):
@@ -47,7 +47,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the originals that may be damaged, as the working directory."""
+    """Return a copy of the originals that may be damaged, as the working directory."""
     shutil.copytree(originals, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -63,7 +63,7 @@ def check_line(error: str, fragments: tuple[str, ...]) -> None:
 
 
 def refused(place: Path, arguments: list[str], *fragments: str) -> None:
-    """Run a command in this process and check that it is refused as it should be."""
+    """Run a command in this process, and check that it is refused with these fragments."""
     before, started = listing(place), time.monotonic()
     result = CliRunner().invoke(cli.main, arguments, catch_exceptions=False)
     assert result.exit_code == 1, result.output
@@ -434,7 +434,7 @@ def test_cuda_where_there_is_none(place: Path, arguments: list[str]) -> None:
 
 def test_statistics_of_another_model(place: Path) -> None:
     assert CliRunner().invoke(cli.main, CALIBRATE).exit_code == 0
-    config(rms_norm_eps=1e-3)(place / "model")  # of the same shapes
+    config(rms_norm_eps=1e-3)(place / "model")  # a model with the same shapes
     refused(place, [*PRUNE, "--statistics", "statistics", "-o", "out"], "statistics", "another model")
 
 
@@ -448,16 +448,16 @@ def test_existing_output_is_untouched(place: Path, extra: list[str]) -> None:
     refused(place, [*PRUNE, "-o", "link", *extra], "link")
 
 
-# Code that a checkpoint brings along
+# Code in a checkpoint
 
 
 def same_size_but_other(path: Path) -> None:
     path.write_text(path.read_text().replace("Keep the first", "Drop the first"))
 
 
-@pytest.mark.parametrize("change", ["modelling file", "auto_map", "tokenizer"])
+@pytest.mark.parametrize("change", ["modeling file", "auto_map", "tokenizer"])
 def test_code_that_is_not_ours_is_not_run(place: Path, change: str) -> None:
-    if change == "modelling file":
+    if change == "modeling file":
         same_size_but_other(place / "artifact" / "modeling_compressed.py")
     else:
         (place / "artifact" / "compression.json").unlink()
@@ -468,12 +468,12 @@ def test_code_that_is_not_ours_is_not_run(place: Path, change: str) -> None:
     refused(place, ["bench", "artifact", "--backend", "transformers", "-p", "4", "-n", "0"], "trust_remote_code")
 
 
-# A disk that is full
+# A full disk
 
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes: the system then refuses writes as it does on a full disk."""
+    """Limit files to `size` bytes: the system then refuses writes as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Models on the hub and artifacts to it, against a stand-in of its HTTP interface: what is fetched, said and kept."""
+"""Models from the hub and artifacts to it, against a stand-in of its HTTP interface: requests, messages and the cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workplace, and in `sharded` its model with a shard for each layer, the first and last with what is in no layer."""
+    """Return a workplace, and in `sharded` its model with a shard for each layer. The first and last also hold all others."""
     directory = tmp_path_factory.mktemp("hub")
     make_workplace(directory)
     shutil.copytree(directory / "model", directory / "sharded")
@@ -59,7 +59,7 @@ def shard(directory: Path) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub of its own, an empty cache, and nobody logged in."""
+    """Yield a new hub with an empty cache and nobody logged in."""
     with served() as (hub, url):
         use(monkeypatch, url, tmp_path)
         yield hub
@@ -69,7 +69,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def use(monkeypatch: pytest.MonkeyPatch, url: str, path: Path) -> None:
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # whatever the environment of these tests says
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # whatever the environment of these tests sets
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(path / "cache"))
@@ -84,13 +84,13 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str, path: Path) -> None:
 
 
 def forget() -> None:
-    """As if the process began."""
+    """Reset the state of the process to that of a new one."""
     reading.fetch.cache_clear()
     reading.describe.cache_clear()
 
 
 def run(*arguments: str, code: int = 0) -> Any:
-    """A command's JSON, or the line that it ends with."""
+    """Return a command's JSON, or the line that it ends with."""
     result = CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == code, result.output
     if code == 0:
@@ -195,7 +195,7 @@ def test_after_a_failure_only_what_is_missing_is_fetched(made: Path, hub: Hub) -
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "whole files only"])
 def test_inspect_fetches_config_and_headers(made: Path, hub: Hub, ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_FIRST_BYTES", 500)  # less than a header here, so that it takes a second request
+    monkeypatch.setattr(reading, "_FIRST_BYTES", 500)  # less than a header here, so that a second request is needed
     hub.ranges = ranges
     hub.add(NAME, made / "sharded")
     found = run("inspect", NAME)
@@ -225,7 +225,7 @@ def test_a_shard_that_is_cut_on_the_hub_is_found_by_its_header(made: Path, hub: 
     assert f"{NAME}/layer-1.safetensors" in line and "8 bytes past the end" in line
 
 
-# What is said
+# Messages
 
 
 @pytest.mark.parametrize(
@@ -285,9 +285,9 @@ def test_a_revision_of_what_has_none_is_refused(model: str, revision: str, fragm
 
 @pytest.fixture
 def writer(hub: Hub, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """The hub for someone who may write, in a workplace of their own."""
+    """Return the hub for a user with write access, in a workplace of its own."""
     monkeypatch.setenv("HF_TOKEN", "writer")
-    monkeypatch.setattr(plots, "available", lambda: False)  # which take longer than all else here
+    monkeypatch.setattr(plots, "available", lambda: False)  # drawing takes longer than everything else here
     for name in ("model", "text.txt"):
         (shutil.copytree if name == "model" else shutil.copy)(made / name, tmp_path / name)
     (tmp_path / "plan.json").write_text(json.dumps({"schema_version": 1, "kind": "moe", "layers": KEPT}))
@@ -387,7 +387,7 @@ def test_an_upload_that_fails_leaves_the_artifact_and_goes_on(writer: Hub) -> No
 def test_of_two_pushes_at_once_the_second_changes_nothing(
     writer: Hub, monkeypatch: pytest.MonkeyPatch, is_new: bool
 ) -> None:
-    """Another push comes between the look at the repository and the first write to it."""
+    """Another push comes between the check of the repository and the first write to it."""
     run(*WITH_PLAN, "-o", "small", *([] if is_new else ["--push-to-hub", "small"]))
     own, looks = push._check_replaced, []
 

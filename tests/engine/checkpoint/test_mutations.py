@@ -1,4 +1,4 @@
-"""1,000 random byte changes and truncations of an artifact's files: refused by name, never a crash, never a write."""
+"""1,000 random byte changes and truncations of an artifact's files: refused by name, without a crash or a write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = 4
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pruned model whose layers keep different numbers of experts, small enough to be read thousands of times."""
+    """Return a pruned model whose layers keep different numbers of experts, small enough to be read thousands of times."""
     path = tmp_path_factory.mktemp("mutations")
     make_workplace(path, num_hidden_layers=2, hidden_size=16, intermediate_size=16)
     (path / "plan.json").write_text('{"schema_version": 1, "kind": "moe", "layers": {"0": [0, 2, 4], "1": [1, 5]}}')
@@ -38,7 +38,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mutations(directory: Path, part: int) -> Iterator[tuple[Path, bytes]]:
-    """Files in turn, each with a content that differs from its own by one byte or by its end."""
+    """Yield files in turn, each with a content that differs from the original by one byte or by its end."""
     files = sorted(directory.iterdir())
     assert len(files) >= 8
     for number in range(part, MUTATIONS, PARTS):
@@ -54,7 +54,7 @@ def mutations(directory: Path, part: int) -> Iterator[tuple[Path, bytes]]:
 
 
 def read_everything(directory: Path) -> dict[str, bytes]:
-    """What the engine takes from a directory: every tensor, and the tables for skipping."""
+    """Return everything that the engine reads from a directory: every tensor, and the tables for skipping."""
     checkpoint = Checkpoint(directory)
     load_skip_tables(directory, checkpoint.config)
     return {name: checkpoint.tensor(name).numpy().tobytes() for name in checkpoint.shapes}
@@ -76,14 +76,14 @@ def test_mutations(artifact: Path, tmp_path: Path, part: int) -> None:
         except CompressError:
             refused += 1
         else:
-            # compression.json cannot hold its own checksum: there a figure or a word may differ, and no tensor.
+            # compression.json cannot hold its own checksum, so a figure or a word may differ there, but no tensor.
             assert path.name == "compression.json"
             assert read_everything(directory) == right
         with suppress(CompressError):
             read_everything(directory)
         assert listing(tmp_path) == before
         path.write_bytes(original)
-    assert refused > MUTATIONS / PARTS * 0.88  # of the rest, every one was a change of compression.json
+    assert refused > MUTATIONS / PARTS * 0.88  # all others were changes of compression.json
     assert read_everything(directory) == right
 
 
@@ -103,7 +103,7 @@ def test_every_file_of_an_artifact_is_covered(artifact: Path, tmp_path: Path) ->
 
 
 def test_weights_that_were_added_are_refused(artifact: Path, tmp_path: Path) -> None:
-    """An index decides which weights are loaded, so one that was not written with the artifact is not followed."""
+    """An index decides which weights are loaded, so an index that was not written with the artifact is not followed."""
     shutil.copytree(artifact, tmp_path / "artifact")
     provenance = json.loads((tmp_path / "artifact" / "compression.json").read_text())
     del provenance["files"]["model.safetensors.index.json"]

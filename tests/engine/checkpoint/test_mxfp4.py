@@ -1,4 +1,4 @@
-"""Packed experts are read as transformers reads them, and stay packed where they stay as they are."""
+"""Packed experts are read as transformers reads them, and unchanged experts stay packed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from engine.families.tensor_names import expert_tensor
 
 @pytest.fixture(autouse=True)
 def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies remote code into a cache whose path it read when it was imported."""
+    """Set the cache into which transformers copies remote code. It read the path when it was imported."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 def save_packed(path: Path) -> None:
-    """A tiny model whose experts are as published: blocks and scales in place of two stacks, and a config that says so."""
+    """Save a tiny model with experts as published: blocks and scales in the place of two stacks, and a matching config."""
     save_reference("gpt_oss", path, hidden_size=64, intermediate_size=32)
     tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -72,7 +72,7 @@ def test_packed_experts_are_read_and_kept_as_they_are(tmp_path: Path) -> None:
 
 
 def test_every_packed_number_is_the_format_s() -> None:
-    """Table of the specification: sign, two bits of exponent biased by 1, one of mantissa; a scale of ones is no number."""
+    """The table follows the specification: sign, two exponent bits with bias 1, one mantissa bit. A scale of ones is NaN."""
     code = torch.arange(256, dtype=torch.uint8)
     found = unpacked(code.view(1, 16, 16), torch.arange(120, 136, dtype=torch.uint8)[None]).float().view(16, 16, 2)
     for byte in range(256):

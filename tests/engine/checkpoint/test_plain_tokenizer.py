@@ -1,4 +1,4 @@
-"""Tokenizers that are read without transformers: the same, token for token, as transformers loads them."""
+"""Tokenizers that are read without transformers give the same tokens as transformers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def without_bos(path: Path) -> None:
 
 
 def with_template(path: Path) -> None:
-    """A begin token before each text, as Llama 3 has it, an added token of its own, and a chat template."""
+    """Add a begin token before each text, as in Llama 3, an added token, and a chat template."""
     add_tokenizer(path)
     own = Tokenizer.from_file(str(path / "tokenizer.json"))
     own.add_tokens(["<extra>"])
@@ -61,7 +61,7 @@ def with_template(path: Path) -> None:
 
 
 def of_metaspace(path: Path) -> None:
-    """Pieces with ▁ and bytes for what has none, as Llama 2 has them, and the list of added tokens of older files."""
+    """Write pieces with ▁ and byte fallback, as in Llama 2, and the list of added tokens of older files."""
     letters = [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = {piece: number for number, piece in enumerate(["<pad>", "<s>", "</s>", *letters, "▁", "a", "b", "▁a"])}
     own = Tokenizer(models.BPE(vocabulary, [("▁", "a")], byte_fallback=True, unk_token="<pad>", fuse_unk=True))
@@ -142,7 +142,7 @@ def test_what_else_is_used_of_it(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_families_whose_tokenizers_are_their_files(model_type: str, tmp_path: Path) -> None:
-    """transformers has classes of its own for some families, which it takes in the place of the generic one."""
+    """transformers has its own tokenizer classes for some families, which it uses instead of the generic class."""
     add_tokenizer(tmp_path)
     CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)

@@ -55,7 +55,7 @@ for directory in sys.argv[1:]:
 
 @pytest.fixture(autouse=True)
 def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies remote code into a cache whose path it read when it was imported."""
+    """Set the cache into which transformers copies remote code. It read the path when it was imported."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
@@ -93,7 +93,7 @@ def write_pruned(full: Any, directory: Path, kept: Kept = KEPT) -> Path:
 
 
 def load(directory: Path, **kwargs: Any) -> Any:
-    """Load with every tensor accounted for: one that is missing or left over is only a log line in transformers."""
+    """Load with every tensor accounted for, because transformers only logs missing and unexpected ones."""
     auto: Any = transformers.AutoModelForCausalLM
     model, info = auto.from_pretrained(directory, trust_remote_code=True, output_loading_info=True, **kwargs)
     assert not any(info.values()), info
@@ -107,7 +107,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def masked_logits(full: Any, kept: Kept = KEPT) -> torch.Tensor:
-    """The full model with the router logits of the removed experts at minus infinity."""
+    """Return the full model's logits with the router logits of the removed experts at minus infinity."""
 
     def mask(keep: list[int]) -> Any:
         def hook(gate: nn.Module, args: tuple[torch.Tensor], outputs: Any) -> Any:
@@ -170,7 +170,7 @@ def test_generate_matches_greedy_without_cache(family: str, tmp_path: Path) -> N
 
 def test_bfloat16_and_tied_embeddings(tmp_path: Path) -> None:
     full = full_model("Mixtral", tie_word_embeddings=True)
-    for parameter in full.parameters():  # `full.to` would also round the rotary buffer, which from_pretrained does not
+    for parameter in full.parameters():  # unlike from_pretrained, `full.to` would also round the rotary buffer
         parameter.data = parameter.data.bfloat16()
     pruned = load(write_pruned(full, tmp_path / "pruned"))
     assert {parameter.dtype for parameter in pruned.parameters()} == {torch.bfloat16}

@@ -1,4 +1,4 @@
-"""Tokenizers that would harm the library are refused before it sees them, and those of published forms are not."""
+"""Tokenizers that would harm the library are refused before it reads them. Tokenizers of published forms are accepted."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_other_patterns_that_are_refused(pattern: str, said: str) -> None:
 
 
 def charsmap(change: Any = None) -> str:
-    """A map of "A" to "a" in the form of sentencepiece; `change` is given its units and its texts."""
+    """Return a map of "A" to "a" in the format of sentencepiece. `change` is given its units and its texts."""
     units = np.zeros(512, dtype="<u4")
     units[0] = 256 << 10  # from the root to state 256
     place = 256 ^ ord("A")
@@ -98,7 +98,7 @@ def charsmap(change: Any = None) -> str:
 
 
 def tokenizer(**parts: Any) -> dict[str, Any]:
-    """A small tokenizer with parts of another."""
+    """Return a small tokenizer with other parts."""
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "▁": 2, "ab": 3}, "merges": [["a", "b"]]}
     names = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     return {"version": "1.0", "added_tokens": [], "model": model} | dict.fromkeys(names) | parts

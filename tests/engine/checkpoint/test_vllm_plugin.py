@@ -1,4 +1,4 @@
-"""The plugin against a stand-in of vLLM: which class is chosen, and that each layer has the experts its weights ask for.
+"""The plugin against a stand-in of vLLM: the chosen class, and that each layer has the experts of its weights.
 
 docs/vllm.md lists the runs on vLLM itself.
 """
@@ -30,12 +30,12 @@ from engine.families.tensor_names import expert_tensor, router_tensor
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 ROOT = Path(__file__).resolve().parents[3]
 KEPT = {0: [0, 2, 3], 1: [4], 2: [1, 2, 3, 5]}
-"""Of 6 experts, two for each token: the second layer keeps fewer than top-k."""
+"""Kept experts of 6, with two for each token. The second layer keeps fewer than top-k."""
 
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's registry after the plugin has been there."""
+    """Return vLLM's registry after the plugin has registered its classes."""
     registry = vllm_stand_in.ModelRegistry()
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
     monkeypatch.setattr(vllm_plugin, "_theirs", {})
@@ -45,14 +45,14 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def pruned(family: str, path: Path, kept: dict[int, list[int]] = KEPT, **changes: Any) -> Checkpoint:
-    """An artifact's weights and config."""
+    """Write the weights and config of an artifact."""
     save_reference(family, path / "full", **changes)
     apply(pruning_plan(kept), Checkpoint(path / "full"), path / "pruned")
     return Checkpoint(path / "pruned")
 
 
 def build(registry: Any, directory: Path, eplb: bool = False) -> Any:
-    """As vLLM does it: config.json through transformers, the class by the first of `architectures`."""
+    """Build the model as vLLM does: config.json through transformers, and the class named first in `architectures`."""
     config = AutoConfig.from_pretrained(directory)
     entry = registry.models[config.architectures[0]]
     parallel = SimpleNamespace(enable_eplb=eplb)
@@ -62,7 +62,7 @@ def build(registry: Any, directory: Path, eplb: bool = False) -> Any:
 
 
 def check_weights(model: Any, checkpoint: Checkpoint) -> None:
-    """Every expert and router of the checkpoint has its place in vLLM's layer, and the layer no place without weights."""
+    """Check that every expert and router of the checkpoint has its place in vLLM's layer, and that no other places exist."""
     row = checkpoint.config.architecture
     for layer, block in model.moe.items():
         assert tuple(block.gate.shape) == checkpoint.shapes[router_tensor(row, layer)]
@@ -79,7 +79,7 @@ def test_each_layer_is_built_with_its_own_count(registry: Any, family: str, tmp_
     assert {layer: block.experts for layer, block in model.moe.items()} == {0: 3, 1: 1, 2: 4}
     assert [block.top_k for block in model.moe.values()] == [2, 1, 2]
     check_weights(model, checkpoint)
-    # vLLM reads the config again later: it is as it was, with the largest count.
+    # vLLM reads the config again later, so it must be unchanged, with the largest count.
     assert vllm_stand_in.Layer(model.config, "model.layers.0").moe.experts == 4
     assert model.config.num_experts_per_tok == 2
 

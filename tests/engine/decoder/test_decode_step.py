@@ -1,4 +1,4 @@
-"""A whole step of decoding in one compiled call: the same bits as layer by layer, and where it may not be taken."""
+"""A whole decoding step in one compiled call: bit-identical to layer by layer, and the cases where it is not used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.kernels.quantized_weight import QuantizedWeight, quantise
 pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
 TOKENS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(1))
 NOT_WHOLE = {"llama_moe", "ernie4_5", "deepseek_v2", "deepseek_v3", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"}
-"""Families with something that only the layers know."""
+"""Families with features that only the layers implement."""
 NOT_WHOLE |= {"phimoe", "glm4_moe", "minimax"}
 SERVED = [family for family in (*FAMILIES, *FURTHER_FAMILIES) if family not in NOT_WHOLE]
 
@@ -32,7 +32,7 @@ def layer_by_layer(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def served(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each step was taken whole."""
+    """Return a list that records whether each step was computed whole."""
     taken: list[bool] = []
     own = decoder._step
 
@@ -46,7 +46,7 @@ def served(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def decoded(decoder: Decoder, tokens_BL: Tensor, at_once: int = 1) -> Tensor:
-    """Logits of what follows 4 tokens, read so many at a time."""
+    """Return the logits after 4 tokens, reading `at_once` tokens at a time."""
     cache = KeyValueCache(decoder.config, len(tokens_BL), tokens_BL.shape[1], torch.bfloat16)
     with torch.inference_mode():
         decoder.last_logits(tokens_BL[:, :4], None, cache)
@@ -139,7 +139,7 @@ def test_skipping_and_what_observers_see(
 
 
 def by_expert(selection: Selection) -> list[dict[int, float]]:
-    """Of each token; experts of equal logits may come in any order."""
+    """Return each token's experts with their weights, because experts of equal logits may come in any order."""
     rows = zip(selection.experts.tolist(), selection.weights.tolist(), strict=True)
     return [dict(zip(experts, weights, strict=True)) for experts, weights in rows]
 
@@ -173,7 +173,7 @@ def test_what_the_kernels_do_not_know_goes_through_the_layers(tmp_path: Path, mo
         assert not torch.equal(decoded(decoder, TOKENS), expected)
     assert not any(taken)
     taken.clear()
-    assert torch.equal(decoded(decoder, TOKENS), expected) and all(taken)  # its own rule again
+    assert torch.equal(decoded(decoder, TOKENS), expected) and all(taken)  # its own rule is used again
     for cache_dtype in (torch.float16, torch.int8):
         cache = KeyValueCache(checkpoint.config, 1, 4, cache_dtype)
         with torch.inference_mode(), decoding():

@@ -1,4 +1,4 @@
-"""Keys and values kept in other dtypes: attention equals a naive one on what was rounded, and bytes are told right."""
+"""Keys and values kept in other dtypes: attention equals a naive one on rounded values, and reported bytes are right."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_both_caches_keep_the_same_and_count_their_bytes() -> None:
     assert (last - keys[0, :, 0]).abs().max() <= keys.abs().max() / 254 + 1e-6
     rows, wider = own.of_rows(torch.tensor([0, 0])), own.of_rows(torch.tensor([0]))
     wider.extend(20)
-    assert torch.equal(wider.scales[:, 1, ..., :6], own.scales[:, 1, ..., :6])  # nothing was written to the other layers
+    assert torch.equal(wider.scales[:, 1, ..., :6], own.scales[:, 1, ..., :6])  # the other layers were not written to
     assert rows.scales.shape[2] == 2 and wider.bytes == 20 * each
 
 
@@ -125,4 +125,6 @@ def test_the_report_tells_where_memory_is() -> None:
     )
     assert 0 < report.load_seconds < report.load_seconds + report.time_to_first_token_seconds
     wide = Engine.open("demo", dtype="float32")
-    assert wide.weights_resident_bytes >= wide.weights_bytes == 2 * report.weights_bytes  # copies, and the map of the other
+    assert (
+        wide.weights_resident_bytes >= wide.weights_bytes == 2 * report.weights_bytes
+    )  # copies, and the mapped file of the other

@@ -37,7 +37,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def held(pool: BlockPool, text: list[int], kind: bytes = b"") -> BlockTable:
-    """A sequence that has read this text."""
+    """Return the table of a sequence that has read this text."""
     table = pool.find(text, kind)
     pool.take(table)
     pool.extend(table, len(text))
@@ -98,10 +98,10 @@ def test_what_is_in_doubt_is_not_found() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_under_random_operations_every_block_has_one_content_and_all_come_back(seed: int) -> None:
-    """A second account: what each block holds, as somebody would know who wrote it position by position."""
+    """A second account records the content of each block, position by position."""
     choose = random.Random(seed)
     pool = BlockPool(12, 2)
-    written: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, place): the whole text up to there
+    written: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, place): the whole text up to this position
     sequences: list[tuple[BlockTable, list[int]]] = []
 
     def write(table: BlockTable, text: list[int]) -> None:
@@ -148,11 +148,11 @@ def test_under_random_operations_every_block_has_one_content_and_all_come_back(s
 
 
 def paged(decoder: Decoder, config: Any, texts: list[list[int]], chunk: int, alone: int) -> list[torch.Tensor]:
-    """Logits after each of the last `alone` tokens of every text: the rest is read in chunks, those one by one together."""
+    """Return logits after each of the last `alone` tokens of every text. The rest is read in chunks, these one by one."""
     cache = PagedCache(config, position_bytes(config, torch.float32) * 256, torch.float32, block_size=4)
     tables = [BlockTable() for _ in texts]
     prompts = [len(text) - alone for text in texts]
-    for start in range(0, max(prompts), chunk):  # turn by turn, so that nobody's blocks follow each other
+    for start in range(0, max(prompts), chunk):  # in turns, so that no sequence has contiguous blocks
         for table, text, prompt in zip(tables, texts, prompts, strict=True):
             if start < prompt:
                 end = min(start + chunk, prompt)
@@ -204,7 +204,7 @@ def test_frequencies_that_follow_the_length_are_each_texts_own(tmp_path: Path) -
         together = paged(decoder, checkpoint.config, texts, 5, 4)
         assert torch.allclose(together[1], decoder(torch.tensor([texts[1]]))[0, -4:], atol=1e-5)
         assert torch.allclose(together[0], decoder(torch.tensor([texts[0]]))[0, -4:], atol=1e-5)
-        # One that begins short and becomes long: as step by step with a cache of its own.
+        # A sequence that begins short and becomes long equals step-by-step decoding with a cache of its own.
         text = tokens(18, 7)
         own = KeyValueCache(checkpoint.config, 1, 18, torch.float32)
         expected = [decoder.last_logits(torch.tensor([text[:10]]), None, own)]

@@ -1,4 +1,4 @@
-"""Every use that the project has for a Routing, against numbers by hand, before anything is built on the protocol."""
+"""Every use of a Routing in the project, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOGITS = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
 
 
 def dense(routing: Routing, logits: torch.Tensor = LOGITS) -> torch.Tensor:
-    """The Selection as one weight per expert, [T, N]: empty slots contribute nothing."""
+    """Return the Selection as one weight per expert, [T, N]. Empty slots contribute nothing."""
     experts, weights = routing(logits)
     result = torch.zeros(logits.shape)
     for token in range(len(logits)):
@@ -81,7 +81,7 @@ def test_noise_is_what_the_formula_says() -> None:
 
 
 def test_the_spread_of_noise_and_how_often_it_changes_the_choice() -> None:
-    """With deviation σ each, an expert whose logit is d below the best one's comes first with probability Φ(−d / (σ√2))."""
+    """With deviation σ each, an expert whose logit is lower by d comes first with probability Φ(−d / (σ√2))."""
     draws, sigma = 40_000, math.log(2.0) + 0.1  # softplus(0) + ε
     x, logits = torch.zeros(draws, 2), torch.tensor([0.5, -0.5, -50.0]).expand(draws, 3)
     rule = Noisy(TopK(1, True), NOISE, 0.1, 0)
@@ -150,7 +150,7 @@ def test_a_masked_expert_of_a_sigmoid_router_is_never_chosen() -> None:
 
 
 def naive_sigmoid_choice(rule: SigmoidTopK, logits: list[float], bias: list[float]) -> dict[int, float]:
-    """One token, by sorting: expert to weight."""
+    """Return the weights by expert for one token, by sorting."""
     alive = [i for i, logit in enumerate(logits) if logit > float("-inf")]
     score = {i: 1 / (1 + math.exp(-logits[i])) for i in alive}
 
@@ -219,7 +219,7 @@ def test_sigmoid_router_equals_that_of_transformers(normalise: bool) -> None:
 
 
 def test_a_bias_on_probabilities_chooses_and_never_weighs() -> None:
-    """Probabilities 0.1, 0.4, 0.2, 0.3: with the bias experts 0 and 3 are chosen, and weigh 0.1 and 0.3 over 0.4."""
+    """Probabilities are 0.1, 0.4, 0.2, 0.3. With the bias experts 0 and 3 are chosen, with weights 0.1 and 0.3 over 0.4."""
     rule = BiasedTopK(2, torch.tensor([0.5, -0.3, 0.0, 0.2]), 1e-12)
     experts, weights = rule(LOGITS)
     assert experts.tolist() == [[3, 0]] and torch.allclose(weights, torch.tensor([[0.75, 0.25]]))
@@ -275,7 +275,7 @@ def test_sampled_experts_are_the_largest_n_minus_1_when_nothing_is_drawn() -> No
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_sampled_experts_leave_out_each_expert_about_as_often_as_drawing_says(per_token: bool) -> None:
-    """Without replacement, N-1 of N: expert i is left out with the probability that it comes last."""
+    """N-1 of N experts are drawn without replacement. Expert i is left out with the probability that it comes last."""
     generator = torch.Generator().manual_seed(0)
     probabilities = LOGITS.exp()[0].tolist()
     last = [0.0] * 4
@@ -309,7 +309,7 @@ def test_paper_relaxation_ignores_the_router() -> None:
 def test_routed_relaxation_shifts_the_logits_and_is_the_model_at_zero() -> None:
     zero, one = torch.zeros(4), torch.tensor(1.0)
     assert torch.equal(dense(ShiftedLogits(TopK(2, True), zero, one)), dense(TopK(2, True)))
-    shift = torch.log(torch.tensor([8.0, 1.0, 1.0, 1.0]))  # 0.8, 0.4, 0.2, 0.3 before normalising
+    shift = torch.log(torch.tensor([8.0, 1.0, 1.0, 1.0]))  # 0.8, 0.4, 0.2, 0.3 before normalization
     shifted = dense(ShiftedLogits(TopK(2, True), shift, torch.tensor(2.0)))
     assert torch.allclose(shifted, 2 * torch.tensor([[2 / 3, 1 / 3, 0.0, 0.0]]))
 
@@ -329,7 +329,7 @@ def test_each_sequence_of_a_batch_may_have_gates_of_its_own() -> None:
 
 
 def test_skipping_by_hand() -> None:
-    """w = 4/7, 3/7; γ1 = 0.8, γ2(1,3) = 1.0: skipped iff 3/7 < S · 0.8 · 4/7, that is S > 0.9375."""
+    """With w = 4/7, 3/7, γ1 = 0.8 and γ2(1,3) = 1.0: skipped iff 3/7 < S · 0.8 · 4/7, that is S > 0.9375."""
     gamma2 = torch.ones(4, 4)
     skipped = Skipping(TopK(2, True), torch.tensor([0.8]), gamma2, threshold=0.94, normalise=True)
     kept = Skipping(TopK(2, True), torch.tensor([0.8]), gamma2, threshold=0.93, normalise=True)
@@ -371,7 +371,7 @@ def test_a_router_that_is_trained_gets_gradients_and_nothing_else_does() -> None
     block(x).square().sum().backward()
     assert block.router_ND.grad is not None and block.router_ND.grad.abs().sum() > 0
     assert all(p.grad is None for name, p in block.named_parameters() if name != "router_ND")
-    # Against finite differences in float64.
+    # The reference is finite differences in float64.
     block = block.double()
     block.router_ND.grad = None
     x = x.double()

@@ -1,4 +1,4 @@
-"""A family is one short row of parts: how short the rows are, a family composed here, and that no other room names one."""
+"""A family is one short row of parts: the length of the rows, a family composed here, and no family named elsewhere."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ PARTS = {name for name, field in Architecture.__dataclass_fields__.items() if fi
 """Fields of a row that are parts."""
 
 
-# How short a row is
+# Length of rows
 
 
 def lines_of_rows(source: str) -> dict[str, int]:
-    """Lines of each family's row, together with those of the module's constants that no other row mentions."""
+    """Return the lines of each family's row, together with those of the module's constants that no other row mentions."""
     body = ast.parse(source).body
     constants = {
         node.targets[0].id: node.value
@@ -56,7 +56,7 @@ def lines_of_rows(source: str) -> dict[str, int]:
 
 
 def mentioned(node: ast.AST, constants: dict[str, ast.expr]) -> set[str]:
-    """Names of the constants that some code is made from, directly or through others."""
+    """Return the names of the constants that some code is made from, directly or through others."""
     names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in constants}
     return names.union(*(mentioned(constants[name], constants) for name in names))
 
@@ -89,7 +89,7 @@ def test_constants_of_one_row_are_counted_with_it() -> None:
 
 
 def documented_row() -> Architecture:
-    """The row that docs/adding-a-family.md shows, made with what table.py imports."""
+    """Return the row that docs/adding-a-family.md shows, made with the imports of table.py."""
     text = (ROOT / "docs" / "adding-a-family.md").read_text()
     source = re.search(r"```python\n(.*?)```", text, re.S)
     assert source is not None and source[1].count("\n") <= MOST_LINES
@@ -100,7 +100,7 @@ def documented_row() -> Architecture:
 
 @pytest.fixture(name="dots")
 def composed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A reference model of a family that the table lacks, saved in tmp_path, with the documented row in the table."""
+    """Return a reference model of a family that the table lacks, saved in tmp_path, with the documented row in the table."""
     row = documented_row()
     assert row.model_type not in ARCHITECTURES
     monkeypatch.setitem(ARCHITECTURES, row.model_type, row)
@@ -144,7 +144,7 @@ def test_parts_refuse_what_they_cannot_honor(dots: Any, tmp_path: Path) -> None:
 
 
 def test_a_part_is_exchanged_by_itself() -> None:
-    """The same sizes with another attention part: nothing else changes."""
+    """A row with another attention part has the same sizes, and nothing else changes."""
     row = ARCHITECTURES["mixtral"]
     changed = replace(row, attention=replace(row.attention, qk_norm="head"))
     assert changed.router is row.router and changed.reads == row.reads and changed != row
@@ -159,7 +159,7 @@ def outside_the_room() -> list[Path]:
 
 
 def named_families(source: str) -> set[str]:
-    """Families, and their classes, that some code has as string literals."""
+    """Return the families, and their classes, that some code has as string literals."""
     rows = [*ARCHITECTURES.values(), *ENCODER_DECODERS.values()]
     classes = {getattr(row, "causal_lm_class", None) or row.model_class for row in rows}
     names = classes | {row.model_type for row in rows} | set(WRAPPERS)
@@ -174,7 +174,7 @@ def test_families_are_named_in_their_room_only() -> None:
 
 
 def part_fields(source: str) -> set[str]:
-    """Parts of a row that some code reads, as `row.router` or `config.architecture.router`."""
+    """Return the parts of a row that some code reads, as `row.router` or `config.architecture.router`."""
     return {
         node.attr
         for node in ast.walk(ast.parse(source))

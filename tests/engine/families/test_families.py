@@ -1,4 +1,4 @@
-"""The matrix of families, and what is particular to some of them."""
+"""The matrix of families, and the particular features of some of them."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(name="made_of", scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tiny model of each family, made when first asked for."""
+    """Return a tiny model of each family, made on first use."""
     return cache(lambda family: Made(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(autouse=True)
 def modules_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies remote code into a cache whose path it read when it was imported."""
+    """Set the cache into which transformers copies remote code. It read the path when it was imported."""
     place = tmp_path_factory.getbasetemp() / "modules"
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place))
 
@@ -74,7 +74,7 @@ def test_what_a_family_can_become(family: str, column: str, made_of: Any, matrix
 
 
 def test_every_family_is_tested() -> None:
-    """Under a name; that of a config in its authors' words has a test of its own."""
+    """Each family is tested under a name. A config with its authors' keys has a test of its own."""
     tested = {name: row for name, row in ARCHITECTURES.items() if not row.words.renames}
     assert set(FAMILIES | FURTHER_FAMILIES) == set(tested)
     assert set(ROWS) == {name for name, row in tested.items() if row.has_experts}
@@ -90,7 +90,7 @@ def test_the_table_shows_every_cell() -> None:
     assert NOTES in "\n".join(lines) and refusals() in "\n".join(lines)
 
 
-# What configs ask for
+# Variants of configs
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
@@ -111,7 +111,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v2", "yarn, mscale", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
     ("glm4_moe", "neither norms nor biases", {"use_qk_norm": False, "attention_bias": False}),
     ("glm4_moe", "groups, yarn", {"n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
-    ("deepseek", "top-k renormalised", {"norm_topk_prob": True, "n_shared_experts": None}),
+    ("deepseek", "top-k renormalized", {"norm_topk_prob": True, "n_shared_experts": None}),
     ("granitemoeshared", "without a shared expert", {"shared_intermediate_size": 0, "attention_bias": True}),
     ("ernie4_5_moe", "some layers", {"moe_layer_end_index": 3, "moe_layer_interval": 2, "num_hidden_layers": 5}),
     ("ernie4_5_moe", "no shared expert, tied", {"moe_num_shared_experts": 0, "tie_word_embeddings": True}),
@@ -129,7 +129,7 @@ def test_what_configs_ask_for(family: str, variant: str, changes: dict[str, Any]
 
 
 def test_both_ways_of_latent_attention_are_one_function(made_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one position after others, some of which are padding; in float64, and in bfloat16 that is only emulated."""
+    """One position follows others, some of which are padding; in float64, and in bfloat16 that is only emulated."""
     decoder = decoder_of(made_of("deepseek_v3").checkpoint, torch.float64)
     attention = decoder.layers[1].attention
     generator = torch.Generator().manual_seed(0)
@@ -151,7 +151,7 @@ def test_both_ways_of_latent_attention_are_one_function(made_of: Any, monkeypatc
 
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_groups_of_any_size(sigmoid: bool) -> None:
-    """Written out for one token: groups of 3, 1 and 4 experts, of which two are taken, and top-5 of those."""
+    """The rule is written out for one token: groups of 3, 1 and 4 experts, of which two are taken, and top-5 of those."""
     groups, bias = ((0, 1, 2), (3,), (4, 5, 6, 7)), torch.tensor([0.4, -0.2, 0.1, 0.9, -0.3, 0.2, 0.0, -0.1])
     logits = 2.0 * torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     rule = SigmoidTopK(5, True, bias, 2.5, groups, 2) if sigmoid else GroupedTopK(5, groups, 2, 2.5)
@@ -173,7 +173,7 @@ def test_groups_of_any_size(sigmoid: bool) -> None:
 
 
 def test_what_a_router_scales_is_what_experts_are_given(made_of: Any) -> None:
-    """Written out; on both paths, and differentiable in the router."""
+    """The expected outputs are written out. Both paths are tested, and the gradient in the router."""
     block = decoder_of(made_of("llama4_text").checkpoint, torch.float64).layers[1].feed_forward
     x_TD = torch.randn(3, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
@@ -200,13 +200,13 @@ def test_what_a_router_scales_is_what_experts_are_given(made_of: Any) -> None:
 
 
 def naive_outputs(block: Any, x: Tensor, logits: Tensor) -> Tensor:
-    """Of every expert for one token."""
+    """Return the output of every expert for one token."""
     parts = [[each.detach() for each in expert.projections] for expert in block.experts]
     return torch.stack([naive_ffn(own, None, x * z.sigmoid()) for own, z in zip(parts, logits, strict=True)])
 
 
 def test_queries_that_are_not_rotated_grow_with_their_position(tmp_path: Path) -> None:
-    """As in transformers without padding; padded each sequence as alone, where transformers counts the padding too."""
+    """Results equal transformers' without padding. With padding each sequence equals itself alone; there it does not."""
     made = Made("llama4_text", tmp_path, {"floor_scale": 3, "attn_scale": 0.9})
     decoder = decoder_of(made.checkpoint)
     with torch.no_grad():
@@ -227,7 +227,7 @@ def test_queries_that_are_not_rotated_grow_with_their_position(tmp_path: Path) -
 
 
 def test_the_language_model_within_a_model_of_images(made_of: Any, tmp_path: Path) -> None:
-    """As published Llama 4 has it: its own config within another, names under a prefix, images in tensors of their own."""
+    """The files are as in published Llama 4: a nested config, a name prefix, and other tensors for images."""
     made = made_of("llama4_text")
     whole, pruned, expected = (tmp_path / name for name in ("whole", "pruned", "expected"))
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28}
@@ -256,7 +256,7 @@ def test_the_language_model_within_a_model_of_images(made_of: Any, tmp_path: Pat
 
 
 def by_recurrence(query: Tensor, key: Tensor, value: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """s_t = λ s_{t-1} + k_t v_tᵀ and o_t = s_tᵀ q_t, one position after the other."""
+    """Compute s_t = λ s_{t-1} + k_t v_tᵀ and o_t = s_tᵀ q_t, one position after another."""
     state, given = torch.zeros(*key.shape[:2], key.shape[-1], value.shape[-1], dtype=key.dtype), []
     for place in range(key.shape[2]):
         state = torch.exp(-rates)[:, None, None] * state + key[:, :, place, :, None] * value[:, :, place, None]
@@ -265,7 +265,7 @@ def by_recurrence(query: Tensor, key: Tensor, value: Tensor, rates: Tensor) -> t
 
 
 def test_blocks_of_lightning_attention_are_its_recurrence() -> None:
-    """Over several blocks, the last one short; at once and from a state; first and last layer."""
+    """The test uses several blocks, the last one short, at once and from a state, in the first and last layer."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 2 * lightning_attention.BLOCK + 7, 5, generator=generator, dtype=torch.float64)
     for layer in (0, 2):
@@ -299,7 +299,7 @@ AUTHORS_WORDS = {
 
 @pytest.mark.parametrize("name", ["minimax_m1", "minimax_text_01"])
 def test_a_config_in_its_authors_words(name: str, made_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same model with half of each head rotated, which its authors say and transformers' class does not know."""
+    """Half of each head is rotated, which the authors' config says and transformers' class does not know."""
     from transformers.models.minimax import modeling_minimax
     from transformers.models.minimax_m2.modeling_minimax_m2 import apply_rotary_pos_emb
 
@@ -366,7 +366,7 @@ def test_a_state_goes_with_its_sequence_and_takes_nothing_back(made_of: Any) -> 
 
 
 def with_prediction_layer(made: Made, path: Path, layer: int) -> Path:
-    """The same model with one more layer in its files."""
+    """Return a copy of the model with one more layer in its files."""
     shutil.copytree(made.path / "full", path)
     tensors = load_file(path / "model.safetensors")
     more = {f"model.layers.{layer}.{name}": torch.ones(32, 64) for name in ("eh_proj.weight", "mlp.gate_proj.weight")}
@@ -405,7 +405,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
         "model.layers.3.eh_proj.weight",
     ),
 }
-"""What configs of published models say besides, and a tensor of their layers for multi-token prediction."""
+"""Further keys in configs of published models, and a tensor of their layers for multi-token prediction."""
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -435,7 +435,7 @@ def test_what_published_configs_say_besides(family: str, made_of: Any, tmp_path:
 
 
 def stored_in_float8(tensors: dict[str, Tensor], block: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Projections in 8 bits with their scales, and what they stand for, number by number."""
+    """Return projections in 8 bits with their scales, and their dequantized values, computed number by number."""
     stored, meant = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
         if "_proj" not in name or not name.endswith(".weight"):
@@ -453,7 +453,7 @@ def stored_in_float8(tensors: dict[str, Tensor], block: tuple[int, int]) -> tupl
 
 @pytest.fixture(name="float8", scope="session")
 def float8_model(made_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """In blocks that do not divide the sizes, and what its weights are."""
+    """Return a model in blocks that do not divide the sizes, and the values of its weights."""
     path = tmp_path_factory.mktemp("float8")
     tensors = load_file(made_of("deepseek_v3").path / "full" / "model.safetensors")
     stored, meant = stored_in_float8(tensors, (12, 20))

@@ -1,4 +1,4 @@
-"""Commands on families whose experts are in groups and whose attention is latent, and what is refused by name."""
+"""Commands on families whose experts are in groups and whose attention is latent, and refusals that name the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         compress.report.plots, "available", lambda: False
-    )  # pictures know nothing of families and take seconds
+    )  # pictures do not depend on families and take seconds
     return tmp_path
 
 
@@ -137,7 +137,7 @@ def test_results_of_a_family_under_another_name_have_the_known_one(tmp_path: Pat
     assert raw["auto_map"] == remote_code.auto_map()
 
 
-# What a router's scores mean elsewhere
+# Use of a router's scores elsewhere
 
 
 def test_a_bias_that_chooses_stays_float32_and_is_not_trained(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_every_tensor_has_its_parameter(family: str, tmp_path: Path) -> None:
 
 
 def test_gates_of_sigmoid_scores_are_shares_of_them(tmp_path: Path) -> None:
-    """Where a teacher runs all experts, or all but one."""
+    """A teacher runs all experts, or all but one."""
     save_reference("deepseek_v3", tmp_path)
     moe = Checkpoint(tmp_path).config.layers[1].moe
     assert moe is not None

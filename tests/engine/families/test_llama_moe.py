@@ -1,4 +1,4 @@
-"""LLaMA-MoE v1, which transformers lacks: everything against the naive model of naive_llama_moe.py."""
+"""LLaMA-MoE v1, which transformers lacks, against the naive model of naive_llama_moe.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEXT = [*CALIBRATION, "--evaluation-samples", "2"]
 
 
 def naive(path: Path, **settings: Any) -> NaiveLlamaMoe:
-    """A tiny random model, written to `path`."""
+    """Return a tiny random model, written to `path`."""
     model = NaiveLlamaMoe.random(**SIZES | FAMILIES[FAMILY] | settings)
     model.save_pretrained(path)
     return model
@@ -66,7 +66,7 @@ def worst(one: Tensor, other: Tensor) -> float:
     return float((one - other).detach().abs().max())
 
 
-# The same function
+# Equal functions
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_noise_reaches_the_layers_of_a_decoder_and_trains_what_it_is_made_of(tmp
 
 
 def test_the_routers_step_trains_the_gate_network_and_its_noise(tmp_path: Path) -> None:
-    """Student-aware routing: gradients by finite differences, layers kept or computed again; the same noise both times."""
+    """Student-aware routing has the gradients of finite differences, with layers kept or recomputed and the same noise."""
     naive(tmp_path / "teacher")
     save_reference("llama", tmp_path / "student")
     both = [Checkpoint(tmp_path / name) for name in ("teacher", "student")]
@@ -201,7 +201,7 @@ def test_removing_experts_equals_masking_their_logits(kept: dict[int, list[int]]
 
 
 def test_the_config_of_a_result(tmp_path: Path) -> None:
-    """As the family's own class asks for it; our one key beside that says what the class takes for granted."""
+    """The config has the keys of the family's own class, and one key of ours for a value that the class assumes."""
     model = naive(tmp_path / "full")
     full = Checkpoint(tmp_path / "full")
     apply(pruning_plan(UNIFORM), full, tmp_path / "uniform")
@@ -333,7 +333,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         compress.report.plots, "available", lambda: False
-    )  # pictures know nothing of families and take seconds
+    )  # pictures do not depend on families and take seconds
     return tmp_path
 
 
@@ -429,7 +429,7 @@ def test_a_config_that_disagrees_is_refused(settings: dict[str, Any], message: s
 
 
 def write_config(path: Path, settings: dict[str, Any]) -> None:
-    """A good checkpoint with another config.json."""
+    """Write a good checkpoint with another config.json."""
     model = naive(path)
     Config(model.config.values | settings).save_pretrained(path)
 

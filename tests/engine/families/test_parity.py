@@ -1,4 +1,4 @@
-"""Logits equal transformers', every family: prefill, decode step by step, padded batches and each config variant."""
+"""Logits equal transformers' for every family: prefill, step-by-step decoding, padded batches and each config variant."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("olmoe", "biases and clipping", {"attention_bias": True, "clip_qkv": 0.3}),
     ("qwen3_moe", "biases", {"attention_bias": True}),
     ("llama", "biases", {"attention_bias": True}),
-    ("olmoe", "top-k renormalised", {"norm_topk_prob": True}),
-    ("qwen2_moe", "top-k renormalised", {"norm_topk_prob": True}),
+    ("olmoe", "top-k renormalized", {"norm_topk_prob": True}),
+    ("qwen2_moe", "top-k renormalized", {"norm_topk_prob": True}),
     ("qwen2_moe", "some layers dense", {"mlp_only_layers": [1]}),
     ("qwen3_moe", "every second layer sparse", {"decoder_sparse_step": 2}),
     ("mixtral", "head dimension", {"head_dim": 12}),
@@ -86,7 +86,7 @@ def test_logits_equal_transformers(family: str, variant: str, changes: dict[str,
 
 
 def read_with_long_frequencies(reference: Any) -> None:
-    """What transformers 5 leaves out: the length of the text, by which older versions and the authors' code choose them."""
+    """Choose frequencies by the text's length, as older versions and the authors' code do and transformers 5 does not."""
     rotary = reference.model.rotary_emb
     initialise = rotary.rope_init_fn
     rotary.rope_init_fn = lambda config: initialise(config, seq_len=24)
@@ -94,7 +94,7 @@ def read_with_long_frequencies(reference: Any) -> None:
 
 @torch.no_grad()
 def compare(record: Callable[[str, float], None], variant: str, reference: Any, decoder: Decoder) -> None:
-    """Prefill, step-by-step decode past a prefill, and a left-padded batch of different lengths."""
+    """Compare a prefill, step-by-step decoding after a prefill, and a left-padded batch of different lengths."""
     tokens = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
     expected = reference(tokens).logits
     record("prefill", float((decoder(tokens) - expected).abs().max()))

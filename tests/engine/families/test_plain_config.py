@@ -1,4 +1,4 @@
-"""Configs that are resolved without transformers: as transformers resolves them, or not at all."""
+"""Configs that are resolved without transformers equal transformers' result, or are left to transformers."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ NOT_COMPARED = frozenset(["read_as", "dtype", "id2label", "label2id", "ignore_ke
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """The public attributes of a config, but for those that no decoder reads."""
+    """Return the public attributes of a config, except those that no decoder reads."""
     return {key: value for key, value in vars(config).items() if not key.startswith("_") and key not in NOT_COMPARED}
 
 
 def variants(model_type: str) -> Iterator[dict[str, Any]]:
-    """Configs of a family: whole, empty, and with one key left out or given an odd value."""
+    """Yield configs of a family: whole, empty, and with one key left out or given an odd value."""
     whole = CONFIG_MAPPING[model_type]().to_dict()
-    for key in ("model_type", "id2label", "label2id"):  # written in full by `to_dict` only
+    for key in ("model_type", "id2label", "label2id"):  # only `to_dict` writes these in full
         del whole[key]
     yield whole
     yield {}
@@ -63,17 +63,17 @@ def variants(model_type: str) -> Iterator[dict[str, Any]]:
 
 
 def check(model_type: str, config: dict[str, Any], warnings: list[str]) -> bool:
-    """Whether the config is read plainly; if so, transformers must read the same from it, without a word."""
+    """Return whether the config is read plainly. If it is, transformers must read the same values without a warning."""
     given, own = copy.deepcopy(config), copy.deepcopy(config)
     plain = read_plainly(model_type, own)
     if plain is None:
-        assert own == config  # what transformers is then given
+        assert own == config  # the config that transformers is then given
         return False
     warnings.clear()
     real = CONFIG_MAPPING[model_type](**given)
     assert values_of(plain) == values_of(real), config
     assert all(getattr(plain, name) == getattr(real, name) for name in real.attribute_map if hasattr(real, name))
-    assert own == given  # transformers completes what it was given in place
+    assert own == given  # transformers completes its input in place
     assert not warnings, (config, warnings)
     return True
 

@@ -1,4 +1,4 @@
-"""Files of a model directory beside its weights: no code that is run, no way out of it, nothing that was not written."""
+"""Other files of a model directory: no code is run, no path leads outside, and only files that were written are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from engine.transformers_models.transformers_model import load_decoder
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model`, and `artifact` with a modelling file, made of it."""
+    """Return a directory with `model`, and `artifact` made from it, which has a file of model code."""
     path = tmp_path_factory.mktemp("made")
     make_workplace(path)
     arguments = ["prune", "model", "--plan", "plan.json", *CALIBRATION, "--evaluation-samples", "0", "-o", "artifact"]
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy to be damaged, and worked in."""
+    """Return a copy that may be damaged, as the working directory."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True, symlinks=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -62,7 +62,7 @@ def test_nothing_of_a_directory_is_run(place: Path) -> None:
     )
     for door in (*doors, ["evaluate", "artifact", "--tasks", "arc_easy"], ["generate", "artifact", "-p", "the"]):
         refused(place, door, "custom_generate", "is code")
-    (place / "artifact" / "compression.json").unlink()  # a plain checkpoint, which our own engine reads
+    (place / "artifact" / "compression.json").unlink()  # without it, this is a plain checkpoint, which our own engine reads
     assert run("generate", "artifact", "-p", "the", "-n", "2")["generated_tokens"] == 2
     refused(place, doors[0], "custom_generate", "trust_remote_code")
     assert not (place / "pwned").exists()
@@ -123,7 +123,7 @@ def test_tasks_have_the_results_of_a_path(place: Path) -> None:
     assert ours == theirs
 
 
-# What was not written
+# Files that were not written
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "chat_template.jinja", "additional_chat_templates/default.jinja", ".hidden"])
@@ -158,7 +158,7 @@ def test_a_manifest_cannot_list_code(place: Path) -> None:
     refused(place, ["inspect", "artifact", "--checksums"], "evil.py", "is code")
 
 
-# Ways out
+# Paths that lead outside
 
 
 def decoder(path: Path) -> Callable[[], Any]:
@@ -199,7 +199,7 @@ def test_no_file_links_out_of_a_directory(place: Path, make: Callable[[Path], Ca
         path.unlink()
         if there:
             aside.rename(path)
-    (place / "own" / "merges.txt").symlink_to("config.json")  # within the directory it may stay
+    (place / "own" / "merges.txt").symlink_to("config.json")  # a link within the directory is allowed
     open_it()
 
 
@@ -234,7 +234,7 @@ def test_names_with_line_ends_are_said_on_one_line(place: Path) -> None:
     refused(place, ["inspect", "model"], "'a\\nb'", "link leads out")
 
 
-# Which model it is
+# Identity of the model
 
 
 def change(path: Path, name: str, edit: Callable[[torch.Tensor], None]) -> None:

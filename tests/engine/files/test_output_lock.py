@@ -1,4 +1,4 @@
-"""One run at a time for each output: who is refused, who takes over what a dead run left, and that nothing stays."""
+"""One run at a time for each output: refused runs, runs that take over from dead ones, and no files left behind."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ REFUSED = "is being written by another run (process {process} on "
 
 @contextmanager
 def held(output: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of `output` until it is ended."""
+    """Yield a process that holds the lock of `output` until it is ended."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(output)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -82,7 +82,7 @@ def held(output: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def leave_lock(output: Path, seconds_ago: float = 0, **changes: Any) -> Path:
-    """The lock file of a run of another machine, last touched so long ago."""
+    """Write the lock file of a run on another machine, last touched so many seconds ago."""
     path = lock_path(output)
     owner = {"host": "elsewhere", "machine": "another", "process": 7, "started": "2026-01-02T03:04:05+00:00"}
     path.write_text(json.dumps(owner | changes))
@@ -92,7 +92,7 @@ def leave_lock(output: Path, seconds_ago: float = 0, **changes: Any) -> Path:
 
 
 def in_thread(function: Callable[[], object]) -> BaseException | None:
-    """The error that `function` raises in a thread of its own, if it raises one."""
+    """Return the error that `function` raises in a thread of its own, if any."""
     raised: list[BaseException] = []
 
     def call() -> None:
@@ -161,7 +161,7 @@ def test_what_a_killed_run_leaves_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_holds_nothing(tmp_path: Path) -> None:
-    """It neither releases its parent's lock nor keeps it."""
+    """A forked process neither releases its parent's lock nor keeps it."""
     with claimed(tmp_path / "out"):
         process = os.fork()
         if not process:
@@ -262,7 +262,7 @@ JOBS = (
 
 
 def test_every_command_that_writes_is_refused_before_it_looks_at_anything(tmp_path: Path) -> None:
-    """The options have nothing but outputs: whatever else a command asked them for would raise AttributeError."""
+    """The options have nothing but outputs, so access to any other option would raise AttributeError."""
     output, other = tmp_path / "out", tmp_path / "other"
     cases: dict[str, Callable[[], object]] = {
         "sweep": lambda: sweep([SimpleNamespace(output=output / "a")], None),  # type: ignore
@@ -293,7 +293,7 @@ CALIBRATE = ["calibrate", "model", *CALIBRATION]
 def test_of_two_runs_at_once_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: list[str], second: list[str]
 ) -> None:
-    """The first run stops where its result is all but there; the second is refused, and leaves the files of the first."""
+    """The first run stops just before its result is complete. The second is refused, and leaves the files of the first."""
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
     process = subprocess.Popen(

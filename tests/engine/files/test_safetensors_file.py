@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def file_bytes(header: object, data: bytes = b"") -> bytes:
-    """A safetensors file of `header`, JSON text or an object to be encoded, and `data`."""
+    """Return a safetensors file of `header`, JSON text or an object to be encoded, and `data`."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -40,7 +40,7 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8))
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Reproducible values of any dtype."""
+    """Return reproducible values of any dtype."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -48,7 +48,7 @@ def values(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.T
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether both tensors have the same dtype, shape and bits."""
+    """Return whether both tensors have the same dtype, shape and bits."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return torch.equal(left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8))
@@ -283,7 +283,7 @@ def test_file_that_changed_is_refused(tmp_path: Path) -> None:
 
 
 def read_index(directory: Path) -> dict[str, Path]:
-    """The file that holds each tensor."""
+    """Return the file that holds each tensor."""
     return {name: file.path for name, file in open_shards(directory)[0].items()}
 
 
@@ -449,7 +449,7 @@ def test_writer_keeps_no_tensors_in_memory(tmp_path: Path) -> None:
 
 
 def two_shards(directory: Path) -> dict[str, Any]:
-    """Write a checkpoint of tensors a and b in a shard each, at `one` and `two`; its index."""
+    """Write a checkpoint of tensors a and b in a shard each, at `one` and `two`, and return its index."""
     for tensor, shard in (("a", "one"), ("b", "two")):
         safetensors.torch.save_file({tensor: torch.ones(1)}, directory / f"{shard}.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
@@ -458,7 +458,7 @@ def two_shards(directory: Path) -> dict[str, Any]:
 
 
 def weight_map(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """A damage to a checkpoint: `change` applied to its index's weight_map."""
+    """Return a damage to a checkpoint that applies `change` to its index's weight_map."""
 
     def damage(directory: Path) -> None:
         index = load_json(directory / INDEX_NAME, "index")
@@ -469,7 +469,7 @@ def weight_map(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], N
 
 
 def index_text(text: str) -> Callable[[Path], None]:
-    """A damage to a checkpoint: the whole index replaced."""
+    """Return a damage to a checkpoint that replaces the whole index."""
 
     def damage(directory: Path) -> None:
         (directory / INDEX_NAME).write_text(text)
@@ -483,7 +483,7 @@ def add_unlisted(directory: Path) -> None:
 
 
 def rename_in_weight_map(name: object) -> Callable[[Path], None]:
-    """A damage to a checkpoint: tensor b said to be in file `name`."""
+    """Return a damage to a checkpoint that assigns tensor b to file `name`."""
     return weight_map(lambda names: names.update(b=name))
 
 

@@ -1,4 +1,4 @@
-"""The state that a run leaves for `--resume` is read back only as it was written."""
+"""The state that a run leaves for `--resume` is read back only if it is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation: equal to transformers', alone and in a batch; stops, streaming, skipping, reports and refusals."""
+"""Generation equals transformers', alone and in a batch; stops, streaming, skipping, reports and refusals."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_streaming_leaves_no_mode_behind(engine: Engine) -> None:
 
 
 def characters(context: list[int]) -> Characters:
-    """Over single bytes."""
+    """Return a reader of characters over single bytes."""
     return Characters(context, lambda ids: bytes(ids).decode(errors="replace"))
 
 
@@ -170,7 +170,7 @@ def test_a_stop_string_is_found_where_a_plain_search_finds_it(stop: str) -> None
 
 
 def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
-    """A search that compares every beginning of the string with the text takes hours for this one."""
+    """A search that compares every prefix of the string with the text would take hours for this one."""
     looking = StopString("z" * 1_000_000)
     assert all(looking.find("z" * 10 + "y") is None and looking.begun == 0 for _ in range(1_000))
 
@@ -308,7 +308,7 @@ def test_threshold_zero_is_no_skipping_to_the_bit(directory: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_bytes_that_a_token_reads_are_those_of_its_experts(directory: Path, tmp_path: Path, threshold: float) -> None:
-    """Counted here from what each token was routed to, and from the sizes of the stored tensors."""
+    """The expected bytes are counted from each token's routing and from the sizes of the stored tensors."""
     copy = Path(shutil.copytree(directory, tmp_path / "copy"))
     tables().save(copy / FILE_NAME)
     engine = Engine.open(copy, skip_threshold=threshold)

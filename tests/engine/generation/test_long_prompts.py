@@ -1,4 +1,4 @@
-"""A prompt that is read in pieces gives the logits of one that is read whole, in memory that does not grow with it."""
+"""A prompt read in pieces gives the logits of one that is read whole, in memory that does not grow with its length."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_pieces_equal_the_whole(
     real[1, :padding] = False
 
     def run(chunk: int) -> torch.Tensor:
-        """Logits [4, B, V] after the prompt and after each of three more tokens."""
+        """Return logits [4, B, V] after the prompt and after each of three more tokens."""
         monkeypatch.setattr(engine.generation.generate, "PREFILL_CHUNK", chunk)
         cache = KeyValueCache(opened.checkpoint.config, 2, 36, opened.dtype)
         logits = [opened.prefill(tokens, real if padding else None, cache)]
@@ -95,7 +95,7 @@ print(peak_memory_bytes() - before - cache.bytes)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not let a peak begin anew")
 def test_memory_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
-    """Read whole, two vectors of an expert's hidden units, 4,096 more · 8,192 · 2 bytes each, would take 134 MB more."""
+    """Read whole, the prompt would take 134 MB more: 4,096 tokens · 8,192 hidden units of an expert · 2 bytes, twice."""
     sizes = {"hidden_size": 64, "intermediate_size": 8192, "max_position_embeddings": 8192}
     save_reference("mixtral", tmp_path, num_local_experts=2, num_hidden_layers=2, **sizes)
     extra = {}

@@ -39,7 +39,7 @@ def test_rate() -> None:
 
 
 class Fixed:
-    """A Routing that always gives the same."""
+    """A routing that always returns the same selection."""
 
     def __init__(self, experts: list[list[int]]) -> None:
         self.experts = torch.tensor(experts)

@@ -1,4 +1,4 @@
-"""Sampling, checked against probabilities worked out by hand."""
+"""Sampling, checked against probabilities computed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBABILITIES = torch.tensor([0.1, 0.5, 0.05, 0.3, 0.05])
 
 
 def drawn(**options: Any) -> set[int]:
-    """Every token that 2,000 draws give."""
+    """Return every token that 2,000 draws give."""
     return set(frequencies(**options).nonzero()[:, 0].tolist())
 
 
@@ -53,7 +53,7 @@ def test_top_p(p: float, kept: set[int]) -> None:
 
 
 def test_top_p_acts_on_what_top_k_left() -> None:
-    # Of the two that are left, token 1 has 0.5 / 0.8 = 0.625.
+    # Among the two remaining tokens, token 1 has 0.5 / 0.8 = 0.625.
     assert drawn(temperature=1.0, top_k=2, top_p=0.62) == {1}
     assert drawn(temperature=1.0, top_k=2, top_p=0.63) == {1, 3}
 

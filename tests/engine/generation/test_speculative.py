@@ -42,7 +42,7 @@ LONGROPE: dict[str, Any] = {
 
 
 def save_pair(path: Path, family: str = "mixtral", noise: float = 0.02, **changes: Any) -> tuple[Path, Path]:
-    """A target, and a draft that is near enough to it to be right at times."""
+    """Save a target, and a draft that is close enough to the target to be right sometimes."""
     model = save_reference(family, path / "target", vocab_size=VOCABULARY, **changes)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -63,18 +63,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def tables(*rows: tuple[int, ...]) -> Tensor:
-    """Distributions in twelfths."""
+    """Return distributions, given in twelfths."""
     return torch.tensor(rows, dtype=torch.float64) / 12
 
 
-# What p and q give first, and after each first token. Thresholds p/q and the sums of residuals are all multiples of 1/12.
+# Distributions p and q of the first token, and after each first token. All p/q and sums of residuals are multiples of 1/12.
 P_FIRST, Q_FIRST = tables((3, 3, 6)), tables((6, 3, 3))
 P_NEXT, Q_NEXT = tables((2, 1, 9), (4, 4, 4), (0, 9, 3)), tables((4, 4, 4), (4, 4, 4), (8, 1, 3))
 P_LAST = tables((12, 0, 0), (1, 5, 6), (6, 0, 6))  # depends on the second token
 
 
 def test_the_output_has_the_distribution_of_the_target() -> None:
-    """Over all drafts and, in steps of 1/12, all uniform numbers: P(three tokens) = p(x1) p(x2 | x1) p(x3 | x2)."""
+    """All drafts and, in steps of 1/12, all uniform numbers are tried: P(three tokens) = p(x1) p(x2 | x1) p(x3 | x2)."""
     grid = [(step + 0.5) / 12 for step in range(12)]
     found, rejected = torch.zeros(3, 3, 3, dtype=torch.float64), 0
     for x1, x2 in itertools.product(range(3), repeat=2):
@@ -85,7 +85,7 @@ def test_the_output_has_the_distribution_of_the_target() -> None:
             rejected += accepted < 2
             written = [*[x1, x2][:accepted], following]
             weight = drafted / 12**3
-            # A rejection ends the round early; later rounds give the rest, by the target's distribution.
+            # A rejection ends the round early. Later rounds give the rest, by the target's distribution.
             match written:
                 case [a]:
                     found[a] += weight * P_NEXT[a][:, None] * P_LAST
@@ -99,7 +99,7 @@ def test_the_output_has_the_distribution_of_the_target() -> None:
 
 
 def test_one_token_by_hand() -> None:
-    """p = (1/4, 1/4, 1/2), q = (1/2, 1/4, 1/4): token 0 stays with probability 1/2, and only token 2 replaces it."""
+    """With p = (1/4, 1/4, 1/2), q = (1/2, 1/4, 1/4), token 0 stays with probability 1/2, and only token 2 replaces it."""
     p, q = P_FIRST[0], Q_FIRST[0]
     assert residual(p, q).tolist() == [0.0, 0.0, 0.25]
     assert verify([p, p], [q], [0], [0.49, 0.0]) == (1, 0)
@@ -146,7 +146,7 @@ def test_greedy_text_is_that_of_the_target(family: str, changes: dict[str, Any],
     ("family", "changes"),
     [
         *((family, {}) for family in ("mixtral", "qwen2_moe", "qwen3_moe", "phimoe", "gpt_oss", "llama_moe", "qwen2")),
-        *((family, {}) for family in FURTHER_FAMILIES if family != "minimax"),  # a state takes nothing back
+        *((family, {}) for family in FURTHER_FAMILIES if family != "minimax"),  # a state cannot be rolled back
         ("olmoe", {"clip_qkv": 0.5}),
         ("mixtral", {"sliding_window": 6}),
         ("mixtral", LONGROPE),
@@ -155,7 +155,7 @@ def test_greedy_text_is_that_of_the_target(family: str, changes: dict[str, Any],
 def test_several_steps_at_once_give_the_logits_of_single_ones(
     family: str, dtype: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """To the bit through the compiled kernels; the tokens go over the place where the frequencies switch."""
+    """Logits are bit-identical through the compiled kernels. The tokens go past the point where the frequencies switch."""
     if dtype == "bfloat16":
         pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     save_reference(family, tmp_path, **changes)
@@ -187,7 +187,7 @@ def test_half_precision_writes_what_it_writes_alone(pair: tuple[Path, Path]) -> 
 
 
 def test_the_distributions_are_those_of_the_text_so_far(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was drafted, rejected and forgotten before: p and q of every round are those of a forward of all tokens."""
+    """Despite earlier drafts and rejections, p and q of every round are those of a forward pass over all tokens."""
     target, draft = pair
     engine = Engine.open(target, draft=draft, draft_tokens=3)
     options = SamplingOptions(1.5, top_p=0.95, top_k=40, presence_penalty=0.5, frequency_penalty=0.25)

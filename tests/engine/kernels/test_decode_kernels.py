@@ -35,7 +35,7 @@ TOKENS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(1
 
 
 def decoded(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
-    """Logits of a prefill of 5 and of 7 single steps."""
+    """Return the logits of a prefill of 5 positions and of 7 single steps."""
     cache = KeyValueCache(config, 1, TOKENS.shape[1], dtype)
     with torch.inference_mode():
         logits = [decoder.last_logits(TOKENS[:, :5], None, cache)]
@@ -45,7 +45,7 @@ def decoded(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
 
 
 def read(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
-    """Logits of a prompt, in which rounding turns no choice of experts over early."""
+    """Return the logits of a prompt in which rounding does not change an early choice of experts."""
     prompt = torch.randint(3, 96, (1, 70), generator=torch.Generator().manual_seed(4))
     with torch.inference_mode(), reading():
         return decoder(prompt, None, KeyValueCache(config, 1, prompt.shape[1], dtype))[0]
@@ -59,7 +59,7 @@ def read(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
 def test_every_family_decodes_as_well_as_through_torch(
     family: str, changes: dict[str, Any], logits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are roundings of the float64 logits; the compiled path rounds less often, so it may not be the worse one."""
+    """Both are roundings of the float64 logits. The compiled path rounds less often, so it must not be worse."""
     save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
 
@@ -74,7 +74,7 @@ def test_every_family_decodes_as_well_as_through_torch(
     is_compiled = logits is decoded or has_half_arithmetic()  # prompts go through torch where bfloat16 is emulated
     assert compiled.dtype == torch.bfloat16 and torch.equal(compiled, torch_path) != is_compiled
     errors, torch_errors = ((made - exact).norm(dim=-1) for made in (compiled, torch_path))
-    if logits is read:  # among so many tokens one or two have experts that are chosen or not by how a sum is rounded
+    if logits is read:  # among so many tokens, rounding decides the experts of one or two
         assert errors.median() < 1.25 * torch_errors.median()
     else:
         assert errors.norm() < 1.25 * torch_errors.norm()
@@ -95,11 +95,11 @@ def test_norm_equals_torch_to_the_bit() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("past", [[0], [6], [3, 0, 11, 4]])
 def test_attention_equals_the_textbook(past: list[int], window: int | None, threads: int) -> None:
-    """Sequences whose blocks of 4 positions lie anywhere, in a cache of 12 blocks."""
+    """The blocks of 4 positions of each sequence lie anywhere in a cache of 12 blocks."""
     torch.manual_seed(0)
     heads, groups, size, count = 6, 3, 8, len(past)
     kernels.use_threads(threads)
-    projected = torch.randn(count, (heads + 2 * groups) * size).bfloat16()  # side by side, as `linears` gives them
+    projected = torch.randn(count, (heads + 2 * groups) * size).bfloat16()  # side by side, as `linears` returns them
     query, key, value = (p.view(count, -1, size) for p in projected.split([heads * size, groups * size, groups * size], 1))
     angles = torch.randn(count, size // 2).repeat(1, 2)
     cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
@@ -142,7 +142,7 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
     CASES,
 )
 def test_a_sequence_gets_the_same_bits_beside_others(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """And the same in blocks as in one piece of memory."""
+    """Results in blocks and in contiguous memory are the same, too."""
     save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
     config = checkpoint.config

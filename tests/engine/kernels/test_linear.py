@@ -24,7 +24,7 @@ from engine.kernels.quantized_weight import quantise
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(engine.kernels.linear, "has_half_arithmetic", lambda: request.param)
-    monkeypatch.setattr(engine.kernels.linear, "BLOCK_ELEMENTS", 64)  # several blocks even here
+    monkeypatch.setattr(engine.kernels.linear, "BLOCK_ELEMENTS", 64)  # several blocks even for small matrices
     return bool(request.param)
 
 
@@ -52,7 +52,7 @@ def test_compiled_products_equal_float64(threads: int, rows: int, inputs: int) -
     exact = x.double() @ torch.cat(weights).double().T
     assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-5)
     assert (y == exact.float().bfloat16()).double().mean() > 0.99, "rounded once, from float32"
-    for row in range(rows):  # to the bit, whatever is computed beside it
+    for row in range(rows):  # bit-identical, whatever is computed beside it
         alone = kernels.products(x[row].data_ptr(), 1, [addresses(w) for w in weights], [37, 1, 8], inputs)
         assert torch.equal(as_bfloat16(alone)[0], y[row])
 
@@ -86,7 +86,7 @@ def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
 
 
 def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
-    """What the kernels make of vectors beside weights of few bits: of each 32 values the largest becomes 127."""
+    """Round vectors as the kernels do for low-bit weights: the largest of each 32 values becomes 127."""
     groups = x.float().unflatten(-1, (-1, 32))
     largest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.tensor(127.0).div(largest)  # `127 / largest` would be 127 times a rounded reciprocal
@@ -141,7 +141,7 @@ def test_compiled_experts_of_few_bits(bits: int) -> None:
             if index != NO_EXPERT:
                 gate, up, down = (part.dequantised(torch.float64) for part in experts[index].projections)
                 exact += weight * (down @ rounded_to_8_bits(F.silu(gate @ wide) * (up @ wide)))
-        # A value in the middle may be rounded the other way in float32.
+        # A value halfway between two may be rounded the other way in float32.
         assert torch.allclose(y[token].double(), exact, rtol=2**-7, atol=2e-3 * float(exact.abs().max()))
         assert alone[token] is not None and torch.equal(alone[token][0], y[token])
 
@@ -168,7 +168,7 @@ needs_pairs = pytest.mark.skipif(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 32), (16, 64), (97, 96), (113, 2048 + 32), (200, 160)])
 def test_compiled_products_of_many_rows(rows: int, inputs: int, threads: int, bits: int) -> None:
-    """Panels of each width there is, empty places in the last one, and inputs that do not go into one block."""
+    """The rows give panels of each width, empty places in the last one, and inputs that exceed one block."""
     kernels = pytest.importorskip("engine.kernels.compiled")
     torch.manual_seed(0)
     kernels.use_threads(threads)
@@ -194,7 +194,7 @@ def test_compiled_products_of_many_rows(rows: int, inputs: int, threads: int, bi
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("kind", ["plain", "scaled inputs", "clamped, with biases"])
 def test_compiled_experts_of_many_tokens(kind: str, bits: int) -> None:
-    """Experts with no token, with a few and with more than fit into one panel; empty slots; a token without any expert."""
+    """Experts have no token, a few, or more than fit into one panel; some slots are empty; one token has no expert."""
     torch.manual_seed(0)
     tokens, hidden, width, count = 150, 64, 160, 5
     shapes = ((width, hidden), (width, hidden), (hidden, width))

@@ -1,4 +1,4 @@
-"""Weights of few bits: by hand, by naive implementations of the rounding and of the format, and in the decoder."""
+"""Low-bit weights: by hand, by naive implementations of the rounding and of the format, and in the decoder."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from engine.kernels.scheme import WHOLE_ROW, Scheme
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = ("mixtral", "qwen2_moe", "llama_moe", "granitemoeshared", "phimoe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")
 KINDS = (*KINDS, "minimax_m2", "glm4_moe", "llama")
-"""Experts one by one and stacked, with biases and clamped; shared ones with a gate and without; latent attention; dense."""
+"""Families with experts one by one and stacked, biases and clamps, shared experts with a gate and without, latent
+attention, and a dense model."""
 FAMILIES = pytest.mark.parametrize("family", KINDS)
 DIVISIBLE = {"deepseek_v3": {"q_lora_rank": 24}}
-"""Sizes that groups of 8 divide, where conftest has others."""
+"""Sizes that are multiples of 8, where conftest has others."""
 
 
 def packed_rows(values: list[list[int]], bits: int) -> Tensor:
-    """int32 words: each row one long number, its first value lowest."""
+    """Return int32 words. Each row is one long number whose lowest bits are its first value."""
     words = -(-len(values[0]) * bits // 32)
     numbers = [sum(value << (bits * place) for place, value in enumerate(row)) for row in values]
     data = bytearray(b"".join(number.to_bytes(4 * words, "little") for number in numbers))
@@ -53,7 +54,7 @@ def unpacked_rows(words: Tensor, bits: int, inputs: int) -> list[list[int]]:
 
 
 def naive_weights(directory: Path, bits: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, packed ones as scale · (stored − 2^(bits−1))."""
+    """Return every tensor of a checkpoint, packed ones as scale · (stored − 2^(bits−1))."""
     stored = load_file(directory / "model.safetensors")
     weights = {
         name: tensor.to(dtype) for name, tensor in stored.items() if not name.endswith(("_packed", "_scale", "_shape"))
@@ -70,7 +71,7 @@ def naive_weights(directory: Path, bits: int, dtype: torch.dtype = torch.float32
 
 
 def quantised(family: str, path: Path, bits: int, group_size: int = 8, **options: Any) -> Checkpoint:
-    """A tiny model of few bits, in `path / "quantised"`; the original is in `path / "full"`."""
+    """Return a tiny low-bit model, in `path / "quantised"`. The original is in `path / "full"`."""
     save_reference(family, path / "full", **DIVISIBLE.get(family, {}))
     full = Checkpoint(path / "full")
     quantiser = Quantiser(QuantiserOptions(bits, group_size, **options))
@@ -104,7 +105,7 @@ def test_by_hand(bits: int, weights: list[float], scale: float, word: int) -> No
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 8), (4, WHOLE_ROW), (8, 8), (8, WHOLE_ROW)])
 def test_rounding_equals_a_naive_one(bits: int, group_size: int, scale_dtype: torch.dtype, monkeypatch: Any) -> None:
-    monkeypatch.setattr("engine.kernels.quantized_weight._ROUND_ELEMENTS", 64)  # several pieces even here
+    monkeypatch.setattr("engine.kernels.quantized_weight._ROUND_ELEMENTS", 64)  # several pieces even for small weights
     weight = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
     rounded = quantise(weight, bits, group_size, scale_dtype)
     size, middle = 24 if group_size == WHOLE_ROW else group_size, 2 ** (bits - 1)
@@ -142,7 +143,7 @@ def test_what_is_stored_stands_for_one_product_rounded_once(bits: int, scale_dty
 
 @torch.inference_mode()
 def prefill_and_steps(decoder: Decoder) -> Tensor:
-    """Logits of a prefill of 20 positions and of 4 single steps."""
+    """Return the logits of a prefill of 20 positions and of 4 single steps."""
     cache = KeyValueCache(decoder.config, 2, 24, decoder.dtype)
     logits = [decoder(TOKENS[:, :20], None, cache)]
     with decoding():
@@ -231,7 +232,7 @@ def test_bytes_stay_in_the_map_and_are_counted_as_they_are(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_an_expert_in_bfloat16(tokens: int) -> None:
-    """Few tokens and many go different ways; each multiplies by the same matrices as a plain expert."""
+    """Few tokens and many use different paths. Each multiplies by the same matrices as a plain expert."""
     torch.manual_seed(0)
     shapes = ((48, 32), (48, 32), (32, 48))
     rounded = [quantise(torch.randn(shape) * 0.2, 4, 16, torch.bfloat16) for shape in shapes]
@@ -242,7 +243,7 @@ def test_an_expert_in_bfloat16(tokens: int) -> None:
 
 
 def test_anybodys_checkpoint_of_that_format(tmp_path: Path) -> None:
-    """Two groups of settings, rows that end within a word, float16 scales, the head packed too."""
+    """The checkpoint has two groups of settings, rows that end within a word, float16 scales, and a packed head."""
     save_reference("mixtral", tmp_path, num_hidden_layers=1, hidden_size=36, head_dim=8)
     stored, packed = load_file(tmp_path / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(0)
@@ -271,7 +272,7 @@ def test_anybodys_checkpoint_of_that_format(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-# What is refused
+# Refusals
 
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8, "dynamic": False}
 CONFIG = {

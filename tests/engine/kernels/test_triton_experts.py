@@ -1,4 +1,4 @@
-"""The kernels for GPUs, on machines without one: they are interpreted beside torch, and compiled for two cards."""
+"""The GPU kernels on machines without a GPU: they are interpreted and compared with torch, and compiled for two GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.kernels.quantized_weight import quantise
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
 SHARED_MEMORY = 99 * 1024
-"""Bytes that a program may have on the smallest cards since 2020."""
+"""Maximum shared memory of a program, in bytes, on the smallest GPUs since 2020."""
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_equals_torch_where_it_is_interpreted() -> None:
 
 
 class Launches:
-    """In place of the kernels: what each would be launched with, by name."""
+    """Stands in for the kernels and records the arguments of each launch, by name."""
 
     def __init__(self) -> None:
         self.made: dict[str, tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]] = {}
@@ -99,7 +99,7 @@ def test_compiles_for_cards_that_are_not_here(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With what the launches are given; matrices are read 16 bytes at a time, and multiplied by tensor cores."""
+    """Kernels are compiled with the launches' arguments. Matrices are read 16 bytes at a time and use tensor cores."""
     triton = pytest.importorskip("triton", reason="needs Triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -132,11 +132,11 @@ def test_compiles_for_cards_that_are_not_here(
 
 
 class NeverWaits(TorchDispatchMode):
-    """Refuses every operation whose result, or its shape, the host would have to look at."""
+    """Refuses every operation whose result, or its shape, the host would have to wait for."""
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         looks = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags)
-        if function is torch.ops.aten.index.Tensor:  # only by truth values
+        if function is torch.ops.aten.index.Tensor:  # boolean masks only
             looks = looks if any(each is not None and each.dtype == torch.bool for each in given[1]) else set()
         assert not looks, f"{function} waits for the device"
         return function(*given, **(named or {}))
@@ -162,7 +162,7 @@ def test_nothing_waits_for_the_device(tokens: int, launches: Launches) -> None:
 
 
 def test_tiles_by_hand() -> None:
-    """Experts 0, 1 and 3 have three, one and five slots, in tiles of up to two; expert 2 has none, nor have two slots."""
+    """Experts 0, 1 and 3 have three, one and five slots, in tiles of up to two. Expert 2 has none. Two slots are empty."""
     chosen_R = torch.tensor([3, 0, NO_EXPERT, 3, 0, 1, 3, 0, 3, NO_EXPERT, 3])
     order_R, tiles_M3 = tiles(chosen_R, 4, 2)
     assert order_R.tolist() == [2, 9, 1, 4, 7, 5, 0, 3, 6, 8, 10]
@@ -192,7 +192,7 @@ def test_what_is_not_served() -> None:
     assert can_serve(plain) and can_serve(some_experts((32, 64), torch.float32, ClampedSwiglu(1.7, 7.0)))
     assert not can_serve([*plain, *some_experts((32, 48), torch.bfloat16)]), "two widths"
     assert not can_serve([*plain, *some_experts((32, 64), torch.float32)]), "two dtypes"
-    assert not can_serve([Expert(*(quantise(torch.randn(32, 32), 8, 32) for _ in range(3)))]), "few bits"
+    assert not can_serve([Expert(*(quantise(torch.randn(32, 32), 8, 32) for _ in range(3)))]), "low-bit weights"
     apart = torch.zeros(1 + 3 * 32 * 32, dtype=torch.bfloat16)[1:].view(3, 32, 32)
     assert not can_serve([Expert(*apart)]), "at odd addresses"
 
@@ -202,7 +202,7 @@ def a_block() -> MoeBlock:
 
 
 def test_kernels_that_fail_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Here there is no GPU to launch them on, which Triton says by raising."""
+    """This machine has no GPU to launch kernels on, so Triton raises an exception."""
     pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setenv("COMPRESS_KERNELS", "compiled")
     block = a_block()

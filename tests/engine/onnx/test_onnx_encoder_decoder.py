@@ -1,4 +1,4 @@
-"""Exported encoder-decoders give what transformers gives, and `compress export` of them keeps what it promises."""
+"""Exported encoder-decoders equal transformers, and `compress export` writes them with its usual guarantees."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make(path: Path, **sizes: Any) -> None:
-    """A tiny random model, weights large enough that differences would show in what it gives."""
+    """Save a tiny random model with weights large enough that differences show in its outputs."""
     from transformers import AutoModelForSeq2SeqLM, SwitchTransformersConfig, T5Config
 
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def make(path: Path, **sizes: Any) -> None:
 
 
 def prune(path: Path, kept: tuple[int, ...]) -> None:
-    """Leave these experts and their router rows in every sparse layer."""
+    """Keep these experts and their router rows in every sparse layer."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if ".expert_" in name]:
@@ -87,7 +87,7 @@ def exported(checkpoint: EncoderDecoderCheckpoint, directory: Path, **options: A
 
 
 def texts() -> tuple[Tensor, Tensor, Tensor]:
-    """Two sources, the second of them padded, and their targets."""
+    """Return two sources, the second of them padded, and their targets."""
     generator = torch.Generator().manual_seed(1)
     source_BS, target_BL = (torch.randint(3, 200, (2, length), generator=generator) for length in (SOURCE, PREFILL + STEPS))
     real_BS = torch.ones_like(source_BS, dtype=torch.bool)
@@ -101,7 +101,7 @@ PIECES = [(0, PREFILL), *((begin, begin + 1) for begin in range(PREFILL, PREFILL
 
 @torch.no_grad()
 def by_transformers(model: Any, source_BS: Tensor, real_BS: Tensor, target_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states of the sources, and logits of a prefill and the steps after it."""
+    """Return the hidden states of the sources, and the logits of a prefill and of the steps after it."""
     encoded = model.get_encoder()(input_ids=source_BS, attention_mask=real_BS.long())
     past, logits = None, []
     for begin, end in PIECES:
@@ -123,7 +123,7 @@ def by_graphs(found: OnnxEncoderDecoder, source_BS: Tensor, real_BS: Tensor, tar
 
 
 def differences(model: Any, found: OnnxEncoderDecoder) -> dict[str, float]:
-    """The largest |difference|: hidden states, logits of a prefill and of 8 steps; and all of a batch that is padded."""
+    """Return the largest |difference| of hidden states and of logits of a prefill and 8 steps, also for a padded batch."""
     source_BS, real_BS, target_BL = texts()
     alone = source_BS[:1], real_BS[:1], target_BL[:1]
     states, logits = (a - b for a, b in zip(by_transformers(model, *alone), by_graphs(found, *alone), strict=True))
@@ -162,7 +162,7 @@ def test_graphs_give_what_transformers_gives(name: str, portable: bool, tmp_path
 
 
 def test_a_full_expert_drops_tokens_in_the_graph_too(tmp_path: Path) -> None:
-    """The same weights with room for all give something else, so tokens were dropped, of the prefill too."""
+    """With room for all tokens the weights give other results, so tokens were dropped, in the prefill too."""
     make(tmp_path / "model", **MODELS["capacity 2"])
     narrow = by_graphs(exported(EncoderDecoderCheckpoint(tmp_path / "model"), tmp_path / "narrow"), *texts())
     change_config(tmp_path / "model", expert_capacity=64)
@@ -172,7 +172,7 @@ def test_a_full_expert_drops_tokens_in_the_graph_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
 def test_experts_that_no_token_chose_are_not_computed(portable: bool, tmp_path: Path) -> None:
-    """Their weights are NaN, which would be in every logit."""
+    """The weights of these experts are NaN, which would show in every logit."""
     make(tmp_path / "model", **SWITCH)
     checkpoint = EncoderDecoderCheckpoint(tmp_path / "model")
     model, chosen = checkpoint.load(torch.float32), {}
@@ -193,7 +193,7 @@ def test_experts_that_no_token_chose_are_not_computed(portable: bool, tmp_path: 
 
 
 def test_keys_and_values_of_the_source_are_computed_once(tmp_path: Path) -> None:
-    """After the first call the graph no longer looks at the hidden states that they were made from."""
+    """After the first call the graph no longer reads the hidden states that keys and values were made from."""
     make(tmp_path / "model", **DENSE)
     found = exported(EncoderDecoderCheckpoint(tmp_path / "model"), tmp_path / "onnx")
     source_BS, real_BS, target_BL = texts()
@@ -207,7 +207,7 @@ def test_keys_and_values_of_the_source_are_computed_once(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_buckets(both_ways: bool) -> None:
-    """By hand, of 8 up to distance 16: 0 and 1 (0 to 3) exact, then by the logarithm; and as transformers has them."""
+    """By hand for 8 buckets up to distance 16: 0 and 1 (0 to 3) are exact, then logarithmic. transformers has the same."""
     from transformers.models.t5.modeling_t5 import T5Attention
 
     # Both ways: 4 buckets a side, 2 of them exact, and ln(d / 2) / ln 8 · 2 is 1 at d = 5.7. Otherwise 4 exact ones of 8,
@@ -226,7 +226,7 @@ def test_buckets(both_ways: bool) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model`, a mixture with a tokenizer, and `out`, made dense of it with two FFNs."""
+    """Return `model`, a mixture with a tokenizer, and `out`, made dense from it with two FFNs."""
     path = tmp_path_factory.mktemp("sequences")
     make_model(path / "model", d_ff=32)
     make_pairs(path / "pairs.jsonl")
@@ -279,7 +279,7 @@ def test_weights_are_in_the_data_file_once(place: Path) -> None:
 
 @pytest.mark.parametrize(("precision", "bits", "share"), [("float16", None, 0.51), ("int8", 8, 0.32), ("int4", 4, 0.25)])
 def test_fewer_bits(place: Path, precision: str, bits: int | None, share: float) -> None:
-    """Logits are those of the same weights, rounded; what is left is the rounding of activations."""
+    """Logits equal those of the same rounded weights, up to the rounding of activations."""
     figures = run("export", "model", "-o", "onnx", "--precision", precision, "--threads", "1")
     checkpoint = EncoderDecoderCheckpoint(place / "model")
     model = checkpoint.load(torch.float32)

@@ -1,4 +1,4 @@
-"""Exported graphs give our engine's logits: every family, every kind of result, every way of reading."""
+"""Exported graphs give our engine's logits: every family, every kind of result, and every way of reading."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LONGROPE = ROPES["longrope"] | {
     "long_factor": [2.0 + index for index in range(8)],
 }
 GROUPED = {"hidden_size": 64}
-"""Heads of 16 dimensions, which the attention operator of onnxruntime takes; conftest's models have 8."""
+"""Sizes with heads of 16 dimensions, which onnxruntime's attention operator accepts. conftest's models have 8."""
 
 
 def results(family: str) -> dict[str, Plan | None]:
-    """What can be made of a model of the family, by name; None is the model itself."""
+    """Return the plans of the results that the family supports, by name. None is the model itself."""
     if family not in EVERY_MOE_FAMILY:
         return {"full": None}
     shared = [(SHARED_EXPERT, 0.5)] if family == "qwen2_moe" else []
@@ -51,7 +51,7 @@ CELLS = [(family, result) for family in FAMILIES for result in results(family)]
 
 
 def made(family: str, result: str, path: Path, **changes: Any) -> Checkpoint:
-    """A tiny model of the family, and what `results` makes of it."""
+    """Return a tiny model of the family, or the result of this name that is made from it."""
     save_reference(family, path / "full", **changes)
     plan = results(family)[result]
     if plan is None:
@@ -62,7 +62,7 @@ def made(family: str, result: str, path: Path, **changes: Any) -> Checkpoint:
 
 
 def operators(directory: Path, name: str = "model.onnx") -> dict[str, set[str]]:
-    """The operators of a graph by domain, those of its branches among them."""
+    """Return the operators of a graph by domain, including those of its branches."""
     found: dict[str, set[str]] = {}
     graphs = [onnx.load(directory / name, load_external_data=False).graph]
     for graph in graphs:
@@ -104,7 +104,7 @@ CONFIGS = [
 def test_what_configs_ask_for_is_in_the_graph(
     family: str, variant: str, changes: dict[str, Any], tmp_path: Path, onnx_parity: Any
 ) -> None:
-    """Rotary scalings, windows, biases, clipping, tied embeddings, dense layers, head dimensions: in both forms."""
+    """Tested are rotary scalings, windows, biases, clipping, tied embeddings, dense layers and head sizes, in both forms."""
     save_reference(family, tmp_path / "full", **GROUPED | changes)
     checkpoint = Checkpoint(tmp_path / "full")
     if variant == "top-3 of 2":
@@ -123,7 +123,7 @@ def test_what_configs_ask_for_is_in_the_graph(
 def test_skipping_in_the_graph_equals_the_engine_with_skipping(
     family: str, keep: int, portable: bool, tmp_path: Path, onnx_parity: Any
 ) -> None:
-    """Of top-3 and of what pruning left, one expert included: renormalised, not renormalised, and scaled."""
+    """Skipping acts on top-3 and on pruned layers, down to one expert: renormalized, not renormalized, and scaled."""
     checkpoint = made(family, "pruned non-uniform", tmp_path, **GROUPED | {TOP_K.get(family, "num_experts_per_tok"): 3})
     layers = [layer.moe for layer in checkpoint.config.layers if layer.moe is not None]
     generator = torch.Generator().manual_seed(0)
@@ -146,7 +146,7 @@ def test_a_text_can_be_read_in_pieces(batch: int, portable: bool, tmp_path: Path
     checkpoint = made("mixtral", "full", tmp_path, **GROUPED, sliding_window=7)
     found = exported(checkpoint, tmp_path / "onnx", portable=portable)
     tokens_BL = torch.randint(3, 96, (batch, 20), generator=torch.Generator().manual_seed(3))
-    cache = KeyValueCache(checkpoint.config, batch, 24, torch.float32)  # and it need not be full
+    cache = KeyValueCache(checkpoint.config, batch, 24, torch.float32)  # the cache need not be full
     pieces = [found(piece, None, cache) for piece in tokens_BL.split(6, dim=1)]
     assert torch.allclose(torch.cat(pieces, 1), found(tokens_BL), atol=1e-5)
     assert torch.allclose(found.last_logits(tokens_BL), pieces[-1][:, -1], atol=1e-5)
@@ -154,7 +154,7 @@ def test_a_text_can_be_read_in_pieces(batch: int, portable: bool, tmp_path: Path
 
 @pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
 def test_a_sigmoid_router_with_a_correction_bias(portable: bool, tmp_path: Path, onnx_parity: Any) -> None:
-    """Beside a shared expert, in layers of different counts; the bias chooses other experts than the scores alone."""
+    """The layers have a shared expert and different counts. The bias chooses other experts than the scores alone."""
     checkpoint = made("qwen2_moe", "pruned non-uniform", tmp_path, **GROUPED)
     generator = torch.Generator().manual_seed(0)
     counts = checkpoint.config.experts_per_layer
@@ -165,13 +165,13 @@ def test_a_sigmoid_router_with_a_correction_bias(portable: bool, tmp_path: Path,
 
 
 def skipped_share(routing: Routing, experts: int) -> float:
-    """Share of slots that a rule leaves empty on random logits."""
+    """Return the fraction of slots that a rule leaves empty on random logits."""
     return float((routing(torch.randn(500, experts)).experts == NO_EXPERT).float().mean())
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
 def test_experts_that_no_token_chose_are_not_computed(portable: bool, tmp_path: Path) -> None:
-    """Their weights are NaN, which would be in every logit."""
+    """The weights of these experts are NaN, which would show in every logit."""
     reference = save_reference("mixtral", tmp_path / "model", **GROUPED)
     tokens_BL = torch.tensor([[5, 17, 40]])
     routers = reference(tokens_BL, output_router_logits=True).router_logits

@@ -1,4 +1,4 @@
-"""Routings as ONNX nodes against engine/decoder/routing.py: which experts a token gets, and with which weights."""
+"""Routings as ONNX nodes against engine/decoder/routing.py: each token's experts and their weights."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ GAMMA1 = torch.tensor([0.9, 0.5])
 GAMMA2 = 0.4 + torch.rand(EXPERTS, EXPERTS, generator=torch.Generator().manual_seed(3))
 ROUTINGS: dict[str, Routing] = {
     "top-k": TopK(3, normalise=False),
-    "top-k renormalised and scaled": TopK(3, normalise=True, scale=2.5),
+    "top-k renormalized and scaled": TopK(3, normalise=True, scale=2.5),
     "top-k of more than there are": TopK(12, normalise=False),
     "sigmoid": SigmoidTopK(3, False, BIAS),
-    "sigmoid renormalised and scaled": SigmoidTopK(3, True, BIAS, scale=2.5),
+    "sigmoid renormalized and scaled": SigmoidTopK(3, True, BIAS, scale=2.5),
     "sigmoid in groups": SigmoidTopK(3, True, BIAS, groups=GROUPS, groups_per_token=2),
     "sigmoid in more groups than there are": SigmoidTopK(2, True, BIAS, groups=GROUPS, groups_per_token=9),
     "sigmoid in groups of fewer than k": SigmoidTopK(5, False, BIAS, groups=GROUPS, groups_per_token=1),
     "skipping": Skipping(TopK(3, True), GAMMA1, GAMMA2, 1.0, normalise=True),
-    "skipping, not renormalised": Skipping(TopK(3, False), GAMMA1, GAMMA2, 1.5, normalise=False),
+    "skipping, not renormalized": Skipping(TopK(3, False), GAMMA1, GAMMA2, 1.5, normalise=False),
     "skipping but for two": Skipping(TopK(3, True), GAMMA1, GAMMA2, 2.0, normalise=True, keep=2),
     "skipping but for all": Skipping(TopK(3, True), GAMMA1, GAMMA2, 9.0, normalise=True, keep=3),
     "skipping of sigmoid": Skipping(SigmoidTopK(3, True, BIAS), GAMMA1, GAMMA2, 1.0, normalise=True),
@@ -39,7 +39,7 @@ ROUTINGS: dict[str, Routing] = {
 
 
 def weights_by_nodes(routing: Routing, logits_TN: Tensor, directory: Path) -> Tensor:
-    """The weight of every expert, [T, N], computed by onnxruntime."""
+    """Return the weight of every expert, [T, N], computed by onnxruntime."""
     experts = logits_TN.shape[1]
     graph = Graph(directory, io.BytesIO(), torch.float32)
     logits = graph.input("logits", FLOAT, ("tokens", experts))
@@ -72,7 +72,7 @@ def test_nodes_give_each_expert_the_weight_that_the_routing_gives(name: str, tmp
 
 
 def test_a_worked_out_example(tmp_path: Path) -> None:
-    """Logits ln 1, ln 2, ln 5: probabilities 1/8, 2/8, 5/8; the second of two is skipped below 0.5 · 1 · 5/8."""
+    """Logits ln 1, ln 2, ln 5 give probabilities 1/8, 2/8, 5/8. The second of two is skipped below 0.5 · 1 · 5/8."""
     logits_TN = torch.tensor([[1.0, 2.0, 5.0], [1.0, 4.0, 5.0]]).log()
     rule = Skipping(TopK(2, normalise=False), torch.tensor([0.5]), torch.ones(3, 3), 1.0, normalise=False)
     found_TN = weights_by_nodes(rule, logits_TN, tmp_path)

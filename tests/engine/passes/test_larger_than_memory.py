@@ -1,4 +1,4 @@
-"""A checkpoint larger than the memory that its process may have still generates, and the same tokens."""
+"""A checkpoint larger than its process's memory limit still generates, and the tokens are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer by layer: gradients as with all weights in memory, and passes that go on from the layer where they were."""
+"""Layer by layer: gradients equal those with all weights in memory, and passes resume in the interrupted layer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ RELAXATIONS = pytest.mark.parametrize("relaxation", ["paper", "routed", "gated"]
 
 
 class Interruption(KeyboardInterrupt):
-    """Ctrl-C, when it suits a test."""
+    """A KeyboardInterrupt that a test raises."""
 
 
 @pytest.fixture(name="checkpoint", params=["qwen2_moe", "deepseek_v3"])
 def some_checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
-    """Two MoE layers of six experts around a dense one; a dense layer before MoE layers with latent attention."""
+    """Return a model with two MoE layers of six experts around a dense one, or one with latent attention."""
     changes = {"mlp_only_layers": [1]} if request.param == "qwen2_moe" else {}
     save_reference(request.param, tmp_path / "model", **changes)
     return Checkpoint(tmp_path / "model")
@@ -92,7 +92,7 @@ def test_gate_gradients_equal_those_with_all_weights_in_memory(
 
 
 def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """The same function, until its call number `at`."""
+    """Return the function, which raises an interruption at its call number `at`."""
     calls = iter(range(at))
 
     def called(*arguments: Any, **options: Any) -> Any:
@@ -104,7 +104,7 @@ def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 
 def counted(function: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
-    """The same function; `seen` is told of the layers that it is asked for."""
+    """Return the function, which appends each requested layer to `seen`."""
 
     def called(checkpoint: Checkpoint, index: int, *others: Any) -> Any:
         seen.append(index)
@@ -114,7 +114,7 @@ def counted(function: Callable[..., Any], seen: list[int]) -> Callable[..., Any]
 
 
 LAYERS_OF_A_STEP = 3 + 3
-"""Forward and backward, of a model of three layers whose first one holds experts."""
+"""Forward and backward layers of a step, in a model of three layers whose first one holds experts."""
 
 
 @pytest.mark.parametrize("layers_run", [*range(3 + 2 * LAYERS_OF_A_STEP + 1)])
@@ -147,7 +147,7 @@ def test_a_search_goes_on_from_the_layer_where_it_was(
 
 
 def interrupt_in_layer(monkeypatch: pytest.MonkeyPatch, index: int, run: Callable[[], Any]) -> None:
-    """Run until the forward of layer `index` has begun: its first batch is through."""
+    """Run until the forward pass of layer `index` has begun and its first batch is done."""
     forward = DecoderLayer.forward
 
     def interrupted(self: DecoderLayer, *arguments: Any) -> Any:
@@ -223,7 +223,7 @@ def test_interrupted_gate_gradients_draw_the_same_samples(
     decoder, path = LayerwiseDecoder(checkpoint, torch.float32), tmp_path / "fisher.safetensors"
     monkeypatch.setattr("compress.methods.gate_gradients.SWEEP_TOKENS", 24)
     straight = fisher_scores(decoder, TOKENS)
-    for at in (4, 4):  # behind the head, where samples are drawn: on the way back of the first sweep, and in the second
+    for at in (4, 4):  # after the head, where samples are drawn: in the backward pass of the first sweep, and in the second
         with monkeypatch.context() as patched:
             patched.setattr(engine.passes.layerwise, "one_layer", interrupting(engine.passes.layerwise.one_layer, at))
             with pytest.raises(Interruption):
@@ -257,11 +257,11 @@ def test_batches_shrink_and_activations_leave_memory_within_a_limit(checkpoint: 
     assert budget_for(None, checkpoint, work) is None
     ample = budget_for(1 << 40, checkpoint, work)
     assert ample is not None and ample.tokens_per_batch == 4096
-    wide = replace(work, experts_per_token=3000)  # so that batches count
+    wide = replace(work, experts_per_token=3000)  # large enough that batches matter
     with pytest.raises(OptionError, match=r"needs \d\.\d\dGB at least: .* give that much") as refused:
         budget_for(100 << 20, checkpoint, wide)
     least = float(str(refused.value).split("needs ")[1].split("GB")[0])
-    tight = budget_for(int((least + 0.04) * 1e9), checkpoint, wide)  # what is resident moves by a step of rounding
+    tight = budget_for(int((least + 0.04) * 1e9), checkpoint, wide)  # resident memory varies by one step of rounding
     assert tight is not None and 8 <= tight.tokens_per_batch < 4096
     with limited(tight):
         assert next(engine.passes.streaming.batches(1000, 8)).stop == max(1, tight.tokens_per_batch // 8)

@@ -1,4 +1,4 @@
-"""Two processes calibrate, search and measure as one; they train as one with twice the batch, whole or in pieces."""
+"""Two processes calibrate, search and measure as one. They train as one with twice the batch, whole or sharded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DENSIFY += ["--distill-steps", "4", "--validate-every", "2", "--learning-rate", 
 
 
 def torchrun(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Two processes of the command (a script, or `-m` and a module)."""
+    """Run two processes of the command (a script, or `-m` and a module)."""
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command],
         cwd=cwd,
@@ -55,7 +55,7 @@ def torchrun(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def two_processes(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The same of a command that ends well, without the process that watches over them: loading torch takes seconds."""
+    """Run two processes of a command that succeeds, without torchrun's supervisor, because loading torch is slow."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "tests"}
@@ -81,7 +81,7 @@ def two_processes(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def history(path: Path) -> dict[str, list[float]]:
-    """Every term of the loss and its sum, step by step, and what validation gave."""
+    """Return every term of the loss and its sum, step by step, and the validation results."""
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["training"])
     terms = {name: [step[name] for step in header["history"]] for name in header["history"][0]}
@@ -90,7 +90,7 @@ def history(path: Path) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
-    """The same losses and weights to 1e-5, in both parts of the training; also sharded, and sharded and resumed."""
+    """Losses and weights agree to 1e-5 in both parts of the training; also sharded, and sharded and resumed."""
     save_reference("qwen2_moe", tmp_path / "model")
     checkpoint = Checkpoint(tmp_path / "model")
     statistics = collect(checkpoint, TOKENS, dtype=torch.float32)
@@ -117,7 +117,7 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
 
 
 def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts, medians, similarities, figures and subsets the same; what is summed to 1e-12; what is searched for to 1e-6."""
+    """Counts, medians, similarities, figures and subsets are equal, sums agree to 1e-12 and searched values to 1e-6."""
     save_reference("qwen2_moe", tmp_path / "model", mlp_only_layers=[1])
     done = two_processes(str(ROOT / "tests" / "support" / "calibration_in_processes.py"), str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -138,7 +138,7 @@ def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep: what each artifact is made of, its tensors and its figures."""
+    """A sweep is compared: the contents of each artifact, its tensors and its figures."""
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
     command = ["prune", "model", *CALIBRATION, "--samples", "16", "--epochs", "2", "--dtype", "float32", "--json"]
@@ -161,7 +161,7 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("held", [["--memory-limit", "1.5GB"], ["--shard"]], ids=["a layer", "pieces"])
 @pytest.mark.slow
 def test_each_process_holds_but_a_part(held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of the model, or pieces of all: what the artifact is made of, its tensors, its figures are as of one alone."""
+    """Processes hold a layer of the model, or shards of all. Artifact, tensors and figures equal those of one process."""
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
     command = ["prune", "model", *CALIBRATION, "--method", "diep", "--epochs", "1", "--batch-size", "2", "--sparsity", "0.5"]
@@ -208,7 +208,7 @@ def test_one_process_fails_and_says_it_for_all_and_the_run_is_resumed(
     assert failed.returncode == 1 and failed.stderr.count("Error: the second process fails alone") == 1
     assert "closed" not in failed.stderr and "RuntimeError" not in failed.stderr, "the first ends without a word of its own"
     assert not (tmp_path / "out").exists() and (tmp_path / ".out.work" / "naee_0.json").exists()
-    write_value(tmp_path / ".out.work" / "naee_0.json", [0, 1, 2])  # what was found is not looked for again
+    write_value(tmp_path / ".out.work" / "naee_0.json", [0, 1, 2])  # saved results are not computed again
     done = torchrun("-m", "cli", *command, "-o", "out", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "compression.json").read_text())["plan"]["layers"]["0"] == [0, 1, 2]
@@ -218,7 +218,7 @@ def test_one_process_fails_and_says_it_for_all_and_the_run_is_resumed(
 def test_two_processes_are_refused_an_output_that_another_run_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first process finds it out and says it; the second ends with it."""
+    """The first process detects it and prints the message, and the second ends with it."""
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
     with claimed(tmp_path / "out"):

@@ -1,13 +1,13 @@
-"""Model directories that were made to harm whoever opens them: every door refuses them in one line, or is not harmed.
+"""Model directories that were made to harm their users: every door refuses them in one line, or is not harmed.
 
 Each file of tests/attacks/directories is one attack: `plant(directory)` damages a copy of a good artifact (or of an
 exported one, with OF = "export"), and may damage `plan.json`, `statistics`, `work` and `text.txt` beside it. Then doors are
-run (see doors_for_tests.py): those that REFUSED_BY names must refuse with one line that has SAYS in it, and all others must
-refuse or give the result that they give without the attack (any result, with RESULT_MAY_DIFFER = True). None may end by a
-signal, hang, show a traceback, change anything outside its output, or leave a file that is named `pwned`.
+run (see doors_for_tests.py). Those that REFUSED_BY names must refuse with one line that contains SAYS. All others must
+refuse or give their result without the attack (any result, with RESULT_MAY_DIFFER = True). None may end by a
+signal, hang, show a traceback, change anything outside its output, or leave a file named `pwned`.
 
-Here an attack is tried on the doors of REFUSED_BY and DOORS, or on a few that differ in how they read a directory where
-these name none. Those that are named, or all; with --all on every door, which takes minutes:
+Here an attack is tried on the doors of REFUSED_BY and DOORS or, if it names none, on a few that read a directory in
+different ways. The script runs the named attacks, or all of them; with --all on every door, which takes minutes:
 
     python tests/engine/server/test_attacks.py [--all] [NAME ...]
 """
@@ -36,12 +36,12 @@ from engine.files.sha256 import file_sha256
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = [path.stem for path in attack_files("directories")]
 FEW = ("inspect --checksums", "generate", "bench --backend transformers", "prune", "export")
-"""Doors that differ in how they read a directory: checksums, the engine, transformers, what copies files, another writer."""
+"""Doors that read a directory in different ways: checksums, the engine, transformers, a copy of files, another writer."""
 FEW_OF_EXPORTS = ("inspect --checksums", "generate")
 
 
 def whole_attack(name: str) -> Any:
-    """The module of an attack, with what it leaves out."""
+    """Return the module of an attack, with defaults for its missing names."""
     attack = load_attack(ATTACKS / "directories" / f"{name}.py")
     for constant, value in (("OF", "artifact"), ("DOORS", ()), ("RESULT_MAY_DIFFER", False), ("SIGNED", False)):
         if not hasattr(attack, constant):
@@ -50,24 +50,24 @@ def whole_attack(name: str) -> Any:
 
 
 def possible_doors(attack: Any) -> tuple[str, ...]:
-    """Doors that take a directory of this kind."""
+    """Return the doors that take a directory of this kind."""
     return tuple(DOORS) if attack.OF == "artifact" else OF_EXPORTS
 
 
 def refusing_doors(attack: Any) -> tuple[str, ...]:
-    """Doors that must refuse."""
+    """Return the doors that must refuse."""
     return possible_doors(attack) if attack.REFUSED_BY in ("every", ("every",)) else tuple(attack.REFUSED_BY)
 
 
 def chosen_doors(attack: Any) -> tuple[str, ...]:
-    """Doors that the tests try."""
+    """Return the doors that the tests try."""
     named = () if attack.REFUSED_BY in ("every", ("every",)) else tuple(attack.REFUSED_BY)
     few = FEW if attack.OF == "artifact" else FEW_OF_EXPORTS
     return tuple(dict.fromkeys((*named, *attack.DOORS))) or few
 
 
 def sign(directory: Path) -> None:
-    """Rewrite compression.json so that it lists what is there, as an attacker can who knows the format."""
+    """Rewrite compression.json so that it lists the present files, as an attacker who knows the format can."""
     values = load_json(directory / FILE_NAME, "provenance")
     values["files"] = {
         path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
@@ -78,7 +78,7 @@ def sign(directory: Path) -> None:
 
 
 class Range:
-    """Where attacks are tried: a good place, and what its doors give."""
+    """The place where attacks are tried: a good place, and the results of its doors."""
 
     def __init__(self, folder: Path) -> None:
         self._good, self._folder = folder / "good", folder
@@ -86,7 +86,7 @@ class Range:
         self._results: dict[tuple[str, str], Any] = {}
 
     def result(self, door: str, of: str) -> Any:
-        """What a door gives without an attack."""
+        """Return the result of a door without an attack."""
         if (door, of) not in self._results:
             outcome = run_door(door, DOORS[door], self._good, self._good / of)
             assert outcome.kind == "done", outcome
@@ -94,14 +94,14 @@ class Range:
         return self._results[door, of]
 
     def open_all_doors(self) -> None:
-        """AssertionError for a door that does not take what is good."""
+        """Raise AssertionError for a door that does not accept good files."""
         for of, doors in (("artifact", DOORS), ("export", OF_EXPORTS)):
             for door in doors:
                 if door not in NEEDS_A_NETWORK:
                     self.result(door, of)
 
     def problems(self, name: str, doors: Sequence[str] = ()) -> Iterator[str]:
-        """What went wrong at doors (by default those of the tests) with an attack."""
+        """Yield the problems of doors (by default those of the tests) with an attack."""
         attack = whole_attack(name)
         doors, refusing, possible = doors or chosen_doors(attack), refusing_doors(attack), possible_doors(attack)
         place = self._folder / "attacked"
@@ -124,7 +124,7 @@ class Range:
 
 
 def test_directory_attacks() -> None:
-    """All of them, from a process of its own: doors are forked, and a process that runs tests has threads."""
+    """All attacks run from a process of their own, because doors are forked and a process that runs tests has threads."""
     result = subprocess.run(
         [sys.executable, __file__],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -137,7 +137,7 @@ def test_directory_attacks() -> None:
 
 
 def main() -> int:
-    """Attacks by name, or all of them, on their own doors or on all."""
+    """Run attacks by name, or all of them, on their own doors or on all doors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--all", action="store_true", help="every door, and not only those that may differ")

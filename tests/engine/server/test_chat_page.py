@@ -1,4 +1,4 @@
-"""The page of a server in a real browser: a text is continued, a chat answered, figures move, a key is asked for."""
+"""The page of a server in a real browser: it continues a text, answers a chat, updates figures, and asks for a key."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def say(browser: Browser, text: str) -> None:
 
 
 def wait_until_ready(browser: Browser, button: str) -> None:
-    """The page knows the model: before that its button cannot be pressed."""
+    """Wait until the page knows the model, because its button is disabled before."""
     browser.wait_for(f"!document.getElementById('go').disabled && document.getElementById('go').textContent === {button!r}")
 
 

@@ -1,4 +1,4 @@
-"""Clients and their sockets: slow, half, endless and very many, while another client is answered.
+"""Clients and their sockets: slow, incomplete, endless and very many, while another client is served.
 
 Each attack is a file of tests/attacks/connections.
 """
@@ -38,12 +38,12 @@ KEY = {"authorization": "Bearer sesame"}
 ASKED = {"prompt": "import os\n", "max_tokens": 2}
 MOST_LOG_BYTES = 100_000
 READING_DESCRIPTORS = 2
-"""For the process that reads large bodies, which starts with the first one."""
+"""File descriptors of the process that reads large bodies, which starts with the first such body."""
 REQUESTS = 6
-"""Of the well-behaved client while an attack goes on."""
+"""Number of requests of the well-behaved client during an attack."""
 
 
-# Attacks on a server in a process of its own, which may have few files open
+# Attacks on a server in a process of its own with a low limit on open files
 
 
 @pytest.fixture(scope="module", params=["with a key", pytest.param("without", marks=pytest.mark.slow)])
@@ -103,7 +103,7 @@ def connected(url: str, data: bytes = b"") -> socket.socket:
 
 
 def answer(made: socket.socket) -> tuple[int, dict[str, Any]]:
-    """Status and error of what comes until the server closes."""
+    """Return status and error of the bytes that arrive until the server closes the connection."""
     text = b""
     with suppress(ConnectionResetError):
         while part := made.recv(65536):
@@ -121,7 +121,7 @@ def is_closed(made: socket.socket) -> bool:
 
 
 def is_refused(made: socket.socket, data: bytes) -> bool:
-    """Whether more bytes can no longer be sent."""
+    """Return whether more bytes can no longer be sent."""
     try:
         made.sendall(data)
     except ConnectionError:

@@ -1,4 +1,4 @@
-"""The process that reads bodies: it gives what transformers gives, and no tokenizer or template holds up the server."""
+"""The process that reads bodies: it equals transformers, and no tokenizer or template blocks the server."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def prompts(frame: Any) -> list[list[int]]:
 
 
 def changed(tokenizer: Any, change: Callable[[dict[str, Any]], Any]) -> str:
-    """tokenizer.json with one thing changed."""
+    """Return tokenizer.json with one change."""
     values = json.loads(tokenizer.backend_tokenizer.to_str())
     change(values)
     return json.dumps(values)
 
 
-# What is read
+# Reading
 
 
 def test_texts_are_read_as_transformers_reads_them(tokenizer: Any, directory: Path) -> None:
@@ -98,7 +98,7 @@ def test_texts_are_read_as_transformers_reads_them(tokenizer: Any, directory: Pa
 def test_a_tokenizer_that_only_transformers_reads(tmp_path: Path) -> None:
     own = ByT5Tokenizer(extra_ids=0)
     own.save_pretrained(tmp_path)
-    (tmp_path / "vocab.json").write_text("{}")  # its files have no vocabulary, and the loader wants to see one
+    (tmp_path / "vocab.json").write_text("{}")  # the loader needs to see a vocabulary, which the tokenizer's files lack
     made = tokenizer_settings(own, tmp_path, len(own))
     assert made.tokenizer is None
     texts = TextReader(made)
@@ -119,7 +119,7 @@ def test_a_body_is_read_in_the_process_as_in_this_one(tokenizer: Any, directory:
         assert json.loads(answer) == {"prompt": "größer"}
 
 
-# What is refused, and what comes after it
+# Refusals, and requests after them
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_tokenizer_that_does_not_end_is_ended(tokenizer: Any, directory: Path)
 
 
 def test_a_tokenizer_that_ends_its_process(tokenizer: Any, directory: Path) -> None:
-    """The tokenizers library aborts where memory ends."""
+    """The tokenizers library aborts if memory is exhausted."""
     bomb = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 2_000_000}
     own = settings(tokenizer, directory, tokenizer=changed(tokenizer, lambda values: values.update(normalizer=bomb)))
     with pool(own) as reading:
@@ -178,7 +178,7 @@ def test_a_tokenizer_that_ends_its_process(tokenizer: Any, directory: Path) -> N
 
 
 def test_a_tokenizer_that_panics(tokenizer: Any, directory: Path) -> None:
-    """An expression that tries too much is given up by the tokenizers library, with an exception that is no Exception."""
+    """The tokenizers library gives up on an expression with too many attempts, and raises no subclass of Exception."""
     pattern = {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "b"}
     own = settings(tokenizer, directory, tokenizer=changed(tokenizer, lambda values: values.update(normalizer=pattern)))
     with pool(own) as reading:

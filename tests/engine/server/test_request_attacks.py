@@ -1,4 +1,4 @@
-"""Every body of tests/attacks/requests: answered as it says, by a server whose other client goes on reading its stream."""
+"""Every body of tests/attacks/requests gets its expected answer, while another client continues to read its stream."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from engine.server.server import Service, State
 
 ATTACKS = attack_files("requests")
 HUNG_SECONDS = 30
-"""For any answer, and between two tokens of the other client: on a busy machine far more than either takes."""
+"""Limit for any answer, and for the time between two tokens of the other client, with a margin for busy machines."""
 
 
 class Watching:
-    """A client that reads a stream for as long as the server writes it, and notes when tokens come."""
+    """A client that reads a stream as long as the server writes it, and records when tokens arrive."""
 
     def __init__(self, url: str) -> None:
         self.times: list[float] = []

@@ -1,4 +1,4 @@
-"""`compress serve` as a process: its first line, loading, signals, and what it refuses before any work."""
+"""`compress serve` as a process: its first line, loading, signals, and refusals before any work."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_second_signal_or_sigint_ends_at_once(directory: Path, signals: tuple[
     received: list[str] = []
     with process(directory) as (server, ready):
         asked = httpx2.stream("POST", f"{ready['url']}/v1/completions", json=LONG | {"stream": True}, timeout=60)
-        with suppress(httpx2.HTTPError), asked as answer:  # the client is told, or cut off
+        with suppress(httpx2.HTTPError), asked as answer:  # the client gets an error, or the connection is closed
             for piece in answer.iter_text():
                 if not received:
                     for number in signals:
@@ -118,7 +118,7 @@ def test_a_second_sigterm_ends_it_whatever_hangs(directory: Path, hanging: str) 
 
 
 def test_while_the_model_loads_all_is_503(directory: Path) -> None:
-    """A free port is found first: of this one nothing is known before the model is loaded."""
+    """The test finds a free port first, because the server's first line comes only after loading."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -233,7 +233,7 @@ def test_the_cache_holds_a_full_batch_or_what_memory_allows(directory: Path, mon
     assert default_kv_cache_bytes(engine, ServeOptions()) == 10 * sequence // 4
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0}))
     assert default_kv_cache_bytes(engine, ServeOptions()) == sequence
-    assert default_kv_cache_bytes(engine, ServeOptions(max_model_length=1 << 40)) == 0  # nobody takes memory for that
+    assert default_kv_cache_bytes(engine, ServeOptions(max_model_length=1 << 40)) == 0  # no memory is taken for this
 
 
 def test_without_the_extra_it_says_so_and_the_rest_works() -> None:

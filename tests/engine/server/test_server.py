@@ -27,7 +27,7 @@ from engine.server.server import Service, State
 from engine.server.text_reader import TextReader, tokenizer_settings
 
 PROMPT = "def größer(a):"
-"""18 bytes, which are tokens here; ö and ß have two of them each."""
+"""A prompt of 18 bytes, which are its tokens. The characters ö and ß have two bytes each."""
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -42,7 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Engine:
-    """What answers ought to be: used by itself, never by the server."""
+    """Return the engine that gives the expected answers. Only the test uses it, never the server."""
     return Engine.open(directory, device="cpu")
 
 
@@ -64,7 +64,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 def complete(client: openai.OpenAI, prompt: Any = PROMPT, **options: Any) -> Any:
-    """Greedy, without skipping, to the limit."""
+    """Request a greedy completion without skipping, up to the limit."""
     extra = {"ignore_eos": True, "skip_threshold": 0.0} | options.pop("extra", {})
     given = {"max_tokens": 12, "temperature": 0} | options
     return client.completions.create(model="tiny", prompt=prompt, extra_body=extra, **given)
@@ -76,7 +76,7 @@ def logprobs_LV(engine: Engine, tokens: list[int]) -> torch.Tensor:
 
 
 def greedy(engine: Engine, prompt: str, count: int) -> list[int]:
-    """Token by token, all of it read again each time."""
+    """Decode token by token, reading the whole text again each time."""
     tokens = engine.encode(prompt)
     for _ in range(count):
         tokens.append(int(logprobs_LV(engine, tokens)[-1].argmax()))
@@ -345,7 +345,7 @@ def test_documentation_needs_nothing_from_elsewhere(url: str) -> None:
 
 
 def test_the_client_of_npm(url: str) -> None:
-    """Runs where its package is: `npm install openai` in a directory that NODE_PACKAGES names."""
+    """The test runs if the package is installed: `npm install openai` in a directory that NODE_PACKAGES names."""
     node, packages = shutil.which("node"), os.environ.get("NODE_PACKAGES", str(Path.home()))
     if node is None or not (Path(packages) / "node_modules" / "openai").is_dir():
         pytest.skip("there is no node, or no openai package in the directory that NODE_PACKAGES names")

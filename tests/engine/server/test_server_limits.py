@@ -1,4 +1,4 @@
-"""What a server does at its limits: bytes on the socket, clients that leave, keys, sizes, queues, time, and nonsense."""
+"""A server at its limits: bytes on the socket, clients that disconnect, keys, sizes, queues, time, and invalid input."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def post(url: str, body: Any = None, path: str = "/v1/completions", **options: A
 
 
 def error(response: httpx2.Response) -> dict[str, Any]:
-    """The one form that errors have."""
+    """Return the error object, which has the same form in all responses."""
     body = response.json()
     assert list(body) == ["error"] and list(body["error"]) == ["message", "type", "param", "code"]
     assert response.headers["content-type"] == "application/json" and "\n" not in body["error"]["message"]
@@ -69,7 +69,7 @@ def error(response: httpx2.Response) -> dict[str, Any]:
 
 
 def events(response: httpx2.Response) -> list[str]:
-    """Data of each event; nothing else is in the stream."""
+    """Return the data of each event, and check that the stream has nothing else."""
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     *parts, rest = response.text.split("\n\n")
     assert rest == "" and all(part.startswith("data: ") and "\n" not in part for part in parts)
@@ -77,7 +77,7 @@ def events(response: httpx2.Response) -> list[str]:
 
 
 def sent(url: str, body: dict[str, Any]) -> socket.socket:
-    """A connection with a request on it, whose answer nobody has read."""
+    """Return a connection with a request on it, whose answer nobody has read."""
     address = urlsplit(url)
     made = socket.create_connection((str(address.hostname), int(address.port or 0)))
     data = json.dumps(body).encode()
@@ -215,7 +215,7 @@ def test_one_that_slips_through_while_draining_is_503(url: str, state: State, lo
     assert post(url).status_code == 503
 
 
-# Nonsense
+# Invalid input
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_body_that_is_none(url: str, loop: ScriptedLoop, body: bytes, param: s
 
 
 def test_json_has_to_say_so(url: str) -> None:
-    """A page of another site can send text anywhere, and JSON only where it is allowed to."""
+    """A page of another site can send text anywhere, but JSON only where it is allowed to."""
     answer = httpx2.post(f"{url}/v1/completions", content=json.dumps(ASKED), headers={"content-type": "text/plain"})
     assert answer.status_code == 400 and "content-type" in error(answer)["message"]
 
@@ -263,7 +263,7 @@ def test_unknown_paths_and_methods(url: str) -> None:
 
 
 def test_a_few_hundred_damaged_bodies(url: str, loop: ScriptedLoop) -> None:
-    """Bytes changed, cut or doubled: an answer or one of our errors, never a failure."""
+    """Bytes are changed, cut or doubled. The server gives an answer or one of our errors, and never fails."""
     chosen = random.Random(0)
     whole = {
         "prompt": "größer",
@@ -305,7 +305,7 @@ def test_a_failure_of_ours_is_500_without_details(url: str, state: State, monkey
 
 @pytest.mark.slow
 def test_what_the_schema_promises_holds(url: str) -> None:
-    """A short run of what benchmarks/fuzz_server.py does for long."""
+    """This is a short run of benchmarks/fuzz_server.py."""
     import sys
 
     try:
