@@ -13,7 +13,7 @@ from engine.kernels.arithmetic import exp, narrow, wide_vector, widen
 from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.instructions import FLOAT, INDEX, at, load, loop, many, repeated, widened
 from engine.kernels.memory import address_of, call, floats, halves, integers, keep, record_at
-from engine.kernels.parallel import kernels_at
+from engine.kernels.parallel import kernels_at, loop_for
 
 ATTENTION = np.dtype(
     [
@@ -120,12 +120,17 @@ def _rotate(address: Any, cosine_E: Any, sine_E: Any, turned_E: Any) -> None:
         turned_E[index + half] = right * cosine_E[index + half] + left * sine_E[index + half]
 
 
-@kernel(JOB, calls=("parallel_for", "attend_block"))
+@kernel(JOB, calls=("parallel_for", "serial_for", "attend_block"))
 def attend(address: Any) -> None:
     """Attend for the groups of all sequences, which are shared among threads."""
     job = attention_at(address)
     table = kernels_at(job.kernels)
-    call(table.parallel_for, (table.attend_block, address, job.sequences * job.groups))
+    past_B = numba.carray(integers(job.past), (job.sequences,))
+    positions = job.sequences
+    for past in past_B:
+        positions += past
+    loop = loop_for(table, 4 * job.groups * job.size * positions)  # keys and values in bfloat16
+    call(loop, (table.attend_block, address, job.sequences * job.groups))
 
 
 @inline

@@ -128,6 +128,7 @@ TABLE_OF_ADDRESSES = np.dtype(
         for name in (
             *(
                 "parallel_for",
+                "serial_for",
                 "multiply_wide",
                 "widen_block",
                 "rms_norm",

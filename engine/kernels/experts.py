@@ -14,7 +14,7 @@ from engine.kernels.arithmetic import exp, narrow, wide_vector
 from engine.kernels.compiling import BLOCK, JOB, helper, inline, kernel
 from engine.kernels.forms import form_at
 from engine.kernels.memory import address_of, aligned, call, floats, halves, integers, keep, record_at
-from engine.kernels.parallel import kernels_at
+from engine.kernels.parallel import kernels_at, loop_for
 from engine.kernels.products import MATRIX, block_rows, row_bytes, row_scale_bytes, vector_bytes
 
 EXPERT = np.dtype(
@@ -130,7 +130,7 @@ def _prepare_members(job: Any, chosen_TS: Any, ends_N: Any, place_TS: Any, targe
     keep(scaled_D)
 
 
-@kernel(JOB, calls=("parallel_for", "units_block", "middle_block", "down_block"))
+@kernel(JOB, calls=("parallel_for", "serial_for", "units_block", "middle_block", "down_block"))
 def swiglu(address: Any) -> None:
     """Compute `swiglu` for a few tokens: prepare members, multiply by gate and up, prepare the units, multiply by down."""
     job = experts_at(address)
@@ -147,11 +147,12 @@ def swiglu(address: Any) -> None:
     job.prepared, job.middle, job.prepared_middle = address_of(x_M), address_of(middle_MF), address_of(middle_M)
     size = block_rows(used * width, job.threads, form.bits)
     job.members, job.block_rows = members, size
-    call(table.parallel_for, (table.units_block, address, used * ((width + size - 1) // size)))
-    call(table.parallel_for, (table.middle_block, address, members))
+    loop = loop_for(table, used * width * row_bytes(job.hidden, form.bits))
+    call(loop, (table.units_block, address, used * ((width + size - 1) // size)))
+    call(loop, (table.middle_block, address, members))
     size = block_rows(job.hidden, job.threads, form.bits)
     job.block_rows = size
-    call(table.parallel_for, (table.down_block, address, (job.hidden + size - 1) // size))
+    call(loop, (table.down_block, address, (job.hidden + size - 1) // size))
     keep(used_N)
     keep(ends_N)
     keep(place_TS)

@@ -12,7 +12,7 @@ from engine.kernels.compiling import BLOCK, JOB, inline, kernel
 from engine.kernels.dot_products import VALUE_BYTES
 from engine.kernels.forms import form_at
 from engine.kernels.memory import address_of, aligned, call, halves, integers, keep, record_at
-from engine.kernels.parallel import kernels_at
+from engine.kernels.parallel import kernels_at, loop_for
 
 MOST_ROWS, FEWEST_ROWS = 128, 32
 """Numbers of matrix rows that one thread multiplies with all vectors before it goes on. Memory delivers a matrix faster the
@@ -74,7 +74,7 @@ def block_rows(rows: Any, threads: Any, bits: Any) -> Any:
     return size
 
 
-@kernel(JOB, calls=("parallel_for", "products_block"))
+@kernel(JOB, calls=("parallel_for", "serial_for", "products_block"))
 def products(address: Any) -> None:
     """Prepare the vectors and multiply them block by block."""
     job = products_at(address)
@@ -92,7 +92,8 @@ def products(address: Any) -> None:
         blocks += (end - begin + size - 1) // size
         begin = end
     job.prepared, job.block_rows = address_of(prepared), size
-    call(table.parallel_for, (table.products_block, address, blocks))
+    loop = loop_for(table, ends_M[-1] * row_bytes(job.inputs, form.bits))
+    call(loop, (table.products_block, address, blocks))
     keep(prepared)
 
 
