@@ -193,7 +193,7 @@ class Bench:
     # One kill
 
     def kill(self, chosen: random.Random, replaces: bool, in_writing: bool) -> dict[str, Any]:
-        """Kill one run beside a second run, then run a further one. Returns findings. Raises AssertionError for violations."""
+        """Kill one run beside a second, then run a further one. Returns findings, raises AssertionError for violations."""
         self.clear()
         if replaces:
             self.put_old()
