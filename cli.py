@@ -1,4 +1,4 @@
-"""The `compress` command: its verbs, each from a file of its own in compress/commands."""
+"""The `compress` command: a group of verbs, each defined in a file of compress/commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: text in, statistics out, once for all methods.
+"""Calibration: text in, statistics of every MoE layer out, collected once for all methods.
 
-Nothing here decides what becomes of an expert. Start with `collect.py`.
+Nothing here decides which experts stay. Start with `collect.py`.
 """

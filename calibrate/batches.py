@@ -1,4 +1,4 @@
-"""The token sequences that a run calibrates on, is measured on and trains on, all from one source of text."""
+"""Token sequences for calibration, evaluation and training, all read from one source of text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from engine.errors import DataError
 
 
 def calibration_texts(calibration: CalibrationOptions, tokenizer: Any, vocabulary: int) -> tuple[Tensor, Tensor | None]:
-    """(calibration tokens [S, L], held-out tokens [S, L] or None). Raises DataError where they do not fit the model."""
+    """Return (calibration tokens [S, L], held-out tokens [S, L] or None). Raises DataError where they do not fit the
+    model.
+    """
     assert calibration.data is not None and calibration.sequence_length is not None
     common = {"sequence_length": calibration.sequence_length, "seed": calibration.seed}
     tokens = token_batches(calibration.data, tokenizer, samples=calibration.samples, split="calibration", **common)
@@ -22,19 +24,19 @@ def calibration_texts(calibration: CalibrationOptions, tokenizer: Any, vocabular
             calibration.data, tokenizer, samples=calibration.evaluation_samples, split="held-out", **common
         )
     if int(tokens.max()) >= vocabulary:
-        raise DataError(f"the tokenizer makes token {int(tokens.max())} and the model knows {vocabulary}; wrong tokenizer")
+        raise DataError(f"the tokenizer gives token {int(tokens.max())}; the model has {vocabulary} tokens: wrong tokenizer")
     return tokens, held_out
 
 
 MAX_TRAINING_TOKENS = 1 << 26
-"""Held in memory; a longer training passes over them several times, each time in another order."""
+"""The most training tokens held in memory. A longer training repeats them in several epochs, each in another order."""
 
 
 def training_text(calibration: CalibrationOptions, tokenizer: Any, sequences: int, validation: int) -> tuple[Tensor, Tensor]:
-    """(tokens to train on [S, L], tokens to validate on [V, L]) of the part of the text that calibration may see.
+    """Return (training tokens [S, L], validation tokens [V, L]), both from the text that is not held out.
 
-    No document is in both. S is `sequences`, or fewer where the text or MAX_TRAINING_TOKENS ends. Raises DataError where
-    there is less than one, or too little to validate on.
+    No document is in both. S is `sequences`, or fewer where the text ends or MAX_TRAINING_TOKENS is reached. Raises
+    DataError where the text has less than one training sequence, or too few validation sequences.
     """
     assert calibration.data is not None and calibration.sequence_length is not None
     common = {"sequence_length": calibration.sequence_length, "seed": calibration.seed}

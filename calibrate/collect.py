@@ -1,11 +1,11 @@
-"""Calibration: one streaming pass over text, every statistic of every MoE layer.
+"""Calibration: one streaming pass over text that collects the statistics of every MoE layer.
 
-Several processes (engine/passes/processes.py) share out the text. Sums are added up over them, counts exactly and all else
-in float64; medians and similarities are of all tokens together. So all of them have the statistics that one alone would
-have.
+Several processes (engine/passes/processes.py) share the text. Sums are added over the processes, counts as integers and
+all other values in float64. Medians and similarities are computed over the tokens of all processes. The statistics are
+therefore those that a single process would compute.
 
-Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, D hidden, R tokens routed to one expert,
-M experts of the MoE layer before.
+Shape suffixes: S sequences, L positions, T tokens, N experts, K top-k, D hidden, R tokens routed to one expert, M
+experts of the MoE layer before.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from engine.passes import processes
 from engine.passes.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256
-"""Every expert of every layer is run on the same sample of this many tokens, for CKA and mean outputs.
+"""Number of sampled tokens on which every expert of every layer runs, for CKA and mean outputs.
 
-For CKA between layers the Gram matrices of one layer wait for the next: 262 kB for each of its experts.
+CKA between layers keeps the Gram matrices of one layer until the next layer has run: 262 kB for each expert.
 """
 
 
 def held_bytes(config: DecoderConfig, tokens: int = SIMILARITY_TOKENS) -> int:
-    """The most that `collect` holds besides a layer and a batch: Gram matrices of its experts, and of the layer before."""
+    """The most bytes that `collect` holds besides a layer and a batch: Gram matrices of two consecutive MoE layers."""
     experts, samples = max(config.experts_per_layer, default=0), min(SIMILARITY_TOKENS, tokens)
     return experts * samples**2 * (2 * 8 + 2 * 4) + samples * config.hidden_size * 3 * 8
 
@@ -51,9 +51,9 @@ def collect(
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Statistics:
-    """Statistics of a checkpoint on token sequences, one layer in memory at a time.
+    """Return the statistics of a checkpoint on token sequences, with one layer in memory at a time.
 
-    With a `directory` what was collected stays there, and a calibration that was interrupted goes on from its layer.
+    directory: where the statistics of each layer are saved, so that an interrupted calibration resumes at its layer.
     """
     layers: dict[int, LayerStatistics] = {}
     grams = Grams(directory)
@@ -79,7 +79,7 @@ def collect(
     kept = None if directory is None else processes.own_directory(directory, rows)
     stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, directory=kept, progress=progress).close()
     for index in checkpoint.config.moe_layers:
-        if index not in layers and directory is not None:  # from before the interruption
+        if index not in layers and directory is not None:  # saved before the interruption
             layers[index] = load_layer(directory / f"statistics-{index}.safetensors", index, checkpoint.config)
     header = {
         "model": checkpoint.fingerprint(),
@@ -91,23 +91,26 @@ def collect(
 
 
 class Grams:
-    """Gram matrices of the last MoE layer, [N, T, T]; in a directory those of the one before it too, should it run again."""
+    """Gram matrices of the last MoE layer, [N, T, T].
+
+    In a directory, those of the layer before it are kept too, in case the last layer runs again after an interruption.
+    """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory, self._last = directory, (-1, torch.empty(0))
 
     def of(self, index: int | None) -> Tensor | None:
-        """Those of a layer; None where there is none before."""
+        """Return the Gram matrices of a layer; None where there is no layer before."""
         if index is None:
             return None
-        if self._last[0] != index and self._directory is not None:  # from before an interruption
+        if self._last[0] != index and self._directory is not None:  # saved before an interruption
             with SafetensorsFile(self._path(index)) as file:
                 check_digest(file)
                 self._last = index, file.tensor("gram").clone()
         return self._last[1]
 
     def keep(self, index: int, gram_NTT: Tensor) -> None:
-        """Those of the next one."""
+        """Store the Gram matrices of the next layer."""
         last, self._last = self._last[0], (index, gram_NTT)
         if self._directory is not None and processes.is_first():
             write_state(self._path(index), {"gram": gram_NTT}, {}, "the state of calibration")
@@ -121,12 +124,14 @@ class Grams:
 
 
 class LayerCollector:
-    """Watches one MoE block and sums up, in float64, what every method needs."""
+    """Observes one MoE block and sums, in float64, the statistics that all methods need."""
 
     def __init__(self, block: MoeBlock, sample_T: Tensor) -> None:
-        """sample_T: sorted indices into the flat sequence of all tokens, whose inputs are kept to run every expert on.
+        """Create the collector.
 
-        They count from the first token of this process; those of others are not in its range.
+        sample_T: sorted indices into the flat sequence of all tokens; the inputs of these tokens are kept, and every
+        expert runs on them. Indices count from the first token of this process. Samples of other processes are outside
+        of its range.
         """
         experts, hidden = len(block.experts), block.hidden_size
         self.block, self.sample_T, self.seen = block, sample_T, 0
@@ -144,7 +149,7 @@ class LayerCollector:
         block.expert_observer = self.see_expert
 
     def see_routing(self, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
-        """Router statistics of one batch."""
+        """Add the router statistics of one batch."""
         probabilities_TN = probabilities(self.block.routing, logits_TN).double()
         experts_TK, weights_TK = selection
         empty_TK = experts_TK == NO_EXPERT
@@ -153,14 +158,14 @@ class LayerCollector:
         self.router_gram += logits_TN.double().T @ logits_TN.double()
         self.routed_probability.index_add_(0, experts_TK.clamp_min(0).flatten(), routed_TK.flatten())
         ordered_TK = weights_TK.float().masked_fill(empty_TK, 0.0).sort(dim=1, descending=True).values
-        # A sigmoid router may give all its experts a weight of zero.
+        # A sigmoid router may give all experts of a token a weight of zero.
         self.ratios.append((ordered_TK[:, 1:] / ordered_TK[:, :1].clamp_min(torch.finfo(torch.float32).tiny)).cpu())
         here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + x_TD.shape[0])]
         self.samples.append((x_TD[here - self.seen], probabilities_TN[here - self.seen]))
         self.seen += x_TD.shape[0]
 
     def see_expert(self, expert: int, output_RD: Tensor, weight_R: Tensor) -> None:
-        """Output statistics of one expert on the tokens routed to it."""
+        """Add the output statistics of one expert on the tokens routed to it."""
         norms_R = output_RD.float().norm(dim=1).double()
         self.tokens_routed[expert] += len(norms_R)
         self.weight[expert] += weight_R.double().sum()
@@ -170,7 +175,7 @@ class LayerCollector:
         self.output[expert] += output_RD.sum(0, dtype=torch.float64 if output_RD.is_cpu else torch.float32)
 
     def statistics(self, before_MTT: Tensor | None = None) -> tuple[LayerStatistics, Tensor]:
-        """(The sums as LayerStatistics, Gram matrices [N, T, T] for the next layer); runs every expert on the sample.
+        """Run every expert on the sample; return (the LayerStatistics, Gram matrices [N, T, T] for the next layer).
 
         before_MTT: Gram matrices of the MoE layer before, if there is one.
         """
@@ -180,7 +185,8 @@ class LayerCollector:
         shape = len(self.block.experts), len(sample_TD), len(sample_TD)
         linear_NTT = sample_TD.new_empty(shape, dtype=torch.float64)
         rbf_NTT, means, weighted = torch.empty_like(linear_NTT), [], []
-        for expert, output_TD in enumerate(self.block.outputs(sample_TD)):  # of all experts they may be larger than weights
+        # one at a time: the outputs of all experts may be larger than their weights
+        for expert, output_TD in enumerate(self.block.outputs(sample_TD)):
             wide_TD = output_TD.float()
             means.append(wide_TD.mean(0))
             weighted.append((wide_TD * probabilities_TN[:, expert, None].float()).mean(0))
@@ -210,7 +216,7 @@ class LayerCollector:
         return statistics, gram_NTT
 
     def _add_up_processes(self) -> None:
-        """Make everything that of all processes together."""
+        """Combine the statistics of all processes."""
         self.seen = int(sum(processes.all_told(self.seen)))
         processes.add_up([self.tokens_routed, self.probability, self.routed_probability, self.router_gram])
         processes.add_up([self.weight, self.weighted_norm, self.norm, self.squared_norm, self.output])

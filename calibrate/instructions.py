@@ -1,8 +1,9 @@
-"""Prompts with responses for decoders: what distillation trains and is measured on.
+"""Prompts with responses for decoders: the data of distillation and its evaluation.
 
-A source is a .jsonl of `instruction`, `input` and `output`, of `messages` (the last of them is the response), or of `source`
-and `target`. Prompts are laid out in sections as text.py lays out whole rows, unless a template is given; the response
-follows, closed by the end token. Each example belongs to one split for good (pairs.py).
+A source is a .jsonl file with the keys `instruction`, `input` and `output`, or `messages` (the last message is the
+response), or `source` and `target`. Prompts are laid out in sections, as text.py lays out whole rows, unless a template
+is given. The response follows and ends with the end token. Each example belongs to one split, which never changes
+(pairs.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SPLITS = ("training", "validation", "held-out")
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and its response, as token ids; either has at least one."""
+    """One prompt and its response as token ids; each has at least one token."""
 
     prompt: list[int]
     response: list[int]
@@ -35,7 +36,7 @@ class Instructions:
 
     examples: list[Example] = field(default_factory=list)
     prompts_left_out: int = 0
-    """Prompts longer than the limit."""
+    """Number of prompts that were longer than the limit."""
     responses_cut: int = 0
 
     def __len__(self) -> int:
@@ -43,7 +44,7 @@ class Instructions:
 
 
 def is_instructions(source: str) -> bool:
-    """Whether a source holds prompts with responses, by its first row; otherwise it is text."""
+    """Whether the first row of a source has a prompt and a response; otherwise the source is text."""
     path = Path(source).expanduser()
     if path.suffix != ".jsonl" or not path.is_file():
         return False
@@ -51,22 +52,23 @@ def is_instructions(source: str) -> bool:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             row = json.loads(next((line for line in file if line.strip()), ""))
     except (OSError, ValueError, RecursionError):
-        return False  # whoever reads it as text says what is wrong
+        return False  # reading the source as text reports the error
     return isinstance(row, dict) and "text" not in row
 
 
 def instructions(
     source: str, tokenizer: Any, limits: Limits, *, template: str | None = None, seed: int = 0
 ) -> dict[str, Instructions]:
-    """The examples by split. Raises DataError for rows that are none, and where a part has no example left.
+    """Return the examples by split. Raises DataError for malformed rows, and where a split has no example left.
 
-    template: what the prompt becomes, with `{prompt}` in it.
+    template: the layout of the prompt, which contains `{prompt}`.
     """
     if template is not None and PLACEHOLDER not in template:
         raise OptionError(f"the prompt template has no {PLACEHOLDER}; put it where the prompt belongs")
     made = {split: Instructions() for split in SPLITS}
     for split, pairs in text_pairs(source, seed, _asked).items():
-        own = made.get(split, made["training"])  # nothing is calibrated: that share is for training too
+        # nothing is calibrated, so the calibration split joins the training split
+        own = made.get(split, made["training"])
         for asked, response in pairs:
             prompt = _prompt(json.loads(asked), template)
             _add(own, _ids(tokenizer, prompt), _ids(tokenizer, response), tokenizer.eos_token_id, limits)
@@ -82,7 +84,7 @@ def instructions(
 
 def _add(own: Instructions, prompt: list[int], response: list[int], end: int | None, limits: Limits) -> None:
     if not prompt:
-        raise DataError("a prompt has no tokens: its text is of nothing that the tokenizer keeps; leave that row out")
+        raise DataError("the tokenizer gives no tokens for a prompt; leave that row out")
     if len(prompt) > limits.prompt:
         own.prompts_left_out += 1
         return
@@ -97,9 +99,10 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _asked(row: dict[str, Any], where: str) -> TextPair:
-    """What is asked and what is answered: all sections of a row but the last, with the last one's title, as JSON; its text.
+    """Return the pair (question, answer) that decides the split of a row.
 
-    Whatever a prompt is laid out as later, an example stays in its split.
+    The question is all sections but the last and the title of the last one, as JSON; the answer is the content of the
+    last. The split of an example therefore does not depend on the layout of its prompt.
     """
     *asked, (title, response) = row_sections(row, where)
     prompted = any(content.strip() for _, content in asked)
@@ -109,7 +112,7 @@ def _asked(row: dict[str, Any], where: str) -> TextPair:
 
 
 def _prompt(sections: list[list[str]], template: str | None) -> str:
-    """As text.py lays out rows, up to the response; or in a template."""
+    """Return the prompt up to the response, laid out as text.py lays out rows, or by a template."""
     if template is not None:
         return template.replace(PLACEHOLDER, "\n".join(content for _, content in sections[:-1]))
     return "\n\n".join(f"### {name}:\n{content}" for name, content in sections)

@@ -1,14 +1,14 @@
-"""Examples with their classes: what classifiers are distilled on and measured on.
+"""Labeled examples: the data on which classifiers are distilled and evaluated.
 
 A source is
-- a folder of images, a class in each subfolder; or such folders named `train` and `val`, `validation` or `test`;
-- an .npz of `images` (uint8 [N, H, W] or [N, H, W, channels]) and `labels` (integers), or of `x_train`, `y_train`, `x_test`
-  and `y_test`;
-- a .jsonl of `text` and `label`, a name or a number;
-- `digits`: the handwritten digits of scikit-learn, 1,797 grey images of 8×8 pixels, at 32×32.
+- a folder of images with one subfolder per class, or such folders named `train` and `val`, `validation` or `test`;
+- an .npz file of `images` (uint8 [N, H, W] or [N, H, W, channels]) and `labels` (integers), or of `x_train`, `y_train`,
+  `x_test` and `y_test`;
+- a .jsonl file of `text` and `label`, where a label is a name or a number;
+- `digits`: the handwritten digits of scikit-learn, 1,797 gray images of 8×8 pixels, enlarged to 32×32.
 
-Each example belongs to one split for good, by a hash of its content (of an image in a folder, of its path there), unless
-the source says so itself.
+Each example belongs to one split, which never changes. The split is given by the source itself, or else by a hash of
+the example's content (for an image in a folder, of its path there).
 
 Shape suffixes: N examples, B batch, C channels, H height, W width.
 """
@@ -36,33 +36,33 @@ DIGITS = "digits"
 DIGIT_SIZE = 32
 HELD_OUT_ONE_IN = 5
 FOLDER_SIZE = (224, 224)
-"""Of images of a folder, where the model does not say."""
+"""Height and width of images from a folder, where the model does not give a size."""
 _HELD_OUT_NAMES = ("val", "validation", "test")
 _GENERIC = "LABEL_"
-"""How transformers names classes that were given no name."""
+"""Prefix of the names that transformers gives to unnamed classes."""
 Part = Literal["calibration", "held-out", "all"]
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Examples, read when they are asked for, and their classes."""
+    """Examples, which are read on demand, and their classes."""
 
     name: str
     what: str
-    """"images" or "texts"."""
+    """The kind of the examples: "images" or "texts", for messages."""
     labels: Sequence[int | str]
     read: Callable[[Sequence[int]], Examples]
-    """Of these rows: uint8 [B, C, H, W], or texts."""
+    """Reads the examples of the given rows: uint8 [B, C, H, W], or texts."""
     keys: Sequence[bytes]
-    """What decides the split of each."""
+    """The bytes whose hash decides the split of each example."""
     held_out: Sequence[bool] | None = None
-    """Where the source says so itself."""
+    """Whether each example is held out, where the source gives the splits itself."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def part(self, split: Part) -> Labelled:
-        """Those of one split. Raises DataError where there are none."""
+        """Return the examples of one split. Raises DataError where there are none."""
         own = self.held_out or [int.from_bytes(hashlib.sha256(key).digest()[:8]) % HELD_OUT_ONE_IN == 0 for key in self.keys]
         wanted = {"calibration": (False,), "held-out": (True,), "all": (False, True)}[split]
         rows = [row for row, held in enumerate(own) if held in wanted]
@@ -71,7 +71,7 @@ class Labelled:
         return self.only(rows)
 
     def only(self, rows: Sequence[int]) -> Labelled:
-        """These rows, in this order."""
+        """Return the examples of these rows, in this order."""
         return replace(
             self,
             labels=[self.labels[row] for row in rows],
@@ -81,9 +81,10 @@ class Labelled:
         )
 
     def numbers(self, class_names: Sequence[str]) -> Tensor:
-        """The class of each example as a model counts them, int64 [N]. Raises DataError for classes that it does not have.
+        """Return the class index of each example in the model's numbering, int64 [N].
 
-        Numbers are the model's own. Names are the model's too, or, where it has none, in alphabetical order.
+        Integer labels are the model's own class indices. Names are the model's names or, where the model has none, in
+        alphabetical order. Raises DataError for classes that the model does not have.
         """
         by_name = {name: number for number, name in enumerate(class_names)}
         names = sorted({label for label in self.labels if isinstance(label, str)})
@@ -99,7 +100,7 @@ class Labelled:
         return torch.tensor(found, dtype=torch.long)
 
     def fingerprint(self) -> str:
-        """SHA-256 over keys and labels: which examples these are."""
+        """Return the SHA-256 digest over keys and labels, which identifies the examples."""
         digest = hashlib.sha256()
         for key, label in zip(self.keys, self.labels, strict=True):
             digest.update(hashlib.sha256(key).digest() + repr(label).encode())
@@ -107,12 +108,15 @@ class Labelled:
 
 
 def is_nameless(class_names: Sequence[str]) -> bool:
-    """Whether these are but numbers."""
+    """Whether the class names are only numbers."""
     return all(name == f"{_GENERIC}{number}" for number, name in enumerate(class_names))
 
 
 def labelled(source: str, size: tuple[int, int] | None = None) -> Labelled:
-    """The examples of a source. size: (height, width) that images of a folder get. Raises DataError for what is none."""
+    """Return the examples of a source. Raises DataError for a source that cannot be read.
+
+    size: (height, width) to which images from a folder are resized.
+    """
     path = Path(source).expanduser()
     if source == DIGITS:
         return _digits()
@@ -159,7 +163,7 @@ def _arrays(path: Path) -> Labelled:
         labels += _label_array(path, labels_name, found[labels_name], len(images[-1]))
         held_out += [images_name == "x_test"] * len(images[-1])
     if len({tuple(each.shape[1:]) for each in images}) > 1:
-        raise DataError(f"{path}: x_train and x_test have images of different shapes; make them one")
+        raise DataError(f"{path}: x_train and x_test have images of different shapes; give both one shape")
     return _of_images(str(path), torch.cat(images), labels, held_out if len(own) > 1 else None)
 
 
@@ -184,7 +188,8 @@ def _texts(path: Path) -> Labelled:
     texts: list[str] = []
     labels: list[int | str] = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a string in JSON may hold what else ends lines
+        # not splitlines: JSON strings may contain other line separators
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); give a .jsonl in UTF-8") from error
     for number, line in enumerate(lines, start=1):
@@ -237,7 +242,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _image(path: Path, size: tuple[int, int]) -> Tensor:
-    """uint8 [3, H, W]."""
+    """Read an image as uint8 [3, H, W]."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Which text a run calibrates on and is measured on, with defaults that suit the model."""
+"""Options of the text on which a run calibrates and evaluates, with defaults that suit the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT, RESPONSES = "Calibration text", "Prompts and responses"
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Which text, and how much of it."""
+    """Source of the text, and how much of it is used."""
 
     data: str | None = option(
         None,
@@ -37,13 +37,13 @@ class CalibrationOptions:
         check(self)
 
     def filled(self, checkpoint: ModelDirectory) -> CalibrationOptions:
-        """These options with every None replaced. Raises OptionError for what the model cannot take."""
+        """Return these options with every None replaced. Raises OptionError for values that the model does not support."""
         is_demo = _is_of_demo(checkpoint)
         sized = self.sized(is_demo, checkpoint.config.max_positions)
         return replace(sized, data=self.data or ("stdlib" if is_demo else "allenai/c4"))
 
     def sized(self, is_demo: bool, max_positions: int) -> CalibrationOptions:
-        """These options with a sequence length. Raises OptionError for what a model of so many positions cannot take."""
+        """Return these options with a sequence length. Raises OptionError for a length above the model's positions."""
         length = self.sequence_length
         if length is None:
             length = min(256 if is_demo else 2048, max_positions)
@@ -56,7 +56,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """Longest prompts and responses, in tokens."""
+    """Maximum lengths of prompts and responses, in tokens."""
 
     length: int = option(
         512, group=RESPONSES, flag="max-length", help="Tokens of prompt and response; responses are cut to it."
@@ -69,7 +69,7 @@ class Limits:
         check(self)
 
     def check(self, max_positions: int) -> None:
-        """Raise OptionError for what the model cannot take."""
+        """Raise OptionError for lengths that the model does not support."""
         if not 2 <= self.length <= max_positions or not 1 <= self.prompt < self.length:
             raise OptionError(
                 f"max-length is {self.length} and max-prompt-length {self.prompt}; the model takes up to {max_positions} "

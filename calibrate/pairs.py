@@ -1,11 +1,13 @@
-"""Pairs of texts into padded token ids: what encoder-decoders are calibrated, trained and measured on.
+"""Pairs of texts as padded token ids, on which encoder-decoders are calibrated, trained and evaluated.
 
 A source is
-- a .jsonl: one pair a line, from `source` and `target`, or from `instruction`, `input` (left out where empty) and `output`;
-- `stdlib`: a task made from the Python standard library on this machine: restore case and punctuation of a line of code.
+- a .jsonl file with one pair per line, from `source` and `target`, or from `instruction`, `input` (left out where
+  empty) and `output`;
+- `stdlib`: a task made from the Python standard library on this machine: restore case and punctuation of a line of
+  code.
 
-A pair belongs to one split for good, by a hash of its source text: no pair is in two of them, nor are two pairs that ask
-the same. Pairs come in an order that depends on the source and the seed alone.
+Each pair belongs to one split, which a hash of its source text decides. No pair is in two splits, and pairs with equal
+source texts are in the same split. The order of the pairs depends on the source and the seed alone.
 
 Shape suffixes: P pairs, S tokens of the longest source, M tokens of the longest target.
 """
@@ -29,14 +31,14 @@ from calibrate.text import load_documents
 from engine.errors import DataError, OptionError
 
 SPLITS = ("held-out", "validation", "calibration", "training")
-"""The first three get a tenth of the pairs each, training what is left."""
+"""The splits. Each of the first three gets a tenth of the pairs; training gets the rest."""
 STDLIB = "stdlib"
 PADDING = -1
-"""Behind the end of a sequence; no token has this number."""
+"""Fill value behind the end of a sequence; no token has this id."""
 DEFAULT_LENGTH = 512
 
 STDLIB_BYTES = 8_000_000
-"""Of source code, which gives some 60,000 different lines."""
+"""Bytes of source code that are read, which give about 60,000 different lines."""
 _LINE = re.compile(r"[ -~]{12,40}")
 
 TextPair = tuple[str, str]
@@ -44,27 +46,27 @@ TextPair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Pairs:
-    """Token ids, PADDING behind the end of each."""
+    """Token ids of sources and targets, filled with PADDING behind the end of each."""
 
     source_PS: Tensor
     target_PM: Tensor
     cut: int = 0
-    """Sequences that were longer than they may be, and lost their ends."""
+    """Number of sequences that were truncated to the maximum length."""
 
     def __len__(self) -> int:
         return len(self.source_PS)
 
     def take(self, rows: Tensor | slice) -> Pairs:
-        """Some of them, no longer than their longest."""
+        """Return some of the pairs, padded to the longest of them."""
         return Pairs(_trimmed(self.source_PS[rows]), _trimmed(self.target_PM[rows]))
 
     def split(self, size: int) -> Iterator[Pairs]:
-        """All of them, `size` at a time."""
+        """Yield all pairs, `size` at a time."""
         return (self.take(slice(start, start + size)) for start in range(0, len(self), size))
 
     @property
     def tokens(self) -> int:
-        """Of sources and targets together, padding left out."""
+        """Number of tokens of sources and targets together, without padding."""
         return int((self.source_PS != PADDING).sum()) + int((self.target_PM != PADDING).sum())
 
 
@@ -74,11 +76,11 @@ def _trimmed(ids: Tensor) -> Tensor:
 
 
 Layout = Callable[[dict[str, Any], str], TextPair]
-"""A row of a .jsonl, and where it stands for messages, to the two texts that a model sees."""
+"""A function from a row of a .jsonl file and its place, for messages, to the source and target texts."""
 
 
 def text_pairs(source: str, seed: int = 0, layout: Layout | None = None) -> dict[str, list[TextPair]]:
-    """The pairs of a source by split. Raises DataError where it is none, or a line of it is no pair."""
+    """Return the pairs of a source by split. Raises DataError for an unreadable source or a malformed line."""
     made = _stdlib_pairs() if source == STDLIB else _file_pairs(Path(os.path.expanduser(source)), layout or _plain)
     distinct = list(dict.fromkeys(made))
     if not distinct:
@@ -91,7 +93,7 @@ def text_pairs(source: str, seed: int = 0, layout: Layout | None = None) -> dict
 
 
 def split_of(pair: TextPair) -> str:
-    """The split of a pair, the same on every machine and in every run."""
+    """Return the split of a pair, which is the same on every machine and in every run."""
     tenth = int.from_bytes(hashlib.sha256(pair[0].encode()).digest()[:8], "big") % 10
     return SPLITS[min(tenth, len(SPLITS) - 1)]
 
@@ -99,9 +101,9 @@ def split_of(pair: TextPair) -> str:
 def tokenised(
     splits: dict[str, list[TextPair]], split: str, count: int, tokenizer: Any, length: int, end: int | None, name: str
 ) -> Pairs:
-    """Up to `count` pairs of a split, each text of at most `length` tokens, the end token among them.
+    """Tokenize up to `count` pairs of a split, each text to at most `length` tokens, including the end token.
 
-    Raises DataError where the split has none, OptionError for a count or length that is none.
+    Raises DataError where the split is empty, and OptionError for an invalid count or length.
     """
     if count < 1 or length < 2:
         raise OptionError(
@@ -155,7 +157,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def _plain(row: dict[str, Any], where: str) -> TextPair:
-    """As they are, for encoder-decoders."""
+    """Return source and target unchanged, for encoder-decoders."""
     if "source" in row and "target" in row:
         return _text(row, "source", where), _text(row, "target", where)
     if "instruction" in row and "output" in row:
@@ -171,12 +173,14 @@ def _text(row: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: `{key}` must be a string with some text in it")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{where}: `{key}` has half of a surrogate pair, which is no character; write it as UTF-8")
+        raise DataError(f"{where}: `{key}` has half of a surrogate pair, which is not a character; write it as UTF-8")
     return value
 
 
 def _stdlib_pairs() -> Iterator[TextPair]:
-    """Lines of 12 to 40 ASCII characters; the source is what is left of their lower-case letters and digits, in words."""
+    """Yield pairs from lines of 12 to 40 ASCII characters. The source is the line's letters and digits in lower case,
+    as words.
+    """
     for text in load_documents("stdlib", limit_bytes=STDLIB_BYTES):
         for line in map(str.strip, text.splitlines()):
             words = re.findall(r"[a-z0-9]+", line.lower())

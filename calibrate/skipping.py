@@ -1,4 +1,4 @@
-"""γ tables for adaptive skipping, from statistics (DiEP §4.3)."""
+"""γ tables for adaptive skipping, computed from calibration statistics (DiEP §4.3)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from engine.decoder.skip_tables import SkipTables
 
 
 def skip_tables(statistics: Statistics) -> SkipTables:
-    """γ1: the layer's medians of w_ej / w_e0. γ2: CKA of two experts' outputs over the layer's mean CKA."""
+    """Return γ1, each layer's medians of w_ej / w_e0, and γ2, the CKA of two experts' outputs over the layer's mean
+    CKA.
+    """
     layers = [statistics.layers[index] for index in sorted(statistics.layers)]
     return SkipTables(
         tuple(layer.weight_ratio_median.float() for layer in layers),
@@ -19,7 +21,10 @@ def skip_tables(statistics: Statistics) -> SkipTables:
 
 
 def relative_similarity(cka_NN: Tensor) -> Tensor:
-    """CKA over its mean over the layer's pairs of different experts, [N, N]; ones where there is no pair or no mean."""
+    """Return CKA divided by its mean over the layer's pairs of different experts, [N, N].
+
+    All entries are one where the layer has no such pair or the mean is zero.
+    """
     experts = len(cka_NN)
     pairs = ~torch.eye(experts, dtype=torch.bool)
     mean = cka_NN[pairs].mean() if experts > 1 else torch.tensor(0.0)

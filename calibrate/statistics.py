@@ -1,4 +1,4 @@
-"""What calibration saw, as one file that every method reads: safetensors with a JSON header.
+"""Calibration statistics and their file, which every method reads: safetensors with a JSON header.
 
 Shape suffixes: N routed experts of the layer, M of the MoE layer before it, K the model's top-k, D hidden.
 """
@@ -25,18 +25,20 @@ SCHEMA_VERSION = 3
 
 @dataclass
 class LayerStatistics:
-    """One MoE layer. Sums run over calibration tokens; "routed" means the router selected the expert."""
+    """Statistics of one MoE layer. Sums run over calibration tokens; "routed" means that the router selected the
+    expert.
+    """
 
     tokens: Tensor
-    """[] tokens seen."""
+    """[] number of tokens."""
     tokens_routed: Tensor
-    """[N] tokens routed to each expert."""
+    """[N] number of tokens routed to each expert."""
     probability_sum: Tensor
-    """[N] router probability (as the routing itself has it, routing.probabilities) summed over all tokens."""
+    """[N] router probability, as `routing.probabilities` defines it, summed over all tokens."""
     routed_probability_sum: Tensor
     """[N] router probability summed over routed tokens."""
     weight_sum: Tensor
-    """[N] the weight that the model really uses, summed over routed tokens."""
+    """[N] routing weight that the model multiplies the output by, summed over routed tokens."""
     weighted_norm_sum: Tensor
     """[N] Σ weight · ‖FFN_i(x)‖₂ over routed tokens (REAP)."""
     norm_sum: Tensor
@@ -46,32 +48,33 @@ class LayerStatistics:
     output_sum: Tensor
     """[N, D] Σ FFN_i(x) over routed tokens."""
     output_mean: Tensor
-    """[N, D] mean of FFN_i(x) over a sample of tokens that every expert is run on, wherever they are routed."""
+    """[N, D] mean of FFN_i(x) over a sample of tokens on which every expert runs, whether routed or not."""
     weighted_output_mean: Tensor
-    """[N, D] mean of p_i(x)·FFN_i(x) over the same sample, p the router's probability."""
+    """[N, D] mean of p_i(x)·FFN_i(x) over the same sample, where p is the router's probability."""
     router_gram: Tensor
-    """[N, N] Σ z_i·z_j over all tokens, z the router's logits as they are (not centred)."""
+    """[N, N] Σ z_i·z_j over all tokens, where z are the router's logits, not centered."""
     weight_ratio_median: Tensor
     """[K-1] median over tokens of w_{e_j} / w_{e_0}, j = 1..K-1 (γ1)."""
     linear_cka: Tensor
-    """[N, N] of expert outputs, every expert run on that sample."""
+    """[N, N] linear CKA of expert outputs on the sample."""
     rbf_cka: Tensor
-    """[N, N] likewise."""
+    """[N, N] RBF CKA of expert outputs on the sample."""
     rbf_cka_before: Tensor
-    """[N, M] of outputs on that sample with those of the M experts of the MoE layer before; [N, 0] in the first."""
+    """[N, M] RBF CKA of expert outputs with those of the M experts of the MoE layer before; [N, 0] in the first layer.
+    """
     unselected_probability_share: Tensor
-    """[] share of router probability that goes to experts not selected (figure 1 of Every Expert Matters)."""
+    """[] share of the router probability on experts that are not selected (figure 1 of Every Expert Matters)."""
 
 
 @dataclass
 class Statistics:
-    """Statistics of every MoE layer by decoder layer index, and which model and text they are of."""
+    """Statistics of every MoE layer by decoder layer index, with the identity of the model and the text."""
 
     layers: dict[int, LayerStatistics]
     header: dict[str, Any]
 
     def save(self, path: Path) -> None:
-        """Write the file, replacing an old one only when whole."""
+        """Write the file. An existing file is replaced only when the new one is complete."""
         tensors = {
             f"layers.{index}.{field.name}": getattr(layer, field.name).contiguous()
             for index, layer in self.layers.items()
@@ -82,18 +85,22 @@ class Statistics:
 
 
 def usage_shares(layer: LayerStatistics) -> Tensor:
-    """[N] each expert's share of the tokens routed in its layer (Cruz Salinas et al., fig. 4); even where none were."""
+    """Share of each expert of the tokens routed in its layer, [N] (Cruz Salinas et al., fig. 4); equal where none were
+    routed.
+    """
     routed_N = layer.tokens_routed.double()
     return routed_N / routed_N.sum() if bool(routed_N.any()) else torch.full_like(routed_N, 1.0 / len(routed_N))
 
 
 def effective_experts(layer: LayerStatistics) -> float:
-    """How concentrated usage is: exp of the entropy of its shares, N where all are used alike and 1 where one takes all."""
+    """Effective number of experts: exp of the entropy of the usage shares; N for uniform usage, 1 where one expert gets
+    all.
+    """
     return float(torch.special.entr(usage_shares(layer)).sum().exp())
 
 
 def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
-    """Read a statistics file made for this model. Raises DataError where it is of another or not one at all."""
+    """Read a statistics file. Raises DataError for a file of another model or an invalid file."""
     with SafetensorsFile(path) as file:
         try:
             header = json.loads(file.metadata.get("statistics", ""))
@@ -110,7 +117,7 @@ def load_statistics(path: Path, config: DecoderConfig) -> Statistics:
 
 
 def load_layer(path: Path, index: int, config: DecoderConfig) -> LayerStatistics:
-    """One layer of a file that may lack the others."""
+    """Read one layer of a file that may lack the others."""
     with SafetensorsFile(path) as file:
         check_digest(file)
         return _read_layer(file, index, config, path)

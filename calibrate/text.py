@@ -1,14 +1,15 @@
-"""Raw text into token batches: what calibration, training and evaluation read.
+"""Raw text as token batches, which calibration, training and evaluation read.
 
 A source is
-- a text file, cut at line ends into documents of about 32 kB (less for a small file, so that both splits get some);
-- a folder: every text file in it, recursively, each cut in the same way, and every .jsonl;
-- a .jsonl: one document a line, from `text`, `messages`, or `instruction`, `input`, `output` (see `_row_text`);
-- `stdlib`: the source of the Python standard library on this machine, one document a file;
+- a text file, split at line ends into documents of about 32 kB (less for a small file, so that each split gets some);
+- a folder: every text file in it, recursively, each split in the same way, and every .jsonl file;
+- a .jsonl file with one document per line, from `text`, `messages`, or `instruction`, `input`, `output` (see
+  `_row_text`);
+- `stdlib`: the source of the Python standard library on this machine, one document per file;
 - a dataset id on the hub, `owner/name` or `owner/name:configuration`, streamed.
 
-Documents come in an order that depends only on the source and the seed. Each belongs to one split for good, by a hash
-of its text, so that perplexity is measured on text which calibration never saw.
+The order of the documents depends only on the source and the seed. Each document belongs to one split, which a hash of
+its text decides, so that perplexity is measured on text that calibration never read.
 """
 
 import hashlib
@@ -28,21 +29,23 @@ from tqdm import tqdm
 from engine.errors import DataError, OptionError
 
 Split = Literal["calibration", "training", "validation", "held-out", "all"]
-"""Training and validation are the two parts of calibration: a training's best state is told by documents it never saw."""
+"""Names of splits. Training and validation are the two parts of calibration, so that the best state of a training is
+chosen on documents that the training did not read.
+"""
 
 DOCUMENT_BYTES = 32 * 1024
 SMALLEST_DOCUMENT_BYTES = 256
-DOCUMENTS_PER_FILE = 64  # a single text file gives at least about this many, as far as its lines allow
+DOCUMENTS_PER_FILE = 64  # at least about this many documents in a single text file, as far as its lines allow
 HELD_OUT_ONE_IN = 10
-VALIDATION_ONE_IN = 10  # of the others
+VALIDATION_ONE_IN = 10  # of the documents that are not held out
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
-HUB_CONFIGURATIONS = {"allenai/c4": "en"}  # what an id means where its dataset has no default configuration
+HUB_CONFIGURATIONS = {"allenai/c4": "en"}  # configurations of datasets that have no default
 HUB_SHUFFLE_BUFFER = 1000
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The part of the interface of a transformers tokenizer that is used here."""
 
     @property
     def eos_token_id(self) -> Any: ...
@@ -52,20 +55,20 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where one document stands: bytes of a file, read when its turn comes."""
+    """Location of one document: a range of bytes in a file, read on demand."""
 
     path: Path
     offset: int
     size: int
-    line: int  # the number of its first line, from 1
-    is_row: bool  # one line of a .jsonl
+    line: int  # number of the first line, from 1
+    is_row: bool  # whether the piece is one line of a .jsonl file
 
 
 def load_documents(source: str, seed: int = 0, limit_bytes: int | None = None, split: Split = "all") -> Iterator[str]:
-    """The documents of a source in the order of the seed, until `limit_bytes` bytes of UTF-8 have been given.
+    """Yield the documents of a source in the order of the seed, until `limit_bytes` bytes of UTF-8 have been yielded.
 
-    A path that cannot be read is refused at once; a bad line, an empty split or a hub that does not answer, when the
-    iterator comes to it.
+    An unreadable path raises an error at once. A malformed line, an empty split or an unreachable hub raises one during
+    iteration.
     """
     return _of_split(_documents(source, seed), source, split, limit_bytes)
 
@@ -79,9 +82,9 @@ def token_batches(
     seed: int,
     split: Split = "calibration",
 ) -> torch.Tensor:
-    """Token ids [samples, sequence_length]: documents packed end to end, an end token (if there is one) after each.
+    """Return token ids [samples, sequence_length]: documents packed end to end, each followed by the end token, if any.
 
-    Reads and tokenises no more of the source than it needs.
+    Only as much of the source is read and tokenized as the batch needs.
     """
     ids = _packed(source, tokenizer, samples, sequence_length, seed, split)
     if len(ids) < samples * sequence_length:
@@ -95,14 +98,14 @@ def token_batches(
 def up_to(
     source: str, tokenizer: Tokenizer, *, samples: int, sequence_length: int, seed: int, split: Split = "calibration"
 ) -> torch.Tensor:
-    """The same, with fewer sequences (or none) where the source ends before."""
+    """Return what `token_batches` returns, with fewer sequences (or none) where the source ends early."""
     ids = _packed(source, tokenizer, samples, sequence_length, seed, split)
     whole = len(ids) // sequence_length
     return torch.tensor(ids[: whole * sequence_length], dtype=torch.long).view(whole, sequence_length)
 
 
 def _packed(source: str, tokenizer: Tokenizer, samples: int, length: int, seed: int, split: Split) -> list[int]:
-    """As many tokens as the sequences need, or all there are."""
+    """Return as many tokens as the sequences need, or all tokens of the source."""
     if samples < 1 or length < 1:
         raise OptionError(f"{samples} samples of {length} tokens cannot be taken: both must be at least 1")
     needed = samples * length
@@ -121,12 +124,12 @@ def _packed(source: str, tokenizer: Tokenizer, samples: int, length: int, seed: 
 
 
 def split_of(document: str) -> Split:
-    """The split a document belongs to, the same on every machine and in every run: calibration or held-out."""
+    """Return the split of a document, calibration or held-out. It is the same on every machine and in every run."""
     return "held-out" if _number(document) % HELD_OUT_ONE_IN == 0 else "calibration"
 
 
 def belongs(document: str, split: Split) -> bool:
-    """Whether a document is of this split."""
+    """Whether a document belongs to a split."""
     if split not in ("training", "validation"):
         return split in ("all", split_of(document))
     validates = _number(document) // HELD_OUT_ONE_IN % VALIDATION_ONE_IN == 0
@@ -178,7 +181,7 @@ def _documents(source: str, seed: int) -> Iterator[str]:
 
 
 def _stdlib_texts(seed: int) -> Iterator[str]:
-    """Files that are not UTF-8 are there to test Python's own decoding, and are passed over."""
+    """Yield the sources of the standard library. Files that are not UTF-8 test Python's own decoding and are skipped."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in _files(root, skip={"site-packages", "dist-packages"}) if path.suffix == ".py"]
     if not paths:
@@ -192,7 +195,7 @@ def _stdlib_texts(seed: int) -> Iterator[str]:
 
 
 def _files(root: Path, skip: set[str]) -> list[Path]:
-    """Every file under a folder, in an order of its own; hidden ones and caches are left out."""
+    """Return every file under a folder in a fixed order, without hidden files and caches."""
     found = []
     for folder, subfolders, names in os.walk(root, onerror=_raise_unreadable):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip | {"__pycache__"}]
@@ -211,7 +214,7 @@ def _pieces(path: Path) -> list[_Piece]:
 
 
 def _file_pieces(path: Path, document_bytes: int) -> list[_Piece]:
-    """Cuts a file at line ends. A .jsonl is cut at every one; a line longer than a document stays whole."""
+    """Split a file at line ends. A .jsonl file is split at every line end; a line longer than a document stays whole."""
     is_rows = path.suffix == ".jsonl"
     pieces: list[_Piece] = []
     offset = size = 0
@@ -251,7 +254,7 @@ def _read(piece: _Piece) -> str:
     return _row_text(row, where)
 
 
-# Files. What the system refuses becomes a DataError that names the file.
+# Files. An error of the operating system becomes a DataError that names the file.
 
 
 def _bytes(path: Path, offset: int = 0, size: int = -1) -> bytes:
@@ -264,7 +267,7 @@ def _bytes(path: Path, offset: int = 0, size: int = -1) -> bytes:
 
 
 def _is_binary(path: Path) -> bool:
-    """In a folder only regular files are read, and of those not the ones with a zero byte near their start."""
+    """Whether a file in a folder is skipped: it is not a regular file, or it has a zero byte near its start."""
     return not path.is_file() or b"\0" in _bytes(path, size=8192)
 
 
@@ -280,11 +283,11 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _row_text(row: object, where: str) -> str:
-    """The text of one row.
+    """Return the text of one row.
 
-    `text` is taken as it is. The other two become sections, each `### Title:` with its content on the lines below, and
-    an empty line between them: one for each message, titled by its role; or Instruction, Input (left out where it is
-    empty) and Response.
+    `text` is returned unchanged. `messages` and `instruction` rows become sections, each a line `### Title:` followed
+    by its content, with an empty line between sections. There is one section for each message, titled by its role, or
+    one each for Instruction, Input (left out where it is empty) and Response.
     """
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, and this is a {type(row).__name__}")
@@ -294,7 +297,9 @@ def _row_text(row: object, where: str) -> str:
 
 
 def row_sections(row: dict[str, Any], where: str) -> list[tuple[str, str]]:
-    """(title, content) of each part of a row of `messages`, of `instruction` and `output`, or of `source` and `target`."""
+    """Return (title, content) of each section of a row of `messages`, of `instruction` and `output`, or of `source` and
+    `target`.
+    """
     if "messages" in row:
         return _messages(row["messages"], where)
     for first, last in (("instruction", "output"), ("source", "target")):
@@ -320,7 +325,7 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: `{key}` must be a string, and is {type(value).__name__}")
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{where}: `{key}` has half of a surrogate pair, which is no character; write it as UTF-8")
+        raise DataError(f"{where}: `{key}` has half of a surrogate pair, which is not a character; write it as UTF-8")
     return value
 
 
@@ -328,7 +333,9 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def _hub_texts(source: str, seed: int) -> Iterator[str]:
-    """Streams the `train` split. Whatever goes wrong inside `datasets` or on the network is one kind of trouble."""
+    """Yield the texts of the `train` split, streamed. Every error of `datasets` or of the network becomes one class of
+    error.
+    """
     try:
         from datasets import load_dataset
     except ImportError as error:

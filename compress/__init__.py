@@ -1,4 +1,4 @@
-"""Makes a model smaller: one file for each verb of the command line, and rooms for what they share.
+"""Compression of models: one file for each verb of the command line, and folders for shared code.
 
 Start with `prune.py`.
 """

@@ -1,8 +1,9 @@
-"""Several models side by side, in one run: quality on the same text, size, speed, memory, and pictures of their experts.
+"""Comparison of several models in one run: quality on the same text, size, speed, memory, and pictures of their experts.
 
-A perplexity is per token, so it may be compared only between models that cut the text into the same tokens. Rows carry a
-`perplexity_group`: those of one group read exactly the same token ids. Other tokenizers are not refused, since size, speed
-and tasks can still be compared; the groups are marked wherever perplexities are shown, and a note says so.
+Perplexity is measured per token, so it is comparable only between models whose tokenizers split the text into the same
+tokens. Rows have a `perplexity_group`; the models of one group read exactly the same token ids. Other tokenizers are
+accepted, since size, speed and tasks are still comparable. The groups are marked wherever perplexities are shown, and a
+note explains them.
 
 Shape suffixes: S sequences, L positions, N experts of a layer, T tokens.
 """
@@ -53,7 +54,7 @@ from engine.onnx.runtime import open_exported
 from engine.progress import Progress, no_progress
 
 COMPARISON = "comparison.json"
-"""By this file a directory is known as a comparison, which --overwrite may replace."""
+"""The file that marks a directory as a comparison, which --overwrite may replace."""
 MOST_IN_HEADING = 4
 
 
@@ -62,28 +63,28 @@ class Subject:
     """One of the models, opened."""
 
     name: str
-    """As it was given."""
+    """The model's name as given by the user."""
     label: str
-    """Short, and unlike those of the others."""
+    """A short name that no other model has."""
     model: ModelDirectory
-    """A Checkpoint, unless it is an export."""
+    """A Checkpoint, except for an export."""
     bytes: int
-    """Of the weights as they are stored."""
+    """Bytes of the weights as stored."""
     tables: SkipTables | None
     skip_threshold: float | None
-    """None for an export of which nobody knows it."""
+    """Skip threshold; None for an export whose threshold is unknown."""
 
     @property
     def is_exported(self) -> bool:
-        """Whether onnxruntime runs it."""
+        """Whether onnxruntime runs the model."""
         return not isinstance(self.model, Checkpoint)
 
 
 @claims_output
 def compare(options: CompareOptions, progress: Progress = no_progress) -> dict[str, Any]:
-    """`compress compare`: {"rows": one dict per model, "notes": what to know of them, "output": the directory or None}.
+    """Run `compress compare`; return {"rows": one dict per model, "notes": remarks, "output": the directory or None}.
 
-    Raises OptionError, CheckpointError, DataError or OutputError for bad input, before anything is measured.
+    Raises OptionError, CheckpointError, DataError or OutputError for invalid input, before anything is measured.
     """
     subjects = prepare(options)
     options = replace(options, device=str(resolve_device(options.device)))
@@ -104,7 +105,7 @@ def compare(options: CompareOptions, progress: Progress = no_progress) -> dict[s
 
 
 def prepare(options: CompareOptions) -> list[Subject]:
-    """Open every model and check what can be checked at once; nothing is written."""
+    """Open every model and run all checks that need no measuring; nothing is written."""
     if not options.models:
         raise OptionError("name at least one model to compare")
     if options.output is not None:
@@ -122,7 +123,7 @@ def prepare(options: CompareOptions) -> list[Subject]:
 
 
 def _subject(name: str, label: str, options: CompareOptions) -> Subject:
-    """With the threshold where the model can skip, and 0 where it cannot: dense ones, and those without tables."""
+    """Open a model, with the given threshold if it can skip, and 0 for dense models and models without skip tables."""
     directory = resolve(name)
     if is_exported(directory):
         return _exported_subject(name, label, directory, options)
@@ -131,12 +132,12 @@ def _subject(name: str, label: str, options: CompareOptions) -> Subject:
     can_skip = tables is not None and bool(checkpoint.config.moe_layers)
     threshold = options.skip_threshold if can_skip else 0.0
     own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
-    skipping_routings(checkpoint.config, tables, threshold, own=own)  # refuses what is out of range
+    skipping_routings(checkpoint.config, tables, threshold, own=own)  # raises an error for a threshold out of range
     return Subject(name, label, checkpoint, checkpoint.bytes, tables, threshold)
 
 
 def _exported_subject(name: str, label: str, directory: Path, options: CompareOptions) -> Subject:
-    """Loaded once to see that it can be, and let go of: models are in memory one after the other."""
+    """Open an export: load it once as a check, then release it, because models are in memory one after the other."""
     if options.tasks:
         raise OptionError(
             f"{directory}: is an ONNX export, and tasks are measured through transformers; leave one of them out"
@@ -147,13 +148,13 @@ def _exported_subject(name: str, label: str, directory: Path, options: CompareOp
 
 
 def _dtype(checkpoint: Checkpoint, wanted: str) -> torch.dtype:
-    """The torch dtype to compute in; "auto" is the checkpoint's own."""
+    """Return the torch dtype of the computation; "auto" is the checkpoint's own."""
     found: torch.dtype = checkpoint.model_dtype if wanted == "auto" else getattr(torch, wanted)
     return found
 
 
 def labels(models: Sequence[str]) -> list[str]:
-    """Each model's last name, or all of it where two share that, and a number where it is the same model again."""
+    """Return each model's last name, or its full name where two share that, with a number where a model is repeated."""
     last = [Path(model).name or model for model in models]
     found = [name if last.count(name) == 1 else model for name, model in zip(last, models, strict=True)]
     counts = [found[: index + 1].count(name) for index, name in enumerate(found)]
@@ -161,7 +162,9 @@ def labels(models: Sequence[str]) -> list[str]:
 
 
 def common_text(text: CalibrationOptions, subjects: Sequence[Subject]) -> CalibrationOptions:
-    """The same text and sequence length for all: the shortest default. Raises OptionError where defaults differ in text."""
+    """Return one text and sequence length for all models, the shortest default. Raises OptionError where default texts
+    differ.
+    """
     asked = replace(text, samples=max(1, text.samples))
     filled = [asked.filled(subject.model) for subject in subjects]
     if len(sources := sorted({str(each.data) for each in filled})) > 1:
@@ -171,7 +174,7 @@ def common_text(text: CalibrationOptions, subjects: Sequence[Subject]) -> Calibr
 
 
 def _tokens(subjects: Sequence[Subject], text: CalibrationOptions, samples: int, split: Split) -> list[Tensor | None]:
-    """[S, L] of the same text for each model, by its own tokenizer; None where no samples are asked for."""
+    """Return the text [S, L] in each model's own tokens; None where no samples are requested."""
     if samples == 0:
         return [None] * len(subjects)
     assert text.data is not None and text.sequence_length is not None
@@ -180,7 +183,7 @@ def _tokens(subjects: Sequence[Subject], text: CalibrationOptions, samples: int,
 
 
 def describe(subject: Subject) -> dict[str, Any]:
-    """A row with what needs no measuring; the rest is None until it is measured."""
+    """Return a row with the figures that need no measuring; the others are None until they are measured."""
     model = subject.model
     config, provenance = model.config, model.provenance
     unexported = "checkpoint" if provenance is None else "artifact"
@@ -235,7 +238,7 @@ def _measure_quality(
 
 
 def _group(tokens_SL: Tensor, groups: list[Tensor]) -> int:
-    """From 1: the group of those that read the same token ids. A new one is appended."""
+    """Return the number, from 1, of the group of models that read the same token ids. A new group is appended."""
     for index, other_SL in enumerate(groups, start=1):
         if torch.equal(tokens_SL, other_SL):
             return index
@@ -246,7 +249,7 @@ def _group(tokens_SL: Tensor, groups: list[Tensor]) -> int:
 def _perplexity(
     subject: Subject, tokens_SL: Tensor, options: CompareOptions, progress: Progress
 ) -> tuple[float, float | None]:
-    """(perplexity, share of expert evaluations skipped, None for a dense model), with the model's skip threshold."""
+    """Return (perplexity, share of skipped expert evaluations or None for a dense model) at the model's skip threshold."""
     checkpoint, config = subject.model, subject.model.config
     if not isinstance(checkpoint, Checkpoint):
         return _exported_perplexity(subject, tokens_SL, progress)
@@ -277,7 +280,7 @@ def _perplexity(
 
 
 def _exported_perplexity(subject: Subject, tokens_SL: Tensor, progress: Progress) -> tuple[float, float | None]:
-    """The same of an export, through onnxruntime."""
+    """Return the perplexity of an export by onnxruntime, and None."""
     decoder = open_exported(subject.model)
     counter = ExportedSkipCounter(decoder)
     counter.attach()
@@ -287,7 +290,7 @@ def _exported_perplexity(subject: Subject, tokens_SL: Tensor, progress: Progress
 
 
 def task_figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of lm-evaluation-harness's results the metrics, which it calls "NAME,FILTER"; a filter "none" is left out."""
+    """Return the metrics of lm-evaluation-harness by task. Its names are "NAME,FILTER"; the filter "none" is left out."""
     return {
         task: {
             name.removesuffix(",none"): float(value)
@@ -326,13 +329,13 @@ def _measure_speed(
             row[f"{kind}_tokens_per_second_sd"] = measured["tokens_per_second_sd"]
             row["peak_memory_bytes"] = measured["peak_memory_bytes"]
             if case.kind == "pp":
-                # The prefill test ends with the first new token, chosen.
+                # The prefill test ends when the first new token has been chosen.
                 row["time_to_first_token_seconds"] = case.tokens / measured["tokens_per_second_median"]
             elif row["experts_per_layer"]:
                 row["decode_experts_skipped_share"] = measured["experts_skipped_share"]
 
 
-# What to know of the figures
+# Notes on the figures
 
 
 def _tokenizer_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -370,7 +373,7 @@ def _export_notes(rows: Sequence[dict[str, Any]], options: CompareOptions) -> li
 
 
 def _settings(options: CompareOptions, text: CalibrationOptions) -> dict[str, Any]:
-    """How it was measured, in people's words."""
+    """Return how the figures were measured, in words for the page."""
     settings: dict[str, Any] = {}
     if text.evaluation_samples:
         settings["perplexity"] = (
@@ -399,7 +402,7 @@ def _settings(options: CompareOptions, text: CalibrationOptions) -> dict[str, An
 def _statistics(
     subject: Subject, tokens_SL: Tensor | None, options: CompareOptions, progress: Progress
 ) -> Statistics | None:
-    """None for a dense model or an export, or where no samples were asked for."""
+    """Return the statistics of a model; None for a dense model, an export, or a comparison without samples."""
     checkpoint = subject.model
     if tokens_SL is None or not checkpoint.config.moe_layers or not isinstance(checkpoint, Checkpoint):
         return None
@@ -420,7 +423,7 @@ def write_report(
     statistics: Sequence[Statistics | None],
     settings: dict[str, Any],
 ) -> None:
-    """comparison.json, comparison.csv, PNG pictures and index.html, all or nothing."""
+    """Write comparison.json, comparison.csv, PNG pictures and index.html, all or none of them."""
     assert options.output is not None
     with whole_or_nothing(options.output, options.overwrite, COMPARISON) as directory:
         write_json(directory / COMPARISON, {"schema_version": 1} | result | {"settings": settings})
@@ -438,7 +441,7 @@ def write_report(
 
 
 def heading(labels: Sequence[str]) -> str:
-    """The models in one line: the first and a count where they are many."""
+    """Return the models in one line: the first and a count where there are many."""
     if len(labels) <= MOST_IN_HEADING:
         return " · ".join(plots.short(label) for label in labels)
     return f"{plots.short(labels[0])} and {len(labels) - 1} others"
@@ -447,7 +450,7 @@ def heading(labels: Sequence[str]) -> str:
 def draw(
     directory: Path, rows: Sequence[dict[str, Any]], subjects: Sequence[Subject], statistics: Sequence[Statistics | None]
 ) -> list[Picture]:
-    """Every picture that these models have something for, as PNG files of the directory, in the order of the page."""
+    """Draw every picture for which these models have data; return the PNG files of the directory in the page's order."""
     pictures = []
     y_label = "held-out perplexity (lower is better)"
     if points := _points(rows, "bytes", "", 1e-6):
@@ -462,7 +465,10 @@ def draw(
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: float = 1.0) -> list[Point]:
-    """Of the rows that have both figures: perplexity over `key`, with the standard deviation under `deviation`."""
+    """Return the points of the rows that have both figures.
+
+    The points are perplexity over `key`, with the standard deviation under `deviation`.
+    """
     return [
         Point(
             name=row["label"],
@@ -479,7 +485,8 @@ def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: flo
 
 def _pictured(subject: Subject, statistics: Statistics | None) -> Pictured:
     model, kept = subject.model, None
-    with suppress(PlanError):  # an artifact of a later version, say: then its experts are numbered from 0
+    # the plan of an artifact of a later version, for example; its experts are then numbered from 0
+    with suppress(PlanError):
         kept = kept_experts(plan_from_json((model.provenance or {}).get("plan")), model.config)
     scores = load_scores(model.directory)
     return Pictured(subject.label, model.config.experts_by_layer, statistics, kept, scores)

@@ -1,4 +1,4 @@
-"""MoE→dense: an ordinary dense checkpoint of the sibling family out of a mixture of experts (Cruz Salinas et al.)."""
+"""`compress densify`: a dense checkpoint of the sibling family from a mixture of experts (Cruz Salinas et al.)."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from engine.passes import processes
 from engine.progress import Progress, no_progress
 
 ERROR_SEQUENCES = 16
-"""Sequences on which shared experts' gates and the error of each layer are measured."""
+"""Number of sequences on which shared experts' gates and the error of each layer are measured."""
 
 
 @dataclass
 class Trainable(Prepared):
-    """Inputs that were found to be good, with the text to train on; none where nothing is trained."""
+    """Inputs that have passed all checks, with the training text, which is empty where nothing is trained."""
 
     training_SL: Tensor
     validation_VL: Tensor
 
     @property
     def texts(self) -> dict[str, Tensor]:
-        """With the training's."""
+        """Return every text that the result depends on, the training text included."""
         return super().texts | {"training_text": self.training_SL, "validation_text": self.validation_VL}
 
 
@@ -57,9 +57,9 @@ DensifyRun = Run[DensifyOptions, Trainable]
 
 @claims_output
 def densify(options: DensifyOptions, progress: Progress = no_progress) -> DensifyFigures:
-    """Run the job; the figures of the result, with the keys of `compress densify --json`.
+    """Run the job; return the figures of the result, with the keys of `compress densify --json`.
 
-    Several processes (engine/passes/processes.py) share calibration, training and measuring.
+    Several processes (engine/passes/processes.py) share calibration, training and evaluation.
     """
     started = time.monotonic()
     work = WorkDirectory(options.output)
@@ -75,7 +75,7 @@ def densify(options: DensifyOptions, progress: Progress = no_progress) -> Densif
 
 
 def prepare_dense(options: DensifyOptions) -> Trainable:
-    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     options.training.check()
     prepared = prepare(options, checked_mixture(options))
     nothing = prepared.tokens_SL[:0]
@@ -88,12 +88,12 @@ def prepare_dense(options: DensifyOptions) -> Trainable:
 
 
 def ffns_of(options: DensifyOptions, checkpoint: Checkpoint) -> int:
-    """K."""
+    """Return K, the number of FFNs."""
     return checkpoint.config.experts_per_token if options.ffns is None else options.ffns
 
 
 def checked_mixture(options: DensifyOptions) -> Checkpoint:
-    """The model. Raises a CompressError where it cannot become dense as asked, before any work."""
+    """Open the model. Raises a CompressError where it cannot become dense as requested, before any work."""
     if options.select not in SELECTIONS:
         raise OptionError(f"select is {options.select!r}; it must be one of {', '.join(SELECTIONS)}")
     checkpoint = open_mixture(options.model)
@@ -138,7 +138,7 @@ def _make(run: DensifyRun) -> Made:
 
 
 def _planned(run: DensifyRun, chosen: Mapping[int, Chosen], statistics: Statistics) -> Plan:
-    """The chosen experts with their first weights, averaged ones aligned."""
+    """Return the plan of the selected experts with their initial weights; averaged experts are aligned."""
     options, prepared = run.options, run.prepared
     gates = shared_gates(
         prepared.checkpoint,
@@ -158,7 +158,7 @@ def _planned(run: DensifyRun, chosen: Mapping[int, Chosen], statistics: Statisti
 
 
 def _trained(run: DensifyRun, plan: Plan) -> Trained:
-    """The tensors that training gives the plan's model; empty where it was not asked for."""
+    """Return the trained tensors of the plan's model; empty where training was not requested."""
     options, prepared = run.options, run.prepared
     if not options.training.steps:
         return Trained()

@@ -52,22 +52,24 @@ from engine.progress import Progress, no_progress
 from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 ERROR_PAIRS = 64
-"""Of the calibration pairs, on which the error of each layer is measured."""
+"""Number of calibration pairs on which the error of each layer is measured."""
 
 
 @dataclass
 class PreparedPairs:
-    """Inputs that were found to be good."""
+    """Inputs that have passed all checks."""
 
     checkpoint: EncoderDecoderCheckpoint
     teacher: nn.Module
     pairs: dict[str, Pairs]
-    """By split; "training" and "validation" only where something is trained, "held-out" where something is measured."""
+    """Pairs by split: "training" and "validation" only where something is trained, "held-out" only where something is
+    measured.
+    """
     ffns: int
     length: int
 
     def fingerprints(self) -> dict[str, str]:
-        """Which model and which pairs, as JSON."""
+        """Return the identity of model and pairs, as JSON."""
         texts = {f"{name}_{side}": ids for name, own in self.pairs.items() for side, ids in _sides(own).items()}
         digests = {name: hashlib.sha256(ids.numpy().tobytes()).hexdigest() for name, ids in texts.items()}
         return self.checkpoint.identity() | digests
@@ -82,14 +84,16 @@ def _sides(pairs: Pairs) -> dict[str, Tensor]:
 
 @claims_output
 def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_progress) -> DensifyPairsFigures:
-    """Run the job; the figures of the result, with the keys of `compress densify --json`.
+    """Run the job; return the figures of the result, with the keys of `compress densify --json`.
 
-    Several processes share the training; all else each does for itself, and the first writes.
+    Several processes share the training. Each does all other work itself, and the first writes.
     """
     started = time.monotonic()
     work = WorkDirectory(options.output)
     if processes.count() > 1 and not options.training.steps:
-        raise OptionError("several processes share the training, and there is none; give --distill-steps, or leave torchrun")
+        raise OptionError(
+            "several processes share only the training, and there is none; give --distill-steps, or run without torchrun"
+        )
     checkpoint = EncoderDecoderCheckpoint(resolve(options.model))
     if (figures := finished_before(options, work, checkpoint.identity)) is not None:
         return cast(DensifyPairsFigures, figures)
@@ -106,7 +110,7 @@ def densify_encoder_decoder(options: DensifyOptions, progress: Progress = no_pro
 
 
 def prepare(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint) -> PreparedPairs:
-    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     options.training.check()
     ffns = 1 if options.ffns is None else options.ffns
     _check_options(options, checkpoint, ffns)
@@ -139,14 +143,14 @@ def _check_options(options: DensifyOptions, checkpoint: EncoderDecoderCheckpoint
         raise OptionError("--offload-teacher reads a decoder's layers one by one; leave it out for an encoder-decoder")
     if options.calibration.data is None:
         raise OptionError(
-            "an encoder-decoder needs pairs of source and target; give --data FILE.jsonl, or stdlib for a made-up task"
+            "an encoder-decoder needs pairs of source and target; give --data FILE.jsonl, or stdlib for a synthetic task"
         )
     if options.calibration.samples < 1 or options.calibration.evaluation_samples < 0:
         raise OptionError("samples must be at least 1, and evaluation samples not negative")
 
 
 def _pair_counts(options: DensifyOptions) -> dict[str, int]:
-    """Pairs that are wanted of each split that something is made of."""
+    """Return the number of pairs that the run needs of each split that it uses."""
     training = options.training
     counts = {"calibration": options.calibration.samples, "held-out": options.calibration.evaluation_samples}
     if training.steps:
@@ -158,27 +162,27 @@ def _pair_counts(options: DensifyOptions) -> dict[str, int]:
 
 
 def _measured(model: nn.Module, prepared: PreparedPairs) -> dict[str, float | None]:
-    """Figures on the held-out pairs, None where there are none. Raises CheckpointError where they are no numbers."""
+    """Return the figures on the held-out pairs, None where there are none. Raises CheckpointError for NaN."""
     if "held-out" not in prepared.pairs:
         return {"token_accuracy": None, "perplexity": None}
     found: Measured = measure(model, prepared.pairs["held-out"], prepared.checkpoint.config)
     if not math.isfinite(found.perplexity):
-        raise CheckpointError(f"{prepared.checkpoint.directory}: its predictions are no numbers; try --dtype float32")
+        raise CheckpointError(f"{prepared.checkpoint.directory}: its predictions are not finite; try --dtype float32")
     return asdict(found)
 
 
 @dataclass(frozen=True)
 class Student:
-    """The dense model that was made, ready to be folded."""
+    """The dense model before its fold."""
 
     plan: Plan
     parameters: Mapping[str, Tensor]
-    """By name, tied ones once; FFNs of sparse layers are still apart."""
+    """Parameters by name, tied ones once; FFNs of sparse layers are not yet folded."""
     figures: dict[str, Any]
 
 
 def _student(run: PairsRun) -> Student:
-    """Choose experts, say how far that is from the mixture, train."""
+    """Select experts, measure their error against the mixture, and train."""
     options, prepared = run.options, run.prepared
     checkpoint, teacher, calibration = prepared.checkpoint, prepared.teacher, prepared.pairs["calibration"]
     seen = usage(teacher, checkpoint, calibration, run.bar("calibrating (batches)"))
@@ -216,7 +220,7 @@ def _trained(run: PairsRun, student: nn.Module) -> Trained:
 
 
 def _write(run: PairsRun, made: Student, before: Mapping[str, float | None]) -> DensifyPairsFigures:
-    """Fold, write, measure what was written, describe it, and give it its name."""
+    """Fold and write the model, measure and describe it, and rename its directory."""
     options, prepared, checkpoint = run.options, run.prepared, run.prepared.checkpoint
     with whole_or_nothing(options.output, options.overwrite) as directory:
         write_dense(directory, saved_tensors(made.parameters, checkpoint), checkpoint, prepared.ffns)
@@ -240,7 +244,7 @@ def _plan(options: DensifyOptions, prepared: PreparedPairs, seen: Usage) -> Plan
 
 
 def write_dense(directory: Path, tensors: Mapping[str, Tensor], checkpoint: EncoderDecoderCheckpoint, ffns: int) -> None:
-    """Weights, config and whatever of the mixture's other files the sibling takes over unchanged."""
+    """Write weights, config, and the mixture's other files that apply to the sibling unchanged."""
     width = ffns * int(getattr(checkpoint.config, checkpoint.row.width_key))
     with ShardWriter(directory, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}) as writer:
         for name, tensor in tensors.items():
@@ -251,7 +255,7 @@ def write_dense(directory: Path, tensors: Mapping[str, Tensor], checkpoint: Enco
 
 
 def _selected(plan: Plan, checkpoint: EncoderDecoderCheckpoint) -> dict[str, list[Any]]:
-    """By layer, every expert whose weights the result holds, ascending."""
+    """Return, by layer, every expert whose weights are part of the result, ascending."""
     return {
         name: sorted(source.expert for part in plan.layers[index][0].parts for source in part.sources)
         for index, name in enumerate(checkpoint.experts)

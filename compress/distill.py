@@ -1,4 +1,6 @@
-"""Distillation into a student: a teacher's predictions on text or on responses, by recipes (Every Expert Matters)."""
+"""`compress distill` of language models: a student learns a teacher's predictions on text or responses (Every Expert
+Matters).
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,9 @@ from engine.progress import Progress, no_progress
 
 @claims_output
 def distill(options: DistillOptions, progress: Progress = no_progress) -> DistillFigures:
-    """Run the job; the figures of the result, with the keys of `compress distill --json`.
+    """Run the job; return the figures of the result, with the keys of `compress distill --json`.
 
-    Several processes (engine/passes/processes.py) share training and measuring.
+    Several processes (engine/passes/processes.py) share training and evaluation.
     """
     started = time.monotonic()
     options.check()
@@ -62,17 +64,17 @@ DistillRun = Run[DistillOptions, Distillable]
 
 @dataclass
 class Distilled:
-    """What training gave."""
+    """The result of a training."""
 
     tensors: dict[str, Tensor]
     trainer: Trainer
     clock: Clock
     metrics: tuple[float, float]
-    """Before and after, of what tells the best state; lower is better."""
+    """Values before and after of the metric that selects the best state; lower is better."""
     perplexities: tuple[float, float]
-    """Of the responses in the data, before and after."""
+    """Perplexity before and after of the responses in the data."""
     routers: RouterReport | None = None
-    """Of a teacher with experts."""
+    """Report on the teacher's routers; None for a dense teacher."""
 
 
 def _train(run: DistillRun) -> Distilled:
@@ -107,7 +109,7 @@ def _train(run: DistillRun) -> Distilled:
 
 
 class Measure:
-    """How good a student is on examples; lower is better."""
+    """Metrics of a student on examples; lower is better."""
 
     def __init__(self, options: DistillOptions, prepared: Distillable, student: Decoder, group_size: int) -> None:
         self.student, self.group_size, self.limit = student, group_size, prepared.limit
@@ -115,7 +117,7 @@ class Measure:
         self._tokenizer = load_tokenizer(prepared.checkpoint) if METRICS[options.select_by].writes else None
 
     def __call__(self, examples: Sequence[Example]) -> float:
-        """What tells the best state: perplexity, or 1 − ROUGE-L of what it writes."""
+        """Return the metric that selects the best state: perplexity, or 1 − ROUGE-L of the student's own responses."""
         if self._tokenizer is None:
             return self.perplexity(examples)
         greedy = SamplingOptions()
@@ -124,26 +126,26 @@ class Measure:
         return value
 
     def perplexity(self, examples: Sequence[Example]) -> float:
-        """Of the responses in the data."""
+        """Return the perplexity of the responses in the data."""
         value = response_perplexity(self.student, examples, self.group_size)
         processes.let_go(self.student)
         return value
 
     def both(self, examples: Sequence[Example]) -> tuple[float, float]:
-        """What tells the best state, and perplexity."""
+        """Return the metric that selects the best state, and the perplexity."""
         plain = self.perplexity(examples)
         return (plain if self._tokenizer is None else self(examples)), plain
 
 
 @dataclass
 class _TeacherSide:
-    """All that has to do with the teacher; nothing where the recipe has none."""
+    """The teacher and everything that depends on it; empty where the recipe has none."""
 
     teaching: Teaching | None = None
     first: Trainer | None = None
-    """Of its routers."""
+    """The training of the teacher's routers."""
     report: Callable[[], RouterReport | None] = lambda: None
-    """What its routers say at the end."""
+    """Returns the report on the routers at the end."""
 
 
 def _teacher_side(run: DistillRun, student: Decoder, responses: Responses, group_size: int) -> _TeacherSide:
@@ -170,7 +172,7 @@ def _teacher_side(run: DistillRun, student: Decoder, responses: Responses, group
         temperature=options.temperature,
         progress=run.bar("teacher's predictions (sequences)"),
     )
-    # The teacher's body is let go of: its routers say at the end what they say now.
+    # The teacher's body is released, so the report on its routers is made now and returned at the end.
     reported = report()
     prepared.teacher.release()
     return _TeacherSide(cached, report=lambda: reported)
@@ -179,7 +181,7 @@ def _teacher_side(run: DistillRun, student: Decoder, responses: Responses, group
 def _router_trainer(
     options: DistillOptions, prepared: Distillable, teacher: Decoder, student: Decoder, responses: Responses
 ) -> Trainer:
-    """Of the teacher's router weights; nothing else of it is trained."""
+    """Return the training of the teacher's router weights; its other weights are frozen."""
     teacher.checkpoint_activations = True
     loss = RouterLoss(teacher, student, responses, options.load_balance_weight, options.temperature)
     part = options.router_training(prepared.steps, prepared.limit, teacher.config.hidden_size)
@@ -211,7 +213,7 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
         own["router"] = {"loss_first": first.history[0]["loss"], "loss_last": first.history[-1]["loss"]}
     metric = METRICS[options.select_by]
     metrics = list(done.metrics)
-    if metric.writes:  # what is minimized is 1 − ROUGE-L
+    if metric.writes:  # the minimized metric is 1 − ROUGE-L
         own[metric.history] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
         metrics = [1.0 - value for value in metrics]
     return cast(

@@ -1,4 +1,4 @@
-"""Quality: perplexity by our own streaming forward, tasks through lm-evaluation-harness."""
+"""Evaluation: perplexity by this project's streaming forward pass, and tasks by lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.transformers_models.transformers_model import load_decoder
 
 
 def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None, device: str = "cpu") -> dict[str, Any]:
-    """Results of lm-evaluation-harness tasks, by name or as YAML files of their own, through transformers."""
+    """Return the results of lm-evaluation-harness tasks, given by name or as YAML files, run through transformers."""
     check_loadable(checkpoint.directory, checkpoint.raw_config)
     try:
         import lm_eval
@@ -35,10 +35,10 @@ def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None,
     tokenizer = load_transformers_tokenizer(checkpoint)
     try:
         known = _task_manager(all(Path(name).is_file() for name in names))
-        # A model and a tokenizer, not a path: the harness would leave to transformers what to run there.
+        # Loaded objects instead of a path, so that this project decides which code transformers runs.
         model = HFLM(pretrained=loaded, tokenizer=tokenizer, device=device)
         results = lm_eval.simple_evaluate(model=model, tasks=names, task_manager=known, limit=limit)
-    except Exception as error:  # unknown names, data that cannot be fetched: errors of several libraries
+    except Exception as error:  # several libraries raise errors for unknown names and data that cannot be downloaded
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(
             f"tasks {','.join(names)}: lm-evaluation-harness failed ({reason}); check names and network"
@@ -49,14 +49,16 @@ def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None,
 
 @cache
 def _task_manager(only_files: bool) -> Any:
-    """Which tasks there are, once for all models: the harness reads thousands of files for those that it brings along."""
+    """Return the available tasks, cached for all models: the harness reads thousands of files for its own tasks."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=not only_files)
 
 
 def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> EvaluateFigures:
-    """`compress evaluate`: perplexity of a model. Device "auto" is the CPU for an export, which takes no memory limit."""
+    """Run `compress evaluate`; return the perplexity of a model. An export runs on the CPU for "auto" and has no memory
+    limit.
+    """
     started = time.monotonic()
     directory, dtype, memory_limit = resolve(options.model), options.dtype, options.memory_limit
     exported = backend_of(directory, options.backend) == "onnx"
@@ -98,7 +100,7 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
 
 
 def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> TaskFigures:
-    """`compress evaluate --tasks`: lm-evaluation-harness tasks."""
+    """Run `compress evaluate --tasks` with lm-evaluation-harness."""
     started = time.monotonic()
     checkpoint = Checkpoint(resolve(model))
     results = tasks(checkpoint, names, limit=limit, device=device)

@@ -1,4 +1,4 @@
-"""Pruning and merging experts: scores or groups to a plan, the plan to a smaller artifact, with figures before and after."""
+"""`compress prune` and `compress merge`: from a method's plan to a smaller artifact, with figures before and after."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from engine.progress import Progress, no_progress
 
 @dataclass(frozen=True)
 class Shared:
-    """What several runs on one model and text have in common (sweep.py); its weights were found to be finite."""
+    """State that several runs on one model and text share (sweep.py); the weights were found to be finite."""
 
     prepared: Prunable
     work: WorkDirectory
@@ -51,9 +51,9 @@ class Shared:
 
 @claims_output
 def prune(options: PruneOptions, progress: Progress = no_progress, shared: Shared | None = None) -> PruneFigures:
-    """Run the job; the figures of the result, with the keys of `compress prune --json`.
+    """Run the job; return the figures of the result, with the keys of `compress prune --json`.
 
-    Several processes (engine/passes/processes.py) share all that runs text through the model.
+    Several processes (engine/passes/processes.py) share every pass of text through the model.
     """
     started = time.monotonic()
     work = WorkDirectory(options.output, shared=None if shared is None else shared.work)
@@ -73,7 +73,7 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
 
 
 def memory_demand(options: PruneOptions, prepared: Prepared) -> MemoryDemand:
-    """What the run needs memory for."""
+    """Return the memory that the run needs, by purpose."""
     config = prepared.checkpoint.config
     demand = MemoryDemand(prepared.dtype, prepared.tokens_SL.shape[1], other_bytes=collecting_bytes(config))
     if REMOVED_EXPERTS[options.merge] is not None or options.plan is not None:
@@ -102,7 +102,9 @@ def _make(run: MethodRun) -> Made:
 
 
 def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | None:
-    """With its default filled in; None with a ready-made plan. Raises OptionError where the model cannot be cut to it."""
+    """Return the budget with its defaults, or None with a ready-made plan. Raises OptionError where it does not fit the
+    model.
+    """
     budget, per_token = options.budget, checkpoint.config.experts_per_token
     if budget is None:
         return None
@@ -112,7 +114,7 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
             f"{options.method} decides layer by layer and cannot rank across layers; leave out --scope {budget.scope}"
         )
     needed = checkpoint.config.architecture.least_experts
-    if budget.min_experts == 0:  # the default: at least max(1, k) in each layer
+    if budget.min_experts == 0:  # the default: at least max(1, k) experts in each layer
         least = per_token if budget.experts is None else min(per_token, budget.experts)
         budget = replace(budget, min_experts=max(needed, least))
     elif budget.min_experts < needed:
@@ -122,14 +124,14 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
     check_groups(budget, moe_configs(checkpoint.config))
     if budget.scope == "uniform" and not method.keeps_groups and groups_of(checkpoint.config):
         raise OptionError(
-            f"{options.method} does not choose experts group by group, and a uniform result keeps as many of each group; "
+            f"{options.method} does not select experts group by group, and a uniform result keeps as many of each group; "
             "leave out --uniform, or choose another method"
         )
     return budget
 
 
 def prepare_pruning(options: PruneOptions) -> Prunable:
-    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     options.diep.check()
     options.recover.check()
     options.distill.check()
@@ -157,7 +159,7 @@ def prepare_pruning(options: PruneOptions) -> Prunable:
 
 
 def check_shard(runs: Sequence[PruneOptions]) -> None:
-    """Raise OptionError where a model is to be spread that none of the runs needs whole, or over nothing."""
+    """Raise OptionError for sharding that none of the runs can use, or that has only one process."""
     if not runs[0].shard:
         return
     needing = [name for name, method in METHODS.items() if method.needs_gradients]
@@ -174,7 +176,7 @@ def check_shard(runs: Sequence[PruneOptions]) -> None:
 
 
 def _own_steps(options: PruneOptions, prepared: Prunable) -> tuple[RecoverOptions, WholeRecoveryOptions]:
-    """The trainings with this process's part of each step. Raises OptionError where several cannot share them."""
+    """Return the trainings with this process's part of each step. Raises OptionError where processes cannot share a step."""
     recover, distill = options.recover, options.distill
     if recover.steps:
         size = processes.own_batch_size(recover.batch_size, len(prepared.tokens_SL), "--recover-steps")
@@ -186,12 +188,12 @@ def _own_steps(options: PruneOptions, prepared: Prunable) -> tuple[RecoverOption
 
 
 def make_plan(run: MethodRun) -> Plan:
-    """The plan of the run's method."""
+    """Return the plan of the run's method."""
     return criterion_of(run.options.method).plan(run)
 
 
 def recovered(run: MethodRun, plan: Plan) -> dict[str, Tensor]:
-    """Tensors that recovery has trained, by name; empty where it was not asked for."""
+    """Return the tensors that recovery has trained, by name; empty where recovery was not requested."""
     if not run.options.recover.steps:
         return {}
     return recover(
@@ -208,7 +210,7 @@ def recovered(run: MethodRun, plan: Plan) -> dict[str, Tensor]:
 
 
 def _distilled(run: MethodRun, plan: Plan, trained: Mapping[str, Tensor]) -> Trained:
-    """All weights after distillation from the full model; empty where it was not asked for."""
+    """Return all weights after distillation from the full model; empty where distillation was not requested."""
     if not run.options.distill.steps:
         return Trained()
     return recover_all(

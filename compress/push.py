@@ -1,4 +1,4 @@
-"""An artifact to the hub: all of its files, and nothing else, in one commit."""
+"""Upload of an artifact to the hub: all of its files, and no others, in one commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.checkpoint.hub import explained, split
 from engine.errors import CompressError, HubError, OptionError
 
 _STAYS = ".gitattributes"
-"""What the hub itself puts into every repository."""
+"""The file that the hub adds to every repository."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Target:
     """A repository that the account may write to."""
 
     repository: str
-    """owner/name"""
+    """The id of the repository, owner/name."""
     private: bool
     overwrite: bool
 
 
 def check_target(repository: str, private: bool, overwrite: bool) -> Target:
-    """Find out before any work whether an artifact can be pushed there; nothing is made or changed.
+    """Check before any work whether an artifact can be pushed to a repository; nothing is created or changed.
 
     `repository`: owner/name, or a name alone for one of the account's own. Raises HubError or OptionError.
     """
@@ -49,7 +49,9 @@ def check_target(repository: str, private: bool, overwrite: bool) -> Target:
 
 
 def _check_account(target: Target, account: dict[str, Any]) -> None:
-    """Raise HubError where the token is known not to write there. What fine-grained tokens may do, only the hub knows."""
+    """Raise HubError where the token is known to lack write access. Permissions of fine-grained tokens are known to the hub
+    only.
+    """
     owners = {account["name"]: "write"} | {each["name"]: each.get("roleInOrg") for each in account.get("orgs", [])}
     owner = target.repository.partition("/")[0]
     if owner not in owners:
@@ -63,7 +65,7 @@ def _check_account(target: Target, account: dict[str, Any]) -> None:
 
 
 def _held(repository: str) -> tuple[str | None, list[str]]:
-    """A repository's last commit and the files that it holds; None and none where there is no such repository."""
+    """Return a repository's last commit and its files; None and an empty list where there is no such repository."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -75,7 +77,7 @@ def _held(repository: str) -> tuple[str | None, list[str]]:
 
 
 def _check_replaced(target: Target, held: tuple[str | None, list[str]]) -> None:
-    """Raise HubError where something is there that may not be replaced."""
+    """Raise HubError where the repository has content that may not be replaced."""
     _, names = held
     if names and not target.overwrite:
         raise HubError(f"{target.repository}: exists already; give another name, or --overwrite to replace what is there")
@@ -86,28 +88,32 @@ def _check_replaced(target: Target, held: tuple[str | None, list[str]]) -> None:
 
 
 def push(directory: Path, repository: str, private: bool, overwrite: bool) -> dict[str, Any]:
-    """Check everything, then upload an artifact; the keys of `compress push --json`. Errors are those of both."""
+    """Run all checks, then upload an artifact; return the figures of `compress push --json`.
+
+    Raises the errors of `check_target` and `upload`.
+    """
     if not directory.is_dir():
         raise OptionError(f"{directory}: no such directory; give that of an artifact")
     return upload(directory, check_target(repository, private, overwrite))
 
 
 def push_result(directory: Path, target: Target) -> dict[str, Any]:
-    """Upload what a command has just written. HubError says that it is there, and how to go on."""
+    """Upload the artifact that a command has just written. A HubError says where it is, and how to retry."""
     try:
         return upload(directory, target)
     except CompressError as error:
-        raise HubError(f"{error}; {directory} is whole: `compress push {directory} {target.repository}` goes on") from error
+        raise HubError(f"{error}; {directory} is whole: `compress push {directory} {target.repository}` retries") from error
 
 
 def upload(directory: Path, target: Target) -> dict[str, Any]:
-    """Upload an artifact; where it went.
+    """Upload an artifact; return its place on the hub.
 
-    The repository has the whole artifact afterwards, or is as it was. Weights that an interrupted push had uploaded are not
-    uploaded again. Raises CheckpointError for a damaged artifact, OptionError for none, OutputError where a run
-    is writing it, HubError.
+    Afterwards the repository has the whole artifact, or is unchanged. Weights that an interrupted push had uploaded are not
+    uploaded again. Raises CheckpointError for a damaged artifact, OptionError for a directory without one, OutputError
+    where a run is writing it, and HubError.
     """
-    writable = os.access(directory.absolute().parent, os.W_OK)  # where nobody can write, nobody replaces the artifact
+    # without write access nobody can replace the artifact meanwhile
+    writable = os.access(directory.absolute().parent, os.W_OK)
     with claiming(directory if writable else None):
         return _upload(directory, target)
 
@@ -123,14 +129,14 @@ def _upload(directory: Path, target: Target) -> dict[str, Any]:
         if parent is None:
             HfApi().create_repo(target.repository, private=target.private or None)
             parent, held = _held(target.repository)
-            _check_replaced(target, (parent, held))  # another push may have come between
+            _check_replaced(target, (parent, held))  # another push may have finished meanwhile
         added = [CommitOperationAdd(name, directory / name) for name in names]
         removed = [CommitOperationDelete(name, is_folder=False) for name in sorted(set(held) - set(names))]
         made = HfApi().create_commit(
             target.repository,
             [*added, *removed],
             commit_message=f"Upload {directory.resolve().name}",
-            parent_commit=parent,  # what was pushed meanwhile is not overwritten unseen
+            parent_commit=parent,  # the hub refuses the commit if another push was faster
         )
     return {
         "artifact": str(directory),
@@ -144,7 +150,7 @@ def _upload(directory: Path, target: Target) -> dict[str, Any]:
 
 
 def files_of(directory: Path) -> list[str]:
-    """The artifact's own files, compared with their checksums. What else lies in the directory stays where it is."""
+    """Return the artifact's own files after a check of their checksums. Other files in the directory are not uploaded."""
     provenance = written_here(directory)
     check_checksums(directory, provenance)
     missing = [name for name in provenance["files"] if not (directory / name).is_file()]

@@ -1,4 +1,4 @@
-"""A model's weights as few bits: rounded to nearest layer by layer, scaled by activations before that if asked to."""
+"""`compress quantize`: weights rounded to low-bit integers layer by layer, optionally with activation-aware scales."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QuantizeRun = Run[QuantizeOptions, Prepared]
 
 @claims_output
 def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> QuantizeFigures:
-    """Run the job; the figures of the result, with the keys of `compress quantize --json`."""
+    """Run the job; return the figures of the result, with the keys of `compress quantize --json`."""
     started = time.monotonic()
     work = WorkDirectory(options.output)
     if (figures := finished_before(options, work)) is not None:
@@ -41,7 +41,7 @@ def quantize(options: QuantizeOptions, progress: Progress = no_progress) -> Quan
 
 
 def prepare_quantizing(options: QuantizeOptions) -> Prepared:
-    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     checkpoint = Checkpoint(resolve(options.model))
     check_plain(checkpoint)
     options.quantiser.check(checkpoint.config)
@@ -57,7 +57,7 @@ def _make(run: QuantizeRun) -> Made:
 
     def keep_tables(directory: Path) -> None:
         if not options.reads_text and (source.directory / SKIP_TABLES).is_file():
-            load_skip_tables(source.directory, source.config)  # raises where they are of another model
+            load_skip_tables(source.directory, source.config)  # raises an error for tables of another model
             shutil.copyfile(source.directory / SKIP_TABLES, directory / SKIP_TABLES)
 
     return Made(
@@ -70,7 +70,7 @@ def _make(run: QuantizeRun) -> Made:
 
 
 def _rescaling(run: QuantizeRun) -> Rescaling | None:
-    """The scales that an interruption left, or found now; None where nothing is to be scaled."""
+    """Return the scales, saved before an interruption or computed now; None without activation-aware scaling."""
     options, prepared = run.options, run.prepared
     if not options.activation_aware:
         return None

@@ -1,8 +1,9 @@
-"""What a run of `compress prune` will cost before it starts, from config.json alone.
+"""Cost of a run of `compress prune` before it starts, from config.json alone.
 
-A run is phases, one after the other (cost/phases.py). The operations of each are counted (cost/counts.py) and divided by the
-speeds of a Device (cost/devices.py). The memory of a phase is the resident weights, hidden states, statistics and gradients.
-Scores and their optimizer (DiEP's α and β with Adam's moments) are a few numbers for each expert and are left out.
+A run is a sequence of phases (cost/phases.py). The operations of each phase are counted (cost/counts.py) and divided by the
+speeds of a Device (cost/devices.py). The memory of a phase is that of resident weights, hidden states, statistics and
+gradients. Scores and their optimizer state (DiEP's α and β with Adam's moments) are a few numbers for each expert and are
+left out.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from engine.files.json_file import load_json
 from engine.passes.memory_budget import TOKENS_PER_BATCH
 
 PICTURE_SECONDS = 1.0, 0.1
-"""Of the pictures of a result, and more for each layer."""
+"""Seconds to draw the pictures of a result, and further seconds for each layer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def config_path(model: str) -> Path:
-    """config.json of MODEL: `demo`, a local directory, or a hub id, of which nothing else is downloaded."""
+    """Return the config.json of MODEL: `demo`, a local directory, or a hub id, of which only that file is downloaded."""
     if model == DEMO:
         return DEMO_DIRECTORY / "config.json"
     path = Path(model)
@@ -62,7 +63,7 @@ def config_path(model: str) -> Path:
 
 
 def planned_model(path: Path) -> Planned:
-    """What config.json says of sizes and storage. Raises a CompressError where it cannot be honoured."""
+    """Return sizes and storage from config.json. Raises a CompressError for a config that is not supported."""
     try:
         raw, _ = language_model(load_json(path, "model config"))
         config, schemes, packed = decoder_config(raw), schemes_of(raw), is_packed(raw)
@@ -75,16 +76,16 @@ def planned_model(path: Path) -> Planned:
         raise OptionError(f"{path.parent}: has no experts to spare")
     dtype = DTYPES.get(str(raw.get("dtype", raw.get("torch_dtype", "bfloat16"))), torch.bfloat16)
     if schemes:
-        bytes_per_weight = max(scheme.bits / 8 for scheme in schemes) * 17 / 16  # and a scale for each 32
+        bytes_per_weight = max(scheme.bits / 8 for scheme in schemes) * 17 / 16  # and a scale for each 32 weights
     elif packed:
-        bytes_per_weight = 17 / 32  # blocks of 32 numbers of 4 bits, and a power
+        bytes_per_weight = 17 / 32  # blocks of 32 4-bit numbers with one exponent
     else:
         bytes_per_weight = float(dtype.itemsize) if float8 is None else 1.0
     return Planned(config, dtype, bytes_per_weight, bool(schemes))
 
 
 def plan_run(options: RunOptions) -> PlanRunFigures:
-    """The figures of `compress plan-run --json`; nothing but config.json is read."""
+    """Return the figures of `compress plan-run --json`; only config.json is read."""
     options.check()
     model = planned_model(config_path(options.model))
     calibration = options.calibration.sized(options.model == DEMO, model.config.max_positions)
@@ -140,7 +141,7 @@ def _device(options: RunOptions, config: DecoderConfig, dtype: torch.dtype) -> D
 def planned_phases(
     options: RunOptions, model: Planned, calibration: CalibrationOptions, dtype: torch.dtype, device: Device
 ) -> Iterator[Phase]:
-    """Of `compress prune`, in their order."""
+    """Yield the phases of `compress prune`, in order."""
     assert calibration.sequence_length is not None
     length, weights = calibration.sequence_length, Resident(model, dtype, device)
     before = Passes(model.config, dtype.itemsize, model.bytes_per_weight)
@@ -161,7 +162,7 @@ def planned_phases(
 
 
 def smaller(config: DecoderConfig, sparsity: float) -> DecoderConfig:
-    """The result, every layer cut by the same share."""
+    """Return the result's config, with every layer cut by the same share."""
     layers = []
     for layer in config.layers:
         if layer.moe is not None:
@@ -172,7 +173,7 @@ def smaller(config: DecoderConfig, sparsity: float) -> DecoderConfig:
 
 
 def shown(figures: PlanRunFigures) -> list[list[str]]:
-    """A table for people: phases, then all of them together."""
+    """Return a table for people: each phase, then the total."""
     from compress.report.columns import size
 
     def cells(name: str, row: PhaseFigures | PlanRunFigures, memory: int) -> list[str]:

@@ -24,7 +24,7 @@ from engine.progress import Progress, no_progress
 
 
 def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progress) -> dict[str, Any]:
-    """Save the statistics of a model in a file; the figures of `compress calibrate --json`.
+    """Save the statistics of a model in a file; return the figures of `compress calibrate --json`.
 
     With `resume` a run continues from the layer where an earlier one was interrupted.
 

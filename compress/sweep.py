@@ -1,8 +1,8 @@
-"""Several methods and sparsities from one calibration, ending in the comparison of all results with the model itself.
+"""A sweep over methods and sparsities with one calibration, followed by a comparison of all results with the model.
 
-OUTPUT/METHOD-SPARSITY is the artifact of each; OUTPUT/comparison what `compress compare` writes of them. Statistics, the
+OUTPUT/METHOD-SPARSITY is the artifact of each run, and OUTPUT/comparison is written by `compress compare`. Statistics, the
 perplexity before, DiEP's search and gate gradients are computed once and shared, in a directory beside OUTPUT that is
-removed at the end. Each artifact appears whole or not at all, and `--resume` goes on with those that are missing.
+removed at the end. Each artifact appears complete or not at all, and `--resume` continues with the missing ones.
 
 Several processes make the artifacts together; the first compares.
 """
@@ -37,7 +37,7 @@ COMPARISON_DIRECTORY = "comparison"
 def cells(
     options: PruneOptions, methods: Sequence[str], sparsities: Sequence[float], scope: str | None
 ) -> list[PruneOptions]:
-    """One run for each method and sparsity; without a scope, each method's own default."""
+    """Return one run for each method and sparsity; without a scope, each method has its own default."""
     if len(set(methods)) < len(methods) or len(set(sparsities)) < len(sparsities):
         raise OptionError("a method or a sparsity is named twice; name each once")
     assert options.budget is not None
@@ -54,9 +54,9 @@ def cells(
 
 
 def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Progress = no_progress) -> SweepFigures | None:
-    """Carry out all runs of `cells`, then compare. {"runs": figures of each, "rows": the comparison, …}.
+    """Execute all runs of `cells`, then compare; return {"runs": figures of each, "rows": the comparison, …}.
 
-    Every run is checked before the first begins; bad input raises a CompressError then.
+    Every run is checked before the first one begins; invalid input raises a CompressError at that point.
     """
     with claiming(runs[0].output.parent):
         return _sweep(runs, comparison, progress)
@@ -93,12 +93,12 @@ def _sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: P
 
 
 def in_common(run: PruneOptions) -> dict[str, Any]:
-    """The options that all runs of a sweep have in common, as JSON."""
+    """Return the options that all runs of a sweep have in common, as JSON."""
     return {key: value for key, value in run.deciding().items() if key not in ("method", "budget", "output")}
 
 
 def check_sweep(output: Path, runs: Sequence[PruneOptions]) -> None:
-    """Raise OutputError where results cannot be written; an earlier sweep is gone on with or, asked to, replaced."""
+    """Raise OutputError where results cannot be written. An earlier sweep is continued or, on request, replaced."""
     if not processes.is_first() or (runs[0].resume and output.is_dir()):
         return
     check_output(output, runs[0].overwrite, f"{COMPARISON_DIRECTORY}/{COMPARISON}")

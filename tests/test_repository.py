@@ -138,7 +138,7 @@ def test_only_the_room_of_families_names_families():
         for path in package_files()
         if path.parent != ROOT / "engine" / "families"
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if FAMILIES.search(line)
+        if FAMILIES.search(line) and "arXiv" not in line  # a paper may be cited by its name
     ]
     assert not named
 

@@ -62,7 +62,7 @@ def test_inspect_reads_headers_and_values_without_torch() -> None:
         (("plan-run", "demo"), TORCH | KERNELS | {"psutil", "tokenizers"}),
         (
             ("prune", "demo", "--method", "random", "--experts", "6", "--output", "{output}", *TEXT),
-            TORCH | KERNELS | {"psutil", "tokenizers", "matplotlib", "PIL"},  # packages that draw pictures of the result
+            TORCH | KERNELS | {"psutil", "tokenizers", "matplotlib", "PIL", "huggingface_hub"},  # pictures, model card
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

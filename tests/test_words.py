@@ -18,8 +18,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES: tuple[str, ...] = ("benchmarks", "docs", "engine", "examples", "tests")
-"""To be extended by "compress", "calibrate" and "cli.py"."""
+SOURCES: tuple[str, ...] = ("benchmarks", "calibrate", "cli.py", "compress", "docs", "engine", "examples", "tests")
+"""Folders and files whose Python code is read."""
 PHRASES = re.compile(
     r"\bfew(er)? bits\b|\b(is|are) not our engine\b|\btransformers has no class\b",
     re.IGNORECASE,

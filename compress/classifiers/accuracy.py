@@ -1,4 +1,4 @@
-"""How often a classifier is right, and how good its features are for another task.
+"""Accuracy of a classifier, and linear probing of its features on another task.
 
 Shape suffixes: N examples, B batch, C classes, D features.
 """
@@ -24,13 +24,13 @@ from engine.transformers_models.classifier import Classifier, ClassifierDirector
 from engine.transformers_models.classifier_inputs import Examples, ImageInputs, TextInputs
 
 GROUP = 64
-"""Examples that are run at a time where nothing is trained."""
+"""Number of examples per forward pass where nothing is trained."""
 Inputs = ImageInputs | TextInputs
 Bar = Callable[[Iterable[int]], Iterable[int]]
 
 
 def examples_for(directory: ClassifierDirectory, source: str | None, length: int | None = None) -> tuple[Labelled, Inputs]:
-    """The examples of a source, the digits where none is named, and what makes a model's inputs of them."""
+    """Return the examples of a source, by default the digits, and the preprocessing of a model's inputs."""
     inputs = directory.inputs(length)
     size = inputs.size if isinstance(inputs, ImageInputs) else None
     found = labelled(source or DIGITS, size)
@@ -42,14 +42,14 @@ def examples_for(directory: ClassifierDirectory, source: str | None, length: int
 
 
 def on(inputs: Inputs, examples: Examples, device: torch.device | str) -> dict[str, Tensor]:
-    """A model's inputs, on its device."""
+    """Return a model's inputs on its device."""
     if isinstance(examples, Tensor):
         examples = examples.to(device)
     return {name: value.to(device) for name, value in inputs(examples).items()}
 
 
 def groups(examples: Labelled, inputs: Inputs, device: torch.device | str, bar: Bar = iter) -> Iterator[dict[str, Tensor]]:
-    """Inputs of all examples in their order, GROUP at a time."""
+    """Yield the inputs of all examples in their order, GROUP at a time."""
     for start in bar(range(0, len(examples), GROUP)):
         yield on(inputs, examples.read(range(start, min(start + GROUP, len(examples)))), device)
 
@@ -63,7 +63,7 @@ def accuracy(
     device: torch.device | str = "cpu",
     bar: Bar = iter,
 ) -> float:
-    """The share of examples whose likeliest class is theirs. Raises CheckpointError where logits are no numbers."""
+    """Return the share of examples whose most probable class is correct. Raises CheckpointError for NaN logits."""
     right, start = 0, 0
     for given in groups(examples, inputs, device, bar):
         logits_BC = classify(**given)
@@ -75,10 +75,10 @@ def accuracy(
 
 
 def evaluate_accuracy(options: EvaluateOptions, samples: int | None, progress: Progress = no_progress) -> dict[str, Any]:
-    """`compress evaluate` of a classifier: the share of examples that it is right about, or its features are good for.
+    """Run `compress evaluate` of a classifier: its accuracy, or the accuracy of a linear probe on its features.
 
-    Without data they are those that the classifier was distilled on, the digits where none were. `samples`: how many of
-    them, None for all.
+    The default data are the examples that the classifier was distilled on, or the digits where it was not. `samples`: how
+    many of them; None for all.
     """
     started = time.monotonic()
     model, split, probes = options.model, options.split, options.probe
@@ -107,13 +107,13 @@ def evaluate_accuracy(options: EvaluateOptions, samples: int | None, progress: P
 # Linear probing
 
 PROBE_EPOCHS, PROBE_BATCH, PROBE_RATE, PROBE_FALLS = 100, 64, 0.1, (30, 60, 90)
-"""MoE-KD's appendix B: SGD with momentum 0.9, no weight decay, the rate divided by 10 at these epochs."""
+"""Settings of MoE-KD's appendix B: SGD with momentum 0.9, no weight decay, the rate divided by 10 at these epochs."""
 
 
 def probe(classifier: Classifier, source: str, inputs: Inputs, device: torch.device | str, seed: int = 0) -> float:
-    """Accuracy of a linear classifier on the frozen features z of other examples, on those of them it was not trained on.
+    """Return the accuracy of a linear classifier on the frozen features z, on examples that it was not trained on.
 
-    MoE-KD §5.3, table 5. The examples' classes are their own, not the model's.
+    The experiment is MoE-KD §5.3, table 5. The examples' classes are their own, not the model's.
     """
     examples = labelled(source, inputs.size if isinstance(inputs, ImageInputs) else None)
     names = sorted({str(label) for label in examples.labels})

@@ -1,4 +1,4 @@
-"""`compress distill` of classifiers: a student of images or texts trained towards a teacher (MoE-KD)."""
+"""`compress distill` of classifiers: a student of images or texts is trained towards a teacher (MoE-KD)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from engine.transformers_models.transformers_model import quiet_transformers
 
 @dataclass
 class Pair:
-    """Inputs that were found to be good."""
+    """Teacher, student and examples that have passed all checks."""
 
     student: ClassifierCheckpoint
     teacher: ClassifierCheckpoint | None
@@ -53,7 +53,7 @@ class Pair:
     class_names: tuple[str, ...]
 
     def fingerprints(self) -> dict[str, str]:
-        """Which models and which examples, as JSON."""
+        """Return the identity of the models and the examples, as JSON."""
         texts = {"training": self.training.fingerprint(), "held_out": self.held_out.fingerprint()}
         return _identities(self.student, self.teacher) | texts
 
@@ -67,7 +67,7 @@ def _identities(student: ClassifierCheckpoint, teacher: ClassifierCheckpoint | N
 
 @claims_output
 def distill_classifier(options: ClassifierOptions, progress: Progress = no_progress) -> dict[str, Any]:
-    """Run the job; the figures of the result, with the keys of `compress distill --json`."""
+    """Run the job; return the figures of the result, with the keys of `compress distill --json`."""
     started = time.monotonic()
     options = replace(options, calibration=replace(options.calibration, data=options.calibration.data or DIGITS))
     options.check()
@@ -90,11 +90,11 @@ def _teacher(options: ClassifierOptions) -> ClassifierCheckpoint | None:
 
 
 def prepare(options: ClassifierOptions, student: ClassifierCheckpoint) -> Pair:
-    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     teacher = _teacher(options)
     if student.experts:
         raise OptionError(
-            f"{student.directory}: is a mixture of experts already; distil into the plain student it was made of"
+            f"{student.directory}: is a mixture of experts already; distill into the plain student from which it was made"
         )
     class_names = student.class_names if teacher is None else _common_names(teacher, student)
     examples, inputs = examples_for(student, options.calibration.data, options.max_length)
@@ -109,7 +109,7 @@ def prepare(options: ClassifierOptions, student: ClassifierCheckpoint) -> Pair:
 
 
 def _common_names(teacher: ClassifierCheckpoint, student: ClassifierCheckpoint) -> tuple[str, ...]:
-    """The classes of both. Raises OptionError where they are not the same."""
+    """Return the class names of both models. Raises OptionError where they differ."""
     own, other = teacher.class_names, student.class_names
     if teacher.what != student.what or len(own) != len(other):
         raise OptionError(
@@ -117,26 +117,28 @@ def _common_names(teacher: ClassifierCheckpoint, student: ClassifierCheckpoint) 
             f"{student.what}; a student needs a teacher of the same classes"
         )
     if own != other and not is_nameless(own) and not is_nameless(other):
-        raise OptionError(f"{teacher.directory} and {student.directory} name their classes differently; make id2label one")
+        raise OptionError(
+            f"{teacher.directory} and {student.directory} name their classes differently; give both the same id2label"
+        )
     return other if is_nameless(own) else own
 
 
 def _names_of(examples: Labelled, class_names: tuple[str, ...]) -> tuple[str, ...]:
-    """With the names of the data, where the models have none."""
+    """Return the class names, taken from the data where the models have none."""
     found = sorted({label for label in examples.labels if isinstance(label, str)})
     return tuple(found) if is_nameless(class_names) and len(found) == len(class_names) else class_names
 
 
 @dataclass
 class TrainedClassifier:
-    """What training gave."""
+    """The result of a training."""
 
     student: Classifier
     mixture: Mixture | None
     taught: TeacherPass | None
     trainer: ClassifierTrainer
     before: dict[str, float | None]
-    """Figures before any step."""
+    """Figures before the first step."""
 
 
 def _train(run: ClassifierRun) -> TrainedClassifier:
@@ -228,10 +230,10 @@ def _make(run: ClassifierRun) -> dict[str, Any]:
 
 @torch.no_grad()
 def _write_model(directory: Path, pair: Pair, done: TrainedClassifier) -> None:
-    """The student, and the mixture in a file of its own.
+    """Write the student, and the mixture in a file of its own.
 
-    The mean prototype goes into the head's bias and out of all prototypes. That changes nothing of the mixture, and the
-    student alone is then the classifier that all experts come down to on average.
+    The mean prototype is added to the head's bias and subtracted from all prototypes. The mixture stays the same, and the
+    student alone is then the classifier of the mean of all experts.
     """
     source, model = pair.student, cast(Any, done.student.model)
     config = source.raw_config | _named(pair.class_names)
@@ -304,7 +306,7 @@ def _figures(run: ClassifierRun, done: TrainedClassifier, result: ClassifierChec
 
 
 def _card(options: ClassifierOptions, figures: Mapping[str, Any]) -> str:
-    """README.md of the artifact."""
+    """Return the artifact's README.md."""
     rows = [("accuracy", figures["metric_before"], figures["metric_after"])]
     if options.probe is not None:
         rows.append((f"linear probe on {options.probe}", figures["probe_before"], figures["probe_after"]))

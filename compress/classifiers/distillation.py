@@ -1,4 +1,4 @@
-"""What a student classifier is trained on: a recipe's loss of a batch, with the teacher's side of it (MoE-KD §4, §5.2).
+"""Training loss of a student classifier: a recipe's loss of a batch, with the teacher's part in it (MoE-KD §4, §5.2).
 
 Shape suffixes: N examples, B batch, K experts, C classes, D student features, E teacher features.
 """
@@ -23,16 +23,16 @@ from engine.transformers_models.classifier_inputs import Examples
 from engine.transformers_models.mixture_head import Experts, Gate, log_experts, projector
 
 PADDING = 4
-"""Pixels around an image before it is cropped at random (§5.1)."""
+"""Pixels of padding around an image before a random crop (§5.1)."""
 CACHED_NUMBERS = 1 << 24
-"""Of a teacher's logits over the training set, that are kept where each epoch would see the same."""
+"""The most numbers of a teacher's logits over the training set that are cached, where they repeat in each epoch."""
 
 
 class Mixture(nn.Module):
-    """Gate and prototypes while they are trained; SRRL has the gate alone."""
+    """Gate and prototypes during training; SRRL has the gate alone."""
 
     def __init__(self, gate: Gate, means_KE: Tensor | None, features: int, learned: bool) -> None:
-        """means_KE: μ; None for no experts. learned: e_k are parameters of their own and not Ψ(μ_k)."""
+        """Create the mixture. means_KE: μ, or None for no experts. learned: e_k are own parameters instead of Ψ(μ_k)."""
         super().__init__()
         self.gate, self.psi, self.embeddings_KD = gate, None, None
         self.register_buffer("means_KE", means_KE)
@@ -52,14 +52,14 @@ class Mixture(nn.Module):
 
 @dataclass
 class TeacherPass:
-    """What one pass of the teacher over the training set gave."""
+    """Results of one pass of the teacher over the training set."""
 
     means_KE: Tensor | None
-    """μ, of recipe moe-kd."""
+    """μ, for recipe moe-kd."""
     shares_K: Tensor
-    """Of the training set that each class has in it."""
+    """Share of each class in the training set."""
     logits_NK: Tensor | None
-    """Where they are asked for again in each epoch, and do not change."""
+    """Logits, where each epoch needs them and they do not change."""
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def ask(
 def mixture_for(
     ablation: Ablation, student: Classifier, teacher: Classifier, means_KE: Tensor | None, gated: Tensor, seed: int
 ) -> Mixture:
-    """Gate and prototypes before the first step. gated: what the gate's projector is going to take, of any examples."""
+    """Return gate and prototypes before the first step. gated: inputs of the gate's projector, for any examples."""
     experts, width = teacher.head.out_features, teacher.head.in_features
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -106,7 +106,7 @@ def mixture_for(
 
 @dataclass
 class Side:
-    """A model, and what makes its inputs."""
+    """A model and the preprocessing of its inputs."""
 
     model: Classifier
     inputs: Inputs
@@ -114,7 +114,7 @@ class Side:
 
 @dataclass
 class ClassifierLoss:
-    """A recipe's loss of a batch; its terms add up to it."""
+    """The loss of a recipe for a batch, as terms that sum to it."""
 
     teaching: ClassifierTeaching
     student: Side
@@ -130,7 +130,7 @@ class ClassifierLoss:
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         rows_B, count = batch.group_G, len(batch.rows_B)
-        torch.manual_seed(int(torch.randint(2**62, (), generator=batch.generator)))  # of dropout
+        torch.manual_seed(int(torch.randint(2**62, (), generator=batch.generator)))  # seeds dropout
         examples = self.examples.read(rows_B.tolist())
         if isinstance(examples, Tensor):
             examples = augmented(examples, self.teaching.augmentation, batch.generator)
@@ -146,7 +146,7 @@ class ClassifierLoss:
 
     @torch.no_grad()
     def _teacher(self, rows_B: Tensor, examples: Examples) -> Tensor:
-        """The teacher's logits, [B, K]."""
+        """Return the teacher's logits, [B, K]."""
         assert self.teacher is not None and self.taught is not None
         if self.taught.logits_NK is not None:
             return self.taught.logits_NK[rows_B.to(self.taught.logits_NK.device)]
@@ -155,40 +155,40 @@ class ClassifierLoss:
 
 @dataclass(frozen=True)
 class BatchOutputs:
-    """What a batch gave: the student's outputs, the classes, and the teacher's logits."""
+    """Outputs of a batch: the student's outputs, the classes, and the teacher's logits."""
 
     student: Split
     labels_B: Tensor
     teacher_BK: Tensor | None
-    """Where the loss asks for them."""
+    """The teacher's logits, where the loss needs them."""
     head_CD: Tensor
-    """W of the student's head."""
+    """W, the weight of the student's head."""
     temperature: float
 
     @property
     def scores_BC(self) -> Tensor:
-        """The student's logits in float32."""
+        """Return the student's logits in float32."""
         return self.student.logits_BC.float()
 
 
 Terms = Callable[[BatchOutputs, Mixture | None], dict[str, Tensor]]
-"""A batch, and the mixture where the recipe trains one, to the terms of the loss, [B] each."""
+"""A function from a batch, and the mixture where the recipe trains one, to the terms of the loss, [B] each."""
 
 
 def sft_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
-    """Cross-entropy on the labels, [B]."""
+    """Return the cross-entropy on the labels, [B]."""
     return {"labels": F.cross_entropy(outputs.scores_BC, outputs.labels_B, reduction="none")}
 
 
 def kd_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
-    """Cross-entropy and the divergence from the teacher's prediction, [B] each."""
+    """Return the cross-entropy and the divergence from the teacher's prediction, [B] each."""
     assert outputs.teacher_BK is not None
     labels_loss_B, divergence_B = kd(outputs.scores_BC, outputs.labels_B, outputs.teacher_BK, outputs.temperature)
     return {"labels": labels_loss_B, "teacher": divergence_B}
 
 
 def srrl_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
-    """SRRL in MoE-KD's form (§4.4), [B] each."""
+    """Return the terms of SRRL in MoE-KD's form (§4.4), [B] each."""
     assert mixture is not None and outputs.teacher_BK is not None
     log_gate_BK = mixture.gate(outputs.student.gated.float())
     teacher_BK = class_probabilities(outputs.teacher_BK, outputs.temperature)
@@ -197,7 +197,7 @@ def srrl_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tens
 
 
 def moe_kd_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
-    """MoE-KD's bound (§4), [B] each; with ablation (v) the teacher's prediction is the posterior."""
+    """Return the terms of MoE-KD's bound (§4), [B] each; with ablation (v) the posterior is the teacher's prediction."""
     assert mixture is not None
     log_gate_BK = mixture.gate(outputs.student.gated.float())
     experts = Experts.of(mixture.prototypes() @ outputs.head_CD.float().T)
@@ -211,7 +211,7 @@ def moe_kd_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Te
 
 
 def augmented(images_BCHW: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
-    """Each image padded and cropped to its size at random, and mirrored half of the time where it may be (§5.1)."""
+    """Return each image padded, cropped to its size at random and, if allowed, mirrored with probability 1/2 (§5.1)."""
     if not how.crops:
         return images_BCHW
     count, _, height, width = images_BCHW.shape

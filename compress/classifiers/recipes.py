@@ -1,4 +1,4 @@
-"""Recipes of distilling classifiers, with MoE-KD's ablations and the changes to images; nothing here needs torch."""
+"""Recipes of classifier distillation, with MoE-KD's ablations and image augmentations; nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class ClassifierRecipe:
     """One row of CLASSIFIER_RECIPES."""
 
     terms: str
-    """"module:NAME" of the terms of its loss, which need torch."""
+    """"module:NAME" of the function that returns the loss terms, whose module needs torch."""
     has_teacher: bool = True
     has_gate: bool = False
-    """A gate is trained beside the student."""
+    """Whether a gate is trained beside the student."""
     has_prototypes: bool = False
-    """Experts are trained behind the student's head, from the class means of the teacher's features."""
+    """Whether experts are trained behind the student's head, from the class means of the teacher's features."""
     asks_teacher: bool = False
-    """The teacher's predictions are in the loss."""
+    """Whether the teacher's predictions are in the loss."""
 
 
 CLASSIFIER_RECIPES = {
@@ -37,7 +37,7 @@ class Ablation:
     learns_gate_classifier: bool = False
     learns_prototypes: bool = False
     hard_means: bool = False
-    """Class means are over the classes that the teacher finds most probable."""
+    """Whether class means are over the classes that the teacher finds most probable."""
     teacher_is_posterior: bool = False
 
 
@@ -48,12 +48,12 @@ ABLATIONS = {
     "iv": Ablation("class means over hard assignments", hard_means=True),
     "v": Ablation("the teacher's prediction in place of the E-step", teacher_is_posterior=True),
 }
-"""Those of MoE-KD's table 4."""
+"""The ablations of MoE-KD's table 4."""
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """One row of AUGMENTATIONS: changes to training images, at random."""
+    """One row of AUGMENTATIONS: random changes to training images."""
 
     crops: bool = False
     flips: bool = False
@@ -68,15 +68,15 @@ AUGMENTATIONS = {
 
 @dataclass(frozen=True)
 class ClassifierTeaching:
-    """How a student is taught: a recipe with its temperature, one ablation at most, and changed images."""
+    """A recipe with its temperature, at most one ablation, and the augmentation."""
 
     recipe: ClassifierRecipe
     temperature: float
     ablation: Ablation
-    """Ablation("") for none."""
+    """The ablation; Ablation("") for none."""
     augmentation: Augmentation
 
     @property
     def asks_teacher(self) -> bool:
-        """Whether its predictions are in the loss; the whole MoE-KD has them in the prototypes alone."""
+        """Whether the teacher's predictions are in the loss; the full MoE-KD uses them only in the prototypes."""
         return self.recipe.asks_teacher or self.ablation.teacher_is_posterior

@@ -1,4 +1,4 @@
-"""Training of a classifier: by default gradient descent with momentum, at a rate that falls in steps (MoE-KD §5.1)."""
+"""Training of a classifier: by default SGD with momentum and a step schedule of the learning rate (MoE-KD §5.1)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from compress.training.training import Loss, State, Trainer
 from engine.files.safetensors_file import SafetensorsFile
 
 FALLS = (5 / 8, 6 / 8, 7 / 8)
-"""Shares of the training after which the rate is divided by 10: of 240 epochs, every 30 after 150."""
+"""Shares of the training after which the rate is divided by 10: epochs 150, 180 and 210 of 240."""
 BUFFER = "buffer."
 
 
 class ClassifierTrainer(Trainer):
-    """The loop of training.py with this schedule, and with what a network notes while it is trained (running norms)."""
+    """The loop of training.py with this schedule, and with buffers that forward passes update (running norms)."""
 
     unit = "examples"
 
@@ -31,9 +31,11 @@ class ClassifierTrainer(Trainer):
         examples: int,
         momentum: float | None = 0.9,
     ) -> None:
-        """buffers: changed in place by the loss's forward passes; they are saved with the parameters.
+        """Create the trainer.
 
-        momentum: of gradient descent; None for AdamW.
+        buffers: updated in place by the loss's forward passes, and saved with the parameters.
+
+        momentum: of SGD; None for AdamW.
         """
         super().__init__(parameters, loss, options, examples, 1)
         self.buffers = dict(buffers)
@@ -43,7 +45,7 @@ class ClassifierTrainer(Trainer):
             )
 
     def update(self, step: int) -> None:
-        """Move the parameters against the gradients."""
+        """Update the parameters against the gradients."""
         passed = sum(step >= share * self.options.steps for share in FALLS)
         for group in self.optimiser.param_groups:
             group["lr"] = self.options.learning_rate * 0.1**passed
@@ -51,7 +53,7 @@ class ClassifierTrainer(Trainer):
         self.take(self.masters)
 
     def state(self, step: int) -> State:
-        """With the buffers."""
+        """Return the state of the base class, with the buffers."""
         tensors, header = super().state(step)
         return tensors | {f"{BUFFER}{name}": own.to("cpu", copy=True) for name, own in self.buffers.items()}, header
 

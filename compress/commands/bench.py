@@ -1,4 +1,4 @@
-"""`compress bench`: models side by side, the scheduler with several requests, or a running server."""
+"""The command `compress bench`: models side by side, the scheduler with several requests, or a running server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bench(given: Given) -> Figures:
     if kinds == {True}:
         return _bench_classifiers(given, options)
     if len(kinds) > 1:
-        raise OptionError("classifiers and language models have other tests; measure them one kind at a time")
+        raise OptionError("classifiers and language models have different tests; measure them one kind at a time")
     return _bench_models(given, options)
 
 
@@ -90,7 +90,9 @@ def _bench_concurrency(given: Given, options: BenchOptions) -> Figures:
     from engine.generation.generate import Engine
 
     if len(options.models) > 1 or options.backend:
-        raise OptionError("--concurrency measures one model, and our own scheduler; leave out --backend and other models")
+        raise OptionError(
+            "--concurrency measures one model with this project's scheduler; leave out --backend and other models"
+        )
     engine = Engine.open(
         next(iter(options.models), "demo"),
         device=options.device,
@@ -99,6 +101,7 @@ def _bench_concurrency(given: Given, options: BenchOptions) -> Figures:
         skip_threshold=options.skip_threshold,
         skip_min_experts=options.skip_min_experts,
         kv_cache_dtype=options.kv_cache_dtype,
+        progress=progress_bar,
     )
     rows = bench_concurrency(
         engine,

@@ -1,4 +1,4 @@
-"""`compress calibrate`."""
+"""The command `compress calibrate`."""
 
 from compress.commands.command import Figures, Given, Revision, command
 from compress.commands.output import progress_bar

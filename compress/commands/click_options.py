@@ -1,4 +1,4 @@
-"""Dataclasses of options as parameters of click, and dataclasses made again from the values that click has parsed."""
+"""Conversion of option dataclasses to click parameters, and of parsed values back to dataclasses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ByteSize(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """A number without a unit is a number of bytes."""
+        """Return the bytes; a number without a unit is a number of bytes."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
         if match is None or (match[3] and not match[2]) or float(match[1]) == 0:
             self.fail(f"{value!r} is not a size; write it like 500MB, 2GB or 1.5GiB", param, ctx)
@@ -30,7 +30,7 @@ class ByteSize(click.ParamType[int]):
 
 
 class Several(click.ParamType[tuple[Any, ...]]):
-    """One value, or several with commas between them, as a tuple."""
+    """One value or several values separated by commas, as a tuple."""
 
     name = "several"
 
@@ -38,20 +38,20 @@ class Several(click.ParamType[tuple[Any, ...]]):
         self.one, self.metavar = one, metavar
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """For the help text, such as `R[,R…]` or `[a|b][,…]`."""
+        """Return the placeholder of the help text, such as `R[,R…]` or `[a|b][,…]`."""
         if self.metavar is None:
             return f"{self.one.get_metavar(param, ctx) or self.one.name.upper()}[,…]"
         return f"{self.metavar}[,{self.metavar}…]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Each value by the type of one."""
+        """Return the values, each converted by the item type."""
         if isinstance(value, tuple):
             return value
         return tuple(self.one.convert(item.strip(), param, ctx) for item in str(value).split(","))
 
 
 class GroupedOption(click.Option):
-    """An option that stands under a heading of the help text."""
+    """An option that the help text lists under a heading."""
 
     def __init__(self, declarations: list[str], group: str, **settings: Any) -> None:
         super().__init__(declarations, **settings)
@@ -59,7 +59,7 @@ class GroupedOption(click.Option):
 
 
 def all_leaves(dataclasses: Iterable[type]) -> dict[str, Leaf]:
-    """The options of several dataclasses by name; of those with one name the first, with the choices of all."""
+    """Return the options of several dataclasses by name. Options with one name are merged: the first, with all choices."""
     found: dict[str, Leaf] = {}
     for each in dataclasses:
         for leaf in leaves(each):
@@ -71,7 +71,7 @@ def all_leaves(dataclasses: Iterable[type]) -> dict[str, Leaf]:
 
 
 def parameter(leaf: Leaf) -> click.Parameter:
-    """The option or argument of the command line that stands for one field."""
+    """Return the option or argument of the command line for one field."""
     row, default = leaf.option, default_of(leaf)
     is_required = leaf.default is MISSING and row.unset is None
     if row.is_argument:
@@ -95,7 +95,7 @@ def parameter(leaf: Leaf) -> click.Parameter:
 
 
 def default_of(leaf: Leaf) -> Any:
-    """The default as the command line writes it; None where there is none."""
+    """Return the default as the command line writes it; None where there is none."""
     if leaf.default is MISSING:
         return None
     if isinstance(leaf.option.choices, Mapping):
@@ -104,14 +104,14 @@ def default_of(leaf: Leaf) -> Any:
 
 
 def click_type(leaf: Leaf) -> click.ParamType[Any]:
-    """The type of click that parses a field's values and holds its limits."""
+    """Return the click type that parses a field's values and checks its limits."""
     row, kind = leaf.option, leaf.type
     one = _one_type(row, _item(kind) if get_origin(kind) is tuple else kind)
     return Several(one, row.metavar) if row.several == "commas" else one
 
 
 def _item(kind: Any) -> Any:
-    """The type of the values of a tuple of any length."""
+    """Return the item type of a tuple of any length."""
     item, ellipsis = get_args(kind)
     assert ellipsis is ..., f"{kind} is no type of an option"
     return item
@@ -134,11 +134,11 @@ def _one_type(row: Option, kind: Any) -> click.ParamType[Any]:
 
 
 def make(of: Callable[..., Made], values: Mapping[str, Any], shared: Mapping[str, Any], **fixed: Any) -> Made:
-    """A dataclass of options from the values of the command line, by name.
+    """Return a dataclass of options made from the command line's values by name.
 
-    `shared` has values for fields that are no options themselves, such as the seed, in the dataclass and its parts.
-    `fixed` has fields of the dataclass that are not read from the command line. A part that may be None is None where an
-    option that it requires was left out.
+    `shared` has values for fields that are no options themselves, such as the seed, in the dataclass and its parts. `fixed`
+    has fields of the dataclass that are not read from the command line. An optional part is None where an option that it
+    requires was left out.
     """
     found = {leaf.path: leaf for leaf in leaves(cast(type, of))}
     made: Made = _made(of, (), found, values, shared, fixed)

@@ -1,7 +1,7 @@
-"""Manners that all commands share: options in groups, one line of error, exit codes, `--json`, the hub, several processes.
+"""Behavior that all commands share: option groups, one-line errors, exit codes, `--json`, the hub and several processes.
 
-A verb is a function of one `Given`; `command` makes it a command of click. Exit codes: 1 for an error, 2 for wrong usage,
-130 after Ctrl-C.
+A verb is a function of one `Given`; `command` makes it a click command. Exit codes: 1 for an error, 2 for wrong usage, 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ GROUPS = (
     MACHINE,
     OTHER,
 )
-"""Headings of the help texts in their order."""
+"""Headings of the help texts, in their order."""
 
 Figures = Mapping[str, Any]
-"""Those of compress/report/figures.py, or another command's own."""
+"""Figures of compress/report/figures.py, or a command's own."""
 Made = TypeVar("Made")
 
 
@@ -79,7 +79,7 @@ class Common:
 
 @dataclass(frozen=True)
 class Revision:
-    """Which version of a model on the hub to take."""
+    """Options for the version of a model on the hub."""
 
     revision: str | None = option(
         None, group="Hub", unset="the main branch", help="Branch, tag or commit of a model on the hub."
@@ -88,14 +88,14 @@ class Revision:
 
 @dataclass(frozen=True)
 class Private:
-    """Who may see a repository that an upload makes."""
+    """Options for the visibility of a repository that an upload creates."""
 
     private: bool = option(False, group="Hub", help="Make the repository private if it is new.")
 
 
 @dataclass(frozen=True)
 class Push(Private):
-    """Where to upload the result."""
+    """Options for the upload of the result."""
 
     push_to_hub: str | None = option(
         None, group="Hub", metavar="REPO_ID", help="Then upload the result to the hub, as `compress push` does."
@@ -107,13 +107,13 @@ HUB = (Revision, Push)
 
 @dataclass(frozen=True)
 class Given:
-    """What the command line says."""
+    """The values of the command line."""
 
     common: Common
     values: Mapping[str, Any]
-    """By name of the option, the common ones' included."""
+    """Values by name of the option, including the common options."""
     named: frozenset[str]
-    """Options that are on the command line; all others have their defaults."""
+    """Names of the options that are on the command line; all others have their defaults."""
 
     def make(self, of: Callable[..., Made], **fixed: Any) -> Made:
         """Return a dataclass of options; `fixed` has the fields that are not read from the command line."""
@@ -164,19 +164,19 @@ class Given:
             raise OptionError(f"--{wrong[0].replace('_', '-')} is {why}; leave it out")
 
     def say(self, text: str) -> None:
-        """Print what people read."""
+        """Print text for people."""
         say(self.common.json, text)
 
 
 class GroupedCommand(click.Command):
-    """A command whose help text has its options under headings."""
+    """A command whose help text lists its options under headings."""
 
     def __init__(self, name: str, first: str | None, **settings: Any) -> None:
         super().__init__(name, **settings)
         self.first = first
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each group that has options, the command's own first, the others in the order of GROUPS."""
+        """Write each group that has options, the command's own group first, the others in the order of GROUPS."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for each in self.get_params(ctx):
             record = each.get_help_record(ctx)
@@ -208,7 +208,7 @@ def command(
 
 
 def run_verb(verb: Callable[[Given], Figures], name: str, given: Given, is_shared: bool) -> None:
-    """Run a verb; print its figures as JSON where that was asked for, or one line that says what is wrong."""
+    """Run a verb; print its figures as JSON if requested, or an error in one line."""
     try:
         prepare_process(given.common, name, is_shared)
         figures = run_with_hub(verb, given)
@@ -270,13 +270,14 @@ def prepare_process(common: Common, name: str, is_shared: bool) -> None:
 
         torch.set_num_threads(common.threads)
     if not common.verbose:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what transformers sets its logger to when imported
+        # transformers reads the level of its logger from this when it is imported
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         logging.getLogger("transformers").setLevel(logging.ERROR)
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def speaks_of_failure() -> bool:
-    """Whether it is this process that says what went wrong."""
+    """Return whether this process reports a failure."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     from engine.passes import processes
@@ -285,7 +286,7 @@ def speaks_of_failure() -> bool:
 
 
 def leave_process() -> None:
-    """Take the group of processes apart, if there is one."""
+    """Destroy the process group, if there is one."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from engine.passes import processes
 

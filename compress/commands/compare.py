@@ -1,4 +1,4 @@
-"""`compress compare`."""
+"""The command `compress compare`."""
 
 from pathlib import Path
 

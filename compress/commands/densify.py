@@ -1,4 +1,4 @@
-"""`compress densify`."""
+"""The command `compress densify`."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""`compress distill`, of language models and of classifiers."""
+"""The command `compress distill`, for language models and classifiers."""
 
 from collections.abc import Callable
 

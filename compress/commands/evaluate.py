@@ -1,4 +1,4 @@
-"""`compress evaluate`: one figure of a model's quality."""
+"""The command `compress evaluate`, which measures one figure of a model's quality."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _evaluate_language_model(given: Given, options: EvaluateOptions) -> Figures:
 def _evaluate_perplexity(given: Given, options: EvaluateOptions) -> Figures:
     from compress.evaluate import evaluate_model
 
-    given.chosen_device()  # CUDA where there is none is refused
+    given.chosen_device()  # raises OptionError for CUDA on a machine without it
     figures = evaluate_model(options, progress_bar)
     given.say(f"{figures['metric']} {figures['value']:.4f} on {figures['tokens']:,} tokens in {figures['seconds']:.1f} s")
     return figures

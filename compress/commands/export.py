@@ -1,4 +1,4 @@
-"""`compress export`, of decoders, encoder-decoders and classifiers."""
+"""The command `compress export`, for decoders, encoder-decoders and classifiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a smaller model cost and gained, for people."""
+"""Text output of the figures of a smaller model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`compress generate`."""
+"""The command `compress generate`."""
 
 from dataclasses import fields
 
 from compress.commands.command import Figures, Given, Revision, command
+from compress.commands.output import progress_bar
 from compress.report.columns import number, size
 from engine.generation.options import GENERATE, GenerateOptions, OpenOptions
 
@@ -15,7 +16,7 @@ def generate(given: Given) -> Figures:
     from engine.generation.generate import Engine
 
     options = given.make(GenerateOptions)
-    engine = Engine.open(**{each.name: getattr(options, each.name) for each in fields(OpenOptions)})
+    engine = Engine.open(**{each.name: getattr(options, each.name) for each in fields(OpenOptions)}, progress=progress_bar)
     generations = engine.generate(
         options.prompts, max_new_tokens=options.tokens, sampling=options.sampling, stop=options.stop
     )

@@ -1,4 +1,4 @@
-"""`compress inspect`."""
+"""The command `compress inspect`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.options import option
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What to look at."""
+    """Options of `compress inspect`."""
 
     path: str = option("demo", group="", is_argument=True, help="Directory, hub id or 'demo'.")
     checksums: bool = option(False, group="What to check", help="Also compare every file with the artifact's checksums.")

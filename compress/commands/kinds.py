@@ -1,4 +1,4 @@
-"""Kinds of models: what a verb does differs by them, so it has a table with a row for each kind that it takes."""
+"""Kinds of models. Each verb that differs by kind has a table with one row per kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Kind = Literal["decoder", "encoder-decoder", "classifier"]
 
 
 def kind_of(model: str) -> Kind:
-    """The kind of a model, given as a directory, a hub id or 'demo'. An export is of the kind that it was made from."""
+    """Return the kind of a model, given as a directory, a hub id or 'demo'. An export has the kind of its source."""
     from engine.checkpoint.checkpoint import resolve
     from engine.checkpoint.kinds import is_classifier, is_encoder_decoder
 

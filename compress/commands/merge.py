@@ -1,4 +1,4 @@
-"""`compress merge`."""
+"""The command `compress merge`."""
 
 from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures

@@ -1,4 +1,4 @@
-"""What commands print: figures and tables on stdout, or on stderr where stdout is for a machine, and progress bars."""
+"""Output of commands: text and tables on stdout, or on stderr where stdout is for JSON, and progress bars."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import click
 
 
 def is_first_process() -> bool:
-    """Whether this process prints: of those that torchrun started, only one does."""
+    """Return whether this process prints: only the first process of torchrun does."""
     return os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def progress_bar(iterable: Iterable[Any], description: str) -> Iterable[Any]:
-    """A bar on stderr, if that is a terminal, for whatever takes over two seconds."""
+    """Return the iterable with a progress bar on stderr, if that is a terminal, once it takes over two seconds."""
     from tqdm import tqdm
 
-    quiet = None if is_first_process() else True  # None: unless on a terminal
+    quiet = None if is_first_process() else True  # None disables the bar only where stderr is no terminal
     bar: Iterable[Any] = tqdm(iterable, desc=description, delay=2, leave=False, disable=quiet)
     return bar
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first to the left, the others to the right."""
+    """Return aligned columns, the first left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -34,6 +34,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def say(as_json: bool, text: str) -> None:
-    """Print what people read: on stdout, or on stderr when stdout is for JSON."""
+    """Print text for people: on stdout, or on stderr where stdout is for JSON."""
     if is_first_process():
         click.echo(text, err=as_json)

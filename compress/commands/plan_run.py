@@ -1,4 +1,4 @@
-"""`compress plan-run`."""
+"""The command `compress plan-run`."""
 
 from compress.commands.command import Figures, Given, command
 from compress.commands.output import table

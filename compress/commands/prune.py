@@ -1,4 +1,4 @@
-"""`compress prune`: one result, or a sweep over methods and sparsities."""
+"""The command `compress prune`: one result, or a sweep over methods and sparsities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.options import names, option
 
 @dataclass(frozen=True)
 class Uniform:
-    """A short way to a scope."""
+    """The option `--uniform`, which stands for `--scope uniform` (compress/plans/selection.py)."""
 
     uniform: bool = option(
         False, group=REMOVE, help="Keep the same number of experts in every layer: a plain checkpoint of its family."
@@ -28,7 +28,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Afterwards:
-    """Training of all weights that are left."""
+    """Options of the training of all remaining weights."""
 
     distill: bool = option(
         False,
@@ -41,7 +41,7 @@ class Afterwards:
 
     @property
     def steps(self) -> int:
-        """Steps of the training; 0 for none."""
+        """Number of training steps; 0 for none."""
         return self.distill_steps or (TEXT_STEPS if self.distill else 0)
 
 
@@ -63,12 +63,12 @@ def prune(given: Given) -> Figures:
 
 
 def default_method(given: Given) -> str:
-    """DiEP where one of its options is on the command line, since other methods would ignore it."""
+    """Return DiEP where one of its options is on the command line, since other methods would ignore it."""
     return "diep" if given.named & names(DiepOptions) else DEFAULT_METHOD
 
 
 def prune_options(given: Given, method: str, sparsity: float | None, name: str) -> PruneOptions:
-    """The options of one run. Raises OptionError where it is not said once how much goes."""
+    """Return the options of one run. Raises OptionError unless exactly one option says how many experts to remove."""
     values = given.values
     has_plan, experts = values["plan"] is not None, values["experts"]
     if not has_plan and (sparsity is None) == (experts is None):
@@ -91,7 +91,7 @@ def _scope(given: Given, method: str) -> str:
 
 
 def recovery(given: Given) -> WholeRecoveryOptions:
-    """What --distill and --distill-steps say."""
+    """Return the training that --distill and --distill-steps ask for."""
     return WholeRecoveryOptions(given.make(Afterwards).steps, seed=given.common.seed)
 
 
@@ -114,7 +114,7 @@ def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...]
     )
     figures = sweep(cells(base, methods, sparsities, scope), comparison, progress_bar)
     if figures is None:
-        return {}  # of a process that is not the first
+        return {}  # in a process that is not the first
     given.say(table(text_table(figures["rows"])))
     given.say(
         f"{figures['output']}: {len(figures['runs'])} artifacts in {figures['seconds']:.1f} s; open comparison/index.html"

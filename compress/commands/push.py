@@ -1,4 +1,4 @@
-"""`compress push`."""
+"""The command `compress push`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.options import declared, option
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(Private):
-    """What to upload, and where."""
+    """Options of `compress push`."""
 
     directory: Path = field(metadata=declared(group="", is_argument=True, help="The artifact."))
     repo_id: str = field(metadata=declared(group="", is_argument=True, help="Repository on the hub."))

@@ -1,4 +1,4 @@
-"""`compress quantize`."""
+"""The command `compress quantize`."""
 
 from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures

@@ -1,4 +1,4 @@
-"""`compress serve`."""
+"""The command `compress serve`."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What a run will take: operations, bytes, and the speed of devices.
+"""Costs of runs: counts of operations and bytes, and the speeds of devices.
 
 Start with `counts.py`.
 """

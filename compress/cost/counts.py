@@ -1,7 +1,7 @@
-"""What passes over a decoder cost, counted from its config: operations, bytes, and memory beside the weights.
+"""Costs of passes over a decoder, counted from its config: operations, bytes, and memory beside the weights.
 
-Products are counted exactly, 2·rows·columns for each row of input; what lies between them as the tensors that it reads and
-writes, which are a handful for every vector of hidden size and are given as constants here.
+Matrix products are counted exactly, as 2·rows·columns for each input row. Operations between products are counted as the
+tensors that they read and write: a few for each vector of hidden size, given as constants here.
 
 Letters in comments: T tokens, L length, D hidden, F expert width, N experts, K experts of a token, V vocabulary.
 """
@@ -25,36 +25,38 @@ from engine.passes.memory_budget import KEPT_BYTES, TOKENS_PER_BATCH, sequences_
 from engine.passes.streaming import chunk_tokens
 
 RESIDUAL_VECTORS, SLOT_VECTORS, WIDTH_VECTORS, HEAD_VECTORS, SCORE_PASSES = 30, 10, 6, 10, 6
-"""Elements that a layer's forward reads and writes between its products: for each token's vector of hidden size (two norms,
-two sums), for each of its slots (gathered, weighted, summed), for each slot's hidden units (silu, product), for each of
-its queries and keys (rotated, copied), and for each score."""
+"""Elements that a layer's forward pass reads and writes between its products.
+
+The constants are for each token's vector of hidden size (two norms, two sums), for each of its slots (gather, weight, sum),
+for each slot's hidden units (silu, product), for each of its queries and keys (rotate, copy), and for each score.
+"""
 GRADIENT_PASSES = 4
-"""Of those in a pass with gradients: forward, recomputed, and twice in the backward pass."""
+"""Number of such reads and writes in a pass with gradients: forward, recomputation, and twice in the backward pass."""
 LAYER_CALLS, EXPERT_CALLS = 60, 12
-"""Operations of a layer, and of an expert, however small."""
+"""Number of operations of a layer, and of an expert, however small."""
 GRAM_PASSES = 12
-"""Elements in double precision that similarities read and write, for each entry of a Gram matrix."""
+"""Elements in float64 that similarities read and write, for each entry of a Gram matrix."""
 
 
 @dataclass(frozen=True)
 class OperationCounts:
-    """Counts of what a computation does; they add up."""
+    """Counts of operations and bytes of a computation; they can be added and multiplied."""
 
     flops: float = 0.0
-    """Of products in the model's dtype."""
+    """Floating-point operations of products in the model's dtype."""
     single_flops: float = 0.0
-    """Of products in float32, and the next in float64, whatever the model's dtype."""
+    """Operations of products in float32, and the next field in float64, whatever the model's dtype."""
     double_flops: float = 0.0
     weight_bytes: float = 0.0
-    """Of weights that products read from memory."""
+    """Bytes of weights that products read from memory."""
     moved_bytes: float = 0.0
-    """Read and written between products."""
+    """Bytes read and written between products."""
     read_bytes: float = 0.0
-    """From the checkpoint's files."""
+    """Bytes read from the checkpoint's files."""
     written_bytes: float = 0.0
-    """To the result's."""
+    """Bytes written to the result's files."""
     draws: float = 0.0
-    """Numbers of distributions that tokens are drawn from."""
+    """Probabilities of the distributions from which tokens are sampled."""
     calls: float = 0.0
 
     def __add__(self, other: OperationCounts) -> OperationCounts:
@@ -65,16 +67,16 @@ class OperationCounts:
 
     @property
     def all_flops(self) -> float:
-        """In whatever dtype."""
+        """Operations of products in all dtypes."""
         return self.flops + self.single_flops + self.double_flops
 
     @property
     def all_bytes(self) -> float:
-        """Through memory and files."""
+        """Bytes that pass through memory and files."""
         return self.weight_bytes + self.moved_bytes + self.read_bytes + self.written_bytes
 
     def seconds(self, device: Device, dtype: torch.dtype) -> float:
-        """On this device: products or the weights that they read, whatever takes longer, and then all else."""
+        """Return the seconds on a device: the longer of products and the reading of their weights, plus everything else."""
         return (
             max(self.flops / device.rate(dtype), self.weight_bytes / device.bandwidth)
             + self.single_flops / device.rate(torch.float32)
@@ -89,33 +91,33 @@ class OperationCounts:
 
 @dataclass(frozen=True)
 class Passes:
-    """Counts of passes over one model, `tokens` in sequences of `length`, about TOKENS_PER_BATCH at a time."""
+    """Counts of passes over one model: `tokens` in sequences of `length`, about TOKENS_PER_BATCH at a time."""
 
     config: DecoderConfig
     bytes_per_element: int
-    """Of what is computed in."""
+    """Bytes of one element in the dtype of the computation."""
     bytes_per_weight: float
-    """As the files have the layers' matrices."""
+    """Bytes per weight of the layers' matrices in the files."""
 
     @cached_property
     def _parameters(self) -> list[tuple[int, int]]:
-        """Of each layer, all of them and those of matrices."""
+        """Return the number of parameters of each layer, and of its matrices alone."""
         layers = [layer_tensors(self.config, index).values() for index in range(len(self.config.layers))]
         return [(sum(map(prod, own)), sum(prod(shape) for shape in own if len(shape) == 2)) for own in layers]
 
     def layer_weights(self, index: int) -> int:
-        """Parameters of a layer."""
+        """Return the number of parameters of a layer."""
         return self._parameters[index][0]
 
     @cached_property
     def weights(self) -> int:
-        """Parameters of the model."""
+        """Return the number of parameters of the model."""
         return sum(map(prod, expected_tensors(self.config).values()))
 
     def token_flops(self, index: int, length: int, slots: int | None = None) -> float:
-        """Of one token in a layer: 2 for each weight that it meets, and its part of the scores.
+        """Return the operations of one token in a layer: 2 for each weight that processes it, and its share of the scores.
 
-        slots: experts that it meets, if they are not the model's own K.
+        slots: number of experts that process it, if that is not the model's own K.
         """
         config, layer = self.config, self.config.layers[index]
         active = self._parameters[index][1]
@@ -125,9 +127,9 @@ class Passes:
         return 2.0 * (active + config.attention_heads * sum(self._head_sizes) * self.keys(index, length))
 
     def keys(self, index: int, length: int) -> float:
-        """Positions that one looks at, its own included, as a mean over a sequence.
+        """Return the mean number of positions that a token attends to, its own included, over a sequence.
 
-        With lightning attention it meets its block, and in the state and for it as much as E positions more.
+        With lightning attention these are its block, and up to E further positions for the state.
         """
         if self.config.layers[index].is_lightning:
             return min(BLOCK, length) + self.config.head_dimension
@@ -144,7 +146,7 @@ class Passes:
         return self.config.head_dimension, self.config.head_dimension if latent is None else latent.value_dimension
 
     def layer_moved(self, index: int, length: int, slots: int | None = None) -> float:
-        """Bytes of one token that a layer's forward moves between its products."""
+        """Return the bytes per token that a layer's forward pass moves between its products."""
         config, hidden = self.config, self.config.hidden_size
         width, met = _slots(config, index, slots)
         heads = (config.attention_heads + 2 * config.key_value_heads) * config.head_dimension
@@ -153,7 +155,7 @@ class Passes:
         return self.bytes_per_element * (elements + HEAD_VECTORS * heads + SCORE_PASSES * scores)
 
     def layer(self, index: int, tokens: int, length: int, slots: int | None = None) -> OperationCounts:
-        """One forward of a layer over all tokens."""
+        """Return the counts of a layer's forward pass over all tokens."""
         moe, batches = self.config.layers[index].moe, _batches(tokens, length)
         experts = 1 if moe is None else moe.experts
         return OperationCounts(
@@ -164,35 +166,39 @@ class Passes:
         )
 
     def forward(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> OperationCounts:
-        """All layers."""
+        """Return the counts of a forward pass of all layers."""
         return self.sum_layers(lambda index: self.layer(index, tokens, length, None if slots is None else slots.get(index)))
 
     def streamed(self, tokens: int, length: int) -> OperationCounts:
-        """All layers, one after the other from the files."""
+        """Return the counts of a forward pass of all layers that reads them from the files one by one."""
         return self.forward(tokens, length) + OperationCounts(read_bytes=self.file_bytes)
 
     @property
     def file_bytes(self) -> float:
-        """Of the checkpoint."""
+        """Return the bytes of the checkpoint's files."""
         return self.weights * self.bytes_per_weight
 
     def gradient(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> OperationCounts:
-        """Forward, the same again in the backward pass, and gradients of activations alone: weights are frozen."""
+        """Return the counts of a pass with gradients of activations alone: forward, recomputation, backward. Weights are
+        frozen.
+        """
         once = self.forward(tokens, length, slots)
         return replace(once * 3, moved_bytes=GRADIENT_PASSES * once.moved_bytes)
 
     def head(self, tokens: int, products: int = 1) -> OperationCounts:
-        """Logits of all tokens: one product, or with the gradient two."""
+        """Return the counts of the logits of all tokens: one product, or two with the gradient."""
         elements = self.config.vocabulary_size * tokens
         flops = 2.0 * elements * self.config.hidden_size * products
         return OperationCounts(flops=flops, moved_bytes=elements * (self.bytes_per_element + 4 * 4) * products)
 
     def sampling(self, tokens: int) -> OperationCounts:
-        """One token drawn from the model's prediction at each place."""
+        """Return the counts of sampling one token from the model's prediction at each position."""
         return self.head(tokens) + OperationCounts(draws=self.config.vocabulary_size * tokens)
 
     def statistics(self, tokens: int, length: int) -> OperationCounts:
-        """calibrate.collect: a streamed pass, every expert on a sample, similarities of their outputs."""
+        """Return the counts of `calibrate.collect`: a streamed pass, every expert on a sample, similarities of their
+        outputs.
+        """
         sample = min(SIMILARITY_TOKENS, tokens)
         return self.streamed(tokens, length) + self.sum_layers(lambda index: self._layer_statistics(index, sample))
 
@@ -208,7 +214,7 @@ class Passes:
         )
 
     def all_experts(self, index: int, tokens: int) -> OperationCounts:
-        """Every expert of a layer on the same tokens."""
+        """Return the counts of every expert of a layer on the same tokens."""
         moe, hidden = self.config.layers[index].moe, self.config.hidden_size
         assert moe is not None
         return OperationCounts(
@@ -226,7 +232,7 @@ class Passes:
         return self.config.experts_by_layer[before[-1]] if before else 0
 
     def sum_layers(self, of_layer: Callable[[int], OperationCounts]) -> OperationCounts:
-        """The counts of all layers, from those of a layer by its index."""
+        """Return the sum over all layers of the counts that `of_layer` returns for a layer's index."""
         total = OperationCounts()
         for index in range(len(self.config.layers)):
             total += of_layer(index)
@@ -235,7 +241,7 @@ class Passes:
     # Memory beside the weights
 
     def batch_bytes(self, tokens: int, length: int, slots: int | None = None) -> float:
-        """Of one layer's forward: the residual stream, slots, and hidden units, of the tokens of a batch."""
+        """Return the bytes of a layer's forward pass over a batch: residual stream, slots and hidden units."""
         batch, hidden = _in_batch(tokens, length), self.config.hidden_size
         widest = max(self._batch_elements(index, slots) for index in range(len(self.config.layers)))
         return self.bytes_per_element * batch * (6 * hidden + widest)
@@ -246,12 +252,12 @@ class Passes:
         return 5 * met * self.config.hidden_size + 3 * met * width / experts * 2
 
     def kept_bytes(self, tokens: int) -> float:
-        """Of the hidden states between layers, which beyond a limit are in a file."""
+        """Return the bytes of the hidden states between layers; beyond a limit they are stored in a file."""
         whole = self.bytes_per_element * tokens * self.config.hidden_size
         return whole if whole <= KEPT_BYTES else self.bytes_per_element * TOKENS_PER_BATCH * self.config.hidden_size
 
     def gradient_bytes(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> float:
-        """Of a pass with gradients: each layer's input, all that one layer keeps for its backward pass, and logits."""
+        """Return the bytes of a pass with gradients: each layer's input, the activations of one layer, and logits."""
         batch, hidden = _in_batch(tokens, length), self.config.hidden_size
         kept = 0.0
         for index in range(len(self.config.layers)):
@@ -265,7 +271,9 @@ class Passes:
 
 
 def _slots(config: DecoderConfig, index: int, slots: int | None) -> tuple[float, float]:
-    """(hidden units of an expert, experts of a token) of a layer; the shared expert as the part of one that it is."""
+    """Return (hidden units of an expert, experts per token) of a layer; the shared expert counts as a fraction of an
+    expert.
+    """
     layer = config.layers[index]
     moe: MoeConfig | None = layer.moe
     if moe is None:

@@ -1,4 +1,4 @@
-"""What a plan of a run divides its counts by: published figures of accelerators, and this processor, measured on the spot.
+"""Speeds of devices, by which the counts of a planned run are divided: published ones of GPUs, measured ones of this CPU.
 
 Shape suffixes: T tokens, D hidden, F expert width, V vocabulary.
 """
@@ -17,42 +17,46 @@ from engine.passes.memory_budget import resident_memory_bytes
 
 @dataclass(frozen=True)
 class Device:
-    """Rates are what is reached: published or measured ones times an efficiency, which is stated beside them."""
+    """Speeds of a device. Effective rates are published or measured peak rates times an efficiency, which is stated."""
 
     name: str
     flops: dict[torch.dtype, float]
-    """Floating point operations a second of matrix products, at most."""
+    """Peak floating-point operations per second of matrix products, by dtype."""
     bandwidth: float
-    """Bytes a second of its memory."""
+    """Bytes per second of its memory."""
     memory_bytes: int
     source: str
     product_efficiency: float = 0.4
     """Share of `flops` that products of one expert's tokens reach."""
     bandwidth_efficiency: float = 0.7
-    """Share of `bandwidth` that everything between products reaches."""
+    """Share of `bandwidth` that operations between products reach."""
     read_bytes_per_second: float = 2e9
-    """From a checkpoint's files to where they are computed with."""
+    """Bytes per second from a checkpoint's files to the memory of the device."""
     write_bytes_per_second: float = 0.6e9
-    """Of the result, its checksums included."""
+    """Bytes per second at which the result is written, including its checksums."""
     draws_per_second: float = 2e10
-    """Numbers of a distribution that a token is drawn from."""
+    """Probabilities per second that sampling of tokens processes."""
     call_seconds: float = 6e-6
-    """Of one operation, however small."""
+    """Minimum seconds of one operation."""
     start_seconds: float = 6.0
-    """Until the first layer runs: imports, tokenizer and text."""
+    """Seconds until the first layer runs: imports, tokenizer and text."""
     base_bytes: int = 900 << 20
-    """Of memory before any tensor: the context of the device and its libraries' workspaces."""
+    """Bytes of memory before any tensor: the device's context and its libraries' workspaces."""
     calibration: str = "assumed: not measured on this device"
     maps_weights: bool = False
-    """Weights are computed with where the file is mapped, and not copied."""
+    """Whether weights are used from the memory map and not copied."""
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Operations a second of products in this dtype."""
+        """Return the effective operations per second of products in this dtype."""
         return self.flops[dtype] * self.product_efficiency
 
 
 def _card(name: str, half: float, single: float, double: float, bandwidth: float, gigabytes: int, source: str) -> Device:
-    """Published: 10¹² operations a second (half precision without sparsity, accumulated in float32), 10⁹ bytes a second."""
+    """Return a GPU from published figures.
+
+    half, single, double: 10¹² operations per second (half precision without sparsity, accumulated in float32). bandwidth:
+    10⁹ bytes per second.
+    """
     rates = {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double}
     flops = {dtype: rate * 1e12 for dtype, rate in rates.items()}
     return Device(name, flops, bandwidth * 1e9, gigabytes * 10**9, source)
@@ -69,29 +73,33 @@ DEVICES: dict[str, Device] = {
         _card("rtx4090", 165.2, 82.6, 1.3, 1008, 24, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
     )
 }
-"""float32 products are torch's default, without TF32. Reading, drawing and starting are assumptions for all of them."""
+"""GPUs by name. float32 products are torch's default, without TF32. Speeds of reading, sampling and starting are
+assumptions.
+"""
 
 CPU_BANDWIDTH_EFFICIENCY = 0.18
-"""Of the trial's copying: operations between products are many, small, and widen half precision. Calibrated on measured
-forward passes of three models (benchmarks/run_plan.py)."""
+"""Share of the measured copy rate that operations between products reach: they are many and small, and convert half
+precision. Calibrated on measured forward passes of three models (benchmarks/run_plan.py).
+"""
 CPU_PRODUCT_EFFICIENCY = 0.95
-"""Of the trial's products: experts get unequal numbers of tokens. Calibrated likewise."""
+"""Share of the measured product rate that experts reach, which get unequal numbers of tokens. Calibrated likewise."""
 TRIAL_FLOPS = 4e9
 TRIAL_BYTES = 128 << 20
 TRIALS = 12
 STARTED_BYTES = 120 << 20
-"""What a run has in memory before the first layer beyond a process that imported the same: tokenizer, text, and compiled
-products (engine/kernels/linear.py)."""
+"""Bytes in memory before the first layer beyond a process with the same imports: tokenizer, text, and compiled kernels
+(engine/kernels/linear.py).
+"""
 
 
 def measured(dtype: torch.dtype, rows: int, hidden: int, width: int, vocabulary: int) -> Device:
-    """This processor, by products [rows, hidden] · [hidden, width], a copy and a few draws: about two seconds.
+    """Return this processor, measured for two seconds by products [rows, hidden] · [hidden, width], a copy and sampling.
 
-    rows: tokens that an expert has in a batch. Products larger than TRIAL_FLOPS are cut along the width.
+    rows: number of tokens of an expert in a batch. Products larger than TRIAL_FLOPS are cut along the width.
     """
-    import psutil  # here: a plan for another device needs none
+    import psutil  # imported here: a plan for another device does not need it
 
-    base = resident_memory_bytes() + STARTED_BYTES  # before the trial has memory of its own
+    base = resident_memory_bytes() + STARTED_BYTES  # before the trial allocates memory
     width = max(16, min(width, int(TRIAL_FLOPS / (2 * rows * hidden))))
     kinds = list(dict.fromkeys((dtype, torch.float32, torch.float64)))
     whole, shares_TV = torch.ones(TRIAL_BYTES, dtype=torch.uint8), torch.rand(16, vocabulary)
@@ -128,12 +136,14 @@ def _product(dtype: torch.dtype, rows: int, hidden: int, width: int) -> Callable
 
 
 def _best_seconds(*works: Callable[[], object]) -> list[float]:
-    """Of each, in turn: what disturbs one moment of a shared machine then disturbs no work's every trial."""
+    """Return the shortest time of each work. Works take turns, so that a disturbance of a shared machine never hits every
+    trial of one.
+    """
     best = [math.inf] * len(works)
     for trial in range(TRIALS + 1):
         for place, work in enumerate(works):
             started = time.perf_counter()
             work()
-            if trial:  # the first warms up
+            if trial:  # the first trial warms up
                 best[place] = min(best[place], time.perf_counter() - started)
     return best

@@ -1,4 +1,4 @@
-"""Phases of a run: operations, memory, and what both are counted from."""
+"""Phases of a run: operations and memory of each, and the values from which both are counted."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from engine.families.config import DecoderConfig
 
 @dataclass(frozen=True)
 class Planned:
-    """A model as its config.json has it."""
+    """A model as its config.json describes it."""
 
     config: DecoderConfig
     dtype: torch.dtype
-    """That its weights are computed in unless another is asked for."""
+    """Default dtype of the computation."""
     bytes_per_weight: float
-    """In the files, of the layers' matrices."""
+    """Bytes per weight of the layers' matrices in the files."""
     stay_packed: bool
-    """Low-bit weights are computed with as they are stored; those in 8- or 4-bit floating point are widened."""
+    """Whether low-bit weights are used as stored. Weights in 8- or 4-bit floating point are converted instead."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Phase:
     name: str
     work: OperationCounts
     memory_bytes: float
-    """Beside what the process has before."""
+    """Bytes beside those that the process holds before the phase."""
     fixed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes of weights in memory while a layer, or the whole model, is computed with."""
+    """Bytes of weights in memory while a layer, or the whole model, is used."""
 
     model: Planned
     dtype: torch.dtype
@@ -46,19 +46,19 @@ class Resident:
 
     @property
     def _each(self) -> float:
-        """Of a weight: as stored where that is computed with, converted otherwise, on a processor beside the map."""
+        """Bytes per weight: as stored if used so, otherwise converted, and on a CPU in addition to the memory map."""
         stored, converted = self.model.bytes_per_weight, float(self.dtype.itemsize)
         if self.model.stay_packed or (stored == converted and self.dtype == self.model.dtype):
             return stored
         return converted + (stored if self.device.maps_weights else 0.0)
 
     def layer(self, passes: Passes) -> float:
-        """The largest of them, or the embedding, which is read before."""
+        """Return the bytes of the largest layer, or of the embedding, which is read before the layers."""
         outer = passes.config.vocabulary_size * passes.config.hidden_size
         return self._each * max(outer, *(passes.layer_weights(index) for index in range(len(passes.config.layers))))
 
     def whole(self, passes: Passes) -> float:
-        """All layers, embedding and head."""
+        """Return the bytes of all layers, the embedding and the head."""
         return self._each * passes.weights
 
 
@@ -69,30 +69,32 @@ class PassCosts:
     passes: Passes
     tokens: int
     length: int
-    """Tokens of a sequence."""
+    """Number of tokens of a sequence."""
     weights: Resident
 
     @property
     def streaming_bytes(self) -> float:
-        """Memory of a pass layer by layer, beside the layer's weights: a batch, and the hidden states between layers."""
+        """Return the memory of a pass layer by layer beside the layer's weights: a batch, and the hidden states between
+        layers.
+        """
         return self.passes.batch_bytes(self.tokens, self.length) + self.passes.kept_bytes(self.tokens)
 
 
 def statistics_phase(name: str, costs: PassCosts) -> Phase:
-    """One pass that collects statistics."""
+    """Return the phase of one pass that collects statistics."""
     passes, tokens, length = costs.passes, costs.tokens, costs.length
-    # Similarities wait until the batches are through, and their memory is the larger or the smaller of the two.
+    # Similarities are computed after all batches, so the two demands never coincide.
     most = max(passes.batch_bytes(tokens, length), held_bytes(passes.config, tokens))
     return Phase(name, passes.statistics(tokens, length), costs.weights.layer(passes) + passes.kept_bytes(tokens) + most)
 
 
 def perplexity_phase(name: str, costs: PassCosts) -> Phase:
-    """One pass that measures perplexity."""
+    """Return the phase of one pass that measures perplexity."""
     passes, tokens = costs.passes, costs.tokens
     memory = costs.weights.layer(passes) + costs.streaming_bytes
     return Phase(name, passes.streamed(tokens, costs.length) + passes.head(tokens), memory)
 
 
 def kept_of(count: int, sparsity: float) -> int:
-    """Experts of a layer that stay; at least one."""
+    """Return the number of experts of a layer that stay, at least one."""
     return max(1, count - round(sparsity * count))

@@ -1,4 +1,4 @@
-"""Dense models out of mixtures: the choice of experts, the student, its training; decoders and encoder-decoders.
+"""Dense models made from mixtures: selection of experts, student and training, for decoders and encoder-decoders.
 
 Start with `dense_plan.py`.
 """

@@ -1,4 +1,4 @@
-"""How far a layer's one FFN is from the MoE block that it replaces, on the model's own hidden states.
+"""Error of a layer's single FFN against the MoE block that it replaces, on the model's own hidden states.
 
 Shape suffixes: S sequences, L positions, T tokens, D hidden.
 """
@@ -23,12 +23,12 @@ from engine.passes.streaming import Visit, stream_layers
 
 @dataclass(frozen=True)
 class BlockError:
-    """Mean over tokens of ‖error‖₂ / ‖y‖₂, y the MoE block's output."""
+    """Mean over tokens of ‖error‖₂ / ‖y‖₂, where y is the MoE block's output."""
 
     whole: float
-    """Of the FFN in place of the block."""
+    """Error of the FFN in place of the block."""
     shared_gate: float
-    """Of nothing but the mean gate in place of the shared expert's own; 0 where there is none."""
+    """Error from the mean gate of the shared expert alone, in place of the token's gate; 0 without a gate."""
 
 
 def shared_gates(
@@ -39,7 +39,10 @@ def shared_gates(
     device: torch.device | str = "cpu",
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, float]:
-    """Mean over tokens of the shared expert's gate σ(g·x), by decoder layer: 1 where it has none; nothing without it."""
+    """Return the mean over tokens of the shared expert's gate σ(g·x), by decoder layer.
+
+    The value is 1 for a shared expert without a gate. Layers without a shared expert are left out.
+    """
     layers = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
     shared = [index for index, moe in layers.items() if moe is not None and moe.shared_width]
     if not checkpoint.config.architecture.has_shared_gate:
@@ -62,7 +65,7 @@ def block_errors(
     device: torch.device | str = "cpu",
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, BlockError]:
-    """The error of a dense plan by decoder layer, each layer given what the full model gives it."""
+    """Return the error of a dense plan by decoder layer; the input of each layer is that of the full model."""
     whole: dict[int, _Mean] = {}
     gate: dict[int, _Mean] = {}
     ffns: dict[int, Any] = {}
@@ -82,7 +85,7 @@ def block_errors(
 
 
 class _Mean:
-    """Of values that come in pieces."""
+    """A mean over values that are added in batches."""
 
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
@@ -114,7 +117,7 @@ def _stream(
     device: torch.device | str,
     progress: Callable[[Iterable[int]], Iterable[int]],
 ) -> None:
-    """Show `see` input and output of every MoE block, batch by batch."""
+    """Call `see` with input and output of every MoE block, batch by batch."""
 
     def visit(index: int, layer: DecoderLayer) -> None:
         if isinstance(block := layer.feed_forward, MoeBlock):

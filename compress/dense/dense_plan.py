@@ -1,13 +1,13 @@
-"""MoE→dense (Cruz Salinas et al.): which experts of a layer become its one FFN, with which a_i: a Plan.
+"""MoE→dense (Cruz Salinas et al.): the Plan that selects a layer's experts for one FFN, with their weights a_i.
 
-F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (eq. 5). The paper takes the experts that most tokens were routed to and says nothing of the
-first a_i. Here a_i is expert i's share of the router probability that the K chosen experts get, times the
-mean over tokens of the sum of a token's routed weights: 1 where the model normalises its top-k. So experts that are all
-alike give the layer that they came from.
+F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (eq. 5). The paper selects the experts with the most routed tokens and does not state the
+initial a_i. Here a_i is expert i's share of the router probability of the K selected experts, times the mean over tokens of
+the sum of a token's routed weights, which is 1 where the model normalizes its top-k. A layer of identical experts is
+therefore reproduced exactly.
 
-A shared expert becomes one more FFN, with the calibration mean of its gate for a_i.
+A shared expert becomes one more FFN, whose a_i is the calibration mean of its gate.
 
-Shape suffixes: N routed experts of the layer, K chosen ones.
+Shape suffixes: N routed experts of the layer, K selected ones.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from engine.errors import OptionError
 
 @dataclass(frozen=True)
 class Chosen:
-    """One layer's experts, best first; each stands for its `members`, whose even mean becomes one FFN."""
+    """One layer's selected experts, best first. Each represents its `members`, whose unweighted mean becomes one FFN."""
 
     members: Mapping[int, list[int]]
 
     @property
     def experts(self) -> list[int]:
-        """Every expert whose weights the result holds, ascending."""
+        """Return every expert whose weights are part of the result, ascending."""
         return sorted(expert for members in self.members.values() for expert in members)
 
 
 def check_ffns(ffns: int, experts: Mapping[int, int] | Mapping[str, int]) -> None:
-    """Raise OptionError unless every layer has so many experts. `experts`: their number by layer."""
+    """Raise OptionError for more FFNs than a layer has experts. `experts`: number of experts by layer."""
     if ffns < 1:
         raise OptionError(f"ffns is {ffns}; a dense layer is made of at least one expert")
     for layer, count in experts.items():
@@ -52,16 +52,17 @@ def check_ffns(ffns: int, experts: Mapping[int, int] | Mapping[str, int]) -> Non
 
 
 def choose(select: str, statistics: Statistics, ffns: int, seed: int = 0) -> dict[int, Chosen]:
-    """K experts of every MoE layer by decoder layer.
+    """Return K experts of every MoE layer, by decoder layer index.
 
-    usage: most tokens routed to (the paper's). reap: highest REAP score. random: any. average: the mean of all experts; with
-    several FFNs, the K most used experts each gather those with the most similar router logits.
+    usage: most routed tokens (as in the paper). reap: highest REAP score. random: a random choice. average: the mean of all
+    experts; with several FFNs, the K most used experts, each averaged with the experts that have the most similar router
+    logits.
     """
     return SELECTION_RULES[select](statistics, ffns, seed)
 
 
 def _best(scores: Mapping[int, Tensor], ffns: int) -> dict[int, Chosen]:
-    """The experts with the highest scores."""
+    """Return the experts with the highest scores."""
     best = {index: values.argsort(descending=True, stable=True)[:ffns].tolist() for index, values in scores.items()}
     return {index: Chosen({expert: [expert] for expert in experts}) for index, experts in best.items()}
 
@@ -74,11 +75,13 @@ SELECTION_RULES: dict[str, Callable[[Statistics, int, int], dict[int, Chosen]]] 
     },
     "random": lambda statistics, ffns, seed: _best(random_scores(statistics, seed), ffns),
 }
-"""Ways to choose: statistics, K and a seed to the experts of every MoE layer."""
+"""Selection rules: functions from statistics, K and a seed to the experts of every MoE layer."""
 
 
 def first_scales(layer: LayerStatistics, chosen: Chosen) -> list[float]:
-    """a_K before any training: w̄ · Σ_members p_i / Σ_chosen p_j, w̄ the mean over tokens of their routed weights' sum."""
+    """Return the initial a_K: w̄ · Σ_members p_i / Σ_chosen p_j, where w̄ is the mean over tokens of the sum of routed
+    weights.
+    """
     amounts_K = torch.stack([layer.probability_sum[members].sum() for members in chosen.members.values()])
     total, count = float(amounts_K.sum()), len(amounts_K)
     shares_K = amounts_K / total if total > 0 else torch.full((count,), 1.0 / count)
@@ -95,9 +98,9 @@ def dense_plan(
     device: torch.device | str = "cpu",
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Plan:
-    """The plan; `shared_gates`: mean gate of the shared expert by layer, where there is one (block_error.py).
+    """Return the plan. `shared_gates`: mean gate of the shared expert by layer, where there is one (block_error.py).
 
-    Experts that are averaged have their hidden units aligned to the most used one of their group first (alignment.py).
+    The hidden units of averaged experts are first aligned to the most used expert of their group (alignment.py).
     """
     layers = {}
     for index in progress(sorted(chosen)):

@@ -1,7 +1,7 @@
-"""The dense model while it is measured and trained: K FFNs side by side with their weights a_i, folded into one when saved.
+"""The dense model during evaluation and training: K FFNs with weights a_i, which are folded into one FFN when saved.
 
-F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (Cruz Salinas et al., eq. 5). K SwiGLU FFNs whose gate and up rows are put on top of each other
-and whose down columns, times a_i, stand side by side compute the same sum: the fold is exact.
+F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (Cruz Salinas et al., eq. 5). The fold is exact: the gate and up rows of the K SwiGLU FFNs
+are concatenated, and so are their down columns times a_i; the resulting FFN computes the same sum.
 
 Shape suffixes: T tokens, D hidden, F width of one FFN, K FFNs.
 """
@@ -31,11 +31,11 @@ class FfnSum(nn.Module):
     def __init__(self, ffns: Sequence[nn.Module], scales: Sequence[float], device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.ffns = nn.ModuleList(ffns)
-        # float32 whatever the model's dtype: a few numbers, and the fold multiplies in float32 too.
+        # float32 whatever the model's dtype: these are few numbers, and the fold multiplies in float32 too.
         self.a_K = nn.Parameter(torch.tensor(scales, dtype=torch.float32, device=device), requires_grad=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """[T, D] to [T, D]."""
+        """Return the sum for tokens [T, D], of the same shape."""
         a_K = self.a_K.to(x_TD.dtype)
         outputs: list[Tensor] = [a * ffn(x_TD) for a, ffn in zip(a_K, self.ffns, strict=True)]
         return sum(outputs[1:], outputs[0])
@@ -44,7 +44,7 @@ class FfnSum(nn.Module):
 def ffn_sum(
     plan: Plan, checkpoint: Checkpoint, layer: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> FfnSum:
-    """What a dense plan makes of a layer, its parts still apart."""
+    """Return the FFNs of a layer of a dense plan, not yet folded."""
     (planned,) = plan.layers[layer]
     moe = checkpoint.config.layers[layer].moe
     assert moe is not None
@@ -63,14 +63,14 @@ def dense_student(
     device: torch.device | str = "cpu",
     made: Callable[[int, DecoderLayer], None] | None = None,
 ) -> Decoder:
-    """The result of a dense plan as a decoder whose MoE layers' FFNs are still apart; `made` as of `Decoder`."""
+    """Return the result of a dense plan as a decoder whose FFNs are not yet folded; `made` is passed to `Decoder`."""
     config = decoder_config(planned_config(plan, checkpoint))
     shapes, narrower = expected_tensors(config), dense_ffns(checkpoint)
 
     def source(name: str) -> Tensor:
         if name in narrower or checkpoint.shapes.get(name) == shapes[name]:
             return checkpoint.tensor(name).to(device=device, dtype=dtype)
-        return torch.empty(shapes[name], dtype=dtype, device="meta")  # of the folded FFN, which is replaced below
+        return torch.empty(shapes[name], dtype=dtype, device="meta")  # shapes of the folded FFN, which is replaced below
 
     def take_apart(index: int, layer: DecoderLayer) -> None:
         if index in plan.layers:
@@ -82,7 +82,9 @@ def dense_student(
 
 
 def student_parameters(student: Decoder) -> dict[str, nn.Parameter]:
-    """All that is trained: by names on disk, and `layers.L.ffns.I.PROJECTION` and `layers.L.a` of FFNs that are apart."""
+    """Return all trained parameters: by their names on disk, and for unfolded FFNs as `layers.L.ffns.I.PROJECTION` and
+    `layers.L.a`.
+    """
     found = parameters_on_disk(student)
     for index, block in sums(student).items():
         found[f"layers.{index}.a"] = block.a_K
@@ -95,20 +97,20 @@ def student_parameters(student: Decoder) -> dict[str, nn.Parameter]:
 
 
 def sums(student: Decoder) -> dict[int, FfnSum]:
-    """The FFNs that are apart, by decoder layer."""
+    """Return the unfolded FFNs by decoder layer."""
     blocks = {index: layer.feed_forward for index, layer in enumerate(student.layers)}
     return {index: block for index, block in blocks.items() if isinstance(block, FfnSum)}
 
 
 def scales(layer: DecoderLayer) -> list[nn.Parameter]:
-    """The a_K of a layer whose FFNs are apart."""
+    """Return the a_K of a layer with unfolded FFNs."""
     return [layer.feed_forward.a_K] if isinstance(layer.feed_forward, FfnSum) else []
 
 
 def folded(ffns: Iterable[Sequence[Tensor]], a_K: Tensor) -> tuple[Tensor, ...]:
-    """K FFNs (…_FD, out_DF) as one of width K·F: rows on top of each other, columns of the last times a_i side by side.
+    """Fold K FFNs (…_FD, out_DF) into one of width K·F: concatenate the rows, and the columns of out_DF times a_i.
 
-    Of their biases (…_F, out_D) too: the last ones, times a_i, are added up.
+    Biases (…_F, out_D) are folded too: the output biases, times a_i, are summed.
     """
     *ins, outs = zip(*ffns, strict=True)
     scaled = [a * out for a, out in zip(a_K, outs, strict=True)]
@@ -116,7 +118,9 @@ def folded(ffns: Iterable[Sequence[Tensor]], a_K: Tensor) -> tuple[Tensor, ...]:
 
 
 def saved_tensors(trained: Mapping[str, Tensor], plan: Plan, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """What was trained (by the names of `student_parameters`, float32), folded, by its names in the result."""
+    """Fold trained tensors (float32, under the names of `student_parameters`), and return them by their names in the
+    result.
+    """
     result = {name: tensor for name, tensor in trained.items() if not name.startswith("layers.")}
     every = expert_parts(checkpoint.config.architecture)
     for layer, (planned,) in plan.layers.items():
@@ -130,5 +134,5 @@ def saved_tensors(trained: Mapping[str, Tensor], plan: Plan, checkpoint: Checkpo
 
 
 def learned_scales(trained: Mapping[str, Tensor], plan: Plan) -> dict[int, list[float]]:
-    """a_K by decoder layer."""
+    """Return the a_K by decoder layer."""
     return {layer: trained[f"layers.{layer}.a"].tolist() for layer in plan.layers}

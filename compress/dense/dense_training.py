@@ -20,7 +20,7 @@ from engine.passes import processes
 from engine.progress import Progress, no_progress
 
 MOST_ACTIVATION_BYTES = 1 << 30
-"""Above this, each layer is computed again in the backward pass instead of keeping what it made."""
+"""Limit of activation memory, above which each layer is recomputed in the backward pass."""
 
 
 def train_dense(
@@ -37,9 +37,10 @@ def train_dense(
     student: Decoder | None = None,
     progress: Progress = no_progress,
 ) -> Trained:
-    """Distil from the mixture, then fine-tune. `directory`: where states are kept, which `resume` goes on from.
+    """Distill from the mixture, then fine-tune; return the trained tensors and figures.
 
-    `student`: what to train, where it is not to begin as the plan has it (dense_student.py).
+    `directory`: where states are saved, from which `resume` continues. `student`: the model to train, where its initial
+    weights are not those of the plan (dense_student.py).
     """
     if options.shard:
         assert student is None, "a model in pieces is made here"
@@ -83,9 +84,9 @@ def train_parts(
     resume: bool,
     progress: Progress,
 ) -> Trained:
-    """Distillation, then fine-tuning; a part without steps is left out; each keeps its states in the directory.
+    """Distill, then fine-tune. A part without steps is skipped. Each part saves its states in the directory.
 
-    sequences: how many there are to train on, of about `length` tokens.
+    sequences: number of training sequences, of about `length` tokens.
     """
     made = Trained()
     for name, own in options.parts.items():
@@ -93,7 +94,7 @@ def train_parts(
             continue
         part = options.part(own, length, hidden_size)
         trainer = Trainer(parameters, loss_of(own.weights), part, sequences, length)
-        trainer.take_whole(made.tensors)  # the first part's, which were rounded to the model's dtype on their way through it
+        trainer.take_whole(made.tensors)  # the first part's result, which was rounded to the model's dtype during that part
         made.tensors = trainer.run(
             state_path=None if directory is None else directory / f"{name}.safetensors",
             resume=resume,
@@ -112,12 +113,12 @@ def _perplexity(student: Decoder, tokens_SL: Tensor, group_size: int) -> float:
 
 
 def recompute_if_large(student: Decoder, tokens: int) -> None:
-    """Let layers be computed again in the backward pass where keeping what so many tokens make would be too much."""
+    """Enable recomputation of layers in the backward pass where the activations of this many tokens exceed the limit."""
     student.checkpoint_activations = activation_bytes(student, tokens) > MOST_ACTIVATION_BYTES
 
 
 def activation_bytes(student: Decoder, tokens: int) -> int:
-    """About what a forward pass of so many tokens keeps for its backward pass."""
+    """Return the approximate bytes that a forward pass of this many tokens keeps for its backward pass."""
     config = student.config
     widths = [
         layer.dense_width

@@ -1,14 +1,16 @@
-"""A dense encoder-decoder out of a mixture of that kind (Cruz Salinas et al.): what routers did, the student, the fold.
+"""A dense encoder-decoder made from a mixture (Cruz Salinas et al.): observation of the routers, the student, the fold.
 
-Both models are transformers' own. The mixture's router takes one expert for a token and multiplies its output by the
-router's probability p. F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (eq. 5) knows no p, so its calibration mean is in the a_i
-(dense_plan.py). A token that comes when an expert's capacity is full is dropped: the block's output for it is zero, and
-the residual goes on. Dropped tokens count as tokens of weight 0.
+Both models are transformers' own. The mixture's router selects one expert per token and multiplies its output by the router
+probability p. F̂FN(x) = Σ_{i≤K} a_i FFN_i(x) (eq. 5) has no p, so the calibration mean of p is part of the a_i
+(dense_plan.py). A token that arrives when an expert's capacity is full is dropped: the block's output for it is zero, and
+the residual connection carries it on. Dropped tokens count as tokens of weight 0.
 
-The sibling has one width for all FFNs. With K > 1 those of layers that were dense before get units of zeros up to K·F,
-which change nothing. While training they keep their width F: the gradients of such units are zero.
+The dense sibling has one width for all FFNs. With K > 1, the FFNs of layers that were already dense are padded with zero
+units up to K·F, which does not change their output. During training they keep their width F, since the gradients of such
+units are zero.
 
-Shape suffixes: B pairs of a batch, L positions, T tokens without padding, N experts, D hidden, F width of an expert, K FFNs.
+Shape suffixes: B pairs of a batch, L positions, T tokens without padding, N experts, D hidden, F width of an expert, K
+FFNs.
 """
 
 from __future__ import annotations
@@ -41,17 +43,17 @@ from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 from engine.transformers_models.transformers_model import quiet_transformers
 
 GROUP = 32
-"""Pairs that are run at a time where nothing is trained."""
+"""Number of pairs per forward pass where nothing is trained."""
 
 Projections = tuple[Tensor, Tensor]
-"""in_FD, out_DF of an FFN without a gate."""
+"""in_FD and out_DF of an FFN without a gate."""
 
 
 # Running a model
 
 
 def logits(model: nn.Module, pairs: Pairs, config: Any) -> Tensor:
-    """[B, L, V] of the targets' tokens under teacher forcing, padding among them."""
+    """Return the logits [B, L, V] of the targets' tokens under teacher forcing, including padding."""
     device = next(model.parameters()).device
     source_BL, target_BL = pairs.source_PS.to(device), pairs.target_PM.to(device)
     start_B1 = torch.full_like(target_BL[:, :1], config.decoder_start_token_id)
@@ -67,31 +69,31 @@ def logits(model: nn.Module, pairs: Pairs, config: Any) -> Tensor:
 
 
 def without_padding(values: Tensor, name: str, pairs: Pairs) -> Tensor:
-    """[B, L, …] of the layer of that name as [T, …]: the encoder's layers see sources, the decoder's targets."""
+    """Return [B, L, …] values of a layer as [T, …]. The encoder's layers process sources, the decoder's targets."""
     ids_BL = pairs.source_PS if name.startswith("encoder.") else pairs.target_PM
     return values[(ids_BL != PADDING).to(values.device)]
 
 
 def dense_row(row: EncoderDecoder) -> EncoderDecoder:
-    """Of the sibling that a mixture becomes."""
+    """Return the row of the dense sibling of a mixture."""
     assert row.dense_sibling is not None
     return ENCODER_DECODERS[row.dense_sibling]
 
 
-# What routers did
+# Observation of the routers
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One sparse layer on one batch, padding left out."""
+    """Values of one sparse layer on one batch, without padding."""
 
     x_TD: Tensor
     y_TD: Tensor
-    """The block's output: zero for dropped tokens."""
+    """The block's output, which is zero for dropped tokens."""
     used_TN: Tensor
-    """1 where the expert ran on the token; a row of zeros is a dropped token."""
+    """1 where the expert processed the token; the row of a dropped token is zero."""
     weight_T: Tensor
-    """The chosen expert's router probability."""
+    """The router probability of the selected expert."""
     logits_TN: Tensor
 
 
@@ -99,7 +101,7 @@ class Seen:
 def _watching(
     model: nn.Module, blocks: Mapping[str, str], see: Callable[[str, Any, Tensor, Tensor], None]
 ) -> Iterator[None]:
-    """Call see(layer, what its router gave, input [B, L, D], output [B, L, D]) whenever a block has run."""
+    """Call see(layer, router output, input [B, L, D], output [B, L, D]) after each forward pass of a block."""
     routed: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -128,7 +130,7 @@ def watch(
     visit: Callable[[str, Seen], None],
     progress: Callable[[Iterable[Pairs]], Iterable[Pairs]] = iter,
 ) -> None:
-    """Show `visit` every sparse layer of the mixture on every batch."""
+    """Call `visit` with every sparse layer of the mixture on every batch."""
     blocks = {name: checkpoint.block(name) for name in checkpoint.experts}
     for batch in progress(list(pairs.split(GROUP))):
 
@@ -143,12 +145,12 @@ def watch(
 
 @dataclass(frozen=True)
 class Usage:
-    """What calibration saw of the sparse layers, by their numbers."""
+    """Calibration statistics of the sparse layers, by their numbers."""
 
     statistics: Statistics
-    """What choosing experts reads; the other tensors are empty."""
+    """The statistics that the selection of experts reads; the other tensors are empty."""
     dropped_shares: list[float]
-    """Share of a layer's tokens that came after their expert's capacity was full."""
+    """Share of each layer's tokens that arrived after their expert's capacity was full."""
 
 
 def usage(
@@ -157,7 +159,7 @@ def usage(
     pairs: Pairs,
     progress: Callable[[Iterable[Pairs]], Iterable[Pairs]] = iter,
 ) -> Usage:
-    """Sums over all calibration tokens without padding, in float64."""
+    """Return sums over all calibration tokens without padding, in float64."""
     sums: dict[str, dict[str, Tensor]] = {}
 
     def visit(name: str, seen: Seen) -> None:
@@ -169,7 +171,7 @@ def usage(
             "probability_sum": p_TN.sum(0),
             "routed_probability_sum": (p_TN * used_TN).sum(0),
             "weight_sum": weight_T @ used_TN,
-            # One expert a token, so the block's output is weight · FFN_i(x).
+            # With one expert per token the block's output is weight · FFN_i(x).
             "weighted_norm_sum": seen.y_TD.double().norm(dim=1) @ used_TN,
             "router_gram": z_TN.T @ z_TN,
             "unselected_probability_share": 1.0 - (p_TN * used_TN).sum(),
@@ -204,7 +206,7 @@ def _layer_statistics(sums: Mapping[str, Tensor]) -> LayerStatistics:
 
 
 def expert_weights(teacher: nn.Module, checkpoint: EncoderDecoderCheckpoint, name: str, expert: int) -> Projections:
-    """in_FD and out_DF of an expert of the layer of that name."""
+    """Return in_FD and out_DF of an expert of the layer of that name."""
     module = teacher.get_submodule(f"{checkpoint.block(name)}.{EXPERT_OF_BLOCK.format(expert=expert)}")
     in_FD, out_DF = (module.get_parameter(projection).detach() for projection in FFN_PROJECTIONS)
     return in_FD, out_DF
@@ -213,7 +215,7 @@ def expert_weights(teacher: nn.Module, checkpoint: EncoderDecoderCheckpoint, nam
 def planned(
     chosen: Mapping[int, Chosen], statistics: Statistics, teacher: nn.Module, checkpoint: EncoderDecoderCheckpoint
 ) -> Plan:
-    """The chosen experts with their first weights a_i; those that are averaged have their hidden units aligned first."""
+    """Return the plan of the selected experts with their initial a_i; hidden units of averaged experts are aligned first."""
     names, layers = list(checkpoint.experts), {}
     for index, best in chosen.items():
         scales = first_scales(statistics.layers[index], best)
@@ -234,14 +236,14 @@ def _sources(
         if expert == centre:
             return None
         first, own = (expert_weights(teacher, checkpoint, name, number) for number in (centre, expert))
-        # `alignment` takes experts with a gate; here there is none, so the second projection has no columns.
+        # `alignment` expects experts with a gate. These have none, so the second projection has no columns.
         return alignment((first[0], first[0][:, :0], first[1]), (own[0], own[0][:, :0], own[1]), first[0].device)
 
     return tuple(Source(expert, share, permutation(expert)) for expert in members)
 
 
 def part_weights(teacher: nn.Module, checkpoint: EncoderDecoderCheckpoint, name: str, part: Part) -> Projections:
-    """Σ coefficient · permuted expert; the part's scale is not in it."""
+    """Return Σ coefficient · permuted expert, without the part's scale."""
     total: list[Tensor] = []
     for source in part.sources:
         assert isinstance(source.expert, int)
@@ -258,13 +260,13 @@ def part_weights(teacher: nn.Module, checkpoint: EncoderDecoderCheckpoint, name:
 
 
 def dense_names(checkpoint: EncoderDecoderCheckpoint) -> dict[str, str]:
-    """By prefix of an FFN or MoE block of the mixture, that in the sibling; of every layer."""
+    """Return the prefix in the sibling of every layer's FFN or MoE block, by its prefix in the mixture."""
     names = [f"{stack}.{layer}" for stack, count in checkpoint.layers.items() for layer in range(count)]
     return {checkpoint.block(name): checkpoint.block(name, dense_row(checkpoint.row)) for name in names}
 
 
 def empty_student(checkpoint: EncoderDecoderCheckpoint, width: int) -> nn.Module:
-    """The sibling through transformers, on the meta device: names and shapes, no weights."""
+    """Return the sibling by transformers on the meta device, with names and shapes but no weights."""
     from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
     config = as_dense_encoder_decoder(checkpoint.raw_config, width)
@@ -277,7 +279,7 @@ def empty_student(checkpoint: EncoderDecoderCheckpoint, width: int) -> nn.Module
 
 
 def carried(teacher_names: Iterable[str], checkpoint: EncoderDecoderCheckpoint) -> dict[str, str]:
-    """By name in the mixture, the name in the sibling of every tensor outside of the sparse layers' blocks."""
+    """Return the sibling's name of every tensor outside of the sparse layers' blocks, by its name in the mixture."""
     blocks, sparse = dense_names(checkpoint), {checkpoint.block(name) for name in checkpoint.experts}
     result = {}
     for name in teacher_names:
@@ -290,7 +292,7 @@ def carried(teacher_names: Iterable[str], checkpoint: EncoderDecoderCheckpoint) 
 
 
 def check_nothing_is_lost(teacher: nn.Module, checkpoint: EncoderDecoderCheckpoint) -> None:
-    """Raise UnsupportedError unless the sibling takes every tensor outside of sparse blocks, and needs no other."""
+    """Raise UnsupportedError unless the sibling uses every tensor outside of sparse blocks and needs no other tensor."""
     student = empty_student(checkpoint, getattr(checkpoint.config, checkpoint.row.width_key))
     shapes = {name: tensor.shape for name, tensor in student.state_dict().items()}
     own = teacher.state_dict()
@@ -312,7 +314,7 @@ def dense_student(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """The sibling with the mixture's weights; in sparse layers K FFNs side by side with their a_K, still apart."""
+    """Return the sibling with the mixture's weights; its sparse layers have K unfolded FFNs with their a_K."""
     student = empty_student(checkpoint, getattr(checkpoint.config, checkpoint.row.width_key)).to_empty(device="cpu")
     student.tie_weights()  # type: ignore[operator]  # moving off the meta device makes tied parameters two
     own = teacher.state_dict()
@@ -335,13 +337,15 @@ def dense_student(
 
 
 def widened(in_FD: Tensor, out_DF: Tensor, width: int) -> Projections:
-    """The same FFN with units of zeros up to `width`."""
+    """Return an FFN padded with zero units up to `width`."""
     more = width - len(in_FD)
     return torch.nn.functional.pad(in_FD, (0, 0, 0, more)), torch.nn.functional.pad(out_DF, (0, more))
 
 
 def saved_tensors(parameters: Mapping[str, Tensor], checkpoint: EncoderDecoderCheckpoint) -> dict[str, Tensor]:
-    """A student's parameters (by `named_parameters`, tied ones once), folded in float32, by their names in the result."""
+    """Fold a student's parameters (from `named_parameters`, tied ones once) in float32; return them by their names in the
+    result.
+    """
     sibling = dense_row(checkpoint.row)
     blocks = {checkpoint.block(name, sibling): name in checkpoint.experts for name in _all_layers(checkpoint)}
     result = {name: tensor for name, tensor in parameters.items() if not name.startswith(tuple(f"{b}." for b in blocks))}
@@ -359,7 +363,7 @@ def saved_tensors(parameters: Mapping[str, Tensor], checkpoint: EncoderDecoderCh
 
 
 def learned_scales(parameters: Mapping[str, Tensor], checkpoint: EncoderDecoderCheckpoint) -> list[list[float]]:
-    """a_K of each sparse layer."""
+    """Return the a_K of each sparse layer."""
     sibling = dense_row(checkpoint.row)
     return [parameters[f"{checkpoint.block(name, sibling)}.a_K"].tolist() for name in checkpoint.experts]
 
@@ -373,17 +377,17 @@ def _projections(parameters: Mapping[str, Tensor], prefix: str) -> Projections:
     return in_FD, out_DF
 
 
-# How far it is from the mixture
+# Error against the mixture
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """Mean over tokens that were not dropped of ‖error‖₂ / ‖y‖₂, y the MoE block's output."""
+    """Mean over tokens that were not dropped of ‖error‖₂ / ‖y‖₂, where y is the MoE block's output."""
 
     whole: float
-    """Of the FFN in place of the block, each layer given what the mixture gives it."""
+    """Error of the FFN in place of the block; the input of each layer is that of the mixture."""
     weight: float
-    """Of nothing but the mean router probability in place of the token's own."""
+    """Error from the mean router probability alone, in place of the token's own."""
 
 
 def layer_errors(
@@ -394,7 +398,7 @@ def layer_errors(
     pairs: Pairs,
     progress: Callable[[Iterable[Pairs]], Iterable[Pairs]] = iter,
 ) -> list[LayerError]:
-    """Of each sparse layer of a student."""
+    """Return the error of each sparse layer of a student."""
     names = list(checkpoint.experts)
     totals = {name: [0.0, 0.0, 0] for name in names}
 

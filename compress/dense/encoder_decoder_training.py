@@ -1,8 +1,8 @@
-"""Training and measuring of an encoder-decoder on pairs: layer distillation, then fine-tuning (Cruz Salinas et al. §3).
+"""Training and evaluation of an encoder-decoder on pairs: layer distillation, then fine-tuning (Cruz Salinas et al. §3).
 
-L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S) over the sparse layers l of both stacks; the last
-term is not the paper's (layer_distillation.py). Padding is in none of it. The model is in eval mode all the time: no
-dropout, so that a resumed training ends in the same bits.
+L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S) over the sparse layers l of both stacks. The last term
+is an addition of this project (layer_distillation.py). No term includes padding. The model stays in eval mode, without
+dropout, so that a resumed training has bit-identical results.
 
 Shape suffixes: B pairs of a batch, L positions, V vocabulary, T tokens without padding, D hidden.
 """
@@ -32,16 +32,16 @@ from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 @dataclass(frozen=True)
 class Measured:
-    """A model under teacher forcing, over all target tokens that are no padding."""
+    """Quality of a model under teacher forcing, over all target tokens without padding."""
 
     token_accuracy: float
-    """Share of tokens whose likeliest prediction is the right one."""
+    """Share of tokens whose most probable prediction is correct."""
     perplexity: float
 
 
 @torch.no_grad()
 def measure(model: nn.Module, pairs: Pairs, config: Any) -> Measured:
-    """Quality on pairs; NaN as perplexity where the model gives no number."""
+    """Return the quality on pairs; the perplexity is NaN where the model's outputs are."""
     right, entropy, tokens = 0, 0.0, 0
     for batch in pairs.split(GROUP):
         logits_TV, targets_T = predictions(model, batch, config)
@@ -53,14 +53,14 @@ def measure(model: nn.Module, pairs: Pairs, config: Any) -> Measured:
 
 
 def predictions(model: nn.Module, pairs: Pairs, config: Any) -> tuple[Tensor, Tensor]:
-    """(logits [T, V] in float32, targets [T]) of the target tokens that are no padding."""
+    """Return (logits [T, V] in float32, targets [T]) of the target tokens without padding."""
     kept_BL = pairs.target_PM != PADDING
     logits_BLV = logits(model, pairs, config)
     return logits_BLV[kept_BL.to(logits_BLV.device)].float(), pairs.target_PM[kept_BL].to(logits_BLV.device)
 
 
 class PairLoss:
-    """The loss of a student, by its terms; with no teacher that of plain fine-tuning."""
+    """The loss of a student as its terms; without a teacher, the loss of plain fine-tuning."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PairLoss:
         pairs: Pairs,
         weights: LossWeights,
     ) -> None:
-        """checkpoint: of the mixture, whose sparse layers the two models share."""
+        """Create the loss. checkpoint: the mixture, whose sparse layers the two models share."""
         self.student, self.teacher, self.checkpoint, self.pairs = student, teacher, checkpoint, pairs
         self.weights = weights
         self.names = list(checkpoint.experts)
@@ -78,8 +78,10 @@ class PairLoss:
         self._dense = [checkpoint.block(name, dense_row(checkpoint.row)) for name in self.names]
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """The group's part of the means over the step: of cross-entropy per token, of squared distance per element, of
-        divergence per token."""
+        """Return the group's part of the means over the step.
+
+        The means are of cross-entropy per token, of squared distance per element, and of divergence per token.
+        """
         step, group, weights = self.pairs.take(batch.rows_B), self.pairs.take(batch.group_G), self.weights
         targets, taught_TV = self._taught(group)
         with outputs_of({index: self.student.get_submodule(self._dense[index]) for index in targets}) as outputs:
@@ -97,7 +99,7 @@ class PairLoss:
 
     @torch.no_grad()
     def _taught(self, group: Pairs) -> tuple[dict[int, Tensor], Tensor | None]:
-        """y_l^T, [B, L, D], by number of the sparse layer; the logits [T, V] of the teacher's predictions."""
+        """Return y_l^T, [B, L, D], by number of the sparse layer, and the teacher's logits [T, V]."""
         if self.teacher is None:
             return {}, None
         with outputs_of({i: self.teacher.get_submodule(block) for i, block in enumerate(self._sparse)}) as outputs:
@@ -105,7 +107,7 @@ class PairLoss:
         return outputs, logits_TV
 
     def _distance(self, name: str, teacher_BLD: Tensor, student_BLD: Tensor, group: Pairs, step: Pairs) -> Tensor:
-        """The group's share of the step's mean."""
+        """Return the group's share of the step's mean distance."""
         ids_PL = step.source_PS if name.startswith("encoder.") else step.target_PM
         teacher_TD, student_TD = (without_padding(y_BLD, name, group) for y_BLD in (teacher_BLD, student_BLD))
         return layer_distance(teacher_TD, student_TD) * len(teacher_TD) / int((ids_PL != PADDING).sum())
@@ -123,7 +125,7 @@ def train(
     resume: bool = False,
     progress: Progress = no_progress,
 ) -> Trained:
-    """Distil from the mixture, then fine-tune. `directory`: where states are kept, which `resume` goes on from."""
+    """Distill from the mixture, then fine-tune. `directory`: where states are saved, from which `resume` continues."""
 
     def loss_of(weights: LossWeights) -> PairLoss:
         return PairLoss(student, teacher if weights.needs_teacher else None, checkpoint, training, weights)

@@ -1,4 +1,4 @@
-"""What `compress distill` starts from: its options, and a pair of models with data that were found to be good."""
+"""Checked inputs of `compress distill`: teacher, student and data."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from engine.passes import processes
 
 @dataclass
 class Distillable(Prepared):
-    """Inputs that were found to be good."""
+    """Inputs that have passed all checks."""
 
     teacher: Checkpoint | None
     training: Sequence[Example]
     validation: Sequence[Example]
     measured: Sequence[Example]
-    """Held-out; of the figures before and after."""
+    """Held-out examples for the figures before and after."""
     steps: int
     limit: int
-    """Tokens of prompt and response together."""
+    """Maximum number of tokens of prompt and response together."""
     prompts_left_out: int = 0
     responses_cut: int = 0
 
     @property
     def texts(self) -> dict[str, Tensor]:
-        """With the training's."""
+        """Return every text that the result depends on, the training text included."""
         own = {"training": self.training, "validation": self.validation, "measured": self.measured}
         return super().texts | {name: _flat(examples) for name, examples in own.items()}
 
     @property
     def models(self) -> dict[str, str]:
-        """With the teacher's."""
+        """Return the identity of the student and the teacher."""
         return super().models | teacher_identity(self.teacher)
 
     @property
     def length(self) -> int:
-        """Tokens of the longest training sequence."""
+        """Number of tokens of the longest training sequence."""
         if isinstance(self.training, TextExamples) or not self.training:
             return self.limit
         return max(len(each.prompt) + len(each.response) for each in self.training)
 
 
 class TextExamples(Sequence[Example]):
-    """Text as prompts and responses: each sequence's first tokens, and what follows them."""
+    """Text as prompts and responses: the first tokens of each sequence are the prompt, the others the response."""
 
     def __init__(self, tokens_SL: Tensor, prompt: int) -> None:
         self.tokens_SL, self.prompt = tokens_SL, prompt
@@ -79,7 +79,7 @@ class TextExamples(Sequence[Example]):
 
 
 def _flat(examples: Sequence[Example]) -> Tensor:
-    """For a digest."""
+    """Return all tokens as one tensor, for a digest."""
     if isinstance(examples, TextExamples):
         return examples.tokens_SL
     return torch.tensor([token for each in examples for token in (*each.prompt, -1, *each.response, -2)])
@@ -90,12 +90,12 @@ def _teacher(options: DistillOptions) -> Checkpoint | None:
 
 
 def identities(options: DistillOptions) -> dict[str, str]:
-    """What tells the models of a run from others, before anything else is read."""
+    """Return the identities of the models of a run, before anything else is read."""
     return Checkpoint(resolve(options.model)).identity() | teacher_identity(_teacher(options))
 
 
 def prepare_distillation(options: DistillOptions) -> Distillable:
-    """Open and check every input that the run will need; nothing is written. Raises a CompressError for bad input."""
+    """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     student = Checkpoint(resolve(options.model))
     check_plain(student)
     teacher = _teacher(options)
@@ -112,7 +112,9 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
     if options.template is not None:
         raise OptionError("--prompt-template is for prompts with responses; give --data FILE.jsonl with both")
     if METRICS[options.select_by].writes:
-        raise OptionError("rouge-l is of responses to prompts; give --data FILE.jsonl with both, or --select-by perplexity")
+        raise OptionError(
+            "rouge-l compares responses to prompts; give --data FILE.jsonl with both, or --select-by perplexity"
+        )
     prepared = prepare(options, student)
     steps = TEXT_STEPS if options.steps is None else options.steps
     wanted = steps * options.batch_size * processes.count()
@@ -135,7 +137,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
 
 
 def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: str) -> None:
-    """Raise OptionError unless the one can teach the other by this recipe."""
+    """Raise OptionError unless the teacher and the student suit this recipe."""
     if recipe.needs_experts and not teacher.config.moe_layers:
         raise OptionError(f"{teacher.directory}: has no experts, and recipe {name} is about them; take kd or gkd")
     shapes = [(len(each.config.layers), each.config.hidden_size) for each in (teacher, student)]

@@ -1,9 +1,9 @@
-"""Recipes of distillation: who writes the responses, which experts the teacher uses, which divergence.
+"""Recipes of distillation: the source of the responses, the experts that the teacher uses, and the divergence.
 
-They are those of Every Expert Matters (§3). `layer-mse` is how a mixture is made dense (Cruz Salinas et al. §3.1):
-cross-entropy, and the distance between the outputs of both models' feed-forward blocks, layer by layer.
+Most are those of Every Expert Matters (§3). `layer-mse` makes a mixture dense (Cruz Salinas et al. §3.1): its loss is
+cross-entropy and the distance between the outputs of both models' feed-forward blocks, layer by layer.
 
-They differ in nothing else: one loss and one loop serve all of them (response_distillation.py).
+Recipes differ in nothing else: one loss and one loop serve all of them (response_distillation.py).
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ class Recipe:
     """One row of RECIPES."""
 
     student_writes: bool = False
-    """The student samples the responses that both are compared on; otherwise they are the data's."""
+    """Whether the student samples the responses on which both models are compared; otherwise the data has them."""
     divergence: str | None = None
     """A key of DIVERGENCES; None for cross-entropy on the responses."""
     uses_all_experts: bool = False
-    """Every token of the teacher uses all experts, and not only those that its router chooses."""
+    """Whether every token of the teacher uses all experts, and not only those that its router selects."""
     samples_experts: bool = False
-    """Every token of the teacher uses all experts but one, now and then a sampled one: knowledge augmentation."""
+    """Whether every token of the teacher uses N−1 of its N experts, the largest or sampled ones (knowledge augmentation).
+    """
     trains_router: bool = False
-    """The teacher's router takes a step towards the student before each of the student's."""
+    """Whether the teacher's router takes a step towards the student before each step of the student."""
     matches_layers: bool = False
-    """Each feed-forward block learns the output of the teacher's at the same place."""
+    """Whether each feed-forward block is trained on the output of the teacher's block at the same place."""
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether there is one."""
+        """Whether the recipe has a teacher."""
         return self.divergence is not None or self.matches_layers
 
     @property
@@ -40,7 +41,7 @@ class Recipe:
 
     @property
     def repeats_itself(self) -> bool:
-        """Whether only predictions are compared, and the teacher's are the same in every epoch."""
+        """Whether only predictions are compared, and the teacher's are equal in every epoch, so that they can be cached."""
         return self.divergence is not None and not (self.student_writes or self.needs_experts or self.matches_layers)
 
 
@@ -57,12 +58,14 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of METRICS: what the best state is chosen by."""
+    """One row of METRICS: the metric by which the best state is selected."""
 
     history: str
-    """Key of its values over the steps, in the figures."""
+    """Key of the metric's values over the steps, in the figures."""
     writes: bool = False
-    """The student writes responses to prompts, and higher is better; otherwise it reads those of the data, and lower is."""
+    """Whether the metric is of responses that the student writes, where higher is better; otherwise of the data's, where
+    lower is.
+    """
 
 
 PERPLEXITY, ROUGE = "perplexity", "rouge-l"

@@ -1,10 +1,10 @@
-"""Recovery after pruning: the kept router rows and the norms are trained for a few hundred steps, all else stays frozen.
+"""Recovery after pruning: a few hundred training steps of the kept router rows and the norms, with all else frozen.
 
-Pruning re-routes tokens: logits that were learnt among N experts now choose among fewer. What is trained here is under a
-thousandth of the weights, so neither gradients nor optimiser state of the experts exist, and the artifact keeps its shape.
+Pruning re-routes tokens: logits that were learned for N experts now select among fewer. The trained parameters are under a
+thousandth of the weights, so experts need neither gradients nor optimizer state, and the artifact keeps its shape.
 
-Loss: KL(p ‖ p') per next token, p the full model's prediction, p' the smaller one's. The full model's final hidden states
-are computed once per sequence and cached; its logits are made again from them, a chunk at a time.
+Loss: KL(p ‖ p') per next token, where p is the full model's prediction and p' the smaller one's. The full model's final
+hidden states are computed once per sequence and cached; its logits are recomputed from them in chunks.
 
 Shape suffixes: S sequences, L positions.
 """
@@ -47,9 +47,9 @@ def recover(
     resume: bool = False,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[str, Tensor]:
-    """Train what is left by `plan`; the trained tensors by name, float32, for `apply(…, replaced=…)`.
+    """Train the result of `plan`; return the trained tensors by name, float32, for `apply(…, replaced=…)`.
 
-    With `state_path` the state is saved as training goes, and `resume` goes on from it to the same result.
+    `state_path`: where the state is saved during training; `resume` continues from it to the same result.
     """
     teacher = Decoder(checkpoint.config, checkpoint.weights(dtype, device))
     with full_hidden_states(teacher, tokens_SL) as full:
@@ -62,7 +62,7 @@ def recover(
 
 
 def trained_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """Routers and norms, by their names on disk."""
+    """Return routers and norms, by their names on disk."""
     norms = ["model.norm", *(f"model.layers.{i}.{norm}" for i in range(len(decoder.layers)) for norm in LAYER_NORMS)]
     routers = [name for index in decoder.config.moe_layers for name in router_tensors(decoder.config, index)]
     wanted = {f"{norm}.{part}" for norm in norms for part in ("weight", "bias")}.union(routers)
@@ -70,14 +70,14 @@ def trained_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
 
 
 class PredictionLoss:
-    """KL(p ‖ p') per token, p the full model's prediction and p' the decoder's."""
+    """KL(p ‖ p') per token, where p is the full model's prediction and p' the decoder's."""
 
     def __init__(self, decoder: Decoder, tokens_SL: Tensor, full: Activations) -> None:
-        """full: F(x), the full model's hidden states of every sequence."""
+        """Create the loss. full: F(x), the full model's hidden states of every sequence."""
         self.decoder, self.tokens_SL, self.full = decoder, tokens_SL, full
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """The group's part of the mean over the step's tokens."""
+        """Return the group's part of the mean over the step's tokens."""
         device = self.decoder.embedding_VD.device
         target = self.full.select(batch.group_G.tolist()).to(device)
         hidden = self.decoder.hidden_states(self.tokens_SL[batch.group_G].to(device))
@@ -88,7 +88,7 @@ class PredictionLoss:
 
 
 def recovery(decoder: Decoder, tokens_SL: Tensor, full: Activations, options: RecoverOptions) -> Trainer:
-    """The training of a decoder's routers and norms."""
+    """Return the training of a decoder's routers and norms."""
     length = tokens_SL.shape[1]
     training = TrainingOptions(
         options.steps,

@@ -1,8 +1,8 @@
-"""Distillation on responses: the loss of a student.
+"""The loss of a student that is distilled on responses.
 
-D(p ‖ q) of the recipe's divergence, p the teacher's prediction and q the student's; cross-entropy where the recipe has none.
-Per response token, the mean over them and then over the batch (Every Expert Matters §3). Where layers are matched,
-Σ_l MSE(LN(y_l^T), LN(y_l^S)) comes on top, the mean over all tokens of a sequence (layer_distillation.py).
+The loss is D(p ‖ q), the recipe's divergence with p the teacher's prediction and q the student's, or cross-entropy where
+the recipe has no divergence. It is averaged over each response's tokens and then over the batch (Every Expert Matters §3).
+With matched layers, Σ_l MSE(LN(y_l^T), LN(y_l^S)) is added, averaged over all tokens of a sequence (layer_distillation.py).
 
 Shape suffixes: B sequences, L positions, T response tokens, D hidden.
 """
@@ -32,11 +32,11 @@ from engine.generation.options import SamplingOptions
 from engine.passes import processes
 
 SAMPLING = SamplingOptions(temperature=1.0)
-"""Of the responses that a student writes (Every Expert Matters, setting)."""
+"""Sampling of the responses that a student writes (Every Expert Matters, setting)."""
 
 
 class Responses:
-    """The sequences of each group of a step: those of the data, or prompts that the student has continued, once a turn."""
+    """The sequences of each group of a step: from the data, or prompts that the student continues once per batch."""
 
     def __init__(
         self,
@@ -46,13 +46,17 @@ class Responses:
         max_length: int = 0,
         end_tokens: frozenset[int] = frozenset(),
     ) -> None:
-        """student: who writes, until an end token or `max_length` tokens with the prompt; None for the data's responses."""
+        """Create the responses.
+
+        student: the model that writes, until an end token or `max_length` tokens with the prompt; None for the data's
+        responses.
+        """
         self.examples, self.clock, self.student = examples, clock, student
         self.max_length, self.end_tokens = max_length, end_tokens
         self._turn: tuple[int, dict[tuple[int, ...], ResponseBatch]] = (-1, {})
 
     def __call__(self, batch: Batch) -> ResponseBatch:
-        """Of the group. Steps of one turn get the same."""
+        """Return the sequences of the group. Steps on the same batch get the same sequences."""
         rows = tuple(batch.group_G.tolist())
         if self.student is None:
             return batch_of([self.examples[row] for row in rows])
@@ -69,22 +73,22 @@ class Responses:
 
 
 class Teaching(Protocol):
-    """What a student is distilled from."""
+    """The source of a student's targets."""
 
     def teach(self, batch: Batch, side: ResponseBatch) -> Taught:
-        """Of the group's sequences, which are `side`."""
+        """Return the targets for the group's sequences, which are `side`."""
         ...
 
 
 class ResponseTeacher:
-    """The model that is distilled from, with its gates as the recipe has them."""
+    """The teacher model, with gates as the recipe defines them."""
 
     def __init__(self, decoder: Decoder, recipe: Recipe, augmentation: KnowledgeAugmentation, clock: Clock) -> None:
         self.decoder, self.recipe, self.augmentation, self.clock = decoder, recipe, augmentation, clock
 
     @torch.no_grad()
     def teach(self, batch: Batch, side: ResponseBatch) -> Taught:
-        """Predictions at the places whose next token is of a response, and what blocks give where layers are matched."""
+        """Return predictions at positions before response tokens, and outputs of blocks where layers are matched."""
         real_T = side.real_BL.flatten().to(self.decoder.embedding_VD.device)
         with self.clock.of("teacher"), routed_by(self.decoder, self.gates(batch.generator, real_T)):
             with blocks_of(self.decoder, self.recipe.matches_layers) as blocks:
@@ -92,7 +96,9 @@ class ResponseTeacher:
             return Taught(blocks, own)
 
     def gates(self, generator: torch.Generator, real_T: Tensor | None = None) -> list[Routing]:
-        """One for each MoE layer. Sampled ones draw from the generator; of `real_T`'s tokens is what they share."""
+        """Return one routing per MoE layer. Sampled ones draw from the generator, with shared draws over the tokens in
+        `real_T`.
+        """
         moes = [layer.moe for layer in self.decoder.config.layers if layer.moe is not None]
         if self.recipe.uses_all_experts:
             return [AllExperts(moe.weight_scale, gate_of(moe)) for moe in moes]
@@ -107,7 +113,7 @@ class ResponseTeacher:
 
 @contextmanager
 def blocks_of(decoder: Decoder, wanted: bool) -> Iterator[dict[int, Tensor]]:
-    """Outputs of all feed-forward blocks in the forward passes inside the `with`, [T, D] by layer; nothing unless wanted."""
+    """Record the outputs of all feed-forward blocks inside `with`, [T, D] by layer; nothing unless `wanted`."""
     with outputs_of(feed_forwards(decoder) if wanted else {}) as outputs:
         yield outputs
 
@@ -123,12 +129,12 @@ class ResponseLoss:
         recipe: Recipe,
         temperature: float = 1.0,
     ) -> None:
-        """teacher: None where the recipe needs none."""
+        """Create the loss. teacher: None where the recipe needs none."""
         self.student, self.teacher, self.responses, self.recipe = student, teacher, responses, recipe
         self.temperature = temperature
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """The group's part of the mean over the step's sequences."""
+        """Return the group's part of the mean over the step's sequences."""
         side, sequences = self.responses(batch), len(batch.rows_B)
         weights_T = side.weights_BL[side.asked_BL].to(self.student.embedding_VD.device) / sequences
         taught = Taught({}, None) if self.teacher is None else self.teacher.teach(batch, side)
@@ -151,7 +157,7 @@ class ResponseLoss:
 
 
 def predictions(decoder: Decoder, side: ResponseBatch) -> Predictions:
-    """A model's predictions of the response tokens of a batch."""
+    """Return a model's predictions of the response tokens of a batch."""
     device = decoder.embedding_VD.device
     hidden_BLD = decoder.hidden_states(side.tokens_BL.to(device))
     return Predictions(hidden_BLD[side.asked_BL.to(device)], decoder.head_VD, decoder.head_bias_V)

@@ -1,4 +1,4 @@
-"""Perplexity of the responses of some examples.
+"""Perplexity of a model on the responses of examples.
 
 Shape suffixes: B batch, L positions, T response tokens, D hidden, V vocabulary.
 """
@@ -20,7 +20,7 @@ from engine.decoder.model import Decoder
 
 @torch.no_grad()
 def response_perplexity(decoder: Decoder, examples: Sequence[Example], group_size: int) -> float:
-    """exp of the mean negative log-likelihood of all response tokens; NaN where the model gives no number."""
+    """Return exp of the mean negative log-likelihood of all response tokens; NaN where the model's outputs are."""
     total, count, device = 0.0, 0, decoder.embedding_VD.device
     for start in range(0, len(examples), group_size):
         side = batch_of([examples[place] for place in range(start, min(start + group_size, len(examples)))])

@@ -1,4 +1,4 @@
-"""Prompts with responses: those of the data, or written by a model that is being trained.
+"""Batches of prompts with responses, from the data or written by a model that is being trained.
 
 Shape suffixes: B sequences, L positions, P positions so far, V vocabulary.
 """
@@ -20,32 +20,37 @@ from engine.generation.sampling import sample
 from engine.passes import processes
 
 SHRINK_AT = 0.5
-"""The batch that generates is cut down to the sequences still going when no more than this share of it is left."""
+"""Share of unfinished sequences at or below which finished ones are removed from the generating batch."""
 
 
 @dataclass(frozen=True)
 class ResponseBatch:
-    """Sequences side by side, padded at the right, where a causal model does not look."""
+    """Sequences of one batch, padded on the right, which does not affect a causal model."""
 
     tokens_BL: Tensor
     weights_BL: Tensor
-    """Of the prediction made at each place: 1 / its response's tokens where the next token is of the response, else 0."""
+    """Weight of the prediction at each position: 1 / number of response tokens where the next token is of the response,
+    else 0.
+    """
     real_BL: Tensor
     """False at padding."""
 
     @property
     def asked_BL(self) -> Tensor:
-        """Where the next token is of a response."""
+        """Whether the next token at each position is of a response."""
         return self.weights_BL > 0
 
     @property
     def targets_T(self) -> Tensor:
-        """Those next tokens."""
+        """The next tokens at those positions."""
         return self.tokens_BL.roll(-1, 1)[self.asked_BL]
 
 
 def batch_of(examples: Sequence[Example]) -> ResponseBatch:
-    """Pad them. A mean over response tokens and then over sequences is Σ weights · values / B (Every Expert Matters §3)."""
+    """Pad the examples into a batch.
+
+    The mean over response tokens and then over sequences is Σ weights · values / B (Every Expert Matters §3).
+    """
     longest = max(len(example.prompt) + len(example.response) for example in examples)
     tokens_BL = torch.zeros(len(examples), longest, dtype=torch.long)
     weights_BL = torch.zeros(len(examples), longest)
@@ -67,16 +72,16 @@ def write_responses(
     sampling: SamplingOptions,
     generator: torch.Generator,
 ) -> list[Example]:
-    """Let the model continue every prompt until an end token, or until both together have `max_length` tokens.
+    """Continue every prompt until an end token, or until prompt and response have `max_length` tokens.
 
-    All go on in step, in one batch with one cache; sequences that have ended are dropped from it as they become many. A
-    response has at least one token; its end token is part of it.
+    All prompts are continued together, in one batch with one cache, from which finished sequences are removed as they
+    become many. A response has at least one token, and includes its end token.
     """
     device = decoder.embedding_VD.device
     drawn = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
     limits = [max(1, max_length - len(prompt)) for prompt in prompts]
     spread = processes.is_spread(decoder)
-    # A model that is spread over processes is gathered by all of them or by none: they take equally many steps.
+    # All processes of a sharded model must gather it equally often, so they take the same number of steps.
     steps = int(processes.largest(max(limits))) if spread else max(limits)
     tokens_BL, real_BP = (tensor.to(device) for tensor in left_padded(prompts, steps))
     cache = KeyValueCache(decoder.config, len(prompts), real_BP.shape[1], decoder.embedding_VD.dtype, device)

@@ -1,4 +1,4 @@
-"""ROUGE-L of the responses that a model writes, against those of the data (Lin 2004), by the package rouge-score."""
+"""ROUGE-L of a model's responses against those of the data (Lin 2004), by the package rouge-score."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from engine.generation.options import SamplingOptions
 from engine.progress import Progress, no_progress
 
 GROUP = 16
-"""Prompts that are continued side by side."""
+"""Number of prompts that are continued together."""
 
 
 def scorer() -> Any:
-    """The package's. Raises OptionError where it is missing."""
+    """Return the package's scorer. Raises OptionError where the package is not installed."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
@@ -40,7 +40,7 @@ def rouge_l(
     sampling: SamplingOptions,
     progress: Any = iter,
 ) -> float:
-    """Mean F-measure over the examples, 0 to 1, of responses sampled with the options' seed."""
+    """Return the mean F-measure over the examples, 0 to 1, of responses sampled with the options' seed."""
     score, generator = scorer(), sampling.generator()
     values = []
     groups: Iterable[int] = progress(range(0, len(examples), GROUP))
@@ -54,7 +54,7 @@ def rouge_l(
 
 
 def evaluate_rouge(options: EvaluateOptions, device: str, progress: Progress = no_progress) -> dict[str, Any]:
-    """`compress evaluate --metric rouge-l`: mean and deviation over seeds of the sampling, on held-out examples."""
+    """Run `compress evaluate --metric rouge-l`; return mean and deviation over sampling seeds, on held-out examples."""
     started = time.monotonic()
     data, samples, seed = options.calibration.data, options.calibration.samples, options.calibration.seed
     limits, sampling, seeds = options.limits, options.sampling, options.seeds

@@ -1,7 +1,7 @@
-"""What a teacher's routers know beside the experts that they choose, and how far student-aware routing has moved them.
+"""Report on a teacher's routers: probability on unselected experts, and the change by student-aware routing.
 
-Every Expert Matters: its figure 1 is the share of the gate's probability on experts that are not chosen, figure 5 the KL
-divergence between the old and the new router, both by layer.
+Figure 1 of Every Expert Matters shows the share of the gate's probability on experts that are not selected, and figure 5
+the KL divergence between the old and the new router, both by layer.
 
 Shape suffixes: T tokens, N experts.
 """
@@ -29,23 +29,23 @@ class RouterReport:
     """Means over tokens, by decoder layer."""
 
     unselected: dict[int, float]
-    """Probability on experts that the model's own rule does not choose, by the old router."""
+    """The old router's probability on experts that the model's own rule does not select."""
     moved: dict[int, float]
-    """KL(old ‖ new) in nats, on the same inputs."""
+    """KL(old ‖ new) in nats, on equal inputs."""
 
 
 @dataclass(frozen=True)
 class OldRouter:
-    """A layer's router before it was trained."""
+    """A layer's router before its training."""
 
     tensors: tuple[Tensor, Tensor | None, Tensor | None]
-    """What its logits are made of: the matrix, the first layer of a gate network, a bias."""
+    """Tensors from which the logits are computed: the matrix, the first layer of a gate network, a bias."""
     rule: Routing
-    """The model's own."""
+    """The model's own Routing."""
 
 
 def old_routers(decoder: Decoder) -> dict[int, OldRouter]:
-    """Copies of a decoder's routers by layer; its blocks still have the model's own rules."""
+    """Return copies of a decoder's routers by layer; its blocks must still have the model's own rules."""
     layers = zip(decoder.config.moe_layers, decoder.moe_blocks, strict=True)
     return {
         index: OldRouter((_copy(block.router_ND), _copied(block.gate_hidden_HD), _copied(block.logit_bias_N)), block.routing)
@@ -65,7 +65,10 @@ def _copy(tensor: Tensor) -> Tensor:
 def router_report(
     decoder: Decoder, old: Mapping[int, OldRouter], examples: Sequence[Example], group_size: int
 ) -> RouterReport:
-    """Of the decoder as it is now, by its own rule, on some examples; `old`: what `old_routers` gave before."""
+    """Return the report for the decoder's current routers, under its own rules, on some examples.
+
+    `old`: the result of `old_routers` before the training.
+    """
     totals: dict[int, list[float]] = {index: [0.0, 0.0] for index in decoder.config.moe_layers}
     real_T, tokens = torch.empty(0), 0
 
@@ -94,7 +97,7 @@ def router_report(
 
 
 def draw_routers(directory: Path, label: str, report: RouterReport | None, moved: bool) -> list[Picture]:
-    """What a teacher's routers know beside what they choose and, where they were trained, how far that moved them."""
+    """Draw the probability on unselected experts and, for trained routers, their divergence from the old routers."""
     if report is None:
         return []
     panels = {"probability on experts not chosen": report.unselected}

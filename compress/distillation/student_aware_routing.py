@@ -1,10 +1,11 @@
-"""Student-aware routing (Every Expert Matters, SAR): before each step of the student the teacher's router takes one.
+"""Student-aware routing (Every Expert Matters, SAR): the teacher's router takes a step before each step of the student.
 
     L_SAR = KL(p ‖ q) + β · L_b          L_b = Σ_layers CV(m)² + CV(P)²
 
-p is the prediction of the teacher with all experts, through which the gradient goes, into router weights only; q the
-student's, a constant. m counts the tokens that the teacher's own rule gives each expert, P sums its gate probabilities;
-padding is in neither. A router with noise (routing.Noisy) has it here, where it is trained, and so has m and P.
+p is the prediction of the teacher with all experts; its gradient flows into router weights only. q is the student's
+prediction, a constant. m counts the tokens that the teacher's own rule routes to each expert, and P sums the gate
+probabilities; neither includes padding. A router with noise (routing.Noisy) applies the noise here, where it is trained,
+and m and P include it.
 
 Shape suffixes: T tokens, N experts.
 """
@@ -27,7 +28,7 @@ from engine.families.tensor_shapes import noise_tensors, router_tensors
 
 
 def router_parameters(teacher: Decoder) -> dict[str, nn.Parameter]:
-    """What of a mixture SAR trains, by name on disk: all that its routers' logits and their noise are made of."""
+    """Return the parameters that SAR trains, by name on disk: all from which router logits and their noise are computed."""
     own, config = parameters_on_disk(teacher), teacher.config
     layers = [{**router_tensors(config, layer), **noise_tensors(config, layer)} for layer in config.moe_layers]
     return {name: own[name] for names in layers for name in names}
@@ -39,12 +40,12 @@ class RouterTrainer(Trainer):
     loss: RouterLoss
 
     def gradients(self, step: int) -> dict[str, float]:
-        """As of any training."""
+        """Compute gradients as the base class does."""
         with self.loss.responses.clock.of("router"):
             return super().gradients(step)
 
     def update(self, step: int) -> None:
-        """As of any training."""
+        """Update parameters as the base class does."""
         with self.loss.responses.clock.of("router"):
             super().update(step)
 
@@ -60,14 +61,17 @@ class RouterLoss:
         balance: float,
         temperature: float = 1.0,
     ) -> None:
-        """balance: β. The teacher's gates are this loss's after a call: the backward pass may compute layers again."""
+        """Create the loss. balance: β.
+
+        A call leaves its gates in the teacher, because the backward pass may recompute layers.
+        """
         self.teacher, self.student, self.responses = teacher, student, responses
         self.balance, self.temperature = balance, temperature
         self._rules = [block.routing for block in teacher.moe_blocks]
         self._seen: dict[int, Tensor] = {}
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """The group's part of the mean over the step's sequences; of L_b the mean over groups."""
+        """Return the group's part of the mean over the step's sequences; L_b is averaged over groups."""
         side, sequences = self.responses(batch), len(batch.rows_B)
         weights_T = side.weights_BL[side.asked_BL].to(self.teacher.embedding_VD.device) / sequences
         with torch.no_grad():
@@ -82,7 +86,7 @@ class RouterLoss:
         return {"divergence": divergence, "balance": self.balance * balance * len(batch.group_G) / sequences}
 
     def _take_gates(self, generator: torch.Generator) -> None:
-        """All experts in every layer, with noise where the model has it."""
+        """Set gates that use all experts in every layer, with noise where the model has it."""
         layers = [layer.moe for layer in self.teacher.config.layers if layer.moe is not None]
         for place, (block, moe) in enumerate(zip(self.teacher.moe_blocks, layers, strict=True)):
             block.routing = Watched(AllExperts(moe.weight_scale, gate_of(moe)), self._seen, place)
@@ -93,7 +97,7 @@ class RouterLoss:
 
 @dataclass(frozen=True)
 class Watched:
-    """A Routing whose logits are kept; those of the first call, for a layer may be computed again in the backward pass."""
+    """A Routing that keeps its logits of the first call; later calls may be recomputation in the backward pass."""
 
     base: Routing
     seen: dict[int, Tensor]
@@ -105,9 +109,9 @@ class Watched:
 
 
 def load_balance(rules: Sequence[Routing], logits: Mapping[int, Tensor], real_T: Tensor) -> Tensor:
-    """L_b = CV(m)² + CV(P)², summed over layers. Only P carries a gradient.
+    """Return L_b = CV(m)² + CV(P)², summed over layers. Only P has a gradient.
 
-    rules: by which each layer gives tokens to experts; logits: [T, N] by place of the layer; real_T: False at padding.
+    rules: the routing of each layer; logits: [T, N] by index of the MoE layer; real_T: False at padding.
     """
     terms = []
     for place, logits_TN in logits.items():
@@ -120,5 +124,5 @@ def load_balance(rules: Sequence[Routing], logits: Mapping[int, Tensor], real_T:
 
 
 def squared_variation(values_N: Tensor) -> Tensor:
-    """CV² = σ²/μ², σ² the mean squared distance from the mean."""
+    """CV² = σ²/μ², where σ² is the mean squared distance from the mean."""
     return values_N.var(correction=0) / values_N.mean().square()

@@ -1,15 +1,15 @@
-"""A teacher's predictions on disk: made once for all training sequences, and read where the teacher would run again.
+"""Cache of a teacher's predictions on disk, computed once for all training sequences.
 
-For recipes whose teacher repeats itself (recipes.py). Of each prediction one of two things is kept:
+The cache serves recipes whose teacher repeats itself (recipes.py). For each prediction it stores one of:
 
-- exact: the hidden state after the last norm, in the dtype that is computed in. The head stays in memory and makes logits of
-  it as it would without a cache; they themselves would take many times the space. A hidden state's rounding depends on
-  the sequences that share its pass: it is the same to the bit as without a cache where groups are of one sequence.
-- the K most probable tokens at the temperature of the run, and all others as one outcome (divergences.py). Nothing of the
-  teacher stays in memory, and the divergence is a lower bound of the full one.
+- exact: the hidden state after the last norm, in the dtype of the computation. The head stays in memory and computes the
+  logits, which would take many times the space. The rounding of a hidden state depends on the sequences of its batch, so it
+  is bit-identical to that without a cache where groups have one sequence.
+- the K most probable tokens at the temperature of the run, and all other tokens as one outcome (divergences.py). The
+  teacher is then released from memory, and the divergence is a lower bound of the full one.
 
-Files are of whole groups of sequences. Each is there whole or not at all, so an interrupted pass goes on with the first that
-is missing. Several processes share them out, and each reads all of them.
+Each file holds whole groups of sequences and is written completely or not at all, so an interrupted pass continues at the
+first missing file. Several processes share the files, and each reads all of them.
 
 Shape suffixes: T response tokens, D hidden, V vocabulary.
 """
@@ -38,23 +38,23 @@ from engine.files.safetensors_writer import write_tensors
 from engine.passes import processes
 
 SHARD_BYTES = 256_000_000
-"""Of one file, or a little over where one group has more; it is in memory while it is made."""
+"""Bytes of one file, slightly exceeded where a group is larger; a file is in memory while it is written."""
 WHAT = "the teacher's predictions"
 
 
 Head = tuple[Tensor, Tensor | None]
-"""head_VD, and its bias [V] where it has one."""
+"""head_VD, and its bias [V] if it has one."""
 
 
 class CachedTeacher:
-    """What a teacher would say, from disk."""
+    """A teacher whose predictions are read from disk."""
 
     def __init__(self, files: TokenFiles, head: Head | None, device: torch.device, clock: Clock) -> None:
-        """head: where the files hold hidden states."""
+        """Create the teacher. head: given where the files hold hidden states."""
         self.files, self.head, self.device, self.clock = files, head, device, clock
 
     def teach(self, batch: Batch, side: ResponseBatch) -> Taught:
-        """Predictions at the places whose next token is of a response."""
+        """Return predictions at positions before response tokens."""
         with self.clock.of("teacher"):
             kept = {name: tensor.to(self.device) for name, tensor in self.files.read(batch.group_G.tolist()).items()}
         return Taught({}, LargestPredictions(**kept) if self.head is None else Predictions(kept["hidden_TD"], *self.head))
@@ -71,10 +71,10 @@ def cached_teacher(
     temperature: float = 1.0,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> CachedTeacher:
-    """Write the files that are missing; of the decoder only its head is needed any longer, if that.
+    """Write the missing files and return the cached teacher, which needs at most the decoder's head.
 
-    group_size: sequences that share a pass. count: tokens to keep of each prediction, fewer than there are; None for exact.
-    Raises OutputError where the disk has not the space, DataError where a file is of another training.
+    group_size: sequences per forward pass. count: number of tokens to store of each prediction, fewer than the vocabulary;
+    None for exact. Raises OutputError for a full disk, and DataError for a file of another training.
     """
     head_VD = decoder.head_VD
     token_bytes = head_VD.shape[1] * head_VD.itemsize if count is None else 8 * count + 4
@@ -91,7 +91,7 @@ def cached_teacher(
 
 
 def _kept(made: Predictions, count: int | None, temperature: float) -> dict[str, Tensor]:
-    """By name, a row for each prediction."""
+    """Return the stored tensors by name, with one row per prediction."""
     if count is None:
         return {"hidden_TD": made.hidden_TD}
     largest = largest_predictions(made, count, temperature)
@@ -102,7 +102,9 @@ class TokenFiles:
     """Tensors with a row for each token of each sequence, in files of whole groups of sequences."""
 
     def __init__(self, directory: Path, tokens: Sequence[int], group_size: int, token_bytes: int) -> None:
-        """tokens: how many each sequence has; token_bytes: what one takes in all tensors together."""
+        """Create the object. tokens: number of each sequence's tokens; token_bytes: bytes of one token in all tensors
+        together.
+        """
         self.directory, self.token_bytes = directory, token_bytes
         self.parts = _parts(tokens, group_size, token_bytes)
         """The sequences of each file."""
@@ -120,10 +122,10 @@ class TokenFiles:
         made: Callable[[Iterator[int]], Iterator[dict[str, Tensor]]],
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> None:
-        """Write the files that are missing, and open all.
+        """Write the missing files, and open all files.
 
-        made: of some sequences what is to be kept, in pieces, by name. Raises OutputError where the disk has not the space,
-        DataError for a file with other rows.
+        made: yields, for given sequences, tensors by name in pieces. Raises OutputError for a full disk, and DataError for
+        a file with other rows.
         """
         missing = [number for number in range(len(self.parts)) if not self._path(number).exists()]
         self._check_space(missing)
@@ -131,11 +133,11 @@ class TokenFiles:
         rows = iter(progress([row for number in own for row in self.parts[number]]))
         for number in own:
             self._write(number, made(islice(rows, len(self.parts[number]))))
-        processes.added_up([0.0])  # nobody reads before everybody has written
+        processes.added_up([0.0])  # waits until every process has written
         self._files = [self._open(number) for number in range(len(self.parts))]
 
     def read(self, sequences: Sequence[int]) -> dict[str, Tensor]:
-        """All rows of some sequences, one behind the other; copies, so that of the files nothing stays in memory."""
+        """Return all rows of some sequences, concatenated, as copies, so that the files' pages do not stay in memory."""
         places = [self._places[sequence] for sequence in sequences]
         tensors = {
             name: torch.cat([self._files[number].tensor(name)[rows] for number, rows in places])
@@ -179,7 +181,7 @@ class TokenFiles:
 
 
 def _parts(tokens: Sequence[int], group_size: int, token_bytes: int) -> list[range]:
-    """Sequences cut into files: whole groups, as many as SHARD_BYTES hold and at least one."""
+    """Divide the sequences into files: whole groups, as many as SHARD_BYTES hold and at least one."""
     parts, begin, filled = [], 0, 0
     for start in range(0, len(tokens), group_size):
         nbytes = sum(tokens[start : start + group_size]) * token_bytes

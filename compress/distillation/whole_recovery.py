@@ -1,7 +1,7 @@
 """Recovery of all weights after pruning: the smaller mixture is distilled from the full one, on text (recipe kd).
 
-Unlike recover.py, which trains routers and norms, this trains experts too, and needs memory for the gradients and moments of
-every weight that is left.
+Unlike recover.py, which trains routers and norms, this training includes the experts, and needs memory for gradients and
+moments of every remaining weight.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def recover_all(
     resume: bool = False,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Trained:
-    """Train what is left by `plan`, which begins with the tensors in `recovered` where there are such; resumable."""
+    """Train the result of `plan`, which starts with the tensors in `recovered`, if any; the training can be resumed."""
     student, clock = planned_decoder(plan, checkpoint, dtype, device), Clock()
     hidden_size = checkpoint.config.hidden_size
     training = options.training(hidden_size)

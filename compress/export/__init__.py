@@ -1,4 +1,4 @@
-"""`compress export`: ONNX directories of every kind of model, compared with the engine before they get their names.
+"""`compress export`: ONNX directories of every kind of model, which are compared with the engine before they are kept.
 
-How a graph is made of nodes is `engine/onnx`. Start with `decoder.py`.
+Graphs are built in `engine/onnx`. Start with `decoder.py`.
 """

@@ -1,4 +1,4 @@
-"""`compress export` of a classifier: an ONNX graph of student and mixture, compared with the engine before it gets its name.
+"""`compress export` of a classifier: an ONNX graph of student and mixture, compared with the engine before it is kept.
 
 Shape suffixes: B batch, C classes.
 """
@@ -34,18 +34,18 @@ from engine.transformers_models.classifier import Classifier, ClassifierCheckpoi
 from engine.transformers_models.classifier_inputs import SMALL_SIZE, image_inputs
 
 ALLOWED = {"float32": Allowed(1e-4, 1e-4), "int8": Allowed(math.inf, 0.3)}
-"""How far logits may be from the engine's in float32 by precision, each example's mean taken off."""
+"""Allowed difference of centered logits from the engine's in float32, by precision."""
 COMPARED = 256
-"""Examples of the data on which logits and predictions are compared, and ranges of activations found."""
+"""Number of data examples on which logits and predictions are compared, and ranges of activations calibrated."""
 BATCHES = (1, 2, 7)
 LENGTHS = (3, 8, 21)
-"""Of random inputs: how many, and tokens of texts."""
+"""Batch sizes of random inputs, and their numbers of tokens for texts."""
 Given = dict[str, Tensor]
 
 
 @claims_output
 def export_classifier(options: ClassifierExportOptions) -> dict[str, Any]:
-    """Write the ONNX directory and compare it with the engine; its figures. Nothing is left where they differ."""
+    """Write the ONNX directory and compare it with the engine; return the figures. Nothing is left where they differ."""
     started = time.monotonic()
     check_output(options.output, options.overwrite, ONNX_NAME)
     checkpoint = ClassifierCheckpoint(resolve(options.model))
@@ -66,7 +66,7 @@ def export_classifier(options: ClassifierExportOptions) -> dict[str, Any]:
             shutil.copyfile(path, directory / path.name)
         described = ClassifierDirectory(directory)
         exported = OnnxClassifier(described, options.threads)
-        # Noise is no image: what rounding makes of it says nothing.
+        # Random inputs are no realistic images, so they say nothing about rounding.
         compared = real if rounds and real else [*chance, *real]
         found = compare(classifier, exported, compared)
         _check(options, found)
@@ -90,7 +90,7 @@ def export_classifier(options: ClassifierExportOptions) -> dict[str, Any]:
 
 
 def random_inputs(checkpoint: ClassifierCheckpoint) -> list[Given]:
-    """Batches of several sizes and, of texts, of several lengths with padding."""
+    """Return random batches of several sizes; texts have several lengths with padding."""
     generator = torch.Generator().manual_seed(0)
     made: list[Given] = []
     for count, length in zip(BATCHES, LENGTHS, strict=True):
@@ -111,7 +111,7 @@ def random_inputs(checkpoint: ClassifierCheckpoint) -> list[Given]:
 
 
 def _real(options: ClassifierExportOptions, checkpoint: ClassifierCheckpoint) -> list[Given]:
-    """Batches of the data that was named or, if that is still there, of what the artifact was distilled on."""
+    """Return batches of the given data or, if still available, of the data that the artifact was distilled on."""
     source = options.data or checkpoint.data
     if source is None:
         return []
@@ -126,20 +126,20 @@ def _real(options: ClassifierExportOptions, checkpoint: ClassifierCheckpoint) ->
 
 
 class Compared(NamedTuple):
-    """An export beside the engine, over some inputs."""
+    """Differences between an export and the engine over some inputs."""
 
     largest: float
-    """Difference of a logit, as a share of its example's largest logit where that is above 1."""
+    """Largest difference of a logit, relative to its example's largest logit where that is above 1."""
     typical: float
-    """Median over examples of the root mean square of the differences over that of the logits."""
+    """Median over examples of the root mean square of the differences relative to that of the logits."""
     equal_predictions: float
-    """Share of the examples."""
+    """Share of the examples with equal predictions."""
     examples: int
 
 
 @torch.no_grad()
 def compare(classifier: Classifier, exported: OnnxClassifier, batches: Sequence[Given]) -> Compared:
-    """Both on the same inputs. Each example's mean is taken off its logits: it changes no prediction and no probability."""
+    """Compare both on equal inputs. Logits are centered per example, which changes no prediction and no probability."""
     largest, typical, equal, count = 0.0, [], 0, 0
     for given in batches:
         own_BC, other_BC = (
@@ -159,7 +159,7 @@ def _both(classifier: Classifier, exported: OnnxClassifier, given: Given) -> tup
 
 
 def _check(options: ClassifierExportOptions, found: Compared) -> None:
-    """Raise ExportError where an export is too far from the engine."""
+    """Raise ExportError where an export differs too much from the engine."""
     allowed = ALLOWED[options.precision]
     if not (found.largest <= allowed.single and found.typical <= allowed.typical):
         raise ExportError(
@@ -169,9 +169,9 @@ def _check(options: ClassifierExportOptions, found: Compared) -> None:
 
 
 def quantise(path: Path, real: Sequence[Given] | None) -> None:
-    """Weights and products of a graph to int8 by onnxruntime's own tools, in place; the mixture stays as it is.
+    """Quantize weights and products of a graph to int8 in place, by onnxruntime's own tools; the mixture stays unchanged.
 
-    real: inputs that tell the ranges of activations (static quantisation); None finds them anew in each run (dynamic).
+    real: inputs that give the ranges of activations (static quantization); None for ranges computed in each run (dynamic).
     """
     import onnx
     from onnxruntime import quantization
@@ -179,7 +179,7 @@ def quantise(path: Path, real: Sequence[Given] | None) -> None:
 
     model = onnx.load(path)
     kept = [node.name for node in model.graph.node if node.name.startswith(MIXTURE_SCOPE)]
-    del model.graph.value_info[:]  # shapes of weights too, which the tools turn round without telling
+    del model.graph.value_info[:]  # includes shapes of weights, which the tools transpose without updating them
     onnx.save(model, path)
     prepared = path.with_suffix(".prepared")
     quant_pre_process(path, prepared, skip_symbolic_shape=True)
@@ -200,7 +200,7 @@ def quantise(path: Path, real: Sequence[Given] | None) -> None:
 
 
 class _Ranges:
-    """Inputs one batch after another, as onnxruntime's tool asks for them."""
+    """Yields one batch of inputs after another, as onnxruntime's tool requests them."""
 
     def __init__(self, batches: Sequence[Given]) -> None:
         self._left = iter(batches)

@@ -1,4 +1,4 @@
-"""`compress export`: a model as an ONNX directory, compared with the engine before it gets its name."""
+"""`compress export` of a decoder: an ONNX directory, compared with the engine before it is kept."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 
 class Precision(NamedTuple):
-    """What weights are stored and computed in."""
+    """Dtype and bit width of an exported model."""
 
     dtype: torch.dtype
-    """Of activations and of what has no `bits`."""
+    """Dtype of activations, and of weights where `bits` is None."""
     bits: int | None
-    """Of the weights of products."""
+    """Bits of the weights of matrix products; None for the dtype."""
     allowed: Allowed
-    """How far logits may be from the engine's in float32, which has the same weights, rounded to as many bits."""
+    """Allowed difference of logits from the engine's in float32 with equal weights, rounded to the same number of bits."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class ExportFormat:
     """One row of FORMATS; the checkpoint's own files are in every format."""
 
     check: Callable[[Checkpoint, bool], None] = lambda checkpoint, portable: None
-    """Raises an error of input for a model that the format cannot hold. portable: standard operators only."""
+    """Raises an error for a model that the format cannot represent. portable: standard operators only."""
     write: Callable[[Checkpoint, Path], None] = lambda checkpoint, directory: None
     """Writes the format's own files."""
     tokenizer_problem: Callable[[Path], str | None] = lambda directory: None
-    """Why the format's runtime cannot read the tokenizer, None where it can."""
+    """Returns why the format's runtime cannot read the tokenizer, or None where it can."""
     runs_encoder_decoders: bool = True
 
 
@@ -61,7 +61,7 @@ FORMATS: dict[str, ExportFormat] = {
     "onnx": ExportFormat(),
     "onnx-genai": ExportFormat(check_genai, write_genai_config, tokenizer_problem, runs_encoder_decoders=False),
 }
-"""One row for each of FORMAT_PACKAGES (compress/options/export.py)."""
+"""One row for each key of FORMAT_PACKAGES (compress/options/export.py)."""
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision(torch.float32, PRECISION_BITS["float32"], Allowed(1e-4, 1e-4)),
     "float16": Precision(torch.float16, PRECISION_BITS["float16"], Allowed(math.inf, 0.02)),
@@ -71,12 +71,12 @@ PRECISIONS: dict[str, Precision] = {
 FILE_KEYS = ("auto_map", "quantization_config")
 """Config keys that describe the checkpoint's own files and not the export's."""
 MAX_TABLES = 1 << 30
-"""Bytes of the angles of all positions in a graph, where the weights are fewer."""
+"""Limit in bytes of a graph's table of rotation angles for all positions, where the weights are smaller."""
 
 
 @claims_output
 def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str, Any]:
-    """Write the ONNX directory and compare it with the engine; its figures. Nothing is left where they differ."""
+    """Write the ONNX directory and compare it with the engine; return the figures. Nothing is left where they differ."""
     started = time.monotonic()
     check_output(options.output, options.overwrite, ONNX_NAME)
     checkpoint = Checkpoint(resolve(options.model))
@@ -109,7 +109,7 @@ def export(options: ExportOptions, progress: Progress = no_progress) -> dict[str
 
 
 def _check_sizes(options: ExportOptions, checkpoint: Checkpoint) -> None:
-    """check_blocks of all sizes that there are; UnsupportedError also for more positions than tables are made for."""
+    """Run check_blocks on all weight sizes; raise UnsupportedError also for more positions than the tables may have."""
     config = checkpoint.config
     if config.max_positions * config.rotary_dimension * 4 > max(MAX_TABLES, checkpoint.bytes):
         raise UnsupportedError(
@@ -127,7 +127,7 @@ def _check_sizes(options: ExportOptions, checkpoint: Checkpoint) -> None:
 
 
 def check_blocks(options: ExportOptions, sizes: Mapping[str, int]) -> None:
-    """Raise UnsupportedError where weights of few bits cannot be cut into blocks, before any work."""
+    """Raise UnsupportedError where low-bit weights cannot be divided into blocks, before any work."""
     odd = [f"{name} {size}" for name, size in sizes.items() if block_size(size) is None]
     if odd and PRECISIONS[options.precision].bits is not None:
         raise UnsupportedError(
@@ -139,8 +139,8 @@ def check_blocks(options: ExportOptions, sizes: Mapping[str, int]) -> None:
 def _write(
     options: ExportOptions, checkpoint: Checkpoint, routings: Sequence[Routing], directory: Path, progress: Progress
 ) -> Written:
-    """Everything but compression.json."""
-    # Imported here: `--help` and every other command do without onnx.
+    """Write every file except compression.json."""
+    # Imported here, since `--help` and every other command work without onnx.
     import onnx
 
     from engine.onnx.decoder import write_decoder
@@ -172,7 +172,7 @@ def _compare(
     directory: Path,
     progress: Progress,
 ) -> float:
-    """The largest difference of a logit. Raises ExportError where the result does not give what the engine gives."""
+    """Return the largest difference of a logit. Raises ExportError where the result differs from the engine."""
     from engine.onnx.runtime import OnnxDecoder
 
     exported = OnnxDecoder(directory, checkpoint.config, options.threads)
@@ -192,7 +192,7 @@ def _compare(
 def provenance(
     options: ExportOptions, checkpoint: Checkpoint | EncoderDecoderCheckpoint, figures: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What compression.json says of an export."""
+    """Return the content of compression.json for an export."""
     made_by = checkpoint.provenance or {}
     exported = {"model": options.model, "fingerprint": checkpoint.fingerprint()}
     return {

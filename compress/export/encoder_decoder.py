@@ -1,4 +1,4 @@
-"""`compress export` of an encoder-decoder: two ONNX graphs, compared with transformers before they get their name."""
+"""`compress export` of an encoder-decoder: two ONNX graphs, compared with transformers before they are kept."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 @claims_output
 def export_encoder_decoder(options: ExportOptions, progress: Progress = no_progress) -> dict[str, Any]:
-    """Write the ONNX directory and compare it with transformers; its figures. Nothing is left where they differ."""
-    # Imported here: `--help` and every other command do without onnx.
+    """Write the ONNX directory and compare it with transformers; return the figures. Nothing is left where they differ."""
+    # Imported here, since `--help` and every other command work without onnx.
     from engine.onnx.encoder_decoder import check_graphs
 
     started = time.monotonic()
@@ -41,7 +41,7 @@ def export_encoder_decoder(options: ExportOptions, progress: Progress = no_progr
     config = checkpoint.config
     width = config.num_heads * config.d_kv
     check_blocks(options, {"hidden size": config.d_model, "attention width": width, "FFN width": config.d_ff})
-    model = checkpoint.load(torch.float32)  # also what finds tensors that are missing or misshapen, before any work
+    model = checkpoint.load(torch.float32)  # also detects missing or malformed tensors before any work
     with whole_or_nothing(options.output, options.overwrite, ENCODER_NAME) as directory:
         written = _write(options, checkpoint, directory, progress)
         differences = _compare(options, checkpoint, model, written, directory, progress)
@@ -79,7 +79,7 @@ def _check_options(options: ExportOptions) -> None:
 
 
 def _write(options: ExportOptions, checkpoint: EncoderDecoderCheckpoint, directory: Path, progress: Progress) -> Written:
-    """Everything but compression.json."""
+    """Write every file except compression.json."""
     import onnx
 
     from engine.onnx.encoder_decoder import write_encoder_decoder
@@ -109,7 +109,7 @@ def _compare(
     directory: Path,
     progress: Progress,
 ) -> dict[str, float]:
-    """The largest difference of each output. Raises ExportError where the result does not give what transformers gives."""
+    """Return the largest difference of each output. Raises ExportError where the result differs from transformers."""
     exported = OnnxEncoderDecoder(directory, checkpoint.config, options.threads)
     round_weights(model, written.packings)
     try:

@@ -1,7 +1,7 @@
-"""Whether an exported encoder-decoder gives what transformers gives, which is how the engine runs such models.
+"""Comparison of an exported encoder-decoder with transformers, which is the engine's own runtime of such models.
 
-Both read and write in the same calls, because an expert's capacity is of a call: the source, some tokens of the target at
-once, then single ones.
+Both models process the same calls, because expert capacity is per call: the source, several target tokens at once, then
+single tokens.
 
 Shape suffixes: S sequences, B batch, L positions.
 """
@@ -23,22 +23,22 @@ from engine.onnx.quantize import Packing
 from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
 
 AT_ONCE = (1, 1, 5, 9)
-"""Target tokens of each prompt that are read at once."""
+"""Number of each prompt's target tokens that are processed at once."""
 
 
 @dataclass(frozen=True)
 class SourcePrompt:
-    """A source, and the target that is written to it."""
+    """A source, and the target that is decoded for it."""
 
     name: str
     source_L: Tensor
     target_L: Tensor
-    """With the token that begins it."""
+    """The target with its start token."""
     at_once: int
 
 
 def round_weights(model: nn.Module, packings: Mapping[str, Packing]) -> None:
-    """Replace the model's weights by what their few bits stand for."""
+    """Replace the model's weights by the values of their low-bit encodings."""
     stored = model.state_dict()
     for name, packing in packings.items():
         stored[name].copy_(quantise(stored[name], *packing).dequantised(torch.float32))
@@ -51,9 +51,9 @@ def check_encoder_decoder_parity(
     allowed: Allowed,
     progress: Callable[[Iterable[list[SourcePrompt]]], Iterable[list[SourcePrompt]]] = iter,
 ) -> dict[str, float]:
-    """The largest |difference| of each output over all prompts and steps. Raises ExportError for one that is too far."""
+    """Return the largest |difference| of each output over all prompts and steps. Raises ExportError beyond the limits."""
     prompts = _prompts(checkpoint)
-    batches = [*([prompt] for prompt in prompts), [prompts[1], prompts[3]]]  # the last one is padded
+    batches = [*([prompt] for prompt in prompts), [prompts[1], prompts[3]]]  # the last batch is padded
     steps = [step for batch in progress(batches) for step in _steps(batch, model, checkpoint.config, exported)]
     check_steps(steps, allowed)
     return {
@@ -77,7 +77,7 @@ def _prompts(checkpoint: EncoderDecoderCheckpoint) -> list[SourcePrompt]:
 
 @torch.inference_mode()
 def _steps(batch: list[SourcePrompt], model: Any, config: Any, exported: OnnxEncoderDecoder) -> Iterator[StepDifference]:
-    """Both outputs for these prompts, sources padded on the right."""
+    """Yield the differences of these prompts, with sources padded on the right."""
     lengths = [len(prompt.source_L) for prompt in batch]
     source_BL = torch.full((len(batch), max(lengths)), config.pad_token_id or 0)
     real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]

@@ -1,4 +1,4 @@
-"""What onnxruntime-genai reads beside a graph: genai_config.json, and whether its own tokenizer reads the model's."""
+"""Files of the format onnx-genai: genai_config.json, and a check that onnxruntime-genai reads the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE_NAME = "genai_config.json"
 
 
 def check_genai(checkpoint: Checkpoint, portable: bool) -> None:
-    """Raise an error of input where the graph's cache could not be shared, which is what this runtime runs on."""
+    """Raise an error where the graph cannot have the shared cache that onnxruntime-genai requires."""
     if portable:
         raise OptionError("format 'onnx-genai' needs operators of onnxruntime; leave out --experts portable")
     if checkpoint.config.latent is not None:
@@ -32,7 +32,7 @@ def check_genai(checkpoint: Checkpoint, portable: bool) -> None:
 
 
 def write_genai_config(checkpoint: Checkpoint, directory: Path) -> None:
-    """Names of the graph's inputs and outputs, sizes, special tokens, and greedy search over a shared cache."""
+    """Write names of the graph's inputs and outputs, sizes, special tokens, and greedy search over a shared cache."""
     config, family = checkpoint.config, checkpoint.config.transformers_config
     ends = sorted(end_tokens(checkpoint))
     first_end = ends[0] if ends else 0
@@ -71,15 +71,16 @@ def _token(family: Any, key: str, otherwise: int) -> int:
 
 
 def tokenizer_problem(directory: Path) -> str | None:
-    """Why onnxruntime-genai cannot read the tokenizer, None where it can; generating from token ids needs no tokenizer.
+    """Return why onnxruntime-genai cannot read the tokenizer, or None where it can.
 
-    Raises UnsupportedError where it does not take the directory.
+    Generation from token ids needs no tokenizer. Raises UnsupportedError where onnxruntime-genai does not load the
+    directory.
     """
     import onnxruntime_genai
 
     try:
         model = onnxruntime_genai.Model(str(directory))
-    except Exception as error:  # it raises its own and plain RuntimeErrors
+    except Exception as error:  # the package raises errors of its own and plain RuntimeErrors
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedError(f"{directory}: onnxruntime-genai does not load it ({reason}); use --format onnx") from error
     try:

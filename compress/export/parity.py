@@ -1,7 +1,7 @@
-"""Whether an exported model gives the engine's logits: random and real prompts, read at once and then token by token.
+"""Comparison of an exported model's logits with the engine's, on random and real prompts with a prefill and single steps.
 
-The reference is one streaming pass over whole sequences, with one layer in memory at a time: a decoder's logits at a
-position do not depend on what follows, so the same pass serves every way of reading the sequence.
+The reference is one streaming pass over whole sequences, with one layer in memory at a time. A decoder's logits at a
+position do not depend on later tokens, so the same pass serves every way of processing the sequence.
 
 Shape suffixes: S sequences, B batch, L positions, D hidden, V vocabulary.
 """
@@ -33,9 +33,9 @@ from engine.passes.activations import Activations
 from engine.passes.streaming import stream_layers
 
 STEPS = 8
-"""Tokens read one by one after each prompt."""
+"""Number of single tokens processed after each prompt."""
 LENGTHS = (1, 9, 24, 56)
-"""Of the prompts."""
+"""Lengths of the prompts in tokens."""
 TEXTS = (
     "The first lighthouse on this coast was a fire of driftwood, kept by two brothers who took turns to sleep. When the "
     "harbour grew, the town paid for a tower of stone, and later for a lamp that could be seen from eleven miles away. "
@@ -44,25 +44,25 @@ TEXTS = (
     "    total = sum(values[:width])\n    yield total / width\n    for old, new in zip(values, values[width:]):\n"
     "        total += new - old\n        yield total / width\n",
 )
-"""The real prompts, where the model has a tokenizer."""
+"""Texts of the real prompts, for models with a tokenizer."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What still counts as equal."""
+    """Allowed differences between two runtimes."""
 
     single: float
-    """Largest difference of any value of any step, as a share of the step's largest value where that is above 1."""
+    """Largest difference of any value of any step, relative to the step's largest value where that is above 1."""
     typical: float
-    """Median over the steps of the root mean square of a step's differences over that of its values.
+    """Median over the steps of the root mean square of a step's differences relative to that of its values.
 
-    Coarser numbers now and then turn a close decision of a router, and that step's values are then far off.
+    Lower precision sometimes changes a close decision of a router, and the values of that step then differ much.
     """
 
 
 @dataclass(frozen=True)
 class StepDifference:
-    """How far an output is off for one prompt at one step."""
+    """Difference of an output for one prompt at one step."""
 
     output: str
     where: str
@@ -73,7 +73,7 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sequence of which `length` tokens are read at once."""
+    """A sequence whose first `length` tokens are processed at once."""
 
     name: str
     row: int
@@ -87,7 +87,9 @@ def check_parity(
     allowed: Allowed,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
-    """The largest |difference of a logit| over all prompts and steps. Raises ExportError for the first that is too far."""
+    """Return the largest |difference of a logit| over all prompts and steps. Raises ExportError for the first beyond the
+    limits.
+    """
     limit = _positions(checkpoint)
     lengths = [max(1, min(length, limit - STEPS)) for length in LENGTHS]
     length = min(limit, max(lengths) + STEPS)
@@ -95,20 +97,20 @@ def check_parity(
     prompts = [Prompt(name, row, length) for row, (name, length) in enumerate(zip(names, lengths, strict=True))]
     reference = Reference(checkpoint, tokens_SL, routings, progress)
     with reference.states:
-        batches = [*([prompt] for prompt in prompts), [prompts[1], prompts[3]]]  # the last one is padded
+        batches = [*([prompt] for prompt in prompts), [prompts[1], prompts[3]]]  # the last batch is padded
         steps = [step for batch in batches for step in _steps(batch, tokens_SL, exported, reference)]
     check_steps(steps, allowed)
     return max(step.largest for step in steps)
 
 
 def _positions(checkpoint: Checkpoint) -> int:
-    """Positions over which whole sequences and single steps are rotated by the same angles."""
+    """Return the number of positions for which whole sequences and single steps use equal rotation angles."""
     switch = Rotary(checkpoint.config).switch
     return min(checkpoint.config.max_positions, switch or checkpoint.config.max_positions)
 
 
 def sequences(vocabulary: int, length: int, load: Callable[[], Any]) -> tuple[Tensor, list[str]]:
-    """Random and real sequences in turns, [S, L], and what they are called; `load` gives the tokenizer."""
+    """Return random and real sequences in turns, [S, L], and their names; `load` returns the tokenizer."""
     tokens_SL = torch.randint(vocabulary, (2 * len(TEXTS), length), generator=torch.Generator().manual_seed(0))
     names = ["random"] * len(tokens_SL)
     try:
@@ -123,20 +125,20 @@ def sequences(vocabulary: int, length: int, load: Callable[[], Any]) -> tuple[Te
 
 
 class RoundedCheckpoint(Checkpoint):
-    """A checkpoint whose weights are what their few bits stand for."""
+    """A checkpoint with the values of its low-bit encodings as weights."""
 
     def __init__(self, directory: Path, packings: Mapping[str, Packing]) -> None:
         super().__init__(directory)
         self._packings = packings
 
     def stored(self, name: str) -> Weight:
-        """As rounded."""
+        """Return the weight after rounding."""
         stored, packing = super().stored(name), self._packings.get(name)
         return stored if packing is None else quantise(plain(stored, torch.float32), *packing)
 
 
 class Reference:
-    """The engine's logits, made from hidden states when they are asked for."""
+    """The engine's logits, computed from hidden states on demand."""
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class Reference:
         self._outer = Outer(checkpoint.config, checkpoint.source(torch.float32))
 
     def logits(self, row: int, begin: int, end: int) -> Tensor:
-        """Of some positions of a sequence, [L, V]."""
+        """Return the logits of some positions of a sequence, [L, V]."""
         return self._outer.logits(self._outer.hidden_states(self.states[row : row + 1][0, begin:end]))
 
 
@@ -163,7 +165,7 @@ class Reference:
 def _steps(
     batch: Sequence[Prompt], tokens_SL: Tensor, exported: OnnxDecoder, reference: Reference
 ) -> Iterator[StepDifference]:
-    """A prefill of these prompts, padded on the left, and the steps after it."""
+    """Yield the differences of a prefill of these prompts, padded on the left, and of the steps after it."""
     longest = max(prompt.length for prompt in batch)
     steps = min(STEPS, tokens_SL.shape[1] - longest)
     tokens_BL = torch.zeros(len(batch), longest + steps, dtype=torch.int64)
@@ -184,17 +186,17 @@ def _steps(
 
 
 def when(step: int) -> str:
-    """A step in words; 0 is what is read at once."""
+    """Return a step in words; 0 is the prefill."""
     return f"step {step}" if step else "prefill"
 
 
 def in_batch(prompts: int) -> str:
-    """Behind a prompt in words."""
+    """Return the words that follow a prompt's name, for a batch of this many prompts."""
     return f", in a padded batch of {prompts}" * (prompts > 1)
 
 
 def compared(output: str, where: str, found: Tensor, expected: Tensor) -> StepDifference:
-    """An output at one step beside what it should be."""
+    """Return the difference of an output at one step from its expected value."""
     difference = (found - expected).abs()
     largest = float(difference.max())
     return StepDifference(
@@ -207,9 +209,9 @@ def compared(output: str, where: str, found: Tensor, expected: Tensor) -> StepDi
 
 
 def check_steps(steps: Sequence[StepDifference], allowed: Allowed) -> None:
-    """Raise ExportError naming the first step that is too far off, or an output's worst where they are in general."""
+    """Raise ExportError with the first step beyond the single limit, or the worst step where the median is too large."""
     for step in steps:
-        if not step.of_largest <= allowed.single:  # also where it is no number
+        if not step.of_largest <= allowed.single:  # also true for NaN
             raise ExportError(
                 f"output {step.output} at {step.where} is off by {step.largest:.3g}, {step.of_largest:.2g} of its largest "
                 f"value (allowed {allowed.single:g})"

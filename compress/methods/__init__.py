@@ -1,8 +1,8 @@
-"""Criteria: which experts a smaller model loses or merges. Each method is one file, with its paper's formula on top.
+"""Pruning and merging methods: each file implements one, with its paper's formula in its first lines.
 
-A method gives a Plan; carrying one out is `compress/plans`, and nothing here writes a model. This file is the table of all
-methods and imports none of them, so that the command line can list their names without torch. Start with `saliency.py`, the
-plainest criteria; `criterion.py` says what a method has to give.
+A method returns a Plan, which `compress/plans` executes; nothing here writes a model. This file holds the table of all
+methods and imports none of them, so that the command line lists their names without torch. Start with `saliency.py`, the
+simplest methods; `criterion.py` defines the functions that a method provides.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Method:
-    """One row of METHODS: all that can be known of a method without running it."""
+    """One row of METHODS: every fact about a method that is known without running it."""
 
     kind: str
-    """"prune" removes experts, "merge" makes fewer out of all of them."""
+    """"prune" for methods that remove experts, "merge" for methods that combine them."""
     code: str
-    """"compress.methods.module:NAME" of its Criterion (criterion.py), which is imported where a run needs it."""
+    """"compress.methods.module:NAME" of the method's Criterion (criterion.py), which is imported when a run needs it."""
     scopes: tuple[str, ...] = ("global", "layer", "uniform")
-    """Scopes of `Budget` that it can keep to, the default first."""
+    """Scopes of `Budget` that the method supports; the first one is the default."""
     needs_gradients: bool = False
-    """It needs the whole model at once. The others read it layer by layer, so that sharding gains them nothing."""
+    """Whether the method needs the whole model in memory. Other methods read it layer by layer and gain nothing from
+    sharding.
+    """
     keeps_groups: bool = True
-    """With scope "uniform" it can keep as many experts of each group of a layer."""
+    """Whether scope "uniform" can keep equally many experts of each group of a layer."""
 
 
 METHODS: dict[str, Method] = {
@@ -43,10 +45,12 @@ METHODS: dict[str, Method] = {
     "ream": Method("merge", "compress.methods.ream:REAM", scopes=("layer",)),
 }
 DEFAULT_METHOD = "fisher"
-"""The best one-shot row of docs/methods.md on both models; DiEP's search from it is within noise, at many times the cost."""
+"""The best one-shot method of docs/methods.md on both models. DiEP's search from it costs many times as much and is within
+noise of it.
+"""
 DEFAULT_MERGE_METHOD = "ream"
 
 
 def methods_of(kind: str) -> tuple[str, ...]:
-    """Names of all methods of a kind, in the order of the table."""
+    """Return the names of all methods of a kind, in the order of the table."""
     return tuple(name for name, method in METHODS.items() if method.kind == kind)

@@ -1,4 +1,4 @@
-"""Removed experts that live on in those that stay: DiEP's merging by CKA (Bai et al., DiEP §A.5).
+"""Merging of removed experts into the kept ones by CKA (Bai et al., DiEP §A.5).
 
 Shape suffixes: N routed experts of the layer.
 """
@@ -12,10 +12,11 @@ from compress.methods.groups import Group, joined
 
 
 def cka_groups(layer: LayerStatistics, kept: Sequence[int]) -> list[Group]:
-    """DiEP's merging (DiEP §A.5): each pruned expert joins its most similar kept expert c.
+    """Return groups in which each pruned expert joins its most similar kept expert c (DiEP §A.5).
 
     Similarity ρ is the RBF CKA of outputs, the kernel of the paper's figures. Weights in a group are softmax(ρ(c, ·)) with
-    ρ(c, c) = 1. "Normalised CKA" is read as CKA itself, which is HSIC normalised. Rows of pruned experts leave the router.
+    ρ(c, c) = 1. The paper's "normalized CKA" is read as CKA itself, which is normalized HSIC. The rows of pruned experts
+    leave the router.
     """
     similarity_NN = layer.rbf_cka.double()
     members = joined(similarity_NN, sorted(kept))
@@ -29,6 +30,7 @@ REMOVED_EXPERTS: dict[str, Callable[[LayerStatistics, Sequence[int]], list[Group
     "none": None,
     "cka": cka_groups,
 }
-"""How the experts that a pruning removes join the kept ones: one layer's statistics and the kept experts to groups.
+"""Ways in which removed experts join the kept ones: one layer's statistics and its kept experts to groups.
 
-None drops the removed experts."""
+None drops the removed experts.
+"""

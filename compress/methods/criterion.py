@@ -1,4 +1,4 @@
-"""What a method gives, as the value that its row in METHODS names: a plan, its costs, and what it leaves in the artifact."""
+"""The interface of a method, `Criterion`: its plan, its costs, and its files in the artifact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.families.config import DecoderConfig
 from engine.passes.memory_need import MemoryDemand
 
 Kept = Mapping[int, Sequence[int]]
-"""Experts that stay, ascending, by decoder layer index."""
+"""Indices of the kept experts, ascending, by decoder layer index."""
 
 
 def _unchanged(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
@@ -36,22 +36,22 @@ def _unchanged(demand: MemoryDemand, options: PruneOptions, config: DecoderConfi
 
 @dataclass(frozen=True)
 class Criterion:
-    """A method's functions; the facts about it are in its row of METHODS."""
+    """The functions of a method; facts about it are in its row of METHODS."""
 
     plan: Callable[[MethodRun], Plan]
-    """Decides, from a run's options and inputs. Long steps are kept in the run's work directory."""
+    """Returns the plan from a run's options and inputs. Long steps are saved in the run's work directory."""
     phases: Callable[[PassCosts, RunOptions], Iterator[Phase]]
-    """The work of `plan`, counted from the config alone."""
+    """Yields the phases of `plan` with their costs, which are counted from the config alone."""
     memory: Callable[[MemoryDemand, PruneOptions, DecoderConfig], MemoryDemand] = _unchanged
-    """What `plan` holds in memory: the demand of any run, changed to its own."""
+    """Returns the memory demand of a run with the memory that `plan` needs."""
     figures: Callable[[MethodRun], Mapping[str, object]] = lambda run: {}
-    """Its own figures of the result."""
+    """Returns the method's own figures of the result."""
     add_files: Callable[[MethodRun, Path], None] = lambda run, directory: None
-    """Writes its own files into the artifact's directory."""
+    """Writes the method's own files into the artifact's directory."""
 
 
 def criterion_of(method: str) -> Criterion:
-    """The functions of a method of METHODS; its file is imported now."""
+    """Return the functions of a method of METHODS; its module is imported by this call."""
     found: Criterion = pkgutil.resolve_name(METHODS[method].code)
     return found
 
@@ -60,7 +60,7 @@ def criterion_of(method: str) -> Criterion:
 
 
 def kept_plan(run: MethodRun, kept: Kept) -> Plan:
-    """The plan that keeps these experts; the others are dropped or merged into them, as the options say."""
+    """Return the plan that keeps these experts. The options decide whether the others are dropped or merged into them."""
     join = REMOVED_EXPERTS[run.options.merge]
     if join is None:
         return pruning_plan(kept)
@@ -69,9 +69,9 @@ def kept_plan(run: MethodRun, kept: Kept) -> Plan:
 
 
 def by_scores(scores: Callable[[MethodRun], Mapping[int, Tensor]]) -> Callable[[MethodRun], Plan]:
-    """A plan that keeps the experts with the highest scores, as many as the budget allows.
+    """Return a function whose plan keeps the experts with the highest scores, as many as the budget allows.
 
-    scores: a run to a score for each expert, [N] by decoder layer index; higher stays.
+    scores: returns a score for each expert, [N] by decoder layer index; experts with higher scores are kept.
     """
 
     def plan(run: MethodRun) -> Plan:
@@ -79,24 +79,24 @@ def by_scores(scores: Callable[[MethodRun], Mapping[int, Tensor]]) -> Callable[[
         assert budget is not None
         scored = scores(run)
         if run.options.shard:
-            gc.collect()  # the parts of a model in pieces know each other in circles
+            gc.collect()  # the modules of a sharded model hold reference cycles
         return kept_plan(run, budget.select(scored, groups_of(run.prepared.checkpoint.config)))
 
     return plan
 
 
 def calibrating(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
-    """The phase of a method that needs statistics and nothing else."""
+    """Yield the one phase of a method that only needs statistics."""
     yield statistics_phase("calibrating", costs)
 
 
 def statistic(score: Callable[[LayerStatistics], Tensor]) -> Criterion:
-    """The criterion of a score that one layer's statistics give."""
+    """Return the criterion of a score that is a function of one layer's statistics."""
     return Criterion(by_scores(lambda run: layer_scores(score, statistics_of(run))), calibrating)
 
 
 def layer_scores(score: Callable[[LayerStatistics], Tensor], statistics: Statistics) -> dict[int, Tensor]:
-    """Scores of every MoE layer, [N] by decoder layer index."""
+    """Return the scores of every MoE layer, [N] by decoder layer index."""
     return {index: score(layer) for index, layer in statistics.layers.items()}
 
 
@@ -104,7 +104,10 @@ def layer_scores(score: Callable[[LayerStatistics], Tensor], statistics: Statist
 
 
 def grouping(groups: Callable[[LayerStatistics, int], list[Group]]) -> Criterion:
-    """The criterion of a merging method: one layer's statistics and a number of experts to as many groups."""
+    """Return the criterion of a merging method.
+
+    groups: returns a given number of groups from one layer's statistics.
+    """
 
     def plan(run: MethodRun) -> Plan:
         budget = run.prepared.budget
@@ -115,6 +118,6 @@ def grouping(groups: Callable[[LayerStatistics, int], list[Group]]) -> Criterion
 
 
 def aligning(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
-    """The demand of a run that also aligns and averages experts."""
+    """Return the memory demand of a run that also aligns and averages experts."""
     width = max(moe.expert_width for moe in moe_configs(config).values())
     return demand.with_other(aligning_bytes(width, config.hidden_size))

@@ -1,15 +1,16 @@
-"""DiEP: differentiable expert pruning (Bai et al.).
+"""DiEP: differentiable expert pruning (Bai et al.). The relaxed layers are in relaxations.py.
 
-The model's weights are frozen. Per MoE layer there are intra-layer scores α ∈ R^N and one inter-layer score β; they are
-trained on L = CE(next token) + λ·‖F'(x; α, β) − F(x)‖_F through a relaxed layer, three α-steps to one β-step, and all
-experts of all layers are then ranked by α·β.
+The model's weights are frozen. Each MoE layer has intra-layer scores α ∈ R^N and one inter-layer score β. They are trained
+on L = CE(next token) + λ·‖F'(x; α, β) − F(x)‖_F through a relaxed layer, with three α-steps for each β-step. All experts of
+all layers are then ranked by α·β.
 
 Deviations from the paper, each an option: two more relaxations (relaxations.py); α may start from gate Fisher instead of
-zero; the score may be the normalised N·ᾱ·β, since α is defined only up to a constant per layer under the softmax.
+zero; the score may be the normalized N·ᾱ·β, since the softmax defines α only up to a constant per layer.
 
-Several processes share out the sequences of each step, and the gradients of α or β are added up over them: steps are those
-of one process, and all have the same scores. (`routed` begins where F' = F and ‖F' − F‖_F has no gradient; what it gets
-there is rounding, which is the same only where a step has a group of sequences for each process.)
+Several processes share the sequences of each step, and the gradients of α or β are summed over the processes. The steps are
+therefore those of one process, and all processes have equal scores. (The relaxation `routed` begins where F' = F and ‖F' −
+F‖_F has no gradient. Its gradient there is rounding error, which is equal only where each step has one group of sequences
+per process.)
 
 Shape suffixes: S sequences, B batch, L positions, D hidden, N experts of a layer.
 """
@@ -50,20 +51,20 @@ from engine.passes.memory_budget import batches
 from engine.passes.memory_need import MemoryDemand
 
 ALPHA_STEPS = 3
-"""α-steps to each β-step (DiEP, setting)."""
+"""Number of α-steps for each β-step (DiEP, setting)."""
 
 SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "raw": lambda alpha_N, beta: alpha_N * beta,
     "normalised": lambda alpha_N, beta: len(alpha_N) * alpha_N.softmax(0) * beta,
 }
-"""α and β of a layer to the scores that experts are ranked by."""
+"""Functions from a layer's α and β to the scores by which experts are ranked."""
 STARTS = {"zero": False, "fisher": True}
 """Whether α starts from gate Fisher; otherwise it starts at zero."""
 
 
 @dataclass
 class DiepState:
-    """Everything that a search needs to go on: scores, both optimisers, and how far it is."""
+    """The state from which a search continues: scores, both optimizers, and its progress."""
 
     alphas: list[Tensor]
     betas: list[Tensor]
@@ -83,10 +84,11 @@ def search(
     fisher: Callable[[], dict[int, Tensor]] | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, Tensor]:
-    """Scores s [N] by decoder layer index. With `state_path` the state is saved each epoch and `resume` goes on from it.
+    """Run the search and return the scores s, [N] by decoder layer index.
 
-    Layer by layer the state is saved each step, with what the layers have given beside it, so that `resume` goes on from the
-    layer where the search was. `fisher`: gives `fisher_scores` of this decoder, tokens and seed where they are known.
+    `state_path`: where the state is saved each epoch; `resume` continues from it. For a decoder that is read layer by
+    layer, the state is saved at each step, together with the results of completed layers, so that `resume` continues at the
+    interrupted layer. `fisher`: returns `fisher_scores` of this decoder, tokens and seed, where they are known.
     """
     options = options.filled()
     kept = None
@@ -114,7 +116,7 @@ def search(
 
 
 def discrete_scores(decoder: AnyDecoder, state: DiepState, options: DiepOptions) -> dict[int, Tensor]:
-    """s = α·β (DiEP §4.2), or N·ᾱ·β."""
+    """Return s = α·β (DiEP §4.2), or N·ᾱ·β."""
     assert options.score is not None
     score = SCORES[options.score]
     layers = zip(decoder.config.moe_layers, state.alphas, state.betas, strict=True)
@@ -127,14 +129,14 @@ def starting_alphas(
     options: DiepOptions,
     fisher: Callable[[], dict[int, Tensor]] | None = None,
 ) -> list[Tensor]:
-    """α at the start, [N] per MoE layer: zero (ᾱ uniform), or half the z-score of log gate Fisher over all experts."""
+    """Return the initial α, [N] per MoE layer: zero (uniform ᾱ), or half the z-score of log gate Fisher over all experts."""
     device = decoder.device
     if not STARTS[options.start or ""]:
         return [torch.zeros(count, device=device) for count in decoder.config.experts_per_layer]
     squares = fisher_scores(decoder, tokens_SL, options.seed) if fisher is None else fisher()
     logs = [(square + 1e-30).log() for square in squares.values()]
     every = torch.cat(logs)
-    # An expert that was never routed to has no gradient: its floor would swamp the spread of all others.
+    # Experts that no token is routed to have no gradient. Their logarithm would dominate the spread of all others.
     floor = every[every > math.log(1e-29)].min() if bool((every > math.log(1e-29)).any()) else every.min()
     every = every.clamp_min(floor)
     spread = every.std().clamp_min(1e-6)
@@ -142,7 +144,7 @@ def starting_alphas(
 
 
 def new_state(alphas: list[Tensor], options: DiepOptions) -> DiepState:
-    """β = 1 and fresh Adam optimisers; adaptive rates matter, the scores are few and badly scaled."""
+    """Return a state with β = 1 and new Adam optimizers. The few, badly scaled scores need adaptive rates."""
     alphas = [alpha.clone().requires_grad_(True) for alpha in alphas]
     betas = [torch.ones((), device=alpha.device, requires_grad=True) for alpha in alphas]
     assert options.learning_rate is not None
@@ -156,9 +158,10 @@ def new_state(alphas: list[Tensor], options: DiepOptions) -> DiepState:
 
 @torch.no_grad()
 def full_hidden_states(decoder: AnyDecoder, tokens_SL: Tensor, directory: Path | None = None) -> Activations:
-    """F(x): the full model's hidden states after the last norm, computed once per sequence, by one process for all.
+    """Return F(x): the full model's hidden states after the last norm, computed once per sequence, by one process for all.
 
-    Layer by layer each process computes all of them, and goes on with what a pass before this one has left in `directory`.
+    For a decoder that is read layer by layer, each process computes all of them and continues from the state of an earlier
+    pass in `directory`.
     """
     if isinstance(decoder, LayerwiseDecoder):
         every = slice(0, len(tokens_SL))
@@ -184,10 +187,10 @@ def run_epoch(
     epoch: int,
     state_path: Path | None = None,
 ) -> None:
-    """One pass over the sequences, in an order that depends on seed and epoch alone, so that a resumed run repeats it.
+    """Run one pass over the sequences, in an order that depends only on seed and epoch, so that a resumed run repeats it.
 
-    Steps that the state has seen are left out. With `state_path` it is saved after each, and what the layers have given is
-    beside it during one.
+    Steps that the state has taken are skipped. With `state_path` the state is saved after each step, and the results of
+    completed layers are saved beside it during a step.
     """
     count = tokens_SL.shape[0]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed * 100_003 + epoch))
@@ -226,7 +229,8 @@ def gradients(
 ) -> float:
     """Set .grad of α or of β to the batch's mean gradient, accumulated over small groups of sequences; return the loss.
 
-    Both are of all processes together; `rows` too are the whole batch. `directory`: as of `backward`, inside it for several.
+    Gradient and loss are sums over all processes; `rows` is the whole batch. `directory`: passed to `backward`; with
+    several groups each has a subdirectory.
     """
     trained = state.alphas if is_alpha else state.betas
     for parameter in state.alphas + state.betas:
@@ -255,7 +259,9 @@ def gradients(
 
 
 def _add_up_processes(trained: list[Tensor], loss: float) -> float:
-    """Make gradients, and return the loss, of all processes together; one without a sequence of the batch has none."""
+    """Sum the gradients over all processes, and return the summed loss. A process without a sequence of the batch adds
+    zero.
+    """
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     processes.add_up([parameter.grad for parameter in trained if parameter.grad is not None])
@@ -263,13 +269,15 @@ def _add_up_processes(trained: list[Tensor], loss: float) -> float:
 
 
 def relaxed(state: DiepState, options: DiepOptions) -> Route:
-    """The relaxed layer's Routing for every MoE layer."""
+    """Return the relaxed layer's Routing for every MoE layer."""
     make = RELAXATIONS[options.relaxation].routing
     return lambda number, own, part: make(own, state.alphas[number], state.betas[number])
 
 
 def save_state(state: DiepState, path: Path) -> None:
-    """Write scores and optimiser moments as one safetensors file, replacing the last one only when whole."""
+    """Write scores and optimizer moments as one safetensors file. An existing file is replaced when the new one is
+    complete.
+    """
     tensors = with_moments(_named("alpha", state.alphas), state.alpha_optimiser)
     tensors |= with_moments(_named("beta", state.betas), state.beta_optimiser)
     header = json.dumps({"epoch": state.epoch, "losses": state.losses})
@@ -277,7 +285,7 @@ def save_state(state: DiepState, path: Path) -> None:
 
 
 def load_state(path: Path, decoder: AnyDecoder, options: DiepOptions) -> DiepState:
-    """The inverse of `save_state`. Raises DataError for another file."""
+    """Read a file of `save_state`. Raises DataError for any other file."""
     with SafetensorsFile(path) as file:
         try:
             header = json.loads(file.metadata["diep"])
@@ -295,7 +303,7 @@ def load_state(path: Path, decoder: AnyDecoder, options: DiepOptions) -> DiepSta
 
 
 def _named(name: str, values: list[Tensor]) -> dict[str, Tensor]:
-    """As the state file names them."""
+    """Return the tensors under their names in the state file."""
     return {f"{name}.{index}": value for index, value in enumerate(values)}
 
 
@@ -303,7 +311,7 @@ def _named(name: str, values: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _scores(run: MethodRun) -> dict[int, Tensor]:
-    """Gate Fisher, where the search starts from it, is computed once for all runs of a sweep, on the search's decoder."""
+    """Return the scores of a run. Gate Fisher, if the search starts from it, is computed once for all runs of a sweep."""
     decoder = loaded_decoder(run)
     return search(
         decoder,
@@ -328,7 +336,7 @@ def _memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) 
 
 
 def _phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
-    """F(x) once, then epochs of passes with gradients through the relaxed layer."""
+    """Yield the phases: F(x) once, then epochs of passes with gradients through the relaxed layer."""
     diep, passes, whole = options.diep.filled(), costs.passes, costs.weights.whole(costs.passes)
     from_fisher = STARTS[diep.start or ""]
     if from_fisher:

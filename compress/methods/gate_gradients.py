@@ -1,10 +1,10 @@
-"""Gate gradients: a factor g_i = 1 on each expert's contribution, differentiated and never trained.
+"""Gate gradients: derivatives of the loss by a factor g_i = 1 on each expert's contribution, which is never trained.
 
-Two criteria are made of them: gate_fisher.py and gate_taylor.py. One forward and one backward pass give the gradients of the
-gates alone. Sequences go through together, and each has gates of its own, so its gradient is its own too.
+Two methods use them: gate_fisher.py and gate_taylor.py. One forward and one backward pass compute the gradients of the
+gates alone. Sequences are batched, and each has gates of its own, so each has a gradient of its own.
 
-Several processes share out the sequences. Each draws the random numbers of those before its own too, so that the samples of
-all are those of one process.
+Several processes share the sequences. Each process also draws the random numbers of the sequences before its own, so that
+all samples are those of a single process.
 
 Shape suffixes: S sequences, B sequences of one batch, L positions, N experts of a layer, D hidden, V vocabulary.
 """
@@ -40,23 +40,23 @@ from engine.passes.streaming import chunk_tokens
 
 SAVE_EVERY_SECONDS = 20.0
 SWEEP_TOKENS = 32768
-"""Layer by layer, tokens that go through all layers together: each layer is read twice for so many."""
+"""Tokens that pass through all layers together where layers are read one by one; each layer is read twice per sweep."""
 
 
 @dataclass
 class Sums:
-    """Of the gradients of this process's sequences so far; what an interrupted pass goes on from."""
+    """Sums of the gradients of this process's sequences, from which an interrupted pass continues."""
 
     first: list[Tensor]
     """Σ_s ∂L_s/∂g, [N] float64 for each MoE layer."""
     second: list[Tensor]
-    """Σ_s (∂L_s/∂g)², likewise."""
+    """Σ_s (∂L_s/∂g)², [N] float64 for each MoE layer."""
     generator: torch.Generator
-    """Of the model's own samples."""
+    """Random numbers for the model's own samples."""
     sequences: int = 0
 
     def add(self, gradients: list[Tensor]) -> None:
-        """Those of some sequences, [B, N] for each MoE layer."""
+        """Add the gradients of some sequences, [B, N] for each MoE layer."""
         for first, second, gradient_BN in zip(self.first, self.second, gradients, strict=True):
             gradient_BN = gradient_BN.double().cpu()
             first += gradient_BN.sum(0)
@@ -64,12 +64,12 @@ class Sums:
         self.sequences += len(gradients[0])
 
     def save(self, path: Path) -> None:
-        """Write the file, replacing an old one only when whole."""
+        """Write the file. An existing file is replaced only when the new one is complete."""
         tensors = {"first": torch.cat(self.first), "second": torch.cat(self.second), "random": self.generator.get_state()}
         write_state(path, tensors, {"gate_gradients": str(self.sequences)}, "the state of gate gradients")
 
     def load(self, path: Path) -> None:
-        """The inverse. Raises DataError for another file."""
+        """Read a file of `save`. Raises DataError for any other file."""
         counts = [len(first) for first in self.first]
         with SafetensorsFile(path) as file:
             seen = file.metadata.get("gate_gradients", "")
@@ -90,11 +90,13 @@ def gate_gradients(
     state_path: Path | None = None,
     progress: Callable[[Iterable[slice]], Iterable[slice]] = iter,
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """(Σ_s ∂L_s/∂g, Σ_s (∂L_s/∂g)²), each [N] float64 by decoder layer index.
+    """Return (Σ_s ∂L_s/∂g, Σ_s (∂L_s/∂g)²), each [N] float64 by decoder layer index.
 
-    own_samples: L is of tokens sampled from the model's own predictions (true Fisher), not of the text's next tokens.
-    With `state_path` the sums are saved as the pass goes on, and one that was interrupted goes on from there; layer by layer
-    from the layer where it was. Each process has a file of its own.
+    own_samples: whether L is of tokens sampled from the model's own predictions (true Fisher), or of the text's next
+    tokens.
+
+    state_path: where the sums are saved during the pass, so that an interrupted pass continues from there, or at its layer
+    where layers are read one by one. Each process has its own file.
     """
     layers, device = decoder.config.moe_layers, decoder.device
     zeros = [torch.zeros(count, dtype=torch.float64) for count in decoder.config.experts_per_layer]
@@ -129,7 +131,10 @@ def gate_gradients(
 def _of_batch(
     decoder: AnyDecoder, tokens_BL: Tensor, generator: torch.Generator | None, directory: Path | None
 ) -> list[Tensor]:
-    """∂L_s/∂g of each sequence, [B, N] float64 for each MoE layer; of the model's own samples where a generator is given."""
+    """Return ∂L_s/∂g of each sequence, [B, N] float64 for each MoE layer.
+
+    With a generator, L is of tokens sampled from the model's own predictions.
+    """
     route, gates = _gated(decoder, len(tokens_BL))
 
     def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
@@ -146,7 +151,7 @@ def _of_batch(
 
 
 def _gated(decoder: AnyDecoder, sequences: int) -> tuple[Route, dict[str, Tensor]]:
-    """The model's own routings with gates of one, and those, [B, N] for each MoE layer."""
+    """Return the model's own routings with gates of one, and those gates, [B, N] for each MoE layer."""
     gates = [
         torch.ones(sequences, count, device=decoder.device, requires_grad=True) for count in decoder.config.experts_per_layer
     ]
@@ -165,7 +170,7 @@ def _sample_next(
     generator: torch.Generator,
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """The text with each next token replaced by one drawn from the model's prediction at its place."""
+    """Return the text with each next token replaced by one sampled from the model's prediction at that position."""
     drawn = [tokens_1L[0, :1]]
     for hidden in hidden_1LD[0, :-1].split(chunk_tokens(len(head_VD))):
         probabilities = linear(hidden, head_VD, bias_V).float().softmax(-1)
@@ -174,21 +179,23 @@ def _sample_next(
 
 
 def _waiting_times(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Exponential ones. Of outcomes with rates p, the first to come is each with probability p: argmax p / waiting time."""
+    """Return exponential waiting times. Among outcomes with rates p, each is first with probability p: argmax p / waiting
+    time.
+    """
     return torch.empty(shape, device=generator.device).exponential_(generator=generator)
 
 
 def _pass_over(length: int, vocabulary: int, generator: torch.Generator) -> None:
-    """Draw the random numbers of one sequence's `_sample_next`, for nothing."""
+    """Draw and discard the random numbers of `_sample_next` for one sequence."""
     for part in torch.empty(length - 1).split(chunk_tokens(vocabulary)):
         _waiting_times((len(part), vocabulary), generator)
 
 
-# For the criteria that are made of them
+# Used by both methods
 
 
 def loaded_decoder(run: MethodRun) -> AnyDecoder:
-    """All weights at once, this process's pieces of them, or, within a limit of memory, one layer's."""
+    """Return the decoder: whole, this process's shard or, with a memory limit, one that reads its layers one by one."""
     prepared, device = run.prepared, run.options.device
     if current() is not None:
         return LayerwiseDecoder(prepared.checkpoint, prepared.dtype, device)
@@ -203,10 +210,10 @@ def gradient_scores(
     score: Callable[..., dict[int, Tensor]],
     decoder: Callable[[], AnyDecoder] | None = None,
 ) -> dict[int, Tensor]:
-    """Scores by gate gradients, [N] by decoder layer index; computed once for all runs on this model and text.
+    """Return scores from gate gradients, [N] by decoder layer index, computed once for all runs on this model and text.
 
-    name: of their file in the work directory. score: `fisher_scores` or `taylor_scores`. decoder: gives one that is loaded
-    already.
+    name: of the scores' file in the work directory. score: `fisher_scores` or `taylor_scores`. decoder: returns a decoder
+    that is already loaded.
     """
 
     def compute() -> dict[str, list[float]]:
@@ -224,12 +231,12 @@ def gradient_scores(
 
 
 def gradient_memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
-    """The demand of a run that also needs gradients."""
+    """Return the memory demand of a run that also needs gradients."""
     return replace(demand, gradients=True)
 
 
 def gradient_phase(costs: PassCosts, *, own_samples: bool) -> Phase:
-    """One pass with gradients over the text, or over samples of the model's own."""
+    """Return the phase of one pass with gradients over the text, or over samples of the model's own."""
     passes, tokens, length = costs.passes, costs.tokens, costs.length
     counts = (
         passes.gradient(tokens, length) + passes.head(tokens, products=2) + OperationCounts(read_bytes=passes.file_bytes)

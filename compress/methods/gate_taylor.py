@@ -1,6 +1,6 @@
-"""Gate Taylor: |Σ over sequences of ∂L/∂g_i|, L the negative log-likelihood of the text itself.
+"""Gate Taylor: |Σ over sequences of ∂L/∂g_i|, where L is the negative log-likelihood of the text itself.
 
-g_i = 1 is a factor on expert i's contribution, differentiated and never trained (gate_gradients.py).
+g_i = 1 is a factor on expert i's contribution, which is differentiated and never trained (gate_gradients.py).
 
 Shape suffixes: S sequences, L positions, N experts of a layer.
 """
@@ -20,7 +20,7 @@ from engine.passes.layerwise import AnyDecoder
 
 
 def taylor_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
-    """Scores [N] by decoder layer index. pass_options: `state_path` and `progress` of `gate_gradients`."""
+    """Return the scores, [N] by decoder layer index. pass_options: `state_path` and `progress` of `gate_gradients`."""
     sums, _ = gate_gradients(decoder, tokens_SL, own_samples=False, seed=seed, **pass_options)
     return {layer: total.abs() for layer, total in sums.items()}
 

@@ -1,4 +1,4 @@
-"""Groups of experts that become one, and what the merging methods have in common: clusters, similarities, shares.
+"""Groups of experts that are merged into one, and functions that the merging methods share: clusters, similarities, shares.
 
 Shape suffixes: N routed experts of the layer.
 """
@@ -16,16 +16,19 @@ from calibrate.statistics import LayerStatistics
 
 @dataclass(frozen=True)
 class Group:
-    """Experts of one layer that become one."""
+    """Experts of one layer that are merged into one."""
 
     centre: int
-    """The member whose order of hidden units and whose router row the result has."""
+    """The member that provides the order of the hidden units and the router row."""
     weights: Mapping[int, float]
-    """Coefficient of each member, adding up to 1; members without one are left out."""
+    """Coefficient of each member; they sum to 1. Members with coefficient zero are left out."""
 
 
 def joined(similarity_NN: Tensor, centres: Sequence[int]) -> dict[int, list[int]]:
-    """Members of each centre, itself first: every other expert joins the most similar; ties go to the earlier centre."""
+    """Return the members of each center, the center first. Every other expert joins the most similar center.
+
+    Ties go to the earlier center.
+    """
     members = {centre: [centre] for centre in centres}
     for expert in range(len(similarity_NN)):
         if expert not in members:
@@ -34,8 +37,8 @@ def joined(similarity_NN: Tensor, centres: Sequence[int]) -> dict[int, list[int]
 
 
 def clusters(distances_NN: Tensor, count: int) -> list[list[int]]:
-    """Average linkage, stopped when `count` clusters are left."""
-    from scipy.cluster.hierarchy import linkage  # here: only methods that merge need it
+    """Return clusters by average linkage, stopped when `count` clusters are left."""
+    from scipy.cluster.hierarchy import linkage  # imported here: only merging methods need it
     from scipy.spatial.distance import squareform
 
     experts = len(distances_NN)
@@ -49,25 +52,28 @@ def clusters(distances_NN: Tensor, count: int) -> list[list[int]]:
 
 
 def cosine(gram_NN: Tensor) -> Tensor:
-    """Cosines from inner products; 0 with what has no length."""
+    """Return cosines from inner products; 0 for vectors of length zero."""
     lengths_N = gram_NN.double().diagonal().clamp_min(0.0).sqrt()
     scale_NN = lengths_N[:, None] * lengths_N[None, :]
     return torch.where(scale_NN > 0, gram_NN.double() / scale_NN.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
 
 
 def highest(scores_N: Tensor, count: int) -> list[int]:
-    """The best experts, best first; ties go to the lower index."""
+    """Return the indices of the highest scores, best first; ties go to the lower index."""
     best: list[int] = scores_N.argsort(descending=True, stable=True)[:count].tolist()
     return best
 
 
 def most_used(group: Sequence[int], layer: LayerStatistics) -> int:
-    """The member that most tokens were routed to; ties go to the lower index."""
+    """Return the member with the most routed tokens; ties go to the lower index."""
     return max(sorted(group), key=lambda expert: int(layer.tokens_routed[expert]))
 
 
 def shares(group: Sequence[int], amounts_N: Tensor) -> dict[int, float]:
-    """Each member's share of the group's amount, without those that have none; even where nobody has any."""
+    """Return each member's share of the group's amount, without members whose amount is zero.
+
+    All members get equal shares where the group's amount is zero.
+    """
     amounts = {expert: float(amounts_N[expert]) for expert in group}
     total = sum(amounts.values())
     if total <= 0:

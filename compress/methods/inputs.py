@@ -1,4 +1,4 @@
-"""The checked inputs of a run that a method reads, and the run itself."""
+"""Checked inputs of a pruning or merging run, and the run that a method takes as its argument."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from compress.run.job import Prepared, Run
 
 @dataclass
 class Prunable(Prepared):
-    """Inputs that were found to be good, with what pruning needs besides."""
+    """Inputs that have passed all checks, with those that only pruning needs."""
 
     plan: Plan | None
-    """A ready-made one; None where a method makes it."""
+    """A ready-made plan; None where a method makes the plan."""
     budget: Budget | None
-    """With its defaults filled in; None with a ready-made plan."""
+    """The budget with its defaults filled in; None with a ready-made plan."""
     training_SL: Tensor
-    """With `validation_VL`: text to train all weights on, without a sequence where that was not asked for."""
+    """Text on which all weights are trained, with `validation_VL`; both have no rows where that training was not requested.
+    """
     validation_VL: Tensor
 
     @property
     def texts(self) -> dict[str, Tensor]:
-        """Every text that the result is made from, by name."""
+        """Return every text that the result depends on, by name."""
         return super().texts | {"training_text": self.training_SL, "validation_text": self.validation_VL}
 
 

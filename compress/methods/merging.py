@@ -1,14 +1,14 @@
-"""Groups of experts to a Plan: the hidden units of each group are aligned, and its members averaged.
+"""Conversion of groups into a Plan: each group's hidden units are aligned, and its members are averaged.
 
-Three things hold for all merging methods, and deviate from some of their papers:
-- Hidden units are aligned to the group's centre by its weights (alignment.py), also for HC-SMoE and S-SMoE, which average
-  experts in the order they are stored in. Aligned experts are never further apart, so their average loses less.
-- The router keeps the row of the group's centre and drops the others, so that the model really shrinks. REAM and DiEP do so
-  too. The public code of M-SMoE and HC-SMoE keeps all N rows and lets those of a group lead to the same expert, which no
-  checkpoint of these families can express.
-- Statistics are those of the full model in every layer; layers merged before are not calibrated on again.
+Three rules hold for all merging methods and deviate from some of their papers:
+- Hidden units are aligned to the group's center by their weights (alignment.py), also for HC-SMoE and S-SMoE, which average
+  experts in their stored order. Alignment never increases the distance between experts, so their average loses less.
+- The router keeps the row of the group's center and drops the others, so that the model really becomes smaller. REAM and
+  DiEP do so too. The public code of M-SMoE and HC-SMoE keeps all N rows and maps those of a group to one expert, which
+  checkpoints of these families cannot express.
+- Statistics of every layer are those of the full model; calibration is not repeated after earlier layers are merged.
 
-Aligning is the only step that reads weights, layer by layer.
+Alignment is the only step that reads weights, layer by layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.passes import processes
 def merge_groups(
     method: Callable[[LayerStatistics, int], list[Group]], statistics: Statistics, experts: int
 ) -> dict[int, list[Group]]:
-    """Groups of every MoE layer by decoder layer index; a layer that has no more than `experts` stays as it is."""
+    """Return the groups of every MoE layer by decoder layer index. Layers of at most `experts` experts stay unchanged."""
     return {
         index: method(layer, experts) if len(layer.tokens_routed) > experts else _as_is(layer)
         for index, layer in statistics.layers.items()
@@ -42,7 +42,9 @@ def _as_is(layer: LayerStatistics) -> list[Group]:
 
 
 def merged_plan(run: MethodRun, groups: Mapping[int, Sequence[Group]]) -> Plan:
-    """The groups aligned, once over interruptions: with wide experts that takes longest. Processes share out the layers."""
+    """Return the plan of the aligned groups, which is saved: alignment takes longest with wide experts. Processes share
+    layers.
+    """
 
     def aligned() -> dict[str, Any]:
         own = merging_plan(
@@ -64,10 +66,10 @@ def merging_plan(
     device: torch.device | str = "cpu",
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Plan:
-    """The groups as a Plan, their members aligned to the centres; experts in the order of the centres.
+    """Return the groups as a Plan, their members aligned to the centers, with experts in the order of the centers.
 
-    Reads the experts that are merged, one pair at a time, and releases them after each layer. A permutation has as many
-    numbers as an expert has hidden units, so a merging plan is some 0.1 % of the size of the experts that it merges.
+    The merged experts are read one pair at a time and released after each layer. A permutation has one number per hidden
+    unit, so a merging plan has about 0.1 % of the size of the experts that it merges.
     """
     layers = {}
     for index in progress(sorted(groups)):
@@ -84,7 +86,7 @@ def _planned(group: Group, checkpoint: Checkpoint, layer: int, device: torch.dev
 
 
 def aligned_sources(group: Group, checkpoint: Checkpoint, layer: int, device: torch.device | str) -> tuple[Source, ...]:
-    """The members with their weights, their hidden units in the order of the centre's."""
+    """Return the members with their weights, and with the permutations that align them to the center."""
     centre = expert_weights(checkpoint, layer, group.centre)
     return tuple(
         Source(

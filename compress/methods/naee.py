@@ -1,17 +1,18 @@
 """NAEE: the best subset of each layer's experts, by enumeration (Lu et al., "Not All Experts are Equal", ACL 2024, §3.2).
 
-In each MoE layer the n experts are kept with which the layer's output changes least: argmin ‖y_full − y_subset‖_F over the
-inputs that the layer has in the full model. A subset's output is that of the layer's own routing with the other experts
-masked: their logits −∞, re-routed, renormalised where the model does so. Shared experts cancel out.
+Each MoE layer keeps the n experts that change its output least: argmin ‖y_full − y_subset‖_F over the layer's inputs in the
+full model. A subset's output uses the layer's own routing with the other experts masked: their logits are −∞, tokens are
+re-routed, and weights are renormalized where the model does so. Shared experts cancel out.
 
-The paper enumerates all C(N, n) subsets. We do so up to a limit; beyond it experts are removed one at a time, each time the
-one whose loss costs least (greedy backward elimination). Inputs are a random sample of the calibration tokens.
+The paper enumerates all C(N, n) subsets. This implementation does so up to a limit. Beyond it, experts are removed one at a
+time, each time the one with the lowest resulting loss (greedy backward elimination). Inputs are a random sample of the
+calibration tokens.
 
 Each expert runs once on the sample. With Δ the change of a token's weights, ‖y_full − y_subset‖² = Σ_t Δ_tᵀ G_t Δ_t, where
-G_t holds the inner products of the token's expert outputs; so a subset costs its routing and products as small as N × N,
+G_t holds the inner products of the token's expert outputs. A subset therefore costs its routing and products of size N × N,
 whatever the hidden size, and T · N² numbers are held instead of T · N · D.
 
-Several processes share out the text; each has the sampled tokens of its own sequences, and losses are added up over all.
+Several processes share the text. Each holds the sampled tokens of its own sequences, and losses are summed over all.
 
 Shape suffixes: T sampled tokens, P tokens of one piece, N experts of the layer, D hidden, B subsets.
 """
@@ -47,18 +48,18 @@ from engine.passes.memory_need import MemoryDemand
 from engine.passes.streaming import stream_layers
 
 SAMPLE_TOKENS = 4096
-"""Calibration tokens, drawn at random, on whose layer inputs subsets are compared."""
+"""Number of calibration tokens, drawn at random, on whose layer inputs subsets are compared."""
 OUTPUT_BYTES = 64 << 20
-"""Outputs of all experts are held for as many tokens at a time as fit into this, and twice."""
+"""Bytes of the outputs of all experts; as many tokens run at a time as fit, and two copies are held."""
 SUBSETS_AT_ONCE = 32
 TOKENS_AT_ONCE = 512
-"""Whose products are read together when subsets are compared."""
+"""Number of tokens whose inner products are read together when subsets are compared."""
 SUBSET_PASSES = 30
-"""Elements that routing one token past one subset reads and writes, for each expert."""
+"""Elements read and written to route one token among one subset, per expert."""
 
 
 def held_bytes(config: DecoderConfig) -> int:
-    """The most that `naee` holds besides a layer and a batch: outputs, weights of the subsets that are compared together."""
+    """The most bytes that `naee` holds besides a layer and a batch: outputs, and weights of subsets compared together."""
     experts = max(config.experts_per_layer, default=0)
     weights = SAMPLE_TOKENS * experts * SUBSETS_AT_ONCE * 4
     products = TOKENS_AT_ONCE * experts * (experts + 2 * SUBSETS_AT_ONCE) * 4
@@ -78,10 +79,10 @@ def naee(
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, list[int]]:
-    """The experts of each MoE layer that stay, ascending, by decoder layer index; `kept` says how many.
+    """Return the kept experts of each MoE layer, ascending, by decoder layer index; `kept` gives their numbers.
 
-    One layer is in memory at a time, its inputs as they are with the full model. `once` may remember a layer's result
-    under a name, so that an interrupted run need not search it again; with a `directory` beside it the pass goes on from its
+    One layer is in memory at a time, and its inputs are those of the full model. `once` may store a layer's result under a
+    name, so that a resumed run does not search that layer again. With a `directory` the pass over the text resumes at its
     layer too.
     """
     drawn = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
@@ -104,19 +105,22 @@ def naee(
 
     left = None if directory is None else processes.own_directory(directory, rows)
     stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, directory=left, progress=progress).close()
-    for index in sorted(kept.keys() - result.keys()):  # from before the interruption
+    for index in sorted(kept.keys() - result.keys()):  # stored before the interruption
         result[index] = once(f"naee_{index}", list)
     return dict(sorted(result.items()))
 
 
 def search_used(counts: Mapping[int, int], kept: Mapping[int, int], limit: int) -> SearchFigures:
-    """What a search over layers of `counts` experts does: "greedy" where any layer is, and the most subsets of a layer."""
+    """Return how layers of `counts` experts are searched: "greedy" if any of them is, and the most subsets of a layer."""
     subsets = max(comb(count, kept[layer]) for layer, count in counts.items())
     return {"search": "exhaustive" if subsets <= limit else "greedy", "subsets": subsets}
 
 
 def compared_subsets(experts: int, kept: int, limit: int) -> int:
-    """How many a search of one layer compares: all of them up to a limit, beyond it N + (N − 1) + … + (kept + 1)."""
+    """Return the number of subsets that the search of one layer compares.
+
+    It is C(N, kept) up to the limit, and N + (N − 1) + … + (kept + 1) beyond it.
+    """
     if kept >= experts:
         return 0
     every = comb(experts, kept)
@@ -124,23 +128,26 @@ def compared_subsets(experts: int, kept: int, limit: int) -> int:
 
 
 class LayerInputs:
-    """Watches one MoE block and keeps its inputs and router logits at the sampled tokens."""
+    """Observes one MoE block and keeps its inputs and router logits at the sampled tokens."""
 
     def __init__(self, block: MoeBlock, sample_T: Tensor) -> None:
-        """sample_T: sorted indices into the flat sequence of all tokens, counted from the first of this process."""
+        """Create the observer.
+
+        sample_T: sorted indices into the flat sequence of all tokens, counted from the first token of this process.
+        """
         self.block, self.sample_T, self.seen = block, sample_T, 0
         self.pieces: list[tuple[Tensor, Tensor]] = []
         block.observer = self.see
 
     def see(self, x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
-        """One batch."""
+        """Keep the sampled tokens of one batch."""
         here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + x_TD.shape[0])] - self.seen
         self.pieces.append((x_TD[here], logits_TN[here]))
         self.seen += x_TD.shape[0]
 
     def sampled(self) -> tuple[Tensor, Tensor]:
-        """Inputs [T, D] and logits [T, N]."""
-        if not self.pieces:  # of a process without a sequence
+        """Return inputs [T, D] and logits [T, N] of the sampled tokens."""
+        if not self.pieces:  # a process without sequences
             router_ND = self.block.router_ND
             return router_ND.new_empty(0, self.block.hidden_size), router_ND.new_empty(0, len(self.block.experts))
         inputs, logits = zip(*self.pieces, strict=True)
@@ -148,7 +155,7 @@ class LayerInputs:
 
 
 def best_subset(block: MoeBlock, x_TD: Tensor, logits_TN: Tensor, *, keep: int, limit: int = SUBSET_LIMIT) -> list[int]:
-    """The `keep` experts, ascending, with which the block's output on x changes least. Ties go to the lower indices."""
+    """Return the `keep` experts, ascending, that change the block's output on x least. Ties go to the lower indices."""
     experts = len(block.experts)
     if keep >= experts:
         return list(range(experts))
@@ -158,18 +165,18 @@ def best_subset(block: MoeBlock, x_TD: Tensor, logits_TN: Tensor, *, keep: int, 
 
 
 class SubsetLosses:
-    """‖y_full − y_subset‖_F² for any subsets of one block's experts, on the same tokens; over those of all processes."""
+    """‖y_full − y_subset‖_F² for any subsets of one block's experts, summed over the sampled tokens of all processes."""
 
     @torch.no_grad()
     def __init__(self, block: MoeBlock, x_TD: Tensor, logits_TN: Tensor) -> None:
-        """Run every expert on every token, once. Raises DataError where an output is NaN or infinite."""
+        """Run every expert once on every token. Raises DataError where an output is NaN or infinite."""
         self.routing, self.logits_TN = block.routing, logits_TN
         self.full_TN = weight_of_each(block.routing(logits_TN), len(block.experts))
         self.products_TNN = inner_products(block, x_TD)
 
     @torch.no_grad()
     def __call__(self, subsets: list[tuple[int, ...]]) -> list[float]:
-        """One number for each subset."""
+        """Return one loss per subset."""
         count = self.full_TN.shape[1]
         result = []
         for start in range(0, len(subsets), SUBSETS_AT_ONCE):
@@ -181,7 +188,7 @@ class SubsetLosses:
                 rows = slice(begin, begin + TOKENS_AT_ONCE)
                 products_TNB = self.products_TNN[rows].to(change_TNB.device) @ change_TNB[rows]
                 squares_B += (change_TNB[rows] * products_TNB).sum((0, 1), dtype=torch.float64)
-            result += squares_B.clamp_min(0.0).tolist()  # rounding may leave a zero below it
+            result += squares_B.clamp_min(0.0).tolist()  # rounding may make a zero negative
         return processes.added_up(result)
 
     def _weights(self, subset: tuple[int, ...], count: int) -> Tensor:
@@ -191,14 +198,14 @@ class SubsetLosses:
 
 
 def weight_of_each(selection: Selection, experts: int) -> Tensor:
-    """A Selection as [T, N]: the weight of each expert, 0 for those that are not chosen."""
+    """Return a Selection as weights [T, N], 0 for experts that are not selected."""
     weights_TS = selection.weights.masked_fill(selection.experts == NO_EXPERT, 0.0)
     zeros_TN = weights_TS.new_zeros(weights_TS.shape[0], experts)
     return zeros_TN.scatter_add_(1, selection.experts.clamp_min(0), weights_TS)
 
 
 def inner_products(block: MoeBlock, x_TD: Tensor) -> Activations:
-    """⟨FFN_i(x_t), FFN_j(x_t)⟩, [T, N, N], in float32 or better. Raises DataError where one is NaN or infinite."""
+    """Return ⟨FFN_i(x_t), FFN_j(x_t)⟩, [T, N, N], in float32 or better. Raises DataError where one is NaN or infinite."""
     experts, dtype = len(block.experts), torch.promote_types(x_TD.dtype, torch.float32)
     result_TNN = Activations((x_TD.shape[0], experts, experts), dtype)
     piece = max(1, OUTPUT_BYTES // (experts * x_TD.shape[1] * dtype.itemsize))
@@ -216,7 +223,7 @@ def inner_products(block: MoeBlock, x_TD: Tensor) -> Activations:
 
 
 def exhaustive(losses: SubsetLosses, experts: int, keep: int) -> list[int]:
-    """The best of all subsets."""
+    """Return the best of all subsets."""
     best: tuple[int, ...] = ()
     least = float("inf")
     for subsets in _some_at_a_time(combinations(range(experts), keep)):
@@ -227,10 +234,10 @@ def exhaustive(losses: SubsetLosses, experts: int, keep: int) -> list[int]:
 
 
 def greedy(losses: SubsetLosses, experts: int, keep: int) -> list[int]:
-    """One expert at a time goes, the one without which the layer is nearest to the full one."""
+    """Return a subset by repeatedly removing the expert whose removal changes the layer's output least."""
     kept = tuple(range(experts))
     while len(kept) > keep:
-        # The last expert goes first, so that of equals the lower index stays.
+        # Later experts are tried first, so that of equal experts the one with the lower index stays.
         without = [kept[:place] + kept[place + 1 :] for place in reversed(range(len(kept)))]
         kept = min(zip(losses(without), without, strict=True), key=lambda pair: pair[0])[1]
     return list(kept)
@@ -284,7 +291,7 @@ def _phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
 
 
 def subset_counts(passes: Passes, tokens: int, length: int, compared: Mapping[int, int]) -> OperationCounts:
-    """A streamed pass, every expert on a sample, and so many subsets of each layer."""
+    """Return the cost of a streamed pass, every expert on the sample, and this number of subsets of each layer."""
     sample = min(SAMPLE_TOKENS, tokens)
 
     def layer(index: int) -> OperationCounts:
@@ -300,7 +307,7 @@ def subset_counts(passes: Passes, tokens: int, length: int, compared: Mapping[in
 
 
 def sample_bytes(passes: Passes, tokens: int) -> float:
-    """Bytes of the sample: inputs, a piece of all experts' outputs twice, and T · N² inner products, if not in a file."""
+    """Return the bytes of the sample: inputs, two pieces of all experts' outputs and, in memory, T · N² inner products."""
     sample, most = min(SAMPLE_TOKENS, tokens), max(passes.config.experts_per_layer)
     outputs = min(float(OUTPUT_BYTES), 4.0 * sample * most * passes.config.hidden_size)
     products = 4.0 * sample * most**2

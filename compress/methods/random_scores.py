@@ -1,4 +1,4 @@
-"""Random scores: the floor that every criterion has to beat."""
+"""Random scores, the baseline that every method must exceed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compress.run.job import statistics_of
 
 
 def random_scores(statistics: Statistics, seed: int = 0) -> dict[int, Tensor]:
-    """Uniform random numbers, [N] by decoder layer index."""
+    """Return uniform random scores, [N] by decoder layer index."""
     generator = torch.Generator().manual_seed(seed)
     return {index: torch.rand(len(layer.tokens_routed), generator=generator) for index, layer in statistics.layers.items()}
 

@@ -1,7 +1,7 @@
-"""REAM: the experts with the best REAP scores gather the others (Jha et al. 2026, arXiv 2604.04356).
+"""REAM: the experts with the highest REAP scores absorb the others (Jha et al. 2026, arXiv 2604.04356).
 
-W = Σ_i s_i·W_i / Σ_i s_i over a group, s the REAP score. The paper's text was not at hand; the authors' code decided
-(SamsungSAILMontreal/ream).
+W = Σ_i s_i·W_i / Σ_i s_i over a group, where s is the REAP score. The paper's text was not available; the implementation
+follows the authors' code (SamsungSAILMontreal/ream).
 
 Shape suffixes: N routed experts of the layer, D hidden size.
 """
@@ -19,18 +19,19 @@ from compress.methods.groups import Group, cosine, highest, shares
 from compress.methods.saliency import reap
 
 GROUP_SIZE = 16
-"""C: the most experts, centroid included, that a centroid gathers."""
+"""C: the maximum size of a group, including the centroid."""
 
 
 def ream(layer: LayerStatistics, experts: int) -> list[Group]:
-    """REAM (Jha et al. 2026, arXiv 2604.04356): REAP's best experts are centroids and gather the others.
+    """Return REAM's groups (Jha et al. 2026, arXiv 2604.04356): REAP's best experts are centroids and absorb the others.
 
-    Centroids in order of their score each take the C − 1 most similar experts that are still free ("pseudo-pruning": few
-    large groups, most experts stay as they are); C is 16, or more where the experts asked for could not take all otherwise.
-    Similarity is the mean of (1 + cos(u_i, u_j)) / 2, u_i = mean over x of p_i(x)·FFN_i(x), and 1 − δ_ij / max δ,
-    δ_ij = ‖z_i/‖z_i‖ − z_j/‖z_j‖‖₂, z_i the router logits of expert i over all tokens. Weights: W = Σ_i s_i·W_i / Σ_i s_i,
-    s the REAP score, the least positive one in place of 0. u_i is over the sample of tokens that every expert was run on.
-    Deviations: the paper aligns by activations too, and calibrates each layer behind the merged ones.
+    In the order of their scores, centroids each take the C − 1 most similar experts that are still free ("pseudo-pruning":
+    a few groups are large, and most experts stay unchanged). C is 16, or more where the requested number of experts could
+    not absorb all others. Similarity is the mean of (1 + cos(u_i, u_j)) / 2, with u_i = mean over x of p_i(x)·FFN_i(x), and
+    of 1 − δ_ij / max δ, with δ_ij = ‖z_i/‖z_i‖ − z_j/‖z_j‖‖₂ and z_i the router logits of expert i over all tokens.
+    Weights: W = Σ_i s_i·W_i / Σ_i s_i with REAP score s, where the least positive score replaces 0. u_i is over the sample
+    of tokens on which every expert runs. Deviations: the paper also aligns by activations, and calibrates each layer after
+    the merged layers before it.
     """
     scores_N = reap(layer).double()
     if bool((scores_N > 0).any()):

@@ -1,13 +1,12 @@
-"""DiEP's relaxed layers (Bai et al.).
+"""The relaxed layers of DiEP (Bai et al., eq. 6), through which its scores are trained.
 
-A relaxed layer depends smoothly on one score α for each expert and one β for the layer, so that both can be trained. With
-w the router's own weights:
+A relaxed layer is differentiable in one score α per expert and one score β per layer. With w the router's own weights:
 
 - `paper`: y = β Σ_i ᾱ_i FFN_i(x), ᾱ = softmax(α): every expert runs on every token (DiEP eq. 6).
-- `routed`: the model's own top-k of the logits ζ + α, times β. At α = 0, β = 1 it is the full model.
-- `gated`: y = β Σ_{i ∈ top-k} w_i · σ(α_i + 2) · FFN_i(x), with a pressure on the mean gate in the loss.
+- `routed`: the model's own top-k of the logits ζ + α, times β. At α = 0, β = 1 it equals the full model.
+- `gated`: y = β Σ_{i ∈ top-k} w_i · σ(α_i + 2) · FFN_i(x), with a penalty on the mean gate in the loss.
 
-The last two are not the paper's. Shape suffixes: N experts of a layer.
+The last two are not in the paper. Shape suffixes: N experts of a layer.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ class Relaxation:
     """One row of RELAXATIONS."""
 
     routing: Callable[[Routing, Tensor, Tensor], Routing]
-    """(the model's own rule, α_N, β) to the relaxed layer's Routing."""
+    """A function from (the model's own Routing, α_N, β) to the relaxed layer's Routing."""
     is_shift_invariant: bool = True
-    """A constant added to all α of a layer changes nothing, so their mean is kept at zero."""
+    """Whether a constant added to all α of a layer changes nothing; their mean is then kept at zero."""
     mixes_all: bool = False
-    """Every expert runs on every token, and not only those that the router chooses."""
+    """Whether every expert runs on every token, and not only the experts that the router selects."""
 
 
 def gate(alpha_N: Tensor) -> Tensor:
-    """The gate of the `gated` relaxation: σ(α + 2), 0.88 at α = 0."""
+    """Return the gate of the `gated` relaxation: σ(α + 2), which is 0.88 at α = 0."""
     return torch.sigmoid(alpha_N + 2.0)
 
 
@@ -43,4 +42,4 @@ RELAXATIONS: dict[str, Relaxation] = {
     "routed": Relaxation(ShiftedLogits),
     "gated": Relaxation(lambda base, alpha, beta: Gated(base, gate(alpha), beta), is_shift_invariant=False),
 }
-"""One row for each row of SEARCH_DEFAULTS (compress/options/prune.py), which has their numbers."""
+"""One row for each row of SEARCH_DEFAULTS (compress/options/prune.py), which holds their default values."""

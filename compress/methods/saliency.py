@@ -1,4 +1,6 @@
-"""One-shot pruning scores: each a pure function from one layer's statistics to a score per expert, higher = keep.
+"""One-shot pruning scores, among them REAP: mean over tokens routed to expert i of g_i(x) · ‖FFN_i(x)‖₂, g_i its weight.
+
+Each score is a pure function from one layer's statistics to one number per expert; higher scores are kept.
 
 Shape suffixes: N routed experts of the layer.
 """
@@ -12,27 +14,27 @@ from compress.methods.criterion import statistic
 
 
 def frequency(layer: LayerStatistics) -> Tensor:
-    """Expert trimming: tokens routed to the expert, as a share so that layers compare."""
+    """Return the share of tokens routed to each expert, [N] (expert trimming); shares are comparable between layers."""
     return layer.tokens_routed.double() / layer.tokens.clamp_min(1)
 
 
 def probability(layer: LayerStatistics) -> Tensor:
-    """Expert trimming by the router's probability: its mean over all tokens, routed or not."""
+    """Return the router probability of each expert, [N]: its mean over all tokens, routed or not (expert trimming)."""
     return layer.probability_sum / layer.tokens.clamp_min(1)
 
 
 def reap(layer: LayerStatistics) -> Tensor:
-    """REAP: mean over routed tokens of weight · ‖FFN_i(x)‖₂; 0 for an expert never routed to."""
+    """Return REAP's score, [N]: the mean over routed tokens of weight · ‖FFN_i(x)‖₂; 0 where none are routed."""
     return layer.weighted_norm_sum / layer.tokens_routed.clamp_min(1)
 
 
 def mean_output_norm(layer: LayerStatistics) -> Tensor:
-    """MAN: mean over routed tokens of ‖FFN_i(x)‖₂."""
+    """Return MAN's score, [N]: the mean over routed tokens of ‖FFN_i(x)‖₂."""
     return layer.norm_sum / layer.tokens_routed.clamp_min(1)
 
 
 def significance(layer: LayerStatistics) -> Tensor:
-    """MC-MoE's pruning part: access frequency × mean routing weight."""
+    """Return the significance of MC-MoE's pruning, [N]: access frequency × mean routing weight."""
     return frequency(layer) * layer.weight_sum / layer.tokens_routed.clamp_min(1)
 
 

@@ -12,7 +12,7 @@ from engine.options import declared, left_out, part, unlisted
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(JobOptions):
-    """Statistics of a model into a file."""
+    """One run of `compress calibrate`, which writes a model's statistics to a file."""
 
     output: Path = field(metadata=declared(group=OUTPUT, short="-o", help="Statistics file to write."))
     method: str = "calibrate"

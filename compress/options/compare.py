@@ -55,10 +55,10 @@ class CompareOptions:
         "skip_threshold",
         help="Skip unneeded experts, in perplexity and in speed, of the models that have tables for it.",
     )
-    """Exports skip as they were exported to."""
+    """Skip threshold of checkpoints; an export has the threshold that it was exported with."""
     dtype: str = like(OpenOptions, "dtype")
     device: str = like(OpenOptions, "device")
-    """Exports run on the CPU where this is "auto"."""
+    """Device of checkpoints; exports run on the CPU where this is "auto"."""
     threads: int | None = like(OpenOptions, "threads")
     overwrite: bool = option(False, group="Output", help="Replace an existing comparison.")
 

@@ -16,14 +16,14 @@ from engine.options import changed, check, declared, like, option, part, unliste
 
 TRAIN, PAPER = "What to train", "Every Expert Matters"
 DIVERGENCE_NAMES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
-"""The names of the table of divergences, which needs torch; a test compares them."""
+"""Names of the table of divergences, which needs torch; a test compares the two."""
 EXACT = "exact"
-"""The teacher's predictions are kept as they are."""
+"""Value of the option that stores the teacher's predictions exactly."""
 
 
 @dataclass(frozen=True)
 class KnowledgeAugmentation:
-    """How the teacher's gate is sampled (Every Expert Matters, KA)."""
+    """How the teacher's gate is sampled for knowledge augmentation (Every Expert Matters, KA)."""
 
     samples: int = option(
         2,
@@ -133,7 +133,7 @@ class DistillOptions(JobOptions, StepOptions):
     memory_limit: int | None = unlisted(JobOptions, "memory_limit")
 
     def check(self) -> None:
-        """Raise OptionError for what no training can use."""
+        """Raise OptionError for values with which no training is possible."""
         if self.shard:
             from engine.passes import processes
 
@@ -150,7 +150,7 @@ class DistillOptions(JobOptions, StepOptions):
         if own.samples < 1 or not 0.0 <= own.probability <= 1.0:
             raise OptionError("ka-samples must be at least 1, and ka-probability from 0 to 1")
         if self.validation_samples < 1 or self.validate_every < 1:
-            raise OptionError("validation-samples and validate-every must be at least 1: the best state is what is kept")
+            raise OptionError("validation-samples and validate-every must be at least 1: the best state is kept")
         self.training(1, 1, 1).check()
         if self.row.trains_router:
             self.router_training(1, 1, 1).check()
@@ -169,17 +169,17 @@ class DistillOptions(JobOptions, StepOptions):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Tokens that are kept of each of the teacher's predictions; None where all are, or none."""
+        """Number of tokens that are stored of each of the teacher's predictions; None for all tokens, or without a cache."""
         return None if self.teacher_cache in (None, EXACT) else int(str(self.teacher_cache))
 
     @property
     def row(self) -> Recipe:
-        """The row of the recipe, with the divergence that was asked for."""
+        """Return the row of the recipe, with the requested divergence."""
         row = RECIPES[self.recipe]
         return row if self.divergence is None else replace(row, divergence=self.divergence)
 
     def training(self, steps: int, length: int, hidden_size: int) -> TrainingOptions:
-        """The training of the student, on sequences of about `length` tokens."""
+        """Return the options of the student's training, on sequences of about `length` tokens."""
         from engine.passes.memory_budget import sequences_per_batch
 
         turn = self.augmentation.samples if self.row.samples_experts else 1
@@ -197,5 +197,5 @@ class DistillOptions(JobOptions, StepOptions):
         )
 
     def router_training(self, steps: int, length: int, hidden_size: int) -> TrainingOptions:
-        """The training of the teacher's routers, a step before each of the student's."""
+        """Return the options of the training of the teacher's routers, which step before the student."""
         return replace(self.training(steps, length, hidden_size), learning_rate=self.router_learning_rate, validate_every=0)

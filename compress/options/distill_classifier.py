@@ -16,12 +16,12 @@ from engine.options import changed, left_out, like, option, part, unlisted
 
 CLASSIFIERS = "Classifiers"
 OPTIMISERS = {"sgd": True, "adamw": False}
-"""Whether it has momentum, as stochastic gradient descent has; otherwise it is AdamW."""
+"""Whether each optimizer has momentum: stochastic gradient descent has; AdamW has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierOptions(JobOptions):
-    """One run; `model` is the student. Defaults are those of MoE-KD §5.1 on CIFAR-100."""
+    """One run of `compress distill` on classifiers. `model` is the student. Defaults are MoE-KD's on CIFAR-100 (§5.1)."""
 
     model: str = like(DistillOptions, "model")
     output: Path = like(DistillOptions, "output")
@@ -47,7 +47,7 @@ class ClassifierOptions(JobOptions):
     )
     max_length: int = like(Limits, "length")
     evaluation_samples: int | None = like(CalibrationOptions, "evaluation_samples", None)
-    """Held-out examples of the figures; None for all."""
+    """Number of held-out examples for the figures; None for all."""
     probe: str | None = option(
         None, group=CLASSIFIERS, metavar="DATA", help="Other examples, to probe the features on linearly."
     )
@@ -60,11 +60,13 @@ class ClassifierOptions(JobOptions):
     memory_limit: int | None = unlisted(JobOptions, "memory_limit")
 
     def check(self) -> None:
-        """Raise OptionError for what no training can use."""
+        """Raise OptionError for values with which no training is possible."""
         from engine.passes import processes
 
         if processes.started_together():
-            raise OptionError("classifiers are distilled in one process, as norms are of whole batches; leave out torchrun")
+            raise OptionError(
+                "classifiers are distilled in one process, because norms are over whole batches; run without torchrun"
+            )
         row = CLASSIFIER_RECIPES[self.recipe]
         if self.ablation is not None and not row.has_prototypes:
             raise OptionError(f"ablations are of recipe moe-kd; leave out --ablation, or take that for {self.recipe}")
@@ -81,7 +83,7 @@ class ClassifierOptions(JobOptions):
         self.training(1).check()
 
     def training(self, steps: int) -> TrainingOptions:
-        """The options of the training loop."""
+        """Return the options of the training loop."""
         return TrainingOptions(
             steps,
             self.learning_rate,
@@ -94,6 +96,6 @@ class ClassifierOptions(JobOptions):
 
     @property
     def teaching(self) -> ClassifierTeaching:
-        """How the student is taught."""
+        """Return the recipe, the ablation and the augmentation."""
         ablation = Ablation("") if self.ablation is None else ABLATIONS[self.ablation]
         return ClassifierTeaching(CLASSIFIER_RECIPES[self.recipe], self.temperature, ablation, AUGMENTATIONS[self.augment])

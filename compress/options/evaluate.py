@@ -22,7 +22,7 @@ Part = Literal["held-out", "calibration", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """One evaluation."""
+    """One run of `compress evaluate`."""
 
     model: str = like(JobOptions, "model")
     calibration: CalibrationOptions = part(

@@ -13,17 +13,17 @@ from engine.options import check, declared, like, option
 
 WRITE = "What to write"
 PRECISION_BITS = {"float32": None, "float16": None, "int8": 8, "int4": 4}
-"""Bits of the weights of products, where a precision has fewer than its dtype."""
+"""Bits of the weights of matrix products; None where they have the precision's dtype."""
 CLASSIFIER_PRECISIONS = {"float32": False, "int8": True}
-"""Whether weights and activations are rounded to 8 bits."""
+"""Whether each precision rounds weights and activations to 8 bits."""
 EXPERT_FORMS = {"moe": False, "portable": True}
-"""Whether experts are made of standard operators only; otherwise they are onnxruntime's mixture operators."""
+"""Whether each form builds experts from standard operators only, instead of onnxruntime's mixture operators."""
 FORMAT_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "onnx-genai": ("onnx", "onnxruntime", "onnxruntime_genai")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """One export. Raises OptionError for what no model can be exported as."""
+    """One export of a decoder or encoder-decoder. Raises OptionError for invalid combinations."""
 
     model: str = like(JobOptions, "model")
     output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-FORMAT", help="Directory of the result."))
@@ -50,13 +50,13 @@ class ExportOptions:
 
     @property
     def is_portable(self) -> bool:
-        """Whether the graph is made of standard operators only."""
+        """Whether the graph consists of standard operators only."""
         return EXPERT_FORMS[self.experts]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierExportOptions:
-    """One export. Raises OptionError for what no classifier can be exported as."""
+    """One export of a classifier. Raises OptionError for invalid combinations."""
 
     model: str = like(JobOptions, "model")
     output: Path = like(ExportOptions, "output")

@@ -1,4 +1,4 @@
-"""What every job says: which model, on which text, and where the result goes."""
+"""Options that every job has: the model, the text, and the place of the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTPUT = "Output"
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """One run, whatever it makes of the model."""
+    """Options of one run of any job."""
 
     model: str = option("demo", group="", is_argument=True, help="Directory, hub id or 'demo'.")
     output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-METHOD", help="Directory of the result."))
@@ -44,12 +44,12 @@ class JobOptions:
         check(self)
 
     def deciding(self) -> dict[str, Any]:
-        """The options that decide the result, as JSON."""
+        """Return the options that decide the result, as JSON."""
         values = asdict(self)
         for key in ("resume", "overwrite", "plan_output", "memory_limit"):
             del values[key]
         return dict(json.loads(json.dumps(values, default=str)))
 
     def recorded(self) -> dict[str, Any]:
-        """The deciding options with all defaults filled in, as provenance has them."""
+        """Return the deciding options with all defaults filled in, as provenance records them."""
         return self.deciding()

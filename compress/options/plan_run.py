@@ -1,4 +1,4 @@
-"""Options of `compress plan-run`: what decides on the cost of a run of `compress prune`."""
+"""Options of `compress plan-run`, which decide the cost of a run of `compress prune`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_NAMES = ("cpu", "h100", "h200", "a100", "a800", "l40s", "rtx4090")
-"""This processor, and the cards of the table of devices, which needs torch; a test compares them."""
+"""This processor, and the names of the table of devices, which needs torch; a test compares the two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What decides on a run's cost; names and defaults are those of `compress prune`."""
+    """Options that decide the cost of a run; names and defaults are those of `compress prune`."""
 
     model: str = like(JobOptions, "model")
     device: str = option("cpu", group="Machine", choices=DEVICE_NAMES, help="Where the run would compute.")
@@ -43,6 +43,6 @@ class RunOptions:
         check(self)
 
     def check(self) -> None:
-        """Raise OptionError for what no run can have."""
+        """Raise OptionError for values that no run can have."""
         if not 0.0 < self.sparsity < 1.0:
             raise OptionError(f"sparsity is {self.sparsity}; it must lie strictly between 0 and 1")

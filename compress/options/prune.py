@@ -1,4 +1,4 @@
-"""Options of `compress prune` and `compress merge`: which experts go, by which method, and what is trained afterwards."""
+"""Options of `compress prune` and `compress merge`, with their defaults: budget, method, search and later training."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from engine.options import REQUIRED, changed, check, declared_part, left_out, op
 DIEP = "DiEP"
 MERGE = "What to merge"
 SUBSET_LIMIT = 10_000
-"""Up to this many subsets a layer is searched exhaustively: 8 experts always are, 16 when 12 stay, and not when 8 do."""
+"""A layer with at most this many subsets is searched exhaustively: always with 8 experts; with 16 where 12 stay, not where
+8 stay.
+"""
 
 
 class SearchDefaults(NamedTuple):
-    """What DiEP's search takes for options that are None."""
+    """Defaults of a relaxation for options of DiEP's search that are None."""
 
     learning_rate: float
     start: str
-    """α starts at "zero" or from "fisher"."""
+    """Initial α: "zero", or "fisher" for gate Fisher."""
     score: str
-    """"raw" α·β or "normalised" N·ᾱ·β."""
+    """Ranking score: "raw" for α·β, or `normalised` for N·ᾱ·β."""
     pressure: float = 0.0
-    """μ: weight of the mean gate in the loss, which asks every expert to justify itself."""
+    """μ: weight of the mean gate in the loss, which penalizes every open gate."""
 
 
 SEARCH_DEFAULTS = {
@@ -38,19 +40,19 @@ SEARCH_DEFAULTS = {
     "routed": SearchDefaults(5e-3, "zero", "raw"),
     "gated": SearchDefaults(3e-2, "fisher", "raw", pressure=0.5),
 }
-"""By relaxation."""
+"""Defaults by relaxation."""
 BY_RELAXATION = "by relaxation"
 
 
 def default_scopes() -> str:
-    """The default scope of all methods, and then of each that has another one."""
+    """Return the default scope of most methods, followed by the scopes of methods with another default."""
     first, *others = ((name, METHODS[name].scopes[0]) for name in methods_of("prune"))
     return "; ".join([first[1], *(f"{name}: {scope}" for name, scope in others if scope != first[1])])
 
 
 @dataclass(frozen=True)
 class DiepOptions:
-    """DiEP's search. None stands for the relaxation's own default."""
+    """Options of DiEP's search. None stands for the relaxation's own default."""
 
     relaxation: str = option("gated", group=DIEP, choices=tuple(SEARCH_DEFAULTS), help="The relaxed layer.")
     epochs: int = option(10, group=DIEP, minimum=0, help="Passes over the text.")
@@ -72,7 +74,7 @@ class DiepOptions:
         group=DIEP,
         unset=BY_RELAXATION,
         choices=("raw", "normalised"),
-        help="Rank experts by α·β (raw) or by N·softmax(α)·β (normalised).",
+        help="Rank experts by α·β (`raw`) or by N·softmax(α)·β (`normalised`).",
     )
     seed: int = 0
 
@@ -80,7 +82,7 @@ class DiepOptions:
         check(self)
 
     def check(self) -> None:
-        """Raise OptionError for a number that no search can use."""
+        """Raise OptionError for a value with which no search is possible."""
         filled = self.filled()
         for name in ("learning_rate", "reconstruction_weight", "pressure"):
             value = getattr(filled, name)
@@ -88,14 +90,14 @@ class DiepOptions:
                 raise OptionError(f"{name.replace('_', '-')} is {value}; it must be a number from 0")
 
     def filled(self) -> DiepOptions:
-        """These options with every None replaced by the default of the relaxation."""
+        """Return these options with every None replaced by the relaxation's default."""
         default = SEARCH_DEFAULTS[self.relaxation]
         return replace(self, **{name: value for name, value in default._asdict().items() if getattr(self, name) is None})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions(JobOptions):
-    """One run of pruning; None as a budget needs a ready-made plan."""
+    """Options of one pruning run; the budget is None only with a ready-made plan."""
 
     budget: Budget | None = field(
         metadata=declared_part(
@@ -148,17 +150,17 @@ class PruneOptions(JobOptions):
     )
 
     def deciding(self) -> dict[str, Any]:
-        """The options that decide the result, without what each process holds."""
+        """Return the options that decide the result, without the memory placement of each process."""
         return {name: value for name, value in super().deciding().items() if name != "shard"}
 
     def recorded(self) -> dict[str, Any]:
-        """The deciding options with the search's defaults filled in too."""
+        """Return the deciding options with the search's defaults filled in too."""
         return self.deciding() | {"diep": asdict(self.diep.filled())}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(PruneOptions):
-    """One run of merging: a pruning in which every expert becomes part of one that stays."""
+    """Options of one merging run: a pruning in which every expert becomes part of an expert that stays."""
 
     budget: Budget | None = field(
         metadata=declared_part(

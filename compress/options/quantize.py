@@ -1,4 +1,4 @@
-"""Options of `compress quantize`, and of rounding the weights of any other result."""
+"""Options of `compress quantize`, and of quantizing the weights of any other result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class QuantiserOptions:
         check(self)
 
     def check(self, config: DecoderConfig) -> None:
-        """Raise OptionError for what cannot be done to this model."""
+        """Raise OptionError for a scheme that this model does not support."""
         if self.group_size != WHOLE_ROW and self.group_size < 1:
             raise OptionError(
                 f"group size is {self.group_size}; it must be from 1, or {WHOLE_ROW} for a scale for each output"
@@ -59,15 +59,15 @@ class QuantiserOptions:
 
     @property
     def scheme(self) -> Scheme:
-        """How each weight is stored."""
+        """Return the storage scheme of quantized weights."""
         return Scheme(self.bits, self.group_size)
 
     def scheme_of(self, name: str) -> Scheme:
-        """How one weight is stored."""
+        """Return the storage scheme of one weight."""
         return Scheme(HEAD_BITS, self.group_size) if name == HEAD else self.scheme
 
     def names(self, config: DecoderConfig) -> list[str]:
-        """Names of the weights that are quantized."""
+        """Return the names of the weights that are quantized."""
         names: list[str] = [HEAD] if self.quantize_head else []
         for index, layer in enumerate(config.layers):
             if not self.experts_only:
@@ -77,7 +77,7 @@ class QuantiserOptions:
         return names
 
     def config(self, config: DecoderConfig) -> dict[str, Any]:
-        """The quantization entry of config.json."""
+        """Return the quantization entry of config.json."""
         from engine.checkpoint.pack_quantized import CONFIG_KEY, config_of
 
         rounded = set(self.names(config))
@@ -85,7 +85,7 @@ class QuantiserOptions:
         kept = [name for name in matrices if name not in rounded and name not in (EMBEDDING, HEAD)]
         if self.quantize_head:
             return {CONFIG_KEY: config_of(self.scheme, kept, {HEAD: self.scheme_of(HEAD)})}
-        # Also where the head is tied and has no tensor: readers have a linear layer for it.
+        # The head is listed even where it is tied and has no tensor: readers build a linear layer for it.
         return {CONFIG_KEY: config_of(self.scheme, [HEAD, *kept])}
 
 
@@ -115,5 +115,5 @@ class QuantizeOptions(JobOptions):
 
     @property
     def reads_text(self) -> bool:
-        """Whether text is needed: rounding alone needs none."""
+        """Whether the run needs text; rounding alone does not."""
         return self.activation_aware or self.calibration.evaluation_samples > 0

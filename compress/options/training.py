@@ -1,4 +1,4 @@
-"""Options of every training: steps and rates, and what is trained after a model was made smaller."""
+"""Options of every training: steps, rates and batch sizes, for distillation and for training after compression."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ from engine.options import check, option
 TRAINING, RECOVERY = "Training", "Recovery"
 WARM_UP_SHARE = 0.05
 HIGHEST_RATE = 1.0 / 160
-"""Good for the demo model, whose hidden size that is; twice as much was too much."""
+"""Highest default rate. It suits the demo model, which has hidden size 160; twice the rate was too high."""
 CARE = 0.25
-"""How much lower than densify's a learning rate must be where the student is near its teacher already (docs/LOG.md)."""
+"""Factor on densify's learning rate for students that are already close to their teacher (docs/LOG.md)."""
 TEXT_STEPS = 600
 """Default number of steps of distillation on plain text."""
 
 
 def good_rate(hidden_size: int) -> float:
-    """1 over the hidden size, at most HIGHEST_RATE."""
+    """Return the default learning rate, 1 over the hidden size, at most HIGHEST_RATE."""
     return min(HIGHEST_RATE, 1.0 / hidden_size)
 
 
 def careful_rate(hidden_size: int) -> float:
-    """A quarter over the hidden size."""
+    """Return a quarter of `good_rate`."""
     return CARE * good_rate(hidden_size)
 
 
 def warm_up_steps(steps: int) -> int:
-    """Steps in which the learning rate rises, in a training of so many."""
+    """Return the number of steps in which the learning rate rises."""
     return max(10, round(WARM_UP_SHARE * steps))
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long a training is, how fast, and on how much at once."""
+    """Length, learning rate and batch size of a training."""
 
     steps: int
     learning_rate: float
     batch_size: int = 16
-    """Sequences a step, of each process."""
+    """Sequences per step, for each process."""
     group_size: int = 16
-    """Sequences in memory at a time; gradients of a step's groups are added up."""
+    """Sequences in memory at a time; the gradients of a step's groups are accumulated."""
     warm_up_steps: int = 10
     clip_norm: float = math.inf
-    """Longest gradient, over all parameters together."""
+    """Maximum norm of the gradient of all parameters together."""
     weight_decay: float = 0.0
     seed: int = 0
     earlier_steps: int = 0
-    """Steps of an earlier training on the same sequences: this one goes on in their order."""
+    """Number of steps of an earlier training on the same sequences; this training continues in their order."""
     steps_per_batch: int = 1
-    """Steps on the same sequences, one after another; states are saved between them only."""
+    """Number of consecutive steps on the same sequences; states are saved only between batches."""
     save_every: int = 25
     validate_every: int = 0
-    """0 never: training ends with its last state."""
+    """Steps between validations; 0 for none, and the training then ends with its last state."""
 
     def check(self) -> None:
-        """Raise OptionError for what no training can use."""
+        """Raise OptionError for values with which no training is possible."""
         if self.steps < 0 or self.batch_size < 1 or not 0.0 < self.learning_rate < math.inf or not self.clip_norm > 0.0:
             raise OptionError(
-                "steps must be at least 0, batch-size at least 1, the learning rate and the gradient's length positive"
+                "steps must be at least 0, batch-size at least 1, the learning rate and the gradient's norm positive"
             )
         if self.steps_per_batch < 1 or self.save_every % self.steps_per_batch:
             raise OptionError(
@@ -84,17 +84,17 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class DensePart:
-    """One of the two parts of training a dense result."""
+    """One of the two parts of the training of a dense result."""
 
     steps: int
     earlier_steps: int
-    """Steps of the part before."""
+    """Number of steps of the part before."""
     weights: LossWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The steps of every training that makes a new model."""
+    """Options of the steps of every training that makes a new model."""
 
     batch_size: int = option(16, group=TRAINING, minimum=1, help="Sequences per step and process.")
     micro_batch_size: int | None = option(
@@ -117,17 +117,17 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class DenseTrainingOptions(StepOptions):
-    """Steps of both parts, and what they have in common."""
+    """Steps of both parts of a dense training, and their common options."""
 
     distill_steps: int = option(
         0, group=TRAINING, minimum=0, help="Steps on text in which each layer's output learns that of MODEL."
     )
     finetune_steps: int = option(0, group=TRAINING, minimum=0, help="Further steps on text alone.")
     lambda_supervised: float = option(0.0, group=TRAINING, help="Weight of the loss on the text's own next tokens.")
-    """The paper's is above 0. Beside the teacher's predictions it did harm (docs/LOG.md)."""
+    """Default 0: the paper's weight is positive, but beside the teacher's predictions this term did harm (docs/LOG.md)."""
     lambda_layer: float = option(1.0, group=TRAINING, help="Weight of the loss on the layers' outputs.")
     lambda_prediction: float = option(1.0, group=TRAINING, help="Weight of the distance to MODEL's next-token predictions.")
-    """The paper's loss does not have this term."""
+    """The weight of a term that the paper's loss does not have."""
     learning_rate: float | None = option(
         None,
         group=TRAINING,
@@ -144,11 +144,11 @@ class DenseTrainingOptions(StepOptions):
 
     @property
     def steps(self) -> int:
-        """The steps of both parts."""
+        """Number of steps of both parts."""
         return self.distill_steps + self.finetune_steps
 
     def check(self) -> None:
-        """Raise OptionError for what no training can use."""
+        """Raise OptionError for values with which no training is possible."""
         for part in self.parts.values():
             self.part(part, 1, 1).check()
         weights = (self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
@@ -159,7 +159,7 @@ class DenseTrainingOptions(StepOptions):
 
     @property
     def parts(self) -> dict[str, DensePart]:
-        """Distillation, then fine-tuning, by the names of their figures."""
+        """Return the parts, distillation and then fine-tuning, by the names of their figures."""
         weights = LossWeights(self.lambda_supervised, self.lambda_layer, self.lambda_prediction)
         return {
             "distill": DensePart(self.distill_steps, 0, weights),
@@ -167,7 +167,7 @@ class DenseTrainingOptions(StepOptions):
         }
 
     def part(self, part: DensePart, length: int, hidden_size: int) -> TrainingOptions:
-        """Options of one part, for sequences of `length` tokens."""
+        """Return the options of one part, for sequences of `length` tokens."""
         from engine.passes.memory_budget import sequences_per_batch
 
         return TrainingOptions(
@@ -186,7 +186,7 @@ class DenseTrainingOptions(StepOptions):
 
 @dataclass(frozen=True)
 class RecoverOptions:
-    """How long routers and norms are trained after pruning, and how fast; 0 steps train nothing."""
+    """Length and learning rate of the training of routers and norms after pruning; 0 steps for no training."""
 
     steps: int = option(
         0,
@@ -199,35 +199,35 @@ class RecoverOptions:
         5e-3, group=RECOVERY, flag="recover-learning-rate", help="Learning rate of AdamW in that training."
     )
     batch_size: int = 16
-    """Sequences a step."""
+    """Sequences per step."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         check(self)
 
     def check(self) -> None:
-        """Raise OptionError for what no training can use."""
+        """Raise OptionError for values with which no training is possible."""
         if self.steps < 0 or self.batch_size < 1 or not 0.0 < self.learning_rate < math.inf:
             raise OptionError("recover-steps must be at least 0, batch-size at least 1 and the learning rate positive")
 
 
 @dataclass(frozen=True)
 class WholeRecoveryOptions:
-    """How long all weights are trained after pruning, and how fast."""
+    """Length and learning rate of the training of all weights after pruning."""
 
     steps: int = 0
-    """0 trains nothing."""
+    """Number of steps; 0 for no training."""
     learning_rate: float | None = None
-    """None as in `compress distill`."""
+    """Learning rate; None for the default of `compress distill`."""
     batch_size: int = 16
     validation_samples: int = 64
     seed: int = 0
 
     def training(self, hidden_size: int) -> DenseTrainingOptions:
-        """As options of a training from start to end."""
+        """Return the options of the training loop."""
         rate = careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate
         return DenseTrainingOptions(self.steps, learning_rate=rate, batch_size=self.batch_size, seed=self.seed)
 
     def check(self) -> None:
-        """Raise OptionError for what no training can use."""
+        """Raise OptionError for values with which no training is possible."""
         self.training(1).check()

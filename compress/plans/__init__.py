@@ -1,4 +1,5 @@
-"""Plans: what the weights become, budgets that choose experts by score, and `apply`, which carries out any plan.
+"""Plans, which say how experts become a smaller model; budgets, which select experts by score; and `apply`, which
+executes a plan.
 
-How scores are made stays in `compress/methods`. Start with `plan.py`.
+Scores are computed in `compress/methods`. Start with `plan.py`.
 """

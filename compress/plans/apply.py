@@ -1,6 +1,6 @@
-"""Carry out a Plan: read a checkpoint tensor by tensor, write the smaller one shard by shard, never holding a layer whole.
+"""Execute a Plan: read a checkpoint tensor by tensor and write the smaller one shard by shard.
 
-Shape suffixes: F expert width, D hidden, M experts of the result.
+A whole layer is never in memory. Shape suffixes: F expert width, D hidden, M experts of the result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _RELEASE_EVERY_BYTES = 64 << 20
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise PlanError unless the plan is for this checkpoint, UnsupportedError for one that its family cannot carry out."""
+    """Raise PlanError unless the plan fits this checkpoint, and UnsupportedError where its family cannot represent the
+    result.
+    """
     moes = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
     experts = {index: moe.experts for index, moe in moes.items() if moe is not None}
     width = next((moe.expert_width for moe in moes.values() if moe is not None), 0)
@@ -73,18 +75,22 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
 
 
 def _check_nothing_is_mixed(plan: Plan, checkpoint: Checkpoint) -> None:
-    """What is made of weights of few bits would have to be rounded again; copies need not."""
+    """Raise UnsupportedError for a plan that would mix low-bit weights: a mixture would be rounded a second time; a
+    copy is not.
+    """
     made = _made_tensors(plan, checkpoint).keys() - _origins(plan, checkpoint).keys()
     mixed = sorted(name for name in made if name not in checkpoint.shapes or checkpoint.scheme(name) is not None)
     if mixed:
         raise UnsupportedError(
-            f"{checkpoint.directory}: {mixed[0]} would be made of weights of few bits; take the model that this one was "
-            "quantised from, and `compress quantize` the result"
+            f"{checkpoint.directory}: {mixed[0]} would be made of low-bit weights; take the model that this one was "
+            "quantized from, and `compress quantize` the result"
         )
 
 
 def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError unless the result takes every tensor outside of the plan's MoE blocks, and needs no other."""
+    """Raise UnsupportedError unless the result uses every tensor outside of the plan's MoE blocks and needs no other
+    tensor.
+    """
     config, own = decoder_config(planned_config(plan, checkpoint)), checkpoint.config
     theirs, ours = config.architecture.model_type, own.architecture.model_type
     shapes, made = expected_tensors(config), _made_tensors(plan, checkpoint).keys() | dense_ffns(checkpoint)
@@ -110,10 +116,10 @@ def _width(source: Source, layer: int, checkpoint: Checkpoint) -> int:
 
 
 def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
-    """config.json of the result."""
+    """Return config.json of the result."""
     raw = checkpoint.raw_config
     if not checkpoint.config.moe_layers:
-        return raw  # dense already: nothing is planned
+        return raw  # the layers are dense already, and nothing is planned
     if plan.kind == "dense":
         return as_dense(raw, _dense_width(plan, checkpoint))
     counts = [len(plan.layers[index]) if index in plan.layers else 0 for index in range(len(checkpoint.config.layers))]
@@ -125,7 +131,10 @@ def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _groups(plan: Plan, checkpoint: Checkpoint, layer: int) -> list[int]:
-    """The group of each expert of the result: that of the expert whose router row it has; nothing without groups."""
+    """Return the group of each expert of the result: the group of the source expert whose router row it has.
+
+    The list is empty for a model without expert groups.
+    """
     moe = checkpoint.config.layers[layer].moe
     if moe is None or not moe.groups:
         return []
@@ -134,7 +143,7 @@ def _groups(plan: Plan, checkpoint: Checkpoint, layer: int) -> list[int]:
 
 
 def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
-    """Of every FFN of a dense sibling, which has one width for all: narrower ones get hidden units that are zero."""
+    """Return the common FFN width of a dense sibling. Narrower FFNs are padded with hidden units that are zero."""
     layer, (expert,) = next(iter(plan.layers.items()))
     width = sum(_width(part.sources[0], layer, checkpoint) for part in expert.parts)
     if checkpoint.config.architecture.dense_sibling is None:
@@ -143,13 +152,13 @@ def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
 
 
 def dense_ffns(checkpoint: Checkpoint) -> set[str]:
-    """Names of the projections of layers that have no experts."""
+    """Return the names of the projections of layers that have no experts."""
     dense = [index for index, layer in enumerate(checkpoint.config.layers) if layer.moe is None]
     return {dense_tensor(index, projection) for index in dense for projection in range(3)}
 
 
 def _fitted(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Of an FFN that is narrower than the others, with hidden units of zero: they add nothing to its output."""
+    """Return a tensor of a narrower FFN padded with zero hidden units, which add nothing to the FFN's output."""
     if tuple(tensor.shape) == shape:
         return tensor
     fitted = tensor.new_zeros(shape)
@@ -167,10 +176,10 @@ def apply(
     quantiser: Quantiser | None = None,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> None:
-    """Write config, weights and, where layers differ in experts, the modelling file into an empty directory.
+    """Write config, weights and, where layers differ in their experts, the modeling file into an empty directory.
 
-    `replaced`: tensors of the result that are written as they are given, by name (what was trained). `quantiser` rounds
-    weights on the way. Those that have few bits already are copied.
+    `replaced`: trained tensors of the result by name, which are written as given. `quantiser`: rounds weights as they are
+    written; weights that are low-bit already are copied.
     """
     check_fits(plan, checkpoint)
     check_nothing_is_lost(plan, checkpoint)
@@ -182,7 +191,7 @@ def apply(
     schemes = _schemes(config, checkpoint, origins, made, quantiser)
     packed = {} if schemes else _kept_packed(plan, checkpoint, replaced or {})
     raw |= _quantisation(config, checkpoint, quantiser) if schemes or packed else {}
-    # Weights of few bits lie one by one, whatever the family does.
+    # Low-bit weights are stored one tensor per expert, also in families that stack experts.
     one_by_one = {dense_names(config).get(name, name): Stored(shape) for name, shape in shapes.items()}
     stored = one_by_one if schemes else stored_tensors(config)
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -233,7 +242,7 @@ def _schemes(
     made: Mapping[str, Any],
     quantiser: Quantiser | None,
 ) -> dict[str, Scheme]:
-    """How each weight of few bits is stored in the result."""
+    """Return the storage scheme of each low-bit weight of the result."""
     if quantiser is not None:
         return {name: quantiser.options.scheme_of(name) for name in quantiser.options.names(result)}
     copied = {name: origins.get(name, name) for name in expected_tensors(result) if name in origins or name not in made}
@@ -241,14 +250,16 @@ def _schemes(
 
 
 def _quantisation(result: DecoderConfig, checkpoint: Checkpoint, quantiser: Quantiser | None) -> dict[str, Any]:
-    """What config.json says of the result's weights of few bits."""
+    """Return the quantization entry of the result's config.json; empty where no weight is low-bit."""
     if quantiser is not None:
         return quantiser.options.config(result)
     return {CONFIG_KEY: checkpoint.raw_config.get(CONFIG_KEY, {"quant_method": METHOD})}
 
 
 def _kept_packed(plan: Plan, checkpoint: Checkpoint, replaced: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, list[int]]]:
-    """Stacks of packed weights whose experts stay as they are, with those that stay: they are not unpacked."""
+    """Return stacks of packed weights that are only copied, each with the indices of its kept experts; they stay
+    packed.
+    """
     if not all(expert.is_copy for experts in plan.layers.values() for expert in experts):
         return {}
     found: dict[str, tuple[Tensor, list[int]]] = {}
@@ -268,7 +279,7 @@ def _rows_of(whole: Tensor, kept: Iterable[int]) -> Iterator[Tensor]:
 
 
 def _pieces(name: str, stored: Stored, given: Callable[[str], Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """A tensor of the result as it is written: some rows after the other, or of a stack one expert after the other."""
+    """Yield a tensor of the result in pieces: blocks of rows or, for a stack, one expert after the other."""
     if stored.stack is None:
         yield from in_parts(given(name).to(dtype), _RELEASE_EVERY_BYTES)
     else:
@@ -277,13 +288,13 @@ def _pieces(name: str, stored: Stored, given: Callable[[str], Tensor], dtype: to
 
 
 class _Releasing:
-    """Lets go of the source's pages every now and then."""
+    """Releases the source's mapped pages at intervals."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self._read = checkpoint, 0
 
     def after(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The same pieces."""
+        """Yield the pieces unchanged, and release pages between them."""
         for piece in pieces:
             yield piece
             self._read += piece.numel() * piece.element_size()
@@ -301,7 +312,7 @@ def planned_decoder(
     *,
     replaced: Mapping[str, Tensor] | None = None,
 ) -> Decoder:
-    """What `apply` would write, as a decoder, without writing it; experts that are kept as they are stay mapped."""
+    """Return the result of `apply` as a decoder, without writing it. Experts that stay unchanged remain memory-mapped."""
     made = _made_tensors(plan, checkpoint) | _given(replaced)
     config = decoder_config(planned_config(plan, checkpoint))
     shapes = expected_tensors(config)
@@ -319,12 +330,12 @@ def planned_decoder(
 
 
 def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """Unchanged tensors keep their dtype; experts and routers are stored as the model's first expert is."""
+    """Return the dtype of a tensor: its own if unchanged; that of the model's first expert for experts and routers."""
     return checkpoint.dtype(name) if name in checkpoint.shapes else checkpoint.model_dtype
 
 
 def _origins(plan: Plan, checkpoint: Checkpoint) -> dict[str, str]:
-    """Names in the source of the tensors of experts that stay as they are, by their names in the result."""
+    """Return the source names of the tensors of unchanged experts, by their names in the result."""
     row = checkpoint.config.architecture
     return {
         expert_tensor(row, layer, index, part): expert_tensor(row, layer, source, part)
@@ -336,7 +347,7 @@ def _origins(plan: Plan, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
-    """How to make each tensor that is not copied under its own name, without making any yet."""
+    """Return a function for each tensor that is not copied under its own name; the function computes the tensor."""
     row = checkpoint.config.architecture
     made: dict[str, Callable[[], Tensor]] = {}
     for layer, experts in plan.layers.items():
@@ -347,13 +358,13 @@ def _made_tensors(plan: Plan, checkpoint: Checkpoint) -> dict[str, Callable[[], 
         for name, (_, *inputs) in expert_rows(checkpoint.config, layer).items():
             if plan.kind == "moe":
                 made[name] = _deferred(_rows, checkpoint, name, experts)
-            elif row.dense_sibling is None:  # the softmax of one logit is 1, whatever the logit
+            elif row.dense_sibling is None:  # the softmax of one logit is always 1
                 made[name] = _deferred(torch.zeros, 1, *inputs)
     return made
 
 
 def ffn_tensor(plan: Plan, checkpoint: Checkpoint, layer: int, index: int, projection: int) -> str:
-    """Name in the result of a projection of expert `index`: of the one FFN, where the result is a dense sibling."""
+    """Return the result's name of a projection of expert `index`, or of the one FFN where the result is dense."""
     row = checkpoint.config.architecture
     if plan.kind == "dense" and row.dense_sibling is not None:
         return dense_tensor(layer, projection)
@@ -369,20 +380,25 @@ def _deferred(function: Callable[..., Tensor], *arguments: Any) -> Callable[[], 
 
 
 def _projection(checkpoint: Checkpoint, layer: int, expert: PlannedExpert, projection: int) -> Tensor:
-    """One projection of a planned expert: its parts side by side along the hidden units."""
+    """Return one projection of a planned expert: its parts concatenated along the hidden units."""
     blocks = [part_tensor(checkpoint, layer, part, projection) for part in expert.parts]
     return blocks[0] if len(blocks) == 1 else side_by_side(blocks, projection)
 
 
 def side_by_side(blocks: Sequence[Tensor], projection: int) -> Tensor:
-    """A tensor of the FFN that adds up what several FFNs give: the hidden units of all, which their last biases know not."""
+    """Concatenate a tensor of several FFNs along the hidden units: the single FFN returns the sum of their outputs.
+
+    The biases of down projections have no hidden units; they are added.
+    """
     if projection == DOWN_BIAS:
         return torch.stack(list(blocks)).sum(0)
     return torch.cat(list(blocks), dim=1 if projection == DOWN else 0)
 
 
 def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
-    """Σ coefficient · permuted source; of the down projection times the part's scale. A plain copy stays a mapped view."""
+    """Return Σ coefficient · permuted source, for the down projection times the part's scale. A plain copy stays
+    mapped.
+    """
     scale = part.scale if projection in (DOWN, DOWN_BIAS) else 1.0
     tensors = [(source, _source_tensor(checkpoint, layer, source, projection)) for source in part.sources]
     if len(tensors) == 1 and tensors[0][0].coefficient * scale == 1.0 and tensors[0][0].permutation is None:
@@ -403,8 +419,10 @@ def _source_tensor(checkpoint: Checkpoint, layer: int, source: Source, projectio
 
 
 def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...]) -> Tensor:
-    """The result's router, [M, D], or another tensor with a row for each expert: weighted sums of source rows, one-hot in
-    pruning."""
+    """Return the result's router [M, D], or another tensor with a row for each expert, as weighted sums of source rows.
+
+    The sums are one-hot in pruning.
+    """
     weight = checkpoint.tensor(name)
     if weight.dim() > 1 and is_router_bias(checkpoint.config.architecture, name):  # [1, N]
         return _rows_of_router(weight.T, experts).T
@@ -419,7 +437,7 @@ def _rows_of_router(weight: Tensor, experts: tuple[PlannedExpert, ...]) -> Tenso
 
 
 def carried_files(source: Path) -> Iterator[Path]:
-    """Tokenizer, preprocessing and generation files in the source's directory, which the result takes over unchanged."""
+    """Yield the tokenizer, preprocessing and generation files of the source, which the result copies unchanged."""
     names = (
         "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model spiece.model special_tokens_map.json "
         "added_tokens.json vocab.json vocab.txt merges.txt chat_template.jinja preprocessor_config.json"

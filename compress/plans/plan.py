@@ -1,11 +1,11 @@
-"""Plan: what the weights become.
+"""Plan: how the experts of every MoE layer of the result are made from source experts.
 
-For each MoE layer, the experts of the smaller model. An expert is one or more parts side by side along the hidden units
-(concatenation, MoE→dense), each part a weighted sum of source experts whose hidden units may first be permuted (merging),
-and it keeps a weighted sum of source router rows. Pruning is the one-hot case. In JSON an expert kept as it is is just its
-number, so a pruning plan reads `"0": [0, 3, 5]`, and a permutation is one string of numbers.
+An expert of the result is one or more parts, concatenated along the hidden units (MoE→dense). Each part is a weighted
+sum of source experts, whose hidden units may be permuted first (merging). The expert also has a weighted sum of source
+router rows. Pruning is the one-hot case. In JSON an unchanged expert is its number, so a pruning plan reads `"0": [0,
+3, 5]`, and a permutation is one string of numbers.
 
-A plan is small, readable, diffable, and is the provenance in the artifact. `apply` (apply.py) carries out any plan.
+A plan is small and readable, and it is part of the artifact's provenance. `apply` (apply.py) executes any plan.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from engine.files.json_file import shown
 
 SCHEMA_VERSION = 1
 MAX_DIGITS = 9
-"""Of a layer's number: Python reads no integer of thousands."""
+"""Most digits of a layer's number; Python refuses to parse integers of thousands of digits."""
 SHARED_EXPERT = "shared"
-"""A source that names the layer's shared expert instead of a routed one."""
+"""Name of the layer's shared expert as a source."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Source:
     expert: int | str
     coefficient: float = 1.0
     permutation: tuple[int, ...] | None = None
-    """Hidden unit `permutation[j]` of the source is added to unit j of the result; None keeps the order."""
+    """Unit j of the result adds hidden unit `permutation[j]` of the source; None keeps the order."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Σ coefficient · source, of the sources' own width; `scale` multiplies its block of the down projection."""
+    """Σ coefficient · source, with the sources' width; `scale` multiplies the part's columns of the down projection."""
 
     sources: tuple[Source, ...]
     scale: float = 1.0
@@ -45,14 +45,14 @@ class Part:
 
 @dataclass(frozen=True)
 class PlannedExpert:
-    """One expert of the result: its parts, concatenated, and the router row it keeps (none in a dense result)."""
+    """One expert of the result: its concatenated parts, and the router row that it has (None in a dense result)."""
 
     parts: tuple[Part, ...]
     router: tuple[Source, ...] = ()
 
     @property
     def is_copy(self) -> bool:
-        """The source expert as it is, with its own router row: what pruning keeps."""
+        """Whether this is an unchanged source expert with its own router row, as in pruning."""
         if len(self.parts) != 1 or len(self.parts[0].sources) != 1 or self.parts[0].scale != 1.0:
             return False
         source = self.parts[0].sources[0]
@@ -61,34 +61,34 @@ class PlannedExpert:
 
 @dataclass(frozen=True)
 class Plan:
-    """The experts of every MoE layer, by decoder layer index. `kind` is "moe", or "dense" with one expert a layer."""
+    """The experts of every MoE layer by decoder layer index. `kind` is "moe", or "dense" for one expert per layer."""
 
     layers: Mapping[int, tuple[PlannedExpert, ...]]
     kind: str = "moe"
 
     @property
     def experts_per_layer(self) -> tuple[int, ...]:
-        """Experts of each MoE layer, in the order of the layers."""
+        """Number of experts of each MoE layer, in the order of the layers."""
         return tuple(len(self.layers[layer]) for layer in sorted(self.layers))
 
 
 def kept_expert(expert: int) -> PlannedExpert:
-    """A source expert as it is, with its router row."""
+    """Return a source expert unchanged, with its router row."""
     return PlannedExpert((Part((Source(expert),)),), (Source(expert),))
 
 
 def pruning_plan(kept: Mapping[int, Iterable[int]]) -> Plan:
-    """Keep these experts of each layer (one-hot rows), in the order of their indices."""
+    """Return a plan that keeps these experts of each layer (one-hot rows), in the order of their indices."""
     return Plan({layer: tuple(kept_expert(expert) for expert in sorted(experts)) for layer, experts in kept.items()})
 
 
 def same_plan(experts: Mapping[int, int]) -> Plan:
-    """Every expert stays. experts: their number by decoder layer index."""
+    """Return a plan that keeps every expert. experts: number of experts by decoder layer index."""
     return pruning_plan({layer: range(count) for layer, count in experts.items()})
 
 
 def concatenation_plan(selected: Mapping[int, Sequence[tuple[int | str, float]]]) -> Plan:
-    """MoE→dense: each layer becomes one FFN, the concatenation of (expert, scale a_i) pairs."""
+    """Return a MoE→dense plan: each layer becomes one FFN, the concatenation of (expert, scale a_i) pairs."""
     return Plan(
         {
             layer: (PlannedExpert(tuple(Part((Source(expert),), scale) for expert, scale in experts)),)
@@ -145,7 +145,7 @@ def _check_source(source: Source, where: str, experts: int, width: int, shared: 
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON; the inverse of `plan_from_json`."""
+    """Return a plan as JSON; `plan_from_json` is the inverse."""
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": plan.kind,
@@ -169,13 +169,13 @@ def _source_to_json(source: Source) -> Any:
     if source.coefficient != 1.0:
         values["coefficient"] = source.coefficient
     if source.permutation is not None:
-        # One string: as a list, each of an expert's thousands of hidden units would be a line of the indented file.
+        # One string: as a list, each of thousands of hidden units would take one line of the indented file.
         values["permutation"] = " ".join(map(str, source.permutation))
     return values
 
 
 def plan_from_json(values: Any) -> Plan:
-    """Read a plan. Raises PlanError naming the first place that is not as the schema has it."""
+    """Read a plan. Raises PlanError with the first place that violates the schema."""
     if not isinstance(values, dict) or not isinstance(values.get("layers"), dict):
         raise PlanError("not a plan: expected an object with schema_version, kind and layers")
     version = values.get("schema_version")

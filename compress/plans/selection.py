@@ -1,4 +1,9 @@
-"""From scores to the experts that stay: DiEP's global ranking (DiEP §4.2) and its plainer forms."""
+"""Selection of the experts that stay, from scores: global ranking (DiEP §4.2), per layer, or uniform.
+
+`--uniform` is scope "uniform": every layer keeps the same number of experts, so that the result is a plain checkpoint
+of its family. That number is the budget applied to a layer of average size. Scope "global" (DiEP) ranks the experts of
+all layers together, and scope "layer" removes the same share of each layer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ SCOPES = ("global", "layer", "uniform")
 
 @dataclass(frozen=True)
 class Budget:
-    """How many experts may stay, and where."""
+    """How many experts may stay, and over which experts scores are ranked."""
 
     sparsity: float | None = option(None, group=REMOVE, help="Share of all experts to remove, between 0 and 1.")
     experts: int | None = option(
@@ -33,8 +38,9 @@ class Budget:
         choices=SCOPES,
         help="Rank the experts of all layers together (global), or remove the same share of each layer (layer).",
     )
-    """"global" ranks the experts of all layers together; "layer" removes the same share of each; "uniform" keeps the same
-    count in each, that of a layer of average size."""
+    """How the budget is shared among layers: "global" ranks the experts of all layers together; "layer" removes the
+    same share of each layer; "uniform" keeps the same count in each layer, that of a layer of average size.
+    """
     min_experts: int = option(1, group=REMOVE, help="Fewest experts that a layer keeps.")
 
     def __post_init__(self) -> None:
@@ -75,7 +81,7 @@ class Budget:
                 )
 
     def kept_per_layer(self, counts: Mapping[int, int]) -> dict[int, int]:
-        """Experts that stay in each layer, for the scopes that fix it before any score is known."""
+        """Return the number of kept experts of each layer, for scopes in which it does not depend on scores."""
         assert self.scope != "global"
         if self.scope == "uniform":
             average = round(sum(counts.values()) / len(counts))
@@ -83,7 +89,7 @@ class Budget:
         return {layer: self._kept_of(count) for layer, count in counts.items()}
 
     def kept_in_all(self, counts: Mapping[int, int]) -> int:
-        """Experts that stay in the whole model for scope "global": Σ N_l − round(r · Σ N_l)."""
+        """Return the number of kept experts of the model for scope "global": Σ N_l − round(r · Σ N_l)."""
         total = sum(counts.values())
         if self.experts is not None:
             return sum(min(self.experts, count) for count in counts.values())
@@ -99,9 +105,10 @@ class Budget:
     def select(
         self, scores: Mapping[int, Tensor], groups: Mapping[int, Sequence[int]] | None = None
     ) -> dict[int, list[int]]:
-        """The experts of each layer that stay, ascending. Ties go to the earlier layer and lower index.
+        """Return the kept experts of each layer, ascending. Ties go to the earlier layer and the lower index.
 
-        groups: of each expert of a layer that has any, by layer. Scope "uniform" keeps as many of each.
+        groups: the group of each expert, by layer, for layers that have groups. Scope "uniform" keeps an equal number
+        of each group.
         """
         counts = {layer: len(values) for layer, values in scores.items()}
         self.check(counts)
@@ -111,7 +118,7 @@ class Budget:
             if self.scope == "uniform" and groups:
                 ranked = {layer: _in_turns(order, groups[layer]) for layer, order in ranked.items()}
             return {layer: sorted(order[: number[layer]]) for layer, order in ranked.items()}
-        # The minimum of each layer stays whatever its score; the rest of the budget goes to the best of all others.
+        # Each layer first keeps its minimum by score. The rest of the budget goes to the best of all other experts.
         kept = {layer: order[: min(self.min_experts, len(order))] for layer, order in ranked.items()}
         others = [
             (-float(scores[layer][expert]), layer, expert)
@@ -125,10 +132,10 @@ class Budget:
 
 
 def check_groups(budget: Budget, layers: Mapping[int, MoeConfig]) -> None:
-    """Raise OptionError where a uniform result would not have as many experts in every group of a layer.
+    """Raise OptionError where a uniform result would have unequal numbers of experts in the groups of a layer.
 
-    A plain checkpoint of a family says nothing of its groups but how many they are. Those of sigmoid scores are judged by
-    two experts each (arXiv 2412.19437, §2.1.2), so transformers wants as many.
+    A plain checkpoint of such a family stores only the number of groups. Groups with sigmoid scores are ranked by the
+    sum of their two best experts (arXiv 2412.19437, §2.1.2), so transformers requires at least two experts per group.
     """
     if budget.scope != "uniform":
         return
@@ -143,7 +150,10 @@ def check_groups(budget: Budget, layers: Mapping[int, MoeConfig]) -> None:
 
 
 def _in_turns(order: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """Experts best first, so that any multiple of the number of groups has as many of each: one of each group in turn."""
+    """Return the experts best first, taking one of each group in turn.
+
+    Any multiple of the number of groups then has equally many experts of each group.
+    """
     turn: dict[int, int] = {}
     turns = {}
     for expert in order:
@@ -152,10 +162,10 @@ def _in_turns(order: Sequence[int], groups: Sequence[int]) -> list[int]:
 
 
 def moe_configs(config: DecoderConfig) -> dict[int, MoeConfig]:
-    """The mixture of each layer that has one, by decoder layer index."""
+    """Return the mixture config of each MoE layer, by decoder layer index."""
     return {index: moe for index, layer in enumerate(config.layers) if (moe := layer.moe) is not None}
 
 
 def groups_of(config: DecoderConfig) -> dict[int, tuple[int, ...]]:
-    """The group of each expert by decoder layer index; empty for a model without groups."""
+    """Return the group of each expert by decoder layer index; empty for a model without groups."""
     return {index: moe.groups for index, moe in moe_configs(config).items() if moe.groups}

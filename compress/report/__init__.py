@@ -1,4 +1,4 @@
-"""Tables, plots, the comparison's page and the model card: figures as people see them.
+"""Presentation of figures: tables, plots, the comparison's page and the model card.
 
 No figure is computed here. Start with `columns.py`.
 """

@@ -1,4 +1,4 @@
-"""The model card that an artifact carries: its figures, for people."""
+"""The model card of an artifact, with its figures."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def model_card(
     own: Sequence[str] = (),
     loader: str = "AutoModelForCausalLM",
 ) -> str:
-    """README.md of an artifact. `layers`: decoder layer index of each MoE layer; `pictures` lie beside it.
+    """Return README.md of an artifact.
 
-    `title` stands for how many fewer experts there are; `own` are lines of what is particular to how it was made.
+    `layers`: decoder layer index of each MoE layer. `pictures` are in the same directory. `title` replaces the number of
+    removed experts; `own` has lines that are particular to the command.
     """
     rows = [
         ("experts", figures["experts_before"], figures["experts_after"]),
@@ -73,14 +74,14 @@ def model_card(
 
 
 def front_matter(tags: list[str], library: str | None, base: str | None = None) -> list[str]:
-    """The lines that the hub reads of a model card, as YAML. base: the hub id of the model that it was made from."""
+    """Return the model card's YAML front matter for the hub. base: the hub id of the model that it was made from."""
     from huggingface_hub import ModelCardData  # imported here: tables and columns are used without the hub
 
     return ["---", ModelCardData(base_model=base, library_name=library, tags=tags).to_yaml(), "---"]
 
 
 def training_lines(parts: Mapping[str, TrainingFigures]) -> list[str]:
-    """What each part of the training cost and gained; nothing where there was none."""
+    """Return lines on the cost and the gain of each part of the training; empty without training."""
     lines = []
     for name, part in parts.items():
         lines.append(f"`{name}`: {part['steps']} steps, loss {part['loss_first']:.3f} to {part['loss_last']:.3f}.")
@@ -96,7 +97,7 @@ def _kind(figures: Mapping[str, Any], title: str | None) -> str:
 
 
 def _loading(figures: Mapping[str, Any], loader: str) -> list[str]:
-    """How it is loaded, and by whom where that is not transformers."""
+    """Return how the artifact is loaded, and by which library where that is not transformers."""
     if note := figures.get("loading_note"):
         code = ["from engine.generate import Engine", 'engine = Engine.open("this directory")']
         return [f"{note[0].upper()}{note[1:]}.", "", "```python", *code, "```"]

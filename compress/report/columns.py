@@ -1,6 +1,7 @@
-"""The figures of a comparison, one dict per model: what people read of them, and how they become CSV.
+"""Columns of a comparison: one dict per model to a table for people, and to CSV.
 
-Keys are snake_case with the unit in the name; sizes are bytes, times seconds, shares 0..1. What was not measured is None.
+Keys are snake_case with the unit in the name; sizes are in bytes, times in seconds, shares from 0 to 1. Missing figures are
+None.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class Column:
 
     title: str
     value: Callable[[Row], float | str | None]
-    """What the column is sorted by."""
+    """The value by which the column is sorted."""
     text: Callable[[Row], str]
     about: str
     relative: bool = True
-    """Whether the ratio to the first model's figure says something."""
+    """Whether the ratio to the first model's figure is meaningful."""
 
 
 def size(count: float | None) -> str:
-    """Bytes for people."""
+    """Return a number of bytes for people."""
     if count is None:
         return DASH
     for unit in ("B", "kB", "MB", "GB"):
@@ -41,25 +42,25 @@ def size(count: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure, or a dash where it was not measured."""
+    """Return a figure for people, or a dash for None."""
     return DASH if value is None else f"{value:,.{digits}f}"
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """Those in which at least one of the rows has a figure, the model's name first."""
+    """Return the columns in which at least one row has a figure, the model's name first."""
     skipping = _SKIPPED if any(row.get("skip_threshold") for row in rows) else []
     every = [_MODEL, *_quality(rows), *_SIZE, *_SPEED, *skipping]
     return [column for column in every if any(column.value(row) is not None for row in rows)]
 
 
 def text_table(rows: Sequence[Row]) -> list[list[str]]:
-    """The table for people: a header, then a line for each model."""
+    """Return the table for people: a header, then a line for each model."""
     shown = columns(rows)
     return [[column.title for column in shown], *([column.text(row) for column in shown] for row in rows)]
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """The rows with a header; lists are joined by spaces, and each task's figures are columns `tasks.NAME.METRIC`."""
+    """Return the rows as CSV with a header. Lists are joined by spaces, and tasks have columns `tasks.NAME.METRIC`."""
     flat = [_flat(row) for row in rows]
     keys = list(dict.fromkeys(key for row in flat for key in row))
     text = io.StringIO()
@@ -86,7 +87,7 @@ def _figure(title: str, key: str, text: Callable[[Any], str], about: str, relati
 
 
 def _quality(rows: Sequence[Row]) -> list[Column]:
-    """Perplexity, then the first figure of every task that any of the models was given."""
+    """Return perplexity, and the first figure of every task that any of the models was evaluated on."""
     several = len({row.get("perplexity_group") for row in rows if row.get("perplexity") is not None}) > 1
 
     def perplexity(row: Row) -> str:
@@ -124,7 +125,7 @@ def _experts(row: Row) -> str:
 
 
 def _mean_experts(row: Row) -> float:
-    """0 for a dense model."""
+    """Return the mean number of experts per layer, 0 for a dense model."""
     counts = row.get("experts_per_layer") or []
     return sum(counts) / len(counts) if counts else 0.0
 

@@ -1,4 +1,4 @@
-"""The scores that a DiEP search ended with, as the artifact keeps them: `diep_scores.json`, for people and pictures."""
+"""The final scores of a DiEP search as the artifact's file `diep_scores.json`, for people and pictures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DiepScores:
 
 
 def scores_of_state(state: Path, layers: tuple[int, ...]) -> DiepScores:
-    """The scores in the state file of a search (`diep.save_state`) over these MoE layers."""
+    """Return the scores in the state file of a search (`diep.save_state`) over these MoE layers."""
     with SafetensorsFile(state) as file:
         check_digest(file)
         alpha = {layer: file.tensor(f"alpha.{index}").tolist() for index, layer in enumerate(layers)}
@@ -40,7 +40,7 @@ def save_scores(scores: DiepScores, directory: Path) -> None:
 
 
 def load_scores(directory: Path) -> DiepScores | None:
-    """The scores of an artifact, None where it has none. Raises CheckpointError for a damaged file."""
+    """Return the scores of an artifact, None where it has none. Raises CheckpointError for a damaged file."""
     path = directory / FILE_NAME
     if not path.is_file():
         return None

@@ -1,6 +1,6 @@
-"""The figures of each command, with the keys and values of its `--json`.
+"""Figures of each command, with the keys and values of its `--json` output.
 
-A command's figures are those of every smaller model and its own. Lists have one number for each MoE layer, in their order.
+A command's figures are those of every smaller model and its own. Lists have one number for each MoE layer, in order.
 Perplexities are None where nothing was measured.
 """
 
@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 
 
 class TrainingFigures(TypedDict):
-    """One training: what it cost and gained. Every other term of the loss also has NAME_first and NAME_last."""
+    """Cost and gain of one training. Each further loss term also has NAME_first and NAME_last."""
 
     steps: int
     learning_rate: float
@@ -23,12 +23,12 @@ class TrainingFigures(TypedDict):
 
 
 class ModelFigures(TypedDict):
-    """A smaller model beside the one that it was made from."""
+    """Figures of a smaller model beside those of its source."""
 
     artifact: str
     method: str
     sparsity: float
-    """Share of the experts that are gone."""
+    """Share of the experts that were removed."""
     experts_before: int
     experts_after: int
     experts_per_layer: list[int]
@@ -39,20 +39,20 @@ class ModelFigures(TypedDict):
     perplexity_before: float | None
     perplexity_after: float | None
     evaluation: str
-    """The text that perplexities are of."""
+    """The text on which perplexities are measured."""
     seconds: float
     peak_memory_bytes: int
     token_accuracy_before: NotRequired[float | None]
-    """With the next, for an encoder-decoder."""
+    """Share of correct tokens of an encoder-decoder before; the next field is after."""
     token_accuracy_after: NotRequired[float | None]
     loading_note: NotRequired[str | None]
-    """Who can load it, where transformers alone cannot."""
+    """The software that loads the artifact, where transformers alone does not."""
     plots: NotRequired[list[str]]
     """File names of the pictures."""
 
 
 class RoundingFigures(TypedDict):
-    """Low-bit weights. Errors are root mean squares over those of the weights."""
+    """Figures of low-bit weights. Errors are root mean squares relative to those of the weights."""
 
     weight_bits: int
     group_size: int
@@ -68,20 +68,20 @@ class RoundingFigures(TypedDict):
 
 
 class QuantizeFigures(ModelFigures, RoundingFigures):
-    """`compress quantize`."""
+    """Figures of `compress quantize`."""
 
 
 class SearchFigures(TypedDict):
-    """How NAEE compares subsets."""
+    """Figures of NAEE's comparison of subsets."""
 
     search: str
     """"exhaustive", or "greedy" where a layer has too many subsets."""
     subsets: int
-    """The most subsets of a layer."""
+    """The largest number of subsets of a layer."""
 
 
 class PruneFigures(ModelFigures):
-    """`compress prune` and `compress merge`; with --bits also RoundingFigures."""
+    """Figures of `compress prune` and `compress merge`; with --bits also RoundingFigures."""
 
     recover_steps: int
     training: dict[str, TrainingFigures]
@@ -89,46 +89,46 @@ class PruneFigures(ModelFigures):
 
 
 class SweepFigures(TypedDict):
-    """`compress prune` with several methods or sparsities."""
+    """Figures of `compress prune` with several methods or sparsities."""
 
     output: str
     runs: list[PruneFigures]
     rows: list[dict[str, Any]]
-    """Those of `compress compare`."""
+    """The rows of `compress compare`."""
     notes: list[str]
     seconds: float
     peak_memory_bytes: int
 
 
 class ChoiceFigures(TypedDict):
-    """Which experts became a dense model's feed-forward networks."""
+    """Figures of the experts selected for a dense model's feed-forward networks."""
 
     ffns: int
     select: str
     selected_experts: dict[str, list[int]]
-    """By layer, ascending."""
+    """Selected experts by layer, ascending."""
     family: str
     family_note: str
     block_error_per_layer: list[float]
-    """Mean distance of a layer's output from the mixture's, relative to that, before any training."""
+    """Mean relative error of each layer's output against the mixture's, before any training."""
     top_expert_share_per_layer: list[float]
     effective_experts_per_layer: list[float]
     training: dict[str, TrainingFigures]
 
 
 class DecoderChoiceFigures(ChoiceFigures):
-    """The choice of experts in a decoder."""
+    """Figures of the selected experts of a decoder."""
 
     shared_gate_error_per_layer: list[float] | None
     scales_per_layer: list[list[float]] | None
 
 
 class DensifyFigures(ModelFigures, DecoderChoiceFigures):
-    """`compress densify` of a decoder."""
+    """Figures of `compress densify` of a decoder."""
 
 
 class PairsChoiceFigures(ChoiceFigures):
-    """The choice of experts in an encoder-decoder, whose layers have names."""
+    """Figures of the selected experts of an encoder-decoder, whose layers have names."""
 
     sequences_cut: int
     sequence_length: int
@@ -140,11 +140,11 @@ class PairsChoiceFigures(ChoiceFigures):
 
 
 class DensifyPairsFigures(ModelFigures, PairsChoiceFigures):
-    """`compress densify` of an encoder-decoder."""
+    """Figures of `compress densify` of an encoder-decoder."""
 
 
 class DistillationFigures(TrainingFigures):
-    """Distillation of a language model: its training, and what it gained on responses."""
+    """Figures of distillation of a language model: its training, and its gain on responses."""
 
     teacher: str | None
     recipe: str
@@ -164,14 +164,14 @@ class DistillationFigures(TrainingFigures):
 
 
 class DistillFigures(ModelFigures, DistillationFigures):
-    """`compress distill` of language models.
+    """Figures of `compress distill` of language models.
 
-    With --select-by rouge-l, validation_rouge_l stands for validation_perplexity.
+    With --select-by rouge-l, validation_rouge_l replaces validation_perplexity.
     """
 
 
 class ClassifierFigures(TypedDict):
-    """`compress distill` of classifiers. Every term of the loss also has NAME_first and NAME_last."""
+    """Figures of `compress distill` of classifiers. Each loss term also has NAME_first and NAME_last."""
 
     artifact: str
     teacher: str | None
@@ -203,7 +203,7 @@ class ClassifierFigures(TypedDict):
 
 
 class EvaluateFigures(TypedDict):
-    """`compress evaluate`: perplexity."""
+    """Figures of `compress evaluate`: perplexity."""
 
     metric: str
     value: float
@@ -214,7 +214,7 @@ class EvaluateFigures(TypedDict):
 
 
 class TaskFigures(TypedDict):
-    """`compress evaluate --tasks`."""
+    """Figures of `compress evaluate --tasks`."""
 
     metric: str
     value: dict[str, Any]
@@ -234,7 +234,7 @@ class PhaseFigures(TypedDict):
 
 
 class PlanRunFigures(TypedDict):
-    """`compress plan-run`."""
+    """Figures of `compress plan-run`."""
 
     model: str
     architecture: str

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that stands alone: no network, images inside, light and dark, phone and wide screen."""
+"""A comparison as one self-contained HTML page: embedded images, no network, light and dark, phones and wide screens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 LEAST_SCALE = 0.8
-"""Of a picture's own size."""
+"""Smallest display size of a picture, relative to its own size."""
 MOST_OPEN = 3
-"""Pictures of one kind."""
+"""The most pictures of one kind that are open at once."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of the table: as people read it, what it is sorted by, and its ratio to the first model's."""
+    """One figure of the table: its text, its sort key, and its ratio to the first model's."""
 
     text: str
     sort_key: str
@@ -36,7 +36,7 @@ class Cell:
 def page(
     rows: Sequence[Row], *, title: str, notes: Sequence[str], settings: Mapping[str, Any], pictures: Sequence[Picture]
 ) -> str:
-    """The HTML text. Every name, note and setting is escaped; `pictures` are read from disk and embedded."""
+    """Return the HTML text. Every name, note and setting is escaped; `pictures` are read from disk and embedded."""
     shown = columns(rows)
     return _template().render(
         title=title,
@@ -52,7 +52,7 @@ def page(
 
 @dataclass(frozen=True)
 class _Shown:
-    """A picture as the page embeds it; sizes in CSS pixels."""
+    """A picture as embedded in the page; sizes are in CSS pixels."""
 
     picture: Picture
     uri: str
@@ -61,30 +61,30 @@ class _Shown:
 
     @classmethod
     def of(cls, picture: Picture) -> Self:
-        """Read from disk."""
+        """Read a picture from disk."""
         return cls(picture, _data_uri(picture.path), *_display_size(picture.path))
 
     @property
     def least_width(self) -> int:
-        """Narrower than this its text could not be read: a smaller screen scrolls it."""
+        """Least width at which its text is legible; smaller screens scroll the picture."""
         return round(LEAST_SCALE * self.width)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Pictures of one title: one of all models, or one of each model."""
+    """Pictures of one title: one for all models, or one for each model."""
 
     title: str
     pictures: Sequence[_Shown]
 
     @property
     def about(self) -> str:
-        """What to say of any of them."""
+        """Text that describes the group's pictures."""
         return self.pictures[0].picture.about
 
     @property
     def is_open(self) -> bool:
-        """Whether all are shown at once; the many of a sweep have to be asked for."""
+        """Whether all pictures are shown at once; the many pictures of a sweep are collapsed."""
         return len(self.pictures) <= MOST_OPEN
 
 
@@ -101,7 +101,7 @@ def _data_uri(path: Path) -> str:
 
 
 def _display_size(path: Path) -> tuple[int, int]:
-    """Width and height of a PNG in CSS pixels, of which an inch has 96: finer pictures look sharp, and not large."""
+    """Return width and height of a PNG in CSS pixels (96 per inch), so that high resolutions are sharp and not large."""
     with path.open("rb") as file:
         width, height = struct.unpack(">II", file.read(24)[16:])
     return round(width * 96 / DOTS_PER_INCH), round(height * 96 / DOTS_PER_INCH)
@@ -257,7 +257,7 @@ document.querySelectorAll("thead th").forEach((head, column) => {
 
 @cache
 def _template() -> Template:
-    from jinja2 import Environment, StrictUndefined  # here: only runs that end in a page need it
+    from jinja2 import Environment, StrictUndefined  # imported here: only runs that write a page need it
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True

@@ -1,4 +1,4 @@
-"""Which pictures models have something for, drawn as PNG files: in a comparison, and beside the model card of an artifact.
+"""Selection and drawing of the pictures of models as PNG files, for a comparison and for an artifact's model card.
 
 Shape suffixes: N experts of a layer.
 """
@@ -20,42 +20,42 @@ from engine.files.json_file import writing
 
 Drawn = TypeVar("Drawn")
 MOST_EXPERTS = 4096
-"""A plan read from a file that numbers its experts higher is not drawn."""
+"""Limit of expert numbers: a plan from a file with higher numbers is not drawn."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG file and what to say of it."""
+    """A PNG file and its description."""
 
     path: Path
     title: str
     about: str
     model: str = ""
-    """Whose it is, where each model has one of its own; pictures of the same title then follow each other."""
+    """Label of the model that it shows, if each model has a picture of its own; pictures of one title are adjacent."""
 
     @property
     def name(self) -> str:
-        """Its title, and whose it is."""
+        """Its title, and its model if it has one."""
         return f"{self.title}: {self.model}" if self.model else self.title
 
 
 @dataclass(frozen=True)
 class Pictured:
-    """What is known of one model's experts."""
+    """Data about one model's experts."""
 
     label: str
     experts: Mapping[int, int]
-    """Count by decoder layer; empty for a dense model."""
+    """Number of experts by decoder layer; empty for a dense model."""
     statistics: Statistics | None = None
     kept: Mapping[int, Sequence[int]] | None = None
-    """By layer, the number of each expert in the model that it was pruned from; None for what is not plainly pruned."""
+    """By layer, each expert's number in the source of a pruned model; None for models that were not only pruned."""
     scores: DiepScores | None = None
     routed: Mapping[int, Sequence[int]] | None = None
-    """By layer, tokens routed to each expert; where None, those of the statistics."""
+    """By layer, tokens routed to each expert; None for those of the statistics."""
 
     @property
     def tokens_routed(self) -> dict[int, list[int]]:
-        """By layer, of each expert; empty where it was not observed."""
+        """Tokens routed to each expert, by layer; empty where none were counted."""
         if self.routed is not None:
             return {layer: list(counts) for layer, counts in self.routed.items()}
         return (
@@ -64,7 +64,7 @@ class Pictured:
 
 
 def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | None:
-    """Of a model made by pruning alone: by layer its experts' numbers in the source. None for any other plan."""
+    """Return, by layer, the source numbers of a purely pruned model's experts; None for any other plan."""
     if {layer: len(experts) for layer, experts in plan.layers.items()} != config.experts_by_layer:
         return None
     kept: dict[int, list[int]] = {}
@@ -77,7 +77,7 @@ def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | No
 
 
 def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
-    """Experts per layer, usage, similarities and search scores, of those models that have them. Raises OutputError."""
+    """Draw experts per layer, usage, similarities and search scores of the models that have them. Raises OutputError."""
     pictures = []
     counts = {model.label: model.experts for model in models if model.experts}
     if counts:
@@ -98,7 +98,7 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
     neighbours = [(model, matrices) for model in known if (matrices := between_layers(model))]
     for (model, matrices), name in _numbered(neighbours, "layer_similarity"):
         figure, title = plots.layer_similarity(model.label, matrices), "Similarity between layers"
-        about = "RBF CKA of the outputs of each two experts of neighbouring MoE layers, on the same tokens."
+        about = "RBF CKA of the outputs of each two experts of neighboring MoE layers, on the same tokens."
         pictures.append(save(directory, name, figure, title, about, model.label))
     for model, name in _numbered([model for model in models if model.scores is not None], "diep_scores"):
         figure, title = plots.search_scores(model.label, search_scores(model)), "α and β"
@@ -108,7 +108,7 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
 
 
 def draw_usage(directory: Path, label: str, statistics: Statistics, chosen: Mapping[int, Sequence[int]]) -> Picture:
-    """How concentrated usage is in each layer, with the experts that were chosen. Raises OutputError."""
+    """Draw how concentrated usage is in each layer, with the selected experts. Raises OutputError."""
     shares = {layer: usage_shares(own).tolist() for layer, own in statistics.layers.items()}
     alike = {layer: effective_experts(own) for layer, own in statistics.layers.items()}
     figure = plots.usage_histogram(label, shares, alike, chosen)
@@ -125,7 +125,7 @@ def draw_training(
     histories: Mapping[str, tuple[Sequence[Mapping[str, float]], Sequence[tuple[int, float]]]],
     measure: str = "perplexity",
 ) -> list[Picture]:
-    """The parts of a training by name: terms of the loss at each step, and (step, measure) of validation."""
+    """Draw the parts of a training by name: loss terms at each step, and (step, measure) of validations."""
     pictures = []
     for name, (history, validations) in histories.items():
         terms = {term: [step[term] for step in history] for term in history[0] if term != "loss"}
@@ -145,26 +145,26 @@ def save(directory: Path, name: str, figure: Any, title: str, about: str, model:
 
 
 def _numbered(drawn: Sequence[Drawn], name: str) -> list[tuple[Drawn, str]]:
-    """Each with a file name, which ends in a number where there are several."""
+    """Return each drawing with a file name, which ends in a number where there are several."""
     return [(own, name if len(drawn) == 1 else f"{name}_{index}") for index, own in enumerate(drawn, start=1)]
 
 
 def between_layers(model: Pictured) -> dict[tuple[int, int], list[list[float]]]:
-    """CKA of experts of neighbouring MoE layers, by (layer, the one before)."""
+    """Return CKA between the experts of neighboring MoE layers, by (layer, the layer before)."""
     assert model.statistics is not None
     layers = sorted(model.statistics.layers)
     return {(layer, before): model.statistics.layers[layer].rbf_cka_before.tolist() for before, layer in pairwise(layers)}
 
 
 def usage(model: Pictured) -> plots.UsageShares:
-    """Shares of routed tokens; experts are numbered from 0 where it is not known which of a source they are."""
+    """Return shares of routed tokens. Experts whose source numbers are unknown are numbered from 0."""
     shares = {layer: [count / max(1, sum(counts)) for count in counts] for layer, counts in model.tokens_routed.items()}
     numbers = model.kept or {layer: list(range(len(own))) for layer, own in shares.items()}
     return plots.UsageShares(model.label, shares, numbers)
 
 
 def search_scores(model: Pictured) -> plots.SearchScores:
-    """α and β; where it is not known which experts stayed, none is crossed out."""
+    """Return α and β. No expert is crossed out where the remaining ones are unknown."""
     assert model.scores is not None
     every = {layer: list(range(len(own))) for layer, own in model.scores.alpha.items()}
     return plots.SearchScores(model.scores.alpha, model.scores.beta, model.kept or every)

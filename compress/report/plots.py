@@ -1,7 +1,7 @@
-"""Pictures of what compression did, by matplotlib, the optional extra `plots`.
+"""Plots of compression results by matplotlib, the optional extra `plots`.
 
-Each function takes plain figures and gives a matplotlib Figure; `save` writes it. Layers are decoder layer indices.
-Colours are viridis for amounts and PuOr around zero, which read the same to the colour-blind; grey means "not there".
+Each function takes plain figures and returns a matplotlib Figure; `save` writes it. Layers are decoder layer indices. Color
+maps are viridis for amounts and PuOr around zero, which are legible to color-blind readers; gray means missing.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from engine.errors import OptionError
 
 DOTS_PER_INCH = 144
 MAX_NAME = 36
-"""Longer names are shortened in their middle."""
+"""Length in characters above which names are shortened in their middle."""
 LAYERS_IN_A_LINE = 32
-"""More layers than this are drawn in several lines, so that numbers stay legible."""
+"""Layers per row of panels; further layers start a new row, so that numbers stay legible."""
 MISSING = "#d4d4d4"
 DASH = "–"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Of Okabe and Ito."""
+"""Palette of Okabe and Ito."""
 
 
 @dataclass(frozen=True)
 class UsageShares:
-    """How a model's router spreads tokens over its experts."""
+    """Distribution of a model's routed tokens over its experts."""
 
     name: str
     shares: Mapping[int, Sequence[float]]
-    """By layer, of each expert: its share of all (token, expert) pairs."""
+    """By layer, each expert's share of all (token, expert) pairs."""
     numbers: Mapping[int, Sequence[int]]
-    """By layer, of each expert: its number in the model that it comes from."""
+    """By layer, each expert's number in the source model."""
 
 
 @dataclass(frozen=True)
 class SearchScores:
-    """What DiEP learned: α by layer and expert, β by layer, and which experts stayed."""
+    """Scores learned by DiEP: α by layer and expert, β by layer, and the experts that stayed."""
 
     alpha: Mapping[int, Sequence[float]]
     beta: Mapping[int, float]
@@ -49,7 +49,7 @@ class SearchScores:
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -61,7 +61,7 @@ def require() -> None:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Names are text and no formulas; a sign that the font lacks is drawn as a box, without a warning."""
+    """Set the style: names are text without formulas, and missing glyphs are drawn as boxes without a warning."""
     from matplotlib import rc_context
 
     settings: Any = {
@@ -79,13 +79,13 @@ def style() -> Iterator[None]:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a PNG of the same bytes for the same figures."""
+    """Write a PNG that has identical bytes for identical figures."""
     with style():
         figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None}, facecolor="white")
 
 
 def short(name: str, length: int = MAX_NAME) -> str:
-    """The name on one line, its middle left out where it is too long."""
+    """Return the name on one line, shortened in its middle where it is too long."""
     name = " ".join(name.split())
     keep = length - 1
     return name if len(name) <= length else f"{name[: keep - keep // 2]}…{name[len(name) - keep // 2 :]}"
@@ -95,7 +95,7 @@ def short(name: str, length: int = MAX_NAME) -> str:
 
 
 def experts_per_layer(counts: Mapping[str, Mapping[int, int]]) -> Any:
-    """Experts in each layer of each model, by name; a dash where a model has no experts in a layer."""
+    """Draw the number of experts in each layer of each model, by name; a dash means a model without experts in a layer."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -123,7 +123,7 @@ def experts_per_layer(counts: Mapping[str, Mapping[int, int]]) -> Any:
 
 
 def expert_usage(usages: Sequence[UsageShares]) -> Any:
-    """A panel for each model: layers down, experts across under their source's numbers, those that are not there grey."""
+    """Draw a panel for each model: a row per layer, a column per source expert, gray where an expert is missing."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -159,7 +159,7 @@ def expert_usage(usages: Sequence[UsageShares]) -> Any:
 
 @dataclass(frozen=True)
 class _Similarity:
-    """A matrix of CKA, and what stands above, left of and below it."""
+    """A CKA matrix, with the text above, left of and below it."""
 
     matrix: Any
     title: str = ""
@@ -168,9 +168,9 @@ class _Similarity:
 
 
 def expert_similarity(name: str, matrices: Mapping[int, Any]) -> Any:
-    """RBF CKA of the outputs of each two experts of a layer [N, N], a panel for each layer (DiEP's figures 1 and 6).
+    """Draw RBF CKA between the outputs of a layer's experts [N, N], a panel per layer (DiEP's figures 1 and 6).
 
-    Each expert with itself is left grey: that 1 would take most of the colours.
+    The diagonal is gray, because its ones would take most of the color range.
     """
     import numpy as np
 
@@ -183,16 +183,18 @@ def expert_similarity(name: str, matrices: Mapping[int, Any]) -> Any:
 
 
 def layer_similarity(name: str, matrices: Mapping[tuple[int, int], Any]) -> Any:
-    """RBF CKA of experts of two layers [N, M], a panel for each (layer of N, layer of M) (DiEP's figures 1 and 7)."""
+    """Draw RBF CKA between experts of two layers [N, M], a panel for each (layer of N, layer of M) (DiEP's figures 1 and
+    7).
+    """
     panels = [
         _Similarity(matrix, down=f"layer {layer}", across=f"layer {other}")
         for (layer, other), matrix in sorted(matrices.items())
     ]
-    return _similarities(f"Similarity of neighbouring layers' experts (RBF CKA), {short(name)}", panels)
+    return _similarities(f"Similarity of neighboring layers' experts (RBF CKA), {short(name)}", panels)
 
 
 def _similarities(title: str, panels: Sequence[_Similarity]) -> Any:
-    """Square panels that share their colours."""
+    """Draw square panels that share their color scale."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -230,9 +232,10 @@ def _similarities(title: str, panels: Sequence[_Similarity]) -> Any:
 def usage_histogram(
     name: str, shares: Mapping[int, Sequence[float]], alike: Mapping[int, float], chosen: Mapping[int, Sequence[int]]
 ) -> Any:
-    """Share of routed tokens of each expert, by layer (Cruz Salinas et al., fig. 4); chosen experts in another colour.
+    """Draw the share of routed tokens of each expert, by layer (Cruz Salinas et al., fig. 4).
 
-    alike: how many experts, all used alike, would be as spread out. A dashed line shows where all would stand.
+    Selected experts have another color. alike: effective number of experts by layer. A dashed line shows the share under
+    uniform usage.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -264,7 +267,7 @@ def usage_histogram(
 
 
 def by_layer(title: str, panels: Mapping[str, Mapping[int, float]]) -> Any:
-    """A bar for each layer, a panel for each quantity."""
+    """Draw a bar for each layer, in a panel for each quantity."""
     from matplotlib.figure import Figure
 
     layers = max(len(own) for own in panels.values())
@@ -283,9 +286,9 @@ def by_layer(title: str, panels: Mapping[str, Mapping[int, float]]) -> Any:
 
 
 def training(name: str, terms: Mapping[str, Sequence[float]], validations: Sequence[tuple[int, float]], measure: str) -> Any:
-    """Each term of the loss step by step, smoothed over the pale line of single steps; beside them what validation gave.
+    """Draw each loss term by step, smoothed over the pale line of single steps, and the validations beside them.
 
-    measure: what validation measures, lower is better.
+    measure: name of the validation metric, where lower is better.
     """
     import numpy as np
     from matplotlib.figure import Figure
@@ -320,7 +323,7 @@ def training(name: str, terms: Mapping[str, Sequence[float]], validations: Seque
 
 
 def search_scores(name: str, scores: SearchScores) -> Any:
-    """α of each expert, removed ones crossed out, and beside it β of each layer (DiEP's figure 4)."""
+    """Draw α of each expert, with removed ones crossed out, and β of each layer beside it (DiEP's figure 4)."""
     import numpy as np
     from matplotlib.figure import Figure
     from matplotlib.patheffects import withStroke
@@ -347,7 +350,8 @@ def search_scores(name: str, scores: SearchScores) -> Any:
         ]
         if gone:
             side = _between(36 * min(across / experts, down / len(layers)), 2, 6)
-            halo = withStroke(linewidth=2.5, foreground="white")  # a black cross would be lost in the darkest cells
+            # the outline keeps a black cross visible in the darkest cells
+            halo = withStroke(linewidth=2.5, foreground="white")
             axes.scatter(*zip(*gone, strict=True), marker="x", s=side**2, c="black", linewidths=1, path_effects=[halo])
         axes.set_title("α of each expert; × removed")
         axes.set_xlabel("expert")
@@ -375,35 +379,35 @@ def search_scores(name: str, scores: SearchScores) -> Any:
 
 
 class _Page:
-    """Lines of panels of equal height, everything in inches: with up to 64 panels an automatic layout takes seconds."""
+    """Rows of panels of equal height, in inches. An automatic layout would take seconds with up to 64 panels."""
 
     def __init__(self, width: float, lines: int, height: float, *, title: float, below: float) -> None:
-        """`title` is the room above each line of panels, `below` that for its tick and axis labels."""
+        """Create the page. `title`: space above each row of panels; `below`: space under it for tick and axis labels."""
         self.lines, self.height, self.above, self.below = lines, height, title, below
         self.size = (width, 0.4 + lines * (title + height + below))
 
     def axes(self, figure: Any, line: int, left: float, width: float) -> Any:
-        """A panel of `width` inches in a line, `left` inches from the page's edge."""
+        """Return a panel of `width` inches in a row, `left` inches from the page's edge."""
         top = 0.4 + line * (self.above + self.height + self.below) + self.above
         across, down = self.size
         return figure.add_axes((left / across, 1 - (top + self.height) / down, width / across, self.height / down))
 
     def title(self, figure: Any, text: str, left: float) -> None:
-        """The heading of the whole picture."""
+        """Draw the heading of the whole figure."""
         figure.text(left / self.size[0], 1 - 0.18 / self.size[1], text, va="top", fontsize=12, fontweight="bold")
 
 
 class _Names:
-    """Models' names beside a heat map, and the room that the longest takes."""
+    """Names of the models beside a heat map, and the space that the longest one takes."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         self.shown = [short(name) for name in names]
-        # Wide signs take more than a Latin letter does.
+        # Wide characters take more space than Latin letters.
         self.inches = 0.25 + 0.083 * max(sum(1 if ord(sign) < 0x1100 else 2 for sign in name) for name in self.shown)
 
 
 def _width(wanted: float, title: str, left: float) -> float:
-    """Inches of a page, at least what its title takes."""
+    """Return the width of a page in inches, at least that of its title."""
     return max(wanted, left + 0.2 + 0.11 * sum(1 if ord(sign) < 0x1100 else 2 for sign in title))
 
 
@@ -412,7 +416,7 @@ def _between(value: float, low: float, high: float) -> float:
 
 
 def _heat(axes: Any, grid: Any, low: float, high: float, *, colours: str = "viridis", gaps: bool = True) -> Any:
-    """Cells of the grid's values, with thin white gaps where there are few enough to see them."""
+    """Draw cells of the grid's values, with thin white gaps where few cells leave room for them."""
     import matplotlib
     import numpy as np
 
@@ -429,7 +433,7 @@ def _heat(axes: Any, grid: Any, low: float, high: float, *, colours: str = "viri
 
 
 def _cell_numbers(axes: Any, grid: Any, picture: Any, text: Any, font_size: float = 9) -> None:
-    """A number in each cell, black or white, whichever the cell's colour carries."""
+    """Write a number in each cell, black or white, whichever is legible on the cell's color."""
     for (row, column), value in _cells(grid):
         red, green, blue, _ = picture.cmap(picture.norm(value)) if not math.isnan(value) else (0.83, 0.83, 0.83, 1)
         colour = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
@@ -443,14 +447,14 @@ def _cells(grid: Any) -> Iterator[tuple[tuple[int, int], float]]:
 
 
 def _whole_ticks(set_ticks: Any, labels: Sequence[int], inches: float) -> None:
-    """As many of the labels as have room, evenly spaced."""
+    """Set as many of the labels as have space, evenly spaced."""
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256) if len(labels) / step * 0.22 <= inches or step == 256)
     places = range(0, len(labels), step)
     set_ticks(list(places), [str(labels[place]) for place in places])
 
 
 def _colour_bar(figure: Any, page: _Page, picture: Any, left: float, label: str, percent: bool = False) -> None:
-    """What the colours mean, beside the first line of panels."""
+    """Draw the color bar beside the first row of panels."""
     bar = figure.colorbar(picture, cax=page.axes(figure, 0, left + 0.15, 0.14))
     bar.outline.set_visible(False)
     bar.set_label(label, fontsize=9)

@@ -1,7 +1,7 @@
-"""Quality against something else: a point for each model, with its name beside it.
+"""Scatter plot of quality against another quantity: a point for each model, with its name beside it.
 
-Models of nearly the same x stand in a column, whose names are listed beside it in the order of the points. A sweep of
-several methods, too large for names, is a line for each method and a legend.
+Models of nearly equal x form a column, whose names are listed beside it in the order of the points. A sweep of several
+methods, too large for names, has a line for each method and a legend.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from compress.report.plots import COLOURS, DOTS_PER_INCH, short, style
 MARKERS = "osD^vP*"
 LINES = ("-", "--", ":")
 MARKER_RADIUS = 6 * DOTS_PER_INCH / 72
-"""Pixels around a point that a name may not cover."""
+"""Radius in pixels around a point that names may not cover."""
 LEAST_SWEEP = 12
-"""A sweep of as many models or more has a legend of its methods instead of a name at each point."""
+"""Number of models from which a sweep has a legend of its methods instead of a name at each point."""
 COLUMN_WIDTH = 0.25 * DOTS_PER_INCH
-"""Points nearer than these pixels to the next, from left to right, stand in one column."""
+"""Distance in pixels below which neighboring points are in one column."""
 LEAST_COLUMN = 3
-"""From so many points on, a column has a list; the names of fewer are put around each point."""
+"""Number of points from which a column has a list; the names of fewer points are placed around each."""
 LIST_DISTANCE = 0.3 * DOTS_PER_INCH
 """Pixels between a column and its list, which the lines to the names cross."""
 FARTHEST_STEP = 14
-"""Steps of 9 pixels that a name may be from its point."""
+"""The most steps of 9 pixels between a name and its point."""
 PAD = 3.0
-"""Pixels that names keep from all else."""
+"""Pixels between names and everything else."""
 FONT_SIZE = 9.5
 LEAST_LOGARITHMIC = 8.0
-"""From this ratio of the highest to the lowest y on, the axis is logarithmic: one broken model must not hide the others."""
+"""Ratio of the highest to the lowest y from which the axis is logarithmic, so that one outlier does not hide the others."""
 
 HIGHEST = 1e15
-"""A model that gives a higher y is broken, whatever the figure."""
+"""Limit of y, above which a model is treated as broken."""
 
 Key = tuple[str, bool]
-"""What a colour and a marker stand for: the name of a series and True, or of a model and False."""
+"""The identity of a color and marker: the name of a series and True, or of a model and False."""
 Look = tuple[str, str, str]
-"""Colour, marker and line style."""
+"""Color, marker and line style."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One model in a scatter plot. Models of the same `group` may be compared."""
+    """One model in a scatter plot. Models of equal `group` are comparable."""
 
     name: str
     x: float
@@ -55,16 +55,16 @@ class Point:
     x_sd: float = 0.0
     """Standard deviation of x, drawn as a bar where it is above 0."""
     series: str | None = None
-    """The method that made the model, say; None stands for no series."""
+    """A series such as the method that made the model; None for no series."""
 
     @property
     def key(self) -> Key:
-        """Points of one key look alike."""
+        """Points with equal keys have the same color and marker."""
         return (self.name, False) if self.series is None else (self.series, True)
 
 
 def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Any:
-    """A panel for each group, since only inside one may models be compared."""
+    """Draw a panel for each group, since only models of one group are comparable."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -92,9 +92,9 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Any:
 
 
 def is_sweep(points: Sequence[Point]) -> bool:
-    """Whether lines and a legend say all: many models, by methods at several x each, and no method twice at the same.
+    """Return whether lines and a legend suffice: many models, by methods at several x each, with no x twice for a method.
 
-    An x that was measured, with a deviation, may come out the same by chance.
+    A measured x, which has a deviation, may be repeated by chance.
     """
     by_series: dict[str, list[Point]] = {}
     for point in sorted(points, key=lambda point: point.x):
@@ -109,7 +109,7 @@ def is_sweep(points: Sequence[Point]) -> bool:
 
 
 def _looks(points: Sequence[Point]) -> dict[Key, Look]:
-    """By key; no two are the same before the 50th."""
+    """Return the looks by key; the first 49 are distinct."""
     keys = dict.fromkeys(point.key for point in points)
     looks = {}
     for index, key in enumerate(keys):
@@ -119,7 +119,7 @@ def _looks(points: Sequence[Point]) -> dict[Key, Look]:
 
 
 def _draw(axes: Any, points: Sequence[Point], looks: Mapping[Key, Look]) -> None:
-    """Points with their bars; those of a sweep joined by lines, which the legend names from the top down."""
+    """Draw points with their bars. Points of a sweep are joined by lines, which the legend names from top to bottom."""
     for point in points:
         if point.x_sd:
             axes.errorbar([point.x], [point.y], xerr=[point.x_sd], color=looks[point.key][0], capsize=3, linewidth=1.2)
@@ -143,7 +143,7 @@ def _draw(axes: Any, points: Sequence[Point], looks: Mapping[Key, Look]) -> None
 
 
 def _scale(axes: Any, points: Sequence[Point]) -> None:
-    """Room around the points for their labels, and never so near that differences of a few per cent look large."""
+    """Leave space around the points for labels, and limit the zoom: differences of a few percent must not look large."""
     across = [point.x + sign * point.x_sd for point in points for sign in (-1, 1)]
     axes.set_xlim(_limits(across))
     down = [point.y for point in points]
@@ -178,17 +178,17 @@ class _Spot:
     y: float
     left: float
     right: float
-    """Ends of the point or, where that is wider, of its bar."""
+    """Right end of the point or, if wider, of its bar; the left end is the field before."""
     width: float
     height: float
 
 
 Place = tuple[float, float]
-"""Where the lower left corner of a name is."""
+"""Position of the lower left corner of a name."""
 
 
 def _place_names(axes: Any, points: Sequence[Point], named: Sequence[Point]) -> None:
-    """Beside points and columns if all names have room there, otherwise all in one list on the right."""
+    """Place names beside points and columns if all fit there, otherwise all in one list on the right."""
     from matplotlib.transforms import IdentityTransform
 
     inside = axes.get_window_extent(axes.figure.canvas.get_renderer())
@@ -218,7 +218,7 @@ def _spots(axes: Any, points: Sequence[Point]) -> list[_Spot]:
 
 
 def _obstacles(spots: Sequence[_Spot]) -> list[Any]:
-    """Boxes of points and bars, which no name may cover."""
+    """Return the boxes of points and bars, which no name may cover."""
     from matplotlib.transforms import Bbox
 
     points = [
@@ -232,7 +232,7 @@ def _obstacles(spots: Sequence[_Spot]) -> list[Any]:
 
 
 def _beside(spots: Sequence[_Spot], obstacles: Sequence[Any], inside: Any) -> dict[_Spot, Place] | None:
-    """Lists beside columns, and the names of other points around them; None where one has no room."""
+    """Return lists beside columns, and the names of other points around them; None where one has no space."""
     taken = list(obstacles)
     places: dict[_Spot, Place] = {}
     columns = _columns(spots)
@@ -256,7 +256,7 @@ def _beside(spots: Sequence[_Spot], obstacles: Sequence[Any], inside: Any) -> di
 
 
 def _columns(spots: Sequence[_Spot]) -> list[list[_Spot]]:
-    """Spots from left to right, cut wherever the next is far."""
+    """Return the spots from left to right, split wherever the next is far."""
     columns: list[list[_Spot]] = []
     for spot in sorted(spots, key=lambda spot: spot.x):
         if columns and spot.x - columns[-1][-1].x < COLUMN_WIDTH:
@@ -267,7 +267,7 @@ def _columns(spots: Sequence[_Spot]) -> list[list[_Spot]]:
 
 
 def _listed(column: Sequence[_Spot], x: float, share: float, inside: Any) -> dict[_Spot, Place]:
-    """Names one below the other in the order of their points; `share` of each one's width is left of x."""
+    """Return the places of names in a list, in the order of their points; `share` of each width is left of x."""
     ordered = sorted(column, key=lambda spot: spot.y)
     height = max(spot.height for spot in ordered)
     middles = spread([spot.y for spot in ordered], height + PAD, inside.y0 + height, inside.y1 - height)
@@ -275,8 +275,8 @@ def _listed(column: Sequence[_Spot], x: float, share: float, inside: Any) -> dic
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Values at least `gap` apart, from `low` to `high` if they fit, that differ least from ascending ones (by squares)."""
-    blocks: list[list[float]] = []  # pooled where they would be too near, as in isotonic regression
+    """Return values at least `gap` apart, from `low` to `high` if they fit, with least squared distance from `wanted`."""
+    blocks: list[list[float]] = []  # values that would be too close are pooled, as in isotonic regression
     for index, value in enumerate(wanted):
         blocks.append([value - index * gap])
         while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
@@ -287,7 +287,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def _free_place(spot: _Spot, taken: Sequence[Any], inside: Any) -> Place | None:
-    """The nearest free place around a point."""
+    """Return the nearest free place around a point."""
     for step in range(FARTHEST_STEP):
         distance = 10.0 + 9.0 * step
         for turn in (0, 1, 0.5, 1.5, 0.25, 0.75, 1.25, 1.75):  # half turns: right, left, above, below, corners
@@ -318,7 +318,7 @@ def _sign(value: float) -> int:
 
 
 def _make_room(axes: Any, share: float) -> None:
-    """Leave the right-hand `share` of the panel to names."""
+    """Reserve the right-hand `share` of the panel for names."""
     low, high = axes.get_xlim()
     ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
     axes.set_xlim(low, low + (high - low) / (1 - share))
@@ -326,7 +326,7 @@ def _make_room(axes: Any, share: float) -> None:
 
 
 def _lead(axes: Any, spot: _Spot, place: Place) -> None:
-    """A thin line from a name to its point, where they are not side by side."""
+    """Draw a thin line from a name to its point, where they are not adjacent."""
     from matplotlib.lines import Line2D
     from matplotlib.transforms import IdentityTransform
 

@@ -1,4 +1,4 @@
-"""Low-bit weights: which tensors are rounded, how, and with which scales.
+"""Quantization to low-bit weights: which tensors are rounded, how, and with which scales.
 
-Storage of such weights is `engine/checkpoint/pack_quantized.py`. Start with `quantizer.py`.
+Such weights are stored by `engine/checkpoint/pack_quantized.py`. Start with `quantizer.py`.
 """

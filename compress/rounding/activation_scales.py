@@ -1,19 +1,19 @@
-"""Scales of input channels by the size of their activations, which leave less error when weights are rounded (AWQ).
+"""Activation-aware scales of input channels, which reduce the error of weight quantization (AWQ).
 
-AWQ, section 3.2: s* = argmin_s L(s), L(s) = ‖Q(W·diag(s))·(diag(s)⁻¹·X) − W·X‖ (eq. 4), with s = s_X^α, s_X the mean size of
-each channel's activations and α from a grid over [0, 1] (eq. 5). diag(s)⁻¹ is folded into what comes before, where that is
-exact:
+AWQ, section 3.2: s* = argmin_s L(s), L(s) = ‖Q(W·diag(s))·(diag(s)⁻¹·X) − W·X‖ (eq. 4), with s = s_X^α, where s_X is the
+mean magnitude of each channel's activations and α is from a grid over [0, 1] (eq. 5). diag(s)⁻¹ is folded into the
+preceding operation, where that is exact:
 
 - the norm before attention: query, key and value share one s;
-- the norm before a feed-forward block: gate and up of all its experts share one s, and routers and the shared expert's
-  gate, which are not rounded, read columns times s;
+- the norm before a feed-forward block: gate and up of all its experts share one s. Routers and the shared expert's gate,
+  which are not rounded, have their columns multiplied by s;
 - the rows of up before down: each expert has its own s, because silu(gate) ⊙ up is linear in up.
 
-What attention's other matrices read is left as it is, such as mixtures of values that several heads share, and down where up
-is clamped or has a bias.
+Inputs of attention's other matrices are not scaled, for example mixtures of values that several heads share; neither is the
+input of down where up is clamped or has a bias.
 
-Ours: L is summed over the matrices that share an s, each on those of a sample of tokens that reach it: an expert's on the
-tokens routed to it, by the model as it was.
+A choice of this project: L is summed over the matrices that share an s, each on the sampled tokens that reach it. The
+tokens of an expert are those that the unquantized model routes to it.
 
 Shape suffixes: T tokens, D inputs, O outputs, F width, A exponents.
 """
@@ -47,32 +47,34 @@ from engine.kernels.scheme import Scheme
 from engine.passes.streaming import stream_layers
 
 EXPONENTS = tuple(step / 10 for step in range(11))
-"""α; with 0 nothing is scaled, so what is chosen is never worse on the sample."""
+"""Grid of α. With α = 0 nothing is scaled, so the result is never worse than without scales on the sample."""
 READ_THE_NORM = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-"""Matrices of attention, ordinary and latent, that read what the norm before it gives."""
+"""Matrices of attention, ordinary and latent, whose input is the output of the norm before it."""
 SAMPLE_TOKENS = 2048
-"""Whose activations are kept, of a layer at a time."""
+"""Number of tokens whose activations are kept, for one layer at a time."""
 
 
 class Fold(NamedTuple):
-    """One s and where it goes."""
+    """One s and the tensors that it changes."""
 
     before: tuple[str, ...]
-    """Whose rows, or whose entries of a norm, are divided by s."""
+    """Tensors whose rows, or entries for a norm, are divided by s."""
     readers: tuple[str, ...]
-    """Whose columns are multiplied by it."""
+    """Tensors whose columns are multiplied by s."""
     s_D: Tensor
 
 
 @dataclass
 class Rescaling:
-    """What tensors are multiplied by before they are rounded; those not named stay as they are."""
+    """Factors by which tensors are multiplied before rounding; tensors without a factor stay unchanged."""
 
     folds: list[Fold] = field(default_factory=list)
     exponents: dict[int, list[float]] = field(default_factory=dict)
-    """By decoder layer: α of attention's input, of the feed-forward block's, and the mean over its down projections."""
+    """By decoder layer: α of attention's input, α of the feed-forward block's input, and the mean α of its down
+    projections.
+    """
     errors: list[tuple[float, float]] = field(default_factory=list)
-    """Of each s: the squared error of the outputs with α = 0, and with the one chosen."""
+    """For each s, the squared error of the outputs with α = 0, and with the selected α."""
 
     @cached_property
     def _rows(self) -> dict[str, Tensor]:
@@ -83,7 +85,7 @@ class Rescaling:
         return {name: fold.s_D for fold in self.folds for name in fold.readers}
 
     def factor(self, name: str, like: Tensor) -> Tensor | None:
-        """What the tensor is multiplied by, in its shape or one that broadcasts to it."""
+        """Return the factor of a tensor, in its shape or in one that broadcasts to it."""
         rows, columns = self._rows.get(name), self._columns.get(name)
         if rows is not None and like.dim() == 2:
             rows = rows[:, None]
@@ -92,7 +94,7 @@ class Rescaling:
         return rows * columns
 
     def save(self, path: Path) -> None:
-        """Write the file, replacing an old one only when whole."""
+        """Write the file. An existing file is replaced only when the new one is complete."""
         names = [[fold.before, fold.readers] for fold in self.folds]
         about = json.dumps({"names": names, "exponents": list(self.exponents.items()), "errors": self.errors})
         tensors = {f"s.{number}": fold.s_D for number, fold in enumerate(self.folds)}
@@ -100,7 +102,7 @@ class Rescaling:
 
 
 def load_rescaling(path: Path) -> Rescaling:
-    """The inverse of `save`, of a file of our own."""
+    """Read a file that `save` of this project has written."""
     with SafetensorsFile(path) as file:
         check_digest(file)
         about = json.loads(file.metadata["activation_scales"])
@@ -122,7 +124,7 @@ def activation_scales(
     seed: int = 0,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Rescaling:
-    """s of every layer, one layer in memory at a time."""
+    """Return s of every layer, with one layer in memory at a time."""
     chosen = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
     sample_T = chosen[:SAMPLE_TOKENS].sort().values.to(device)
     found = Rescaling()
@@ -145,10 +147,10 @@ def activation_scales(
 
 
 class Inputs:
-    """Watches what a module is given and keeps the rows of a sample."""
+    """Records a module's inputs for a sample of tokens."""
 
     def __init__(self, module: nn.Module, sample_T: Tensor) -> None:
-        """sample_T: sorted indices into the flat sequence of all tokens."""
+        """Create the recorder. sample_T: sorted indices into the flat sequence of all tokens."""
         self.sample_T, self.seen = sample_T, 0
         self._kept: list[Tensor] = []
         module.register_forward_pre_hook(self._see)
@@ -161,25 +163,25 @@ class Inputs:
 
     @property
     def sample_TD(self) -> Tensor:
-        """The rows, in order."""
+        """The recorded rows, in order."""
         return torch.cat(self._kept)
 
 
 class LayerSearch:
-    """The search for one layer's s, which are noted in a Rescaling."""
+    """The search for one layer's s, which it stores in a Rescaling."""
 
     def __init__(self, checkpoint: Checkpoint, index: int, scheme: Scheme, found: Rescaling) -> None:
         self.checkpoint, self.index, self.scheme, self.found = checkpoint, index, scheme, found
 
     @property
     def config(self) -> DecoderConfig:
-        """The model's."""
+        """The model's config."""
         return self.checkpoint.config
 
     def attention(self, layer: DecoderLayer, x_TD: Tensor) -> float:
-        """α of what attention reads."""
+        """Return α of attention's input."""
         if layer.residuals is not None:
-            return 0.0  # the residual reads the norm too
+            return 0.0  # the residual connection reads the norm too
         prefix = f"model.layers.{self.index}"
         own = {f"{prefix}.self_attn.{name}": weight for name, weight in attention_parameters(layer.attention)}
         names = [f"{prefix}.self_attn.{name}.weight" for name in READ_THE_NORM]
@@ -189,7 +191,7 @@ class LayerSearch:
         return alpha
 
     def feed_forward(self, block: MoeBlock | Expert, x_TD: Tensor) -> list[float]:
-        """α of what gate and up read, and the mean of those of what down reads."""
+        """Return α of the input of gate and up, and the mean α of the inputs of down projections."""
         used = [(names, ffn, rows_TD) for names, ffn, rows_TD in self._ffns(block, x_TD) if len(rows_TD)]
         if self.config.layers[self.index].residuals is not None:
             return [0.0, sum(self._down(*each) for each in used) / len(used)]
@@ -213,7 +215,7 @@ class LayerSearch:
         return alpha
 
     def _ffns(self, block: MoeBlock | Expert, x_TD: Tensor) -> Iterator[tuple[list[str], Expert, Tensor]]:
-        """Each FFN of the layer with the names of its matrices, and the tokens that reach it."""
+        """Yield each FFN of the layer with the names of its matrices, and the tokens that reach it."""
         row, index = self.config.architecture, self.index
         if isinstance(block, Expert):
             yield [dense_tensor(index, projection) for projection in range(3)], block, x_TD
@@ -227,16 +229,16 @@ class LayerSearch:
             yield [shared_tensor(row, index, projection) for projection in range(3)], block.shared, x_TD
 
     def _unrounded(self) -> list[str]:
-        """What else reads the norm before the feed-forward block."""
+        """Return the names of unrounded tensors that also read the norm before the feed-forward block."""
         moe = self.config.layers[self.index].moe
         if moe is None:
             return []
-        router, *_ = router_tensors(self.config, self.index)  # of a gate network the first layer
+        router, *_ = router_tensors(self.config, self.index)  # for a gate network, the first layer
         gate = shared_gate_tensor(self.config.architecture, self.index) if moe.shared_width else None
         return [router, *noise_tensors(self.config, self.index), *([] if gate is None else [gate])]
 
     def _best(self, x_TD: Tensor, matrices: list[tuple[Tensor, Tensor]], name: str) -> tuple[float, Tensor]:
-        """(α, s) of the least L."""
+        """Return (α, s) with the least L."""
         s_AD = candidates(x_TD)
         scale_dtype = self.checkpoint.dtype(name)
         error_A = sum(errors(weight_OD, rows_TD, s_AD, self.scheme, scale_dtype) for weight_OD, rows_TD in matrices)
@@ -246,12 +248,12 @@ class LayerSearch:
         return EXPONENTS[best], s_AD[best].cpu()
 
     def _fold(self, before: Iterable[str], readers: Iterable[str], s_D: Tensor) -> None:
-        """diag(s)⁻¹ goes to the rows of the ones, s to the columns of the others."""
+        """Record that rows of `before` are divided by s, and columns of `readers` multiplied by it."""
         self.found.folds.append(Fold(tuple(before), tuple(readers), s_D))
 
 
 def candidates(x_TD: Tensor) -> Tensor:
-    """s of each exponent, [A, D]: s_X^α, centred so that the largest and the smallest are as far from 1."""
+    """Return s of each exponent, [A, D]: s_X^α, scaled so that the product of largest and smallest entry is 1."""
     size_D = x_TD.float().abs().mean(0)
     size_D = size_D.clamp_min(float(size_D.mean()) * 1e-4 or 1.0)
     s_AD = torch.stack([size_D**alpha for alpha in EXPONENTS])
@@ -259,7 +261,7 @@ def candidates(x_TD: Tensor) -> Tensor:
 
 
 def errors(weight_OD: Tensor, x_TD: Tensor, s_AD: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Tensor:
-    """L(s)² of each s, [A]."""
+    """Return L(s)² of each s, [A]."""
     wide_OD, x_TD = weight_OD.float(), x_TD.float()
     found = []
     for s_D in s_AD:

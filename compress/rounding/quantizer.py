@@ -1,7 +1,7 @@
-"""Which weights of a model become ones of few bits, how, and what that costs them.
+"""Quantization of a model's weights to low-bit weights, and its error.
 
-Matrices of attention and of feed-forward networks do, the output head on request. Embeddings, routers, norms and biases keep
-their dtype.
+Matrices of attention and of feed-forward networks are quantized, and the output head on request. Embeddings, routers, norms
+and biases keep their dtype.
 
 Shape suffixes: O outputs, D inputs.
 """
@@ -22,24 +22,24 @@ from engine.kernels.quantized_weight import QuantizedWeight, quantise
 from engine.kernels.scheme import WHOLE_ROW
 
 _OUTSIDE = -1
-"""In the place of a layer's number."""
+"""Stands for the number of a layer, for tensors outside of layers."""
 
 
 class Quantiser:
-    """Rounds the weights of one model, and adds up how far they are off."""
+    """Quantizes the weights of one model and accumulates the error."""
 
     def __init__(self, options: QuantiserOptions, rescaling: Rescaling | None = None) -> None:
         self.options, self.rescaling = options, rescaling or Rescaling()
         self._squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        """By layer, of the errors and of the weights."""
+        """By layer, the sums of squares of the errors and of the weights."""
 
     def rescaled(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor that keeps its dtype, times what was folded into it."""
+        """Return a tensor that keeps its dtype, times the factor that was folded into it."""
         factor = self.rescaling.factor(name, tensor)
         return tensor if factor is None else (tensor.float() * factor).to(tensor.dtype)
 
     def __call__(self, name: str, weight_OD: Tensor, scale_dtype: torch.dtype) -> QuantizedWeight:
-        """A weight in few bits."""
+        """Return a quantized weight."""
         factor, wide_OD = self.rescaling.factor(name, weight_OD), weight_OD.float()
         if factor is not None:
             wide_OD = wide_OD * factor
@@ -53,7 +53,7 @@ class Quantiser:
         return rounded
 
     def figures(self, source: Checkpoint, result: Checkpoint) -> RoundingFigures:
-        """The figures of the rounding."""
+        """Return the figures of the rounding."""
         off, weights = (sum(sums) for sums in zip(*self._squares.values(), strict=True))
         layers = range(len(source.config.layers))
         scaled = self.rescaling.errors
@@ -73,7 +73,7 @@ class Quantiser:
 
     @property
     def card(self) -> tuple[str, ...]:
-        """Lines of the model card."""
+        """Return the lines of the model card."""
         what = "experts" if self.options.experts_only else "attention and feed-forward networks"
         head = f", those of the output head {HEAD_BITS} bits" if self.options.quantize_head else ""
         size = self.options.group_size
@@ -86,5 +86,5 @@ class Quantiser:
 
 
 def _root(part: float, whole: float) -> float | None:
-    """The root of a share; None of nothing."""
+    """Return the root of a ratio; None for an empty sum."""
     return math.sqrt(part / whole) if whole else None

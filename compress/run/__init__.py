@@ -1,4 +1,4 @@
-"""What every job starts from and ends with: options, checked inputs, work directory, figures, result.
+"""Code that all jobs share: options, checked inputs, work directory, figures and result.
 
-What a job does in between stays in its own file. Start with `job.py`.
+The work of each job is in its own file. Start with `job.py`.
 """

@@ -1,7 +1,7 @@
-"""One run at a time for each output: a command holds the locks of all that it writes, from its first check to its end.
+"""Locks on outputs: a command holds the locks of all its outputs from its first check to its end.
 
-Several processes call everything here together. The first one alone holds locks; where it is refused, it ends the others as
-it does after any bad input.
+Several processes call these functions together. Only the first process holds locks; if a lock is refused, it ends the
+other processes, as after any invalid input.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from engine.passes import processes
 
 
 class Writes(Protocol):
-    """Options of a command that writes a directory, and perhaps its plan to a file of its own (`plan_output`)."""
+    """Options of a command that writes a directory and, optionally, its plan to a file (`plan_output`)."""
 
     @property
     def output(self) -> Path | None:
-        """Where the result goes, if there is to be one."""
+        """The output directory; None for a run without one."""
 
 
 P = ParamSpec("P")
@@ -31,7 +31,9 @@ Result = TypeVar("Result")
 
 @contextmanager
 def claiming(directory: Path | None = None, file: Path | None = None) -> Iterator[None]:
-    """Hold the locks of an output directory, an output file, or both, for the body. Raises OutputError as `claimed` does."""
+    """Hold the locks of an output directory, an output file, or both, inside `with`. Raises OutputError as `claimed`
+    does.
+    """
     with ExitStack() as held:
         if directory is not None and processes.is_first():
             held.enter_context(claimed(directory))
@@ -41,7 +43,7 @@ def claiming(directory: Path | None = None, file: Path | None = None) -> Iterato
 
 
 def claims_output(run: Callable[Concatenate[Options, P], Result]) -> Callable[Concatenate[Options, P], Result]:
-    """A decorator for a function that carries out a command by its options: it holds the locks of their outputs."""
+    """Decorate a function that executes a command by its options: it holds the locks of the options' outputs."""
 
     @functools.wraps(run)
     def alone(options: Options, /, *rest: P.args, **named: P.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""Where the time of a run goes."""
+"""Wall-clock time of a run by its parts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Clock:
-    """Seconds of wall time by what they went into; each second counts once, for the innermost part that it is in."""
+    """Seconds of wall time by part. Each second counts once, for the innermost part that is active."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _inner: list[float] = field(default_factory=list)
-    """Of each part that is under way, what parts inside it have taken."""
+    """For each active part, the seconds that its inner parts took."""
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Add what the `with` takes, without what parts inside it take."""
+        """Add the time inside `with` to a part, without the time of inner parts."""
         started = time.perf_counter()
         self._inner.append(0.0)
         try:
@@ -31,6 +31,6 @@ class Clock:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of all that was counted."""
+        """Return each part's share of the measured time."""
         whole = sum(self.seconds.values())
         return {part: own / whole for part, own in self.seconds.items()}

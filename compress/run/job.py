@@ -34,7 +34,7 @@ from engine.progress import Progress, no_progress
 
 @dataclass
 class Prepared:
-    """Inputs that were found to be good, before any work."""
+    """Inputs that have passed all checks before any work begins."""
 
     checkpoint: Checkpoint
     calibration: CalibrationOptions
@@ -45,12 +45,12 @@ class Prepared:
 
     @property
     def texts(self) -> dict[str, Tensor]:
-        """All that the result is made from, by name."""
+        """Return every text that the result depends on, by name."""
         return {"tokens": self.tokens_SL}
 
     @property
     def models(self) -> dict[str, str]:
-        """Fingerprints of all models that the result is made from, and the states of their files, by name."""
+        """Return the fingerprints of all models that the result is made from, and the states of their files, by name."""
         return self.checkpoint.identity()
 
 
@@ -58,11 +58,11 @@ class Identified(Protocol):
     """A model on disk of any kind."""
 
     def identity(self) -> dict[str, str]:
-        """The fingerprint of the model and the state of its files."""
+        """Return the fingerprint of the model and the state of its files."""
 
 
 def teacher_identity(teacher: Identified | None) -> dict[str, str]:
-    """The same of a teacher, under names of its own; nothing where there is none."""
+    """Return the identity of a teacher under keys of its own; empty without a teacher."""
     found = {} if teacher is None else teacher.identity()
     return {f"teacher_{name}": value for name, value in found.items()}
 
@@ -73,18 +73,18 @@ PreparedT = TypeVar("PreparedT", covariant=True)
 
 @dataclass(frozen=True)
 class Run(Generic[OptionsT, PreparedT]):
-    """One run of a job, from checked inputs on; every step of a job takes it as its first argument."""
+    """One run of a job after its inputs were checked; every step of a job takes it as its first argument."""
 
     options: OptionsT
     prepared: PreparedT
     work: WorkDirectory
-    """Keeps what an interrupted run goes on from."""
+    """Stores the state from which an interrupted run resumes."""
     progress: Progress = no_progress
     started: float = field(default_factory=time.monotonic)
-    """When the run began, by time.monotonic(); `seconds` of the figures count from there."""
+    """Start of the run by time.monotonic(); `seconds` of the figures count from it."""
 
     def bar(self, label: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
-        """A progress bar of that label, for functions that take none of their own."""
+        """Return a progress bar with a fixed label, for functions that take an unlabeled one."""
         return lambda items: self.progress(items, label)
 
 
@@ -93,38 +93,38 @@ AnyRun = Run[JobOptions, Prepared]
 
 
 class HeldOut(TypedDict):
-    """What a model did on the held-out text, as JSON; None where there was no such text."""
+    """Results on the held-out text, as JSON; None without such a text."""
 
     perplexity: float | None
     routed: dict[str, list[int]] | None
-    """By decoder layer index, the tokens routed to each expert."""
+    """Number of tokens routed to each expert, by decoder layer index."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a command has decided about a model, ready to be written."""
+    """A command's decisions about a model, ready to be written."""
 
     plan: Plan
     method: str
-    """What the artifact is said to be made by."""
+    """Name of the method in the artifact's provenance."""
     trained: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the result that training has changed, by name."""
     figures: Mapping[str, object] = field(default_factory=dict)
-    """The command's own, beside those of every artifact."""
+    """The command's own figures, beside those of every artifact."""
     title: str | None = None
-    """Of the model card; None says how many fewer experts there are."""
+    """Title of the model card; None for the number of removed experts."""
     card: tuple[str, ...] = ()
-    """Lines of the model card, of what is particular to the command."""
+    """Lines of the model card that are particular to the command."""
     add_files: Callable[[Path], None] = lambda directory: None
-    """Writes what else belongs into the artifact's directory."""
+    """Writes the command's own files into the artifact's directory."""
     draw: Callable[[Path], Sequence[Picture]] = lambda directory: ()
-    """Draws the command's own pictures there."""
+    """Draws the command's own pictures into the artifact's directory."""
     quantiser: Quantiser | None = None
-    """Rounds the result's weights to few bits."""
+    """Rounds the result's weights to low-bit weights; None keeps their dtype."""
 
 
 def open_mixture(model: str) -> Checkpoint:
-    """The checkpoint of a mixture of experts. Raises a CompressError for anything else."""
+    """Open the checkpoint of a mixture of experts. Raises a CompressError for any other model."""
     checkpoint = Checkpoint(resolve(model))
     if not checkpoint.config.moe_layers:
         raise OptionError(
@@ -135,22 +135,22 @@ def open_mixture(model: str) -> Checkpoint:
 
 
 def check_plain(checkpoint: Checkpoint) -> None:
-    """Raise OptionError for weights of few bits, which are not trained, mixed or rounded again."""
+    """Raise OptionError for low-bit weights, which cannot be trained, mixed or rounded again."""
     if checkpoint.schemes_used:
         bits = " and ".join(str(scheme.bits) for scheme in checkpoint.schemes_used)
         raise OptionError(
-            f"{checkpoint.directory}: has weights of {bits} bits; take the model that it was quantised from, and "
+            f"{checkpoint.directory}: has weights of {bits} bits; take the model that it was quantized from, and "
             "`compress quantize` the result"
         )
 
 
 def check_weights(checkpoint: Checkpoint, progress: Progress) -> None:
-    """Raise CheckpointError for NaN or infinity among the weights; several processes read a part each."""
+    """Raise CheckpointError for NaN or infinity among the weights. Several processes each read a part."""
     checkpoint.check_finite(lambda names: progress(processes.share(list(names)), "checking weights"))
 
 
 def prepare(options: JobOptions, checkpoint: Checkpoint) -> Prepared:
-    """Check every input that a run will need; nothing is written. Raises a CompressError for bad input."""
+    """Check every input that a run needs, and write nothing. Raises a CompressError for invalid input."""
     calibration = options.calibration.filled(checkpoint)
     statistics = None
     if options.statistics is not None:
@@ -164,13 +164,13 @@ def prepare(options: JobOptions, checkpoint: Checkpoint) -> Prepared:
 
 
 def fingerprints(prepared: Prepared) -> dict[str, str]:
-    """Which model and which text, as JSON."""
+    """Return the identity of model and text, as JSON."""
     digests = {name: hashlib.sha256(text_SL.numpy().tobytes()).hexdigest() for name, text_SL in prepared.texts.items()}
     return prepared.models | digests | {"processes": str(processes.count())}
 
 
 def statistics_of(run: AnyRun) -> Statistics:
-    """Statistics as given, or as calibration left them before an interruption, or by calibration now."""
+    """Return the statistics: from the given file, from before an interruption, or by calibrating now."""
     options, prepared, work = run.options, run.prepared, run.work
     if prepared.statistics is not None:
         return prepared.statistics
@@ -193,9 +193,9 @@ def statistics_of(run: AnyRun) -> Statistics:
 
 
 def held_out(run: AnyRun, checkpoint: Checkpoint, when: str, directory: Path | None = None) -> HeldOut:
-    """What the source or the result does on the held-out text; None for both where there is no such text.
+    """Evaluate the source or the result on the held-out text; both values are None where there is no such text.
 
-    when: "before" or "after", for the progress bar. directory: that of `perplexity`.
+    when: "before" or "after", for the progress bar. directory: passed to `perplexity`.
     """
     prepared = run.prepared
     if prepared.held_out_SL is None:

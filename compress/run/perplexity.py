@@ -1,4 +1,4 @@
-"""Perplexity by the streaming forward of this project, and the tokens that each expert is given on the way."""
+"""Perplexity by the streaming forward pass of this project, and the number of tokens routed to each expert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.passes import processes
 from engine.passes.streaming import Visit, stream_negative_log_likelihood
 
 PIECE = 512
-"""Positions whose logits an exported model gives at a time."""
+"""Number of positions whose logits an exported model computes at a time."""
 
 
 def perplexity(
@@ -36,10 +36,10 @@ def perplexity(
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
-    """exp of the mean negative log-likelihood of each sequence's tokens after its first, layer by layer.
+    """Return exp of the mean negative log-likelihood of all tokens but each sequence's first, layer by layer.
 
-    `visit` may change a layer before it runs. What an interrupted pass has left in `directory` is gone on with. Several
-    processes share out the sequences, and all get the value.
+    visit: may change a layer before it runs. directory: holds the state of an interrupted pass, which is continued.
+    Several processes share the sequences, and all return the same value.
     """
     rows = processes.own_rows(*tokens_SL.shape)
     kept = None if directory is None else processes.own_directory(directory, rows)
@@ -59,9 +59,9 @@ def exported_perplexity(
     tokens_SL: Tensor,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
-    """The same of an exported model and its decoder, sequence by sequence, PIECE positions at a time.
+    """Return the perplexity of an exported model, sequence by sequence, PIECE positions at a time.
 
-    Where the angles of a long text are others, its first piece is as long as it takes to tell that it is one.
+    Where long texts use other rotation angles, the first piece is long enough to select them.
     """
     total, (sequences, length) = 0.0, tokens_SL.shape
     switch = Rotary(decoder.config).switch
@@ -79,9 +79,10 @@ def exported_perplexity(
 
 
 def routed_counts(counts: dict[int, list[int]], directory: Path | None = None) -> Visit:
-    """A `visit` that notes, by decoder layer index, the tokens routed to each expert; it costs next to nothing.
+    """Return a `visit` that records, by decoder layer index, the tokens routed to each expert, at almost no cost.
 
-    Of all processes together, where there are several. With a `directory` it is noted there too; what was is in `counts`.
+    counts: the result, summed over all processes. directory: where the counts are stored too, so that an interrupted
+    pass restores them.
     """
     noted = [] if directory is None else directory.glob("routed-*.json")
     counts |= {int(path.stem.removeprefix("routed-")): read_value(path, "routed tokens") for path in noted}

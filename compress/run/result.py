@@ -1,4 +1,6 @@
-"""From what a command has decided to a whole artifact: written, measured, described, named; interruptions survived."""
+"""From a command's decisions to a complete artifact: written, measured, described and named, in a way that can be
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,15 @@ from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
 
 SKIP_TABLE_SEQUENCES = 16
-"""Sequences on which the result's own skip tables are measured."""
+"""Number of sequences on which the result's own skip tables are measured."""
 
 
 def finished_before(
     options: JobOptions, work: WorkDirectory, identity: Callable[[], dict[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """For `--resume` of a run whose result was already in place: its figures. None if there is still work to do.
+    """Return the figures of a run that is resumed with `--resume` and whose result is complete; None if work is left.
 
-    `identity`: of all models that the result is made from, where that is not one decoder.
+    identity: returns the identity of all models that the result is made from, where that is not one decoder.
     """
     return processes.told(_finished_before(options, work, identity) if processes.is_first() else None)  # type: ignore[no-any-return]
 
@@ -74,7 +76,7 @@ def _finished_before(
 
 
 def check_outputs(options: JobOptions) -> None:
-    """Raise OutputError unless the results can be written, by the first of several processes."""
+    """Raise OutputError unless the results can be written; the first of several processes checks."""
     if not processes.is_first():
         return
     check_output(options.output, options.overwrite)
@@ -83,13 +85,13 @@ def check_outputs(options: JobOptions) -> None:
 
 
 def carry_out(run: AnyRun, make: Callable[[], Made]) -> ModelFigures:
-    """Measure, make, write, measure again; the figures of the result.
+    """Measure the source, make, write and measure the result; return its figures.
 
-    After bad input nothing is left; after an interruption, what `--resume` goes on from. Several processes make and measure
-    together; the first writes, and all have the figures.
+    Invalid input leaves no files. An interruption leaves the state from which `--resume` continues. Several processes
+    make and measure together; the first writes, and all return the figures.
     """
     options, prepared, work = run.options, run.prepared, run.work
-    processes.wait()  # nothing is begun before all have found their input good
+    processes.wait()  # no process begins before all have checked their inputs
     with work.until_whole(options.output):
         work.begin(options.deciding() | fingerprints(prepared), options.resume)
         before = work.once(
@@ -106,7 +108,7 @@ def carry_out(run: AnyRun, make: Callable[[], Made]) -> ModelFigures:
 
 
 def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
-    """Apply the plan into a temporary sibling, measure it, describe it, and give it its name."""
+    """Apply the plan into a temporary sibling directory, measure and describe the result, and rename the directory."""
     options, source = run.options, run.prepared.checkpoint
     if not processes.is_first():
         _measured(run, Checkpoint(Path(processes.told())))
@@ -141,7 +143,7 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
 
 
 def _measured(run: AnyRun, result: Checkpoint) -> tuple[Statistics | None, HeldOut]:
-    """The result's own statistics, where it has experts and there is text, and what it does on the held-out text."""
+    """Return the result's own statistics, where it has experts and there is text, and its results on the held-out text."""
     options, prepared = run.options, run.prepared
     own, sample_SL = None, prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
     if result.config.moe_layers and len(sample_SL):
@@ -150,7 +152,7 @@ def _measured(run: AnyRun, result: Checkpoint) -> tuple[Statistics | None, HeldO
 
 
 def _before(run: AnyRun, seen: HeldOut) -> Pictured:
-    """The source, with its statistics where the method needed them."""
+    """Return the source for pictures, with its statistics where the method needed them."""
     config, statistics = run.prepared.checkpoint.config, run.prepared.statistics
     if statistics is None and run.work.statistics.is_file():
         statistics = load_statistics(run.work.statistics, config)
@@ -175,7 +177,7 @@ def _routed(seen: HeldOut) -> dict[int, list[int]] | None:
 
 
 def _figures(run: AnyRun, made: Made, result: Checkpoint, before: float | None, after: float | None) -> ModelFigures:
-    """The figures of every smaller model, and then the command's own."""
+    """Return the figures of every smaller model, followed by the command's own."""
     options, source = run.options, run.prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
     calibration = run.prepared.calibration

@@ -1,6 +1,10 @@
-"""What an interrupted run leaves beside its output, so that `--resume` need not begin again.
+"""The state that an interrupted or killed run leaves beside its output, from which `--resume` continues.
 
-Several processes call everything here together. The first one alone writes and removes.
+A run to OUTPUT keeps its state in the hidden directory `.OUTPUT.work`, in the same parent directory: calibration
+statistics, the state of a search or training, and every value computed once (`once`). The directory is removed when the
+run succeeds or its input is invalid. After an interruption, a kill or a diverged training it stays.
+
+Several processes call these functions together. Only the first process writes and removes.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ def write_value(path: Path, value: Any) -> None:
 
 
 def read_value(path: Path, what: str) -> Any:
-    """The inverse. Raises DataError for a file that is not what was written: a run would go on to another result."""
+    """Read a value of `write_value`. Raises DataError where the digest differs: the run would resume to another result."""
     known = load_json(path, what)
     if "value" not in known or known.get("sha256") != _digest(known["value"]):
         raise DataError(f"{path}: is not what the interrupted run wrote (its digest differs); leave out --resume")
@@ -36,10 +40,12 @@ def _digest(value: Any) -> str:
 
 
 class WorkDirectory:
-    """A directory of one run, or of several runs on one model and text for what all of them can use."""
+    """The directory of one run, or of the state that several runs on one model and text share."""
 
     def __init__(self, output: Path, kind: str = "work", shared: WorkDirectory | None = None) -> None:
-        """Nothing is read or written before `begin`. `shared`: that of the runs that this one is among."""
+        """Create the object; nothing is read or written before `begin`. shared: the directory of the sweep that the run
+        is part of.
+        """
         self.path = output.absolute().parent / f".{output.name}.{kind}"
         self.shared = self.path if shared is None else shared.path
         self.search_state = self.shared / "diep.safetensors"
@@ -47,9 +53,9 @@ class WorkDirectory:
         self._resumed = False
 
     def begin(self, wanted: dict[str, Any], resume: bool) -> None:
-        """Start afresh, or go on with what is there. wanted: what decides the result, as JSON.
+        """Start anew, or continue from the existing state. wanted: everything that decides the result, as JSON.
 
-        Raises OptionError where what is there was begun for something else.
+        Raises OptionError where the existing state belongs to another run.
         """
         if processes.is_first():
             self._begin(wanted, resume)
@@ -68,7 +74,10 @@ class WorkDirectory:
             )
 
     def once(self, name: str, compute: Callable[[], Any], *, shared: bool = False) -> Any:
-        """A JSON value computed once and remembered over interruptions; `shared`: by all runs on this model and text."""
+        """Return a JSON value that is computed once and stored over interruptions.
+
+        shared: whether all runs on this model and text share the value.
+        """
         path = (self.shared if shared else self.path) / f"{name}.json"
         known = processes.told({"value": read_value(path, name)} if processes.is_first() and path.is_file() else None)
         if known is not None:
@@ -79,21 +88,21 @@ class WorkDirectory:
         return value
 
     def forget(self, directory: Path) -> None:
-        """Remove what was kept for passes that are done, once no process needs it."""
+        """Remove the state of passes that are complete, once no process needs it."""
         processes.wait()
         if processes.is_first():
             shutil.rmtree(directory, ignore_errors=True)
 
     @contextmanager
     def until_whole(self, place: Path) -> Iterator[None]:
-        """Around a run: what is left to go on with is removed at the end and after bad input, not after an interruption.
+        """Surround a run: its state is removed at the end and after invalid input, and kept after an interruption.
 
-        place: what an error of the disk names.
+        place: the path that disk errors name.
         """
         try:
             yield
         except TrainingError:
-            raise  # and its last good state stays
+            raise  # the last finite state stays, to be resumed
         except CompressError:
             self._abandon()
             raise
@@ -103,12 +112,12 @@ class WorkDirectory:
         self.remove()
 
     def _abandon(self) -> None:
-        """After an error leave nothing behind, except what an earlier, interrupted run had left already."""
+        """Remove the state after an error, unless an earlier, interrupted run had left it."""
         if self._resumed or not processes.is_first():
             return
         self.remove()
 
     def remove(self) -> None:
-        """The result is there: nothing is left to resume."""
+        """Remove the directory after the result is complete."""
         if processes.is_first():
             shutil.rmtree(self.path, ignore_errors=True)

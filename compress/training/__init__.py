@@ -1,5 +1,5 @@
-"""The training loop, losses and divergences, and what they keep on disk.
+"""The training loop, losses and divergences, and their state on disk.
 
-What is trained on which data stays in `compress/distillation`, `compress/dense` and `compress/classifiers`. Start
-with `training.py`.
+Data and targets of each training are in `compress/distillation`, `compress/dense` and `compress/classifiers`. Start with
+`training.py`.
 """

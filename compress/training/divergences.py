@@ -1,11 +1,11 @@
-"""How far one next-token distribution is from another, per token, in float32 or better.
+"""Divergences between next-token distributions, per token, in float32 or better.
 
-p is the teacher's distribution, q the student's. Each divergence takes both as log-probabilities, so either may be the one
-that learns: gradients go wherever the tensors want them. Sources: forward and reverse KL (Every Expert Matters §3), skewed
-KL (DistiLLM, Ko et al. 2024, eq. 4 and 6), generalised Jensen–Shannon (GKD, Agarwal et al. 2024, eq. 1).
+p is the teacher's distribution, q the student's. Each divergence takes both as log-probabilities, so either model may be
+the trained one: gradients flow into every tensor that requires them. Sources: forward and reverse KL (Every Expert Matters
+§3), skewed KL (DistiLLM, Ko et al. 2024, eq. 4 and 6), generalized Jensen–Shannon (GKD, Agarwal et al. 2024, eq. 1).
 
-Of a distribution only the K most probable tokens may be known, and how probable all others are together. Then both are
-compared as distributions over K + 1 outcomes, which are never further apart than the full ones.
+For some distributions only the K most probable tokens are known, and the total probability of all others. Both
+distributions are then compared over K + 1 outcomes. The result is a lower bound of the full divergence.
 
 Shape suffixes: T tokens, t some of them, D hidden, V vocabulary, K most probable tokens, C outcomes: K, and all others.
 """
@@ -25,10 +25,10 @@ from engine.kernels.linear import linear
 from engine.passes.streaming import chunk_tokens
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
-"""log p [T, V] and log q [T, V] to nats per token, [T]."""
+"""A function from log p [T, V] and log q [T, V] to nats per token, [T]."""
 
 SKEW = 0.1
-"""α of the skewed forms: how much of the one distribution is mixed into the other. DistiLLM's choice."""
+"""α of the skewed forms: the share of the other distribution in the mixture. The value is DistiLLM's choice."""
 JENSEN_SHANNON = 0.5
 """β: the share of the teacher in the mean distribution."""
 
@@ -70,48 +70,53 @@ DIVERGENCES: dict[str, Divergence] = {
 
 @dataclass(frozen=True)
 class Predictions:
-    """Next-token predictions of a model at some places of the text, as what they are made of."""
+    """Next-token predictions of a model at some positions of the text, stored as hidden states and head."""
 
     hidden_TD: Tensor
-    """After the last norm."""
+    """Hidden states after the last norm."""
     head_VD: Tensor
     head_bias_V: Tensor | None = None
 
     def logs(self, part: slice, temperature: float) -> Tensor:
-        """log p of some places at a temperature, [t, V]."""
+        """Return log p at some positions and a temperature, [t, V]."""
         return (wide(linear(self.hidden_TD[part], self.head_VD, self.head_bias_V)) / temperature).log_softmax(-1)
 
     def outcomes(self, logs_tV: Tensor, part: slice) -> Tensor:
-        """Another model's log-probabilities at those places, of the outcomes that are told apart here: every token."""
+        """Return another model's log-probabilities at those positions over the outcomes of this class: every token."""
         return logs_tV
 
 
 @dataclass(frozen=True)
 class LargestPredictions:
-    """Of next-token predictions the K most probable tokens, and all others as one outcome."""
+    """The K most probable tokens of next-token predictions, and all other tokens as one outcome."""
 
     tokens_TK: Tensor
     logs_TC: Tensor
-    """Log-probabilities at the temperature that they were taken at; the last is that of all others."""
+    """Log-probabilities at the temperature of the cache; the last column is that of all other tokens."""
 
     def logs(self, part: slice, temperature: float) -> Tensor:
-        """[t, C], at the temperature that they were taken at."""
+        """Return the stored log-probabilities, [t, C], at the temperature of the cache."""
         return self.logs_TC[part]
 
     def outcomes(self, logs_tV: Tensor, part: slice) -> Tensor:
-        """[t, C]."""
+        """Return another model's log-probabilities at those positions over these outcomes, [t, C]."""
         return outcomes(logs_tV, self.tokens_TK[part].long())
 
 
 def outcomes(logs_TV: Tensor, tokens_TK: Tensor) -> Tensor:
-    """Log-probabilities of some tokens and of all others together, [T, C]; one minus the K would leave no digits of it."""
+    """Return log-probabilities of some tokens, and of all others together, [T, C].
+
+    The others are summed: one minus the probability of the K tokens would lose all digits.
+    """
     others_TV = logs_TV.scatter(-1, tokens_TK, -math.inf)
     return torch.cat([logs_TV.gather(-1, tokens_TK), others_TV.logsumexp(-1, keepdim=True)], -1)
 
 
 @torch.no_grad()
 def largest_predictions(made: Predictions, count: int, temperature: float) -> LargestPredictions:
-    """The `count` most probable tokens, fewer than there are; logits are made for a chunk of tokens at a time."""
+    """Return the `count` most probable tokens, fewer than the vocabulary; logits are computed for a chunk of tokens at a
+    time.
+    """
     found, step = [], chunk_tokens(len(made.head_VD))
     for start in range(0, len(made.hidden_TD), step):
         logs_TV = made.logs(slice(start, start + step), temperature)
@@ -129,10 +134,10 @@ def weighted_divergence(
     temperature: float = 1.0,
     teacher_learns: bool = False,
 ) -> Tensor:
-    """Σ_t w_t · divergence(p_t, q_t), without weights their sum.
+    """Return Σ_t w_t · divergence(p_t, q_t), with all weights 1 by default.
 
-    Gradients go into the student's predictions, or into the teacher's where it learns. `temperature` divides the logits of
-    both. Logits are made for a chunk of tokens at a time.
+    Gradients flow into the student's predictions, or into the teacher's with `teacher_learns`. `temperature` divides the
+    logits of both. Logits are computed for a chunk of tokens at a time.
     """
     learner, other = student, teacher
     if teacher_learns:
@@ -154,5 +159,5 @@ def _kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
 
 
 def _mixed(one_TV: Tensor, other_TV: Tensor, share: float) -> Tensor:
-    """log(share · one + (1 − share) · other)."""
+    """Return log(share · one + (1 − share) · other)."""
     return torch.logaddexp(one_TV + math.log(share), other_TV + math.log1p(-share))

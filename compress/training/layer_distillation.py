@@ -1,9 +1,9 @@
 """Layer distillation (Cruz Salinas et al. §3.1): L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S).
 
-y_l^T is the output of the teacher's MoE block l on the teacher's own hidden states, y_l^S that of the student's FFN on the
-student's; both come from a forward of the same tokens. The teacher is only run.
+y_l^T is the output of the teacher's MoE block l on the teacher's own hidden states, and y_l^S the output of the student's
+FFN on the student's; both come from a forward pass over the same tokens. The teacher is not trained.
 
-The last term, towards the teacher's next-token predictions p^T, is ours: the paper has none (λ_p = 0 there).
+The last term, towards the teacher's next-token predictions p^T, is an addition of this project; the paper has λ_p = 0.
 
 Shape suffixes: S sequences, B sequences of a batch, L positions, T tokens, D hidden.
 """
@@ -29,16 +29,16 @@ from engine.families.rotary_embedding import Rotary
 
 @dataclass(frozen=True)
 class Taught:
-    """What a teacher made of a batch."""
+    """Outputs of a teacher for a batch."""
 
     blocks: dict[int, Tensor]
     """y_l^T, [T, D], by decoder layer."""
     predictions: Predictions | LargestPredictions | None
-    """Where they are wanted."""
+    """The teacher's predictions, where they are needed."""
 
 
 class Teacher:
-    """A model whose MoE blocks' outputs are wanted; its weights are read from the map, converted where need be."""
+    """A model whose MoE blocks' outputs are recorded. Its weights are memory-mapped, and converted where necessary."""
 
     def __init__(
         self,
@@ -48,9 +48,11 @@ class Teacher:
         offload: bool = False,
         predicts: bool = False,
     ) -> None:
-        """offload: load each layer anew for each batch and let go of it, so that one layer is in memory at a time.
+        """Load the teacher.
 
-        predicts: its predictions are wanted too, and it runs to the end.
+        offload: load each layer for each batch and release it, so that one layer is in memory at a time.
+
+        predicts: compute the predictions too, for which the teacher runs to its end.
         """
         self.checkpoint, self.offload, self.predicts = checkpoint, offload, predicts
         config, self._weights, plain = checkpoint.config, checkpoint.weights(dtype, device), checkpoint.source(dtype, device)
@@ -58,7 +60,7 @@ class Teacher:
         if predicts:
             self._outer = Outer(config, plain)
         self._rotary = Rotary(config)
-        # What comes behind the last MoE block is in the predictions only.
+        # Layers behind the last MoE block are needed only for predictions.
         self._count = len(config.layers) if predicts else 1 + max(config.moe_layers)
         self._layers = {} if offload else {index: self._load(index) for index in range(self._count)}
 
@@ -67,7 +69,7 @@ class Teacher:
 
     @torch.no_grad()
     def teach(self, tokens_BL: Tensor) -> Taught:
-        """One forward of the batch."""
+        """Run the teacher on a batch."""
         config = self.checkpoint.config
         x_BLD = embedded(config, tokens_BL, self._embedding_VD)
         positions = positions_for(config, self._rotary, tokens_BL, None, 0, x_BLD.dtype)
@@ -88,13 +90,13 @@ class Teacher:
 
 
 def feed_forwards(decoder: Decoder) -> dict[int, nn.Module]:
-    """The feed-forward block of each layer: a mixture or a dense FFN."""
+    """Return the feed-forward block of each layer, an MoE block or a dense FFN."""
     return dict(enumerate(block for layer in decoder.layers if isinstance(block := layer.feed_forward, nn.Module)))
 
 
 @contextmanager
 def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """What each module gives in the forward passes inside the `with`; not when they are recomputed for gradients later."""
+    """Record the output of each module in the forward passes inside `with`, except recomputations for gradients."""
     seen: dict[int, Tensor] = {}
 
     def keep(index: int) -> Callable[..., None]:
@@ -109,14 +111,16 @@ def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
 
 
 class DistillationLoss:
-    """The loss of a student, by its terms; without a teacher that of plain fine-tuning."""
+    """The loss of a student as its terms; without a teacher, the loss of plain fine-tuning."""
 
     def __init__(self, student: Decoder, teacher: Teacher | None, tokens_SL: Tensor, weights: LossWeights) -> None:
         self.student, self.teacher, self.tokens_SL, self.weights = student, teacher, tokens_SL, weights
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """The group's part of the means over the step: of cross-entropy per prediction, of squared distance per element,
-        of divergence per token."""
+        """Return the group's part of the means over the step.
+
+        The means are of cross-entropy per prediction, of squared distance per element, and of divergence per token.
+        """
         tokens_BL = self.tokens_SL[batch.group_G].to(self.student.embedding_VD.device)
         sequences, (_, length) = len(batch.rows_B), tokens_BL.shape
         taught = self.teacher.teach(tokens_BL) if self.teacher is not None else Taught({}, None)
@@ -140,7 +144,7 @@ class DistillationLoss:
 
 @torch.no_grad()
 def decoder_perplexity(decoder: Decoder, tokens_SL: Tensor, group_size: int) -> float:
-    """Perplexity of a decoder in memory, `group_size` sequences at a time."""
+    """Return the perplexity of a decoder in memory, `group_size` sequences at a time."""
     total = 0.0
     for tokens_BL in tokens_SL.to(decoder.embedding_VD.device).split(group_size):
         hidden_BLD = decoder.hidden_states(tokens_BL)

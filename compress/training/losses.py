@@ -1,7 +1,7 @@
-"""Losses, as pure functions.
+"""Losses as pure functions that never hold the logits of all tokens.
 
-Logits are made for a chunk of tokens at a time, in float32 or better, and gradients in the same pass as the value:
-never are T·V logits held, and none are made twice.
+Logits are computed for a chunk of tokens at a time, in float32 or better, and gradients in the same pass as the value. The
+T·V logits are therefore never held at once, and none are computed twice.
 
 Shape suffixes: B sequences, L positions, D hidden, V vocabulary, T tokens.
 """
@@ -19,17 +19,17 @@ from engine.kernels.linear import linear
 from engine.passes.streaming import chunk_tokens
 
 Measure = Callable[[Tensor, slice], Tensor]
-"""Logits [t, V] of some of the tokens, and which they are, to a sum over them."""
+"""A function from the logits [t, V] of some tokens, and the slice of these tokens, to a sum over them."""
 
 
 def head_loss(hidden_TD: Tensor, head_VD: Tensor, measure: Measure, bias_V: Tensor | None = None) -> Tensor:
-    """Σ of what `measure` makes of the logits head · hidden + bias; differentiable once, in all three."""
+    """Return Σ of `measure` over the logits head · hidden + bias; differentiable once, in all three tensors."""
     loss: Tensor = _HeadLoss.apply(hidden_TD, head_VD, measure, bias_V)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Value and gradients chunk by chunk, in the forward pass; the backward pass scales them."""
+    """Computes value and gradients by chunks in the forward pass; the backward pass scales the gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor, measure: Measure, bias_V: Tensor | None) -> Tensor:
@@ -78,7 +78,7 @@ def _with_gradient(measure: Measure, logits_TV: Tensor, part: slice) -> tuple[Te
 
 
 def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """Cross-entropy of each next token in nats, summed over the B·(L−1) predictions."""
+    """Return the cross-entropy of each next token in nats, summed over the B·(L−1) predictions."""
     hidden_TD = hidden_BLD[:, :-1].reshape(-1, hidden_BLD.shape[-1])
     targets_T = tokens_BL[:, 1:].reshape(-1)
 
@@ -89,11 +89,11 @@ def next_token_loss(hidden_BLD: Tensor, head_VD: Tensor, tokens_BL: Tensor, bias
 
 
 def layer_distance(teacher_TD: Tensor, student_TD: Tensor, weights_T: Tensor | None = None) -> Tensor:
-    """MSE(LN(y^T), LN(y^S)) of one layer (Cruz Salinas et al. eq. 2), the mean over tokens and dimensions, in float32.
+    """Return MSE(LN(y^T), LN(y^S)) of one layer (Cruz Salinas et al. eq. 2), in float32.
 
-    With weights Σ_t w_t · the mean over dimensions.
+    It is the mean over tokens and dimensions. With weights, it is Σ_t w_t · the mean over dimensions.
 
-    LN is a layer norm without parameters, so that layers of large outputs do not outweigh the others.
+    LN is a layer norm without parameters, so that layers with large outputs do not dominate the others.
     """
     teacher, student = (F.layer_norm(wide(y_TD), y_TD.shape[-1:]) for y_TD in (teacher_TD, student_TD))
     if weights_T is None:
@@ -102,7 +102,7 @@ def layer_distance(teacher_TD: Tensor, student_TD: Tensor, weights_T: Tensor | N
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 or better, whatever the model's dtype."""
+    """Return x in float32 or better, whatever the model's dtype."""
     return x.to(_wide_dtype(x))
 
 
@@ -111,7 +111,7 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def reconstruction_loss(hidden_BLD: Tensor, full_BLD: Tensor) -> Tensor:
-    """Φ = ‖F'(x) − F(x)‖_F per sequence (DiEP §4.2), summed over the batch."""
+    """Return Φ = ‖F'(x) − F(x)‖_F per sequence (DiEP §4.2), summed over the batch."""
     difference = wide(hidden_BLD) - wide(full_BLD)
     norms_B: Tensor = torch.linalg.vector_norm(difference, dim=(1, 2))
     return norms_B.sum()

@@ -1,4 +1,4 @@
-"""The moments of an optimiser beside its parameters in one file, so that a search or a training can be gone on with."""
+"""Optimizer moments and their parameters in one file, from which a search or a training continues."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from engine.files.safetensors_file import SafetensorsFile
 
 STEP = "step"
 MOMENTS = (STEP, "exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Of Adam and, the last, of stochastic gradient descent."""
+"""Names of Adam's state and, last, of the state of stochastic gradient descent."""
 Change = Callable[[str, Tensor], Tensor]
-"""By a parameter's name, what becomes of it and of its moments on their way to the file or from it."""
+"""A function applied to a parameter, by its name, and to its moments, when they are written to the file or read from it."""
 
 
 def copied(name: str, tensor: Tensor) -> Tensor:
-    """The same, in memory of its own."""
+    """Return a copy in memory of its own."""
     return tensor.clone()
 
 
 def with_moments(
     parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer, change: Change = copied
 ) -> dict[str, Tensor]:
-    """Each parameter by its name and, once there was a step, its moments as NAME.exp_avg and so on."""
+    """Return each parameter by its name and, after the first step, its moments as NAME.exp_avg and so on."""
     tensors = {}
     for name, parameter in parameters.items():
         tensors[name] = change(name, parameter.detach())
@@ -41,13 +41,13 @@ def restore(
     change: Change = copied,
     prefix: str = "",
 ) -> None:
-    """The inverse, into the parameters as they are. `prefix`: before all names in the file."""
+    """Load the output of `with_moments` into the parameters in place. `prefix`: precedes all names in the file."""
     for name, parameter in parameters.items():
         key_of = f"{prefix}{name}"
         parameter.copy_(change(name, file.tensor(key_of)))
         found = {key: file.tensor(f"{key_of}.{key}") for key in MOMENTS if f"{key_of}.{key}" in file.entries}
         moments = {
-            # Adam keeps its count of steps on the CPU, whatever the device.
+            # Adam keeps its step count on the CPU, whatever the device.
             key: moment.clone() if key == STEP else change(name, moment).to(parameter.device, copy=True)
             for key, moment in found.items()
         }

@@ -1,14 +1,15 @@
-"""The training loop: parameters, a loss of a batch and an order of the data in; trained parameters out, resumably.
+"""The training loop: from parameters, a loss of a batch and an order of the data to trained parameters, resumable.
 
-AdamW works on float32 masters, whatever dtype the model computes in. A step's sequences come in groups that fit in memory,
-whose gradients add up in float32. The learning rate rises briefly and falls as a cosine; gradients are clipped to a length.
-Every `validate_every` steps a measure decides which state is the best, and training ends with that one.
+AdamW updates float32 master weights, whatever the model's dtype. A step's sequences are split into groups that fit in
+memory, whose gradients accumulate in float32. The learning rate has a short warm-up and a cosine decay; gradients are
+clipped by norm. Every `validate_every` steps a validation metric is measured, and the training returns the best state.
 
-Several processes (processes.py) train as one does with as many times the batch: a step's sequences are shared out, gradients
-add up over processes, and the first process writes the states.
+Several processes (processes.py) train as one process does with a batch that is as many times larger: they share a step's
+sequences and sum the gradients, and the first process writes the states.
 
-A state on disk is that before a step whose loss was found to be finite, so it is always one to go on from. Order of the data
-and whatever a loss draws at random depend on seed and step alone: a resumed training ends in the same bits.
+A saved state is the state before a step whose loss was found to be finite, so a training can always continue from it. The
+order of the data and all random numbers of a loss depend on seed and step alone, so a resumed training has bit-identical
+results.
 
 Shape suffixes: B sequences of a step, G of a group.
 """
@@ -36,35 +37,37 @@ from engine.passes import processes
 from engine.progress import note
 
 BEST, FIRST = "best.", "first."
-"""Before the names of tensors in a state file: those of the best state, and of the training that is taken first."""
+"""Prefixes of tensor names in a state file: the best state, and the state of the training that steps first."""
 State = tuple[dict[str, Tensor], dict[str, Any]]
-"""Tensors by name, and the rest as JSON."""
+"""Tensors by name, and all other values as JSON."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a loss is asked for."""
+    """The arguments of a loss."""
 
     step: int
     rows_B: Tensor
     """Indices of all sequences of the step, in all processes."""
     group_G: Tensor
-    """Those that the loss is to be of now."""
+    """Indices of the sequences of the group, for which the loss is computed."""
     generator: torch.Generator
-    """For whatever the loss draws at random; it depends on seed, step and group alone."""
+    """Source of the random numbers of the loss; its seed depends on seed, step and group alone."""
     turn: int = 0
-    """Counts the batches: the same for steps that share one."""
+    """Number of the batch, which is equal for all steps on the same batch."""
 
 
 Loss = Callable[[Batch], Mapping[str, Tensor]]
-"""Named terms of the step's loss, which add up to it over terms and groups: each is to be divided by what `rows_B` have."""
+"""Returns the named terms of the step's loss. Their sum over terms and groups is the loss, so each is divided by the amount
+of `rows_B`.
+"""
 
 
 class Trainer:
     """One training of some parameters."""
 
     unit = "tokens"
-    """What a sequence's length is counted in."""
+    """Unit of a sequence's length."""
 
     def __init__(
         self,
@@ -75,10 +78,12 @@ class Trainer:
         length: int,
         first: Trainer | None = None,
     ) -> None:
-        """parameters: of a decoder, by any names. sequences: how many there are to draw from; length: tokens of one.
+        """Create the trainer.
 
-        first: another training, each step of which is taken before this one's on the same sequences; its states are in this
-        one's. Raises DataError where several processes have no full step to share.
+        parameters: by any names. sequences: the number of sequences to draw from; length: tokens of one.
+
+        first: another training that takes each of its steps before this one's, on the same sequences; its states are stored
+        in this one's. Raises DataError where several processes have no full step to share.
         """
         self.parameters, self.loss, self.options = dict(parameters), loss, options
         self.sequences, self.length, self.first = sequences, length, first
@@ -90,20 +95,20 @@ class Trainer:
             )
         for parameter in self.parameters.values():
             if not processes.is_sharded(parameter):
-                # Own copies: a decoder's tensors may be views of the mapped checkpoint, which is never written to.
+                # Copies: a decoder's tensors may be views of the mapped checkpoint, which is never written to.
                 parameter.data = parameter.data.clone()
             parameter.requires_grad_(True)
         self.masters = {
             name: processes.piece(parameter.detach()).float().clone() for name, parameter in self.parameters.items()
         }
-        """Of a sharded parameter this process's piece."""
+        """Master weights in float32; for a sharded parameter, this process's shard."""
         self.optimiser: torch.optim.Optimizer = torch.optim.AdamW(
             self.masters.values(), lr=options.learning_rate, weight_decay=options.weight_decay
         )
         self.history: list[dict[str, float]] = []
-        """Of each step its terms and their sum, `loss`."""
+        """For each step, its loss terms and their sum, `loss`."""
         self.validations: list[tuple[int, float]] = []
-        """(steps taken, measure), lower is better."""
+        """Pairs of (steps taken, validation metric); lower is better."""
         self.best: dict[str, Tensor] = {}
         self.tokens_per_second = 0.0
         self._saved: Path | None = None
@@ -116,10 +121,10 @@ class Trainer:
         validate: Callable[[], float] | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> dict[str, Tensor]:
-        """Take all steps; the trained tensors by name, float32, on the CPU: the best where `validate` says which.
+        """Take all steps; return the trained tensors by name, float32, on the CPU: the best state with `validate`.
 
-        With `state_path` the state is saved as training goes, and `resume` goes on from it. Raises TrainingError where the
-        loss is not finite; the state on disk is then the last one that was good.
+        `state_path`: where the state is saved during training; `resume` continues from it. Raises TrainingError where the
+        loss is not finite; the saved state is then the last finite one.
         """
         steps, every = self.options.steps, self.options.validate_every
         first = self.load(state_path) if resume and state_path is not None and state_path.exists() else 0
@@ -148,9 +153,9 @@ class Trainer:
         return {name: self._whole(name, master.detach()).cpu() for name, master in self.masters.items()}
 
     def gradients(self, step: int) -> dict[str, float]:
-        """Set the masters' gradients of a step, clipped; its loss and the terms of it.
+        """Set the masters' gradients of a step, clipped; return its loss and loss terms.
 
-        Raises TrainingError unless both are finite.
+        Raises TrainingError unless loss and gradients are finite.
         """
         turn = (step + self.options.earlier_steps) // self.options.steps_per_batch
         rows_B = batch_rows(self.sequences, self.step_size, turn, self.options.seed)
@@ -179,18 +184,18 @@ class Trainer:
     def _terms(self, batch: Batch) -> Mapping[str, Tensor]:
         try:
             return self.loss(batch)
-        except CheckpointError as error:  # a model in training that gives no numbers is no damaged file
+        except CheckpointError as error:  # NaN in a model in training does not mean a damaged file
             raise self._broken(batch.step, str(error)) from error
 
     def update(self, step: int) -> None:
-        """Move the parameters along the gradients."""
+        """Update the parameters by the gradients."""
         for group in self.optimiser.param_groups:
             group["lr"] = self.options.learning_rate * rate_at(step, self.options.steps, self.options.warm_up_steps)
         self.optimiser.step()
         self.take(self.masters)
 
     def state(self, step: int) -> State:
-        """What `load` takes, as it is now: masters, moments, the best state and what was measured; on the CPU."""
+        """Return the current state for `load`, on the CPU: masters, moments, the best state and all measurements."""
         tensors = with_moments(self.masters, self.optimiser, self._copy)
         tensors |= {f"{BEST}{name}": self._copy(name, own) for name, own in self.best.items()}
         header: dict[str, Any] = {"step": step, "history": list(self.history), "validations": list(self.validations)}
@@ -200,7 +205,7 @@ class Trainer:
         return tensors, header
 
     def save(self, path: Path, state: State) -> None:
-        """Write a state as one safetensors file, replacing the last when whole."""
+        """Write a state as one safetensors file. An existing file is replaced when the new one is complete."""
         if processes.is_first():
             write_state(path, state[0], {"training": json.dumps(state[1])}, "the state of the training")
         self._was_saved(path)
@@ -212,7 +217,7 @@ class Trainer:
 
     @torch.no_grad()
     def load(self, path: Path) -> int:
-        """The inverse of `save`; the step to go on with. Raises DataError for another file."""
+        """Load a state of `save`; return the step to continue with. Raises DataError for any other file."""
         with SafetensorsFile(path) as file:
             if "training" not in file.metadata or not set(self.masters) <= set(file.entries):
                 raise DataError(f"{path}: is not the state of this training; leave out --resume")
@@ -242,13 +247,13 @@ class Trainer:
                 continue
             master, grad = self.masters[name], processes.piece(parameter.grad).float()
             if processes.is_sharded(parameter):
-                grad = grad * processes.count()  # FSDP gives the mean over processes
+                grad = grad * processes.count()  # FSDP averages gradients over processes
             master.grad = grad if master.grad is None else master.grad.add_(grad)
             parameter.grad = None
 
     @torch.no_grad()
     def _add_up_processes(self) -> None:
-        """Make the gradients of whole tensors those of all processes together; zero where no token had a use."""
+        """Sum the gradients of unsharded tensors over all processes; a gradient is zero where no token used the tensor."""
         for master in self.masters.values():
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
         whole = [name for name, parameter in self.parameters.items() if not processes.is_sharded(parameter)]
@@ -256,7 +261,7 @@ class Trainer:
 
     @torch.no_grad()
     def _gradient_length(self) -> Tensor:
-        """Of all gradients as one vector."""
+        """Return the norm of all gradients as one vector."""
         lengths = []
         for sharded in (False, True):
             names = [name for name, parameter in self.parameters.items() if processes.is_sharded(parameter) == sharded]
@@ -270,27 +275,27 @@ class Trainer:
         return torch.hypot(*lengths) if float(lengths[1]) else lengths[0]
 
     def _whole(self, name: str, own: Tensor) -> Tensor:
-        """A parameter's master or moment, of which `own` is this process's piece."""
+        """Return a parameter's whole master or moment, of which `own` is this process's shard."""
         return processes.whole(own, self.parameters[name])
 
     def _copy(self, name: str, own: Tensor) -> Tensor:
-        """The same for a file, on the CPU; nothing in a process that writes none."""
+        """Return the whole tensor on the CPU for a file; an empty one in a process that does not write."""
         full = self._whole(name, own)
         if not processes.is_first():
             return full.new_empty(0, device="cpu")
         return full.to("cpu", copy=True)
 
     def _piece(self, name: str, full: Tensor) -> Tensor:
-        """This process's piece of it."""
+        """Return this process's shard of a tensor."""
         return processes.cut(full, self.parameters[name])
 
     def take_whole(self, tensors: Mapping[str, Tensor]) -> None:
-        """`take`, of tensors as `run` gives them."""
+        """Call `take` with whole tensors, as `run` returns them."""
         self.take({name: self._piece(name, tensor) for name, tensor in tensors.items()})
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make these the masters, and from them the parameters; of sharded ones this process's pieces."""
+        """Set the masters, and the parameters from them; for sharded parameters, to this process's shards."""
         for name, tensor in tensors.items():
             if tensor is not self.masters[name]:
                 self.masters[name].copy_(tensor)
@@ -299,7 +304,7 @@ class Trainer:
     @torch.no_grad()
     def _validate(self, measure: Callable[[], float], step: int) -> None:
         if self.validations and self.validations[-1][0] == step:
-            return  # before the interruption
+            return  # taken before the interruption
         try:
             own = measure()
         except CheckpointError as error:
@@ -324,18 +329,18 @@ class Trainer:
 
 @dataclass
 class Trained:
-    """What training gave."""
+    """The result of a training."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By name, float32."""
+    """Trained tensors by name, float32."""
     parts: dict[str, TrainingFigures] = field(default_factory=dict)
     """Figures of each part, such as "distill" and "finetune"."""
     histories: dict[str, tuple[list[dict[str, float]], list[tuple[int, float]]]] = field(default_factory=dict)
-    """Of the same: the terms of the loss at each step; (step, perplexity) of validation."""
+    """For each part, the loss terms of each step, and (step, perplexity) of each validation."""
 
 
 def figures(trainer: Trainer) -> TrainingFigures:
-    """What a training cost and gained, as JSON."""
+    """Return the figures of a training, as JSON."""
     first, last = trainer.history[0], trainer.history[-1]
     values: dict[str, Any] = {"steps": len(trainer.history), "learning_rate": trainer.options.learning_rate}
     for name in first:
@@ -347,12 +352,12 @@ def figures(trainer: Trainer) -> TrainingFigures:
 
 
 def rate_at(step: int, steps: int, warm_up_steps: int = 10) -> float:
-    """The learning rate's factor: a short rise, then a cosine to zero."""
+    """Return the factor of the learning rate: a short linear warm-up, then a cosine decay to zero."""
     return min(1.0, (step + 1) / warm_up_steps) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
 
 
 def batch_rows(count: int, batch_size: int, step: int, seed: int) -> Tensor:
-    """Which sequences a step sees: epochs of a fresh order each, the same for the same seed and step."""
+    """Return the sequences of a step: each epoch has a new order, which depends only on seed and epoch."""
     per_epoch = max(1, count // batch_size)
     epoch, place = divmod(step, per_epoch)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + 7919 * epoch))

@@ -16,7 +16,7 @@ from engine.decoder.block_pool import BlockPool
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
 from engine.generation.generate import Engine, decode_kernels
-from engine.kernels.linear import prepare_decoding, reading
+from engine.kernels.linear import reading
 
 
 class PagedRunner:
@@ -29,7 +29,7 @@ class PagedRunner:
         self.cache = PagedCache(
             engine.checkpoint.config, kv_cache_bytes, engine.kv_cache_dtype, engine.device, block_size, sequences
         )
-        prepare_decoding(engine.dtype, engine.device)
+        engine.prepare()
 
     @property
     def pool(self) -> BlockPool:

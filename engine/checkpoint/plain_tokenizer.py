@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from engine.families.plain_config import PlainConfig, has_generic_tokenizer
+from engine.families.plain_config import PlainConfig, has_generic_tokenizer, may_be_corrected
 from engine.files.json_file import load_json
 
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -24,8 +24,6 @@ _WITHOUT_EFFECT = frozenset(
     ["tokenizer_class", "backend", "is_local", "local_files_only", "padding_side", "truncation_side", "model_input_names"]
 )
 _CHANGED_BY_OTHERS = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates", "tekken.json")
-_MISTRAL_TOKENS = 100_000
-"""Larger tokenizers of a mistral may have a wrong expression, which transformers looks for."""
 
 
 class PlainTokenizer:
@@ -115,7 +113,7 @@ def read_plain_tokenizer(directory: Path, family: Any) -> PlainTokenizer | None:
     if not _is_plain(config, content):
         return None
     own = Tokenizer.from_file(str(path))
-    if family.read_as == "mistral" and own.get_vocab_size() > _MISTRAL_TOKENS:
+    if may_be_corrected(family, own.get_vocab_size()):
         return None
     template_path = directory / "chat_template.jinja"
     template = template_path.read_text(encoding="utf-8") if template_path.is_file() else config.get("chat_template")

@@ -88,13 +88,17 @@ class DecodeStep:
             self._tell(*seen)
         return x_BLD
 
+    def serves(self, kernels: Any) -> bool:
+        """Return whether the kernels know everything that these layers do."""
+        return all(_serves(kernels, layer) for layer in self._layers)
+
     def _knows(self, kernels: Any) -> bool:
         """Return whether the kernels support the model; update the tables if weights or routings have changed."""
         routings = [block.routing for block in self._blocks]
         first = [layer.attention_norm.data_ptr() for layer in (self._layers[0], self._layers[-1])]
         if first != self._first:  # weights are moved all together or not at all
             self._first, self._routings = first, []
-            self._is_served = all(_serves(kernels, layer) for layer in self._layers)
+            self._is_served = self.serves(kernels)
             self._tables = _tables(kernels, self._layers) if self._is_served else None
         if self._tables is None or any(block.expert_observer is not None for block in self._blocks):
             return False
@@ -102,10 +106,10 @@ class DecodeStep:
             self._routings = routings
             self._is_served = all(map(_is_known, routings))
             if self._is_served:
-                self._route()
+                self._route(kernels)
         return self._is_served
 
-    def _route(self) -> None:
+    def _route(self, kernels: Any) -> None:
         """Write the routings into the tables."""
         assert self._tables is not None
         for layer, block in self._moe_layers():
@@ -116,6 +120,7 @@ class DecodeStep:
             if isinstance(routing, Skipping):
                 row["gamma1"], row["gamma2"] = routing.gamma1_K.data_ptr(), routing.gamma2_NN.data_ptr()
                 row["keep"], row["restores"] = routing.keep, int(routing.normalise)
+        kernels.load_parts(self._tables.layers)
 
     def _moe_layers(self) -> list[tuple[int, MoeBlock]]:
         blocks = ((index, layer.feed_forward) for index, layer in enumerate(self._layers))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ from engine.families.tensor_names import (
     shared_tensor,
 )
 from engine.kernels.linear import is_decoding, linear, plain
-from engine.kernels.quantized_weight import Weight, as_tensor, frozen
+from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 
 TensorSource = Callable[[str], Weight]
 FINAL_NORM = "model.norm"
@@ -145,6 +146,12 @@ class Decoder(nn.Module):
             used = min(moe.experts_per_token, moe.experts) * (1.0 - skipped)
             read -= _weights_bytes(block.experts) * (1.0 - used / moe.experts)
         return read
+
+    def kernels_needed(self, kernels: Any) -> list[Any]:
+        """Return the compiled kernels that decode this model; kernels: the module of compiled kernels."""
+        low_bit = {module.bits for module in self.modules() if isinstance(module, QuantizedWeight)}
+        needed: list[Any] = kernels.needed(low_bit, is_whole=self._step.serves(kernels))
+        return needed
 
     @property
     def moe_blocks(self) -> list[MoeBlock]:

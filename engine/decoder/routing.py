@@ -1,9 +1,12 @@
-"""Routing: how a token chooses its experts, as a function from router logits to (expert indices, weights).
+"""Routing: how a token selects its experts, and how it skips some of them (`Skipping`).
 
-The model's own top-k, DiEP's relaxations, adaptive skipping, every expert at once, N-1 sampled experts and a router in
-training are all Routings; one MoE block (experts.py) takes any of them. A Routing belongs to one layer and holds that
-layer's data (scores, skip tables). Weights may carry gradients: through the logits to the router's parameters, and to
-the Routing's own tensors. Indices carry none.
+A Routing is a function from router logits to (expert indices, weights). The model's own top-k, DiEP's relaxations,
+adaptive skipping, every expert at once, N-1 sampled experts and a router in training are all Routings; one MoE block
+(experts.py) takes any of them. With adaptive skipping, a token skips expert e_j if its weight is below S·γ_j times the
+weight of the token's best expert.
+
+A Routing belongs to one layer and holds that layer's data (scores, skip tables). Weights may carry gradients: through
+the logits to the router's parameters, and to the Routing's own tensors. Indices carry none.
 
 Shape suffixes: T tokens, N routed experts of the layer, S slots (experts a token may use), K the model's top-k, G
 groups of experts, M experts of one group, B sequences, D hidden.

@@ -24,6 +24,7 @@ _ROPE_KEYS = frozenset(["rope_type", "rope_theta", "partial_rotary_factor"])
 _SPECIAL = frozenset(["attn_implementation", "experts_implementation", "mlp_layer_types", "mtp_layer_types"])
 """Keys that transformers handles specially without declaring them."""
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+_MISTRAL_TOKENS = 100_000
 
 
 class _Unusual(Exception):
@@ -74,6 +75,11 @@ def read_plainly(model_type: str, config: Mapping[str, Any]) -> PlainConfig | No
 def has_generic_tokenizer(family: PlainConfig) -> bool:
     """Return whether transformers loads the generic class if this family's tokenizer_config.json names that class."""
     return bool(_record()["families"][family.read_as]["generic_tokenizer"])
+
+
+def may_be_corrected(family: PlainConfig, tokens: int) -> bool:
+    """Whether transformers looks for a wrong expression in a tokenizer of this family with so many tokens."""
+    return family.read_as == "mistral" and tokens > _MISTRAL_TOKENS
 
 
 def known_keys(family: Any) -> frozenset[str]:

@@ -43,6 +43,7 @@ from engine.generation.text_stream import TextStream, plain_text
 from engine.kernels.devices import resolve_device, set_threads
 from engine.kernels.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding, reading
 from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
+from engine.progress import Progress, no_progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GREEDY = SamplingOptions()
@@ -87,6 +88,8 @@ class Engine:
         """Dtype of the KV cache."""
         self.load_seconds = 0.0
         """Duration of `open` in seconds."""
+        self.progress: Progress = no_progress
+        """Shows the compilation of kernels, where there is any."""
         self._last: _Batch | None = None
 
     @classmethod
@@ -104,6 +107,7 @@ class Engine:
         draft: str | Path | None = OpenOptions.draft,
         draft_tokens: int = OpenOptions.draft_tokens,
         kv_cache_dtype: str = OpenOptions.kv_cache_dtype,
+        progress: Progress = no_progress,
     ) -> Engine:
         """Open a directory, a hub id or `demo`; weights are memory-mapped and not read, if device and dtype allow it.
 
@@ -112,7 +116,8 @@ class Engine:
         or "auto". `kv_cache_dtype`: dtype of the KV cache, "float16", "bfloat16" or "int8", or "auto" for the compute
         dtype; the compiled attention kernels support bfloat16 only. `checksums`: first compare every file with its
         recorded checksum. `draft`: a smaller model with the same tokenizer, which proposes `draft_tokens` tokens at a
-        time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023).
+        time; it never changes the distribution of the text, only the speed (Leviathan et al. 2023). `progress`: shows the
+        compilation of kernels, where there is any.
         """
         started = time.perf_counter()
         if not 1 <= draft_tokens < COMPILED_MAX_ROWS:
@@ -149,12 +154,17 @@ class Engine:
         if place.type == "cuda":
             use_triton(decoder.moe_blocks)
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
-        engine.kv_cache_dtype = kept
+        engine.kv_cache_dtype, engine.progress = kept, progress
         engine.load_seconds = time.perf_counter() - started
         if drafting is not None:
-            engine.draft = cls.open(drafting, device=device, dtype=dtype, checksums=checksums)
+            engine.draft = cls.open(drafting, device=device, dtype=dtype, checksums=checksums, progress=progress)
             engine.draft_tokens = draft_tokens
         return engine
+
+    def prepare(self) -> None:
+        """Load the kernels that this model decodes with, so that the first token does not wait for them."""
+        if isinstance(self.decoder, Decoder):
+            prepare_decoding(self.dtype, self.device, self.decoder.kernels_needed, self.progress)
 
     def new_cache(self, sequences: int, capacity: int) -> KeyValueCache:
         """Return an empty cache with this many positions for each sequence of a batch."""
@@ -287,7 +297,7 @@ class Engine:
     ) -> _Batch:
         _ = self.tokenizer, self.end_tokens  # loaded by the first run, and not counted in its time
         for engine in self._engines:
-            prepare_decoding(engine.dtype, engine.device)
+            engine.prepare()
         started = time.perf_counter()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not text for text in stops):

@@ -16,7 +16,7 @@ from engine.kernels import attention, expert_panels, experts, low_bit, panels, s
 from engine.kernels import products as product_kernels
 from engine.kernels.attention import ATTENTION
 from engine.kernels.cache_directory import cache_directory
-from engine.kernels.compiling import Kernel, prepare
+from engine.kernels.compiling import KERNELS, Kernel, prepare
 from engine.kernels.experts import EXPERT, EXPERTS
 from engine.kernels.forms import PLAIN, form_address, form_kernels
 from engine.kernels.low_bit import GROUP_SIZES, MULTIPLE_OF_OUTPUTS, ROUNDED
@@ -29,6 +29,7 @@ from engine.kernels.step import HEAD_NORM, LAYER, NO_NORM, STEP, WHOLE_NORM
 __all__ = [
     "GROUP_SIZES",
     "HEAD_NORM",
+    "KERNELS",
     "LAYER",
     "MULTIPLE_OF_OUTPUTS",
     "MULTIPLIES_BFLOAT16",
@@ -43,6 +44,7 @@ __all__ = [
     "dequantized",
     "expert_table",
     "form_address",
+    "load_parts",
     "multiplies_many",
     "needed",
     "prepare",
@@ -131,6 +133,7 @@ def swiglu(
     ClampedSwiglu. many: whether to use the kernel for many tokens of each expert.
     """
     (hidden, width), (alpha, limit) = sizes, clamp or (1.0, 0.0)
+    assert chosen_TS.dtype == np.int64 and weights_TS.dtype == np.float32
     (tokens, slots), y_TD = chosen_TS.shape, np.empty((chosen_TS.shape[0], hidden), np.uint16)
     job = _record(
         EXPERTS,
@@ -268,15 +271,23 @@ def decode(
         **dict(zip(("epsilon", "scale", "residual"), scalars, strict=True)),
     )
     if seen is not None:
+        step.tell_observers.load()
         for name, array in zip(("seen_chosen", "seen_weights", "seen_inputs", "seen_logits"), seen, strict=True):
             job[name] = _address(array)
         job["seen_slots"], job["seen_experts"] = seen[0].shape[2], seen[3].shape[2]
     step.decode(_address(job))
 
 
+def load_parts(layers: Any) -> None:
+    """Load the parts of a step that only some models have: a gate of shared experts, adaptive skipping."""
+    for has_it, kernel in ((layers["shared_gate"]["values"], step.gate_shared), (layers["gamma1"], step.skip_slots)):
+        if has_it.any():
+            kernel.load()
+
+
 def needed(bits: Iterable[int], *, is_whole: bool = True) -> list[Kernel]:
     """Return the kernels that decode with weights of these bits. is_whole: whether to add the kernel of all layers."""
     every = [kernel for each in sorted({16, *bits}, reverse=True) for kernel in form_kernels(each)]
-    every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu]
+    every += [product_kernels.products, product_kernels.rms_norm, experts.swiglu, attention.attend]
     every += [step.decode] if is_whole else []
     return every + ([panels.panel_products, expert_panels.panel_swiglu] if MULTIPLIES_BFLOAT16 else [])

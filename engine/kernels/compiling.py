@@ -8,7 +8,6 @@ compiled into another and none is compiled twice.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,10 +20,8 @@ from engine.kernels.cache_directory import KernelCache
 from engine.progress import Progress, no_progress
 
 _MATHS = {"reassoc", "contract", "nsz"}
-"""Sums may be reordered, so that they use vector registers; NaN and infinity keep their meaning. LLVM applies these flags to
-every kernel, and also to written instructions that have no flags of their own, so changing the flags changes results."""
-NOTICE_SECONDS = 2.0
-"""Compiling that takes longer than this shows a notice."""
+"""Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are. LLVM applies this to every
+kernel, to written instructions that say nothing else too: results change with it."""
 NOTICE = "compiling kernels for this processor (once)"
 JOB = "void(int64)"
 """The signature of a kernel that is given the address of a record."""
@@ -116,13 +113,11 @@ def kernel(
 
 def prepare(wanted: Iterable[Kernel], progress: Progress = no_progress) -> None:
     """Load these kernels and those that they call. A progress bar is shown if compiling takes long."""
-    every = dict.fromkeys(each for kernel in wanted for each in kernel.needs)
+    every = list(dict.fromkeys(each for kernel in wanted for each in kernel.needs))
     missing = [each for each in every if not each.is_kept]
-    started = time.perf_counter()
-    while missing and time.perf_counter() - started < NOTICE_SECONDS:
-        missing.pop(0).load()
-    for each in progress(missing, NOTICE) if missing else ():
-        each.load()
+    if missing:
+        for each in progress(missing, NOTICE):
+            each.load()
     for each in every:
         each.load()
 
@@ -143,6 +138,15 @@ TABLE_OF_ADDRESSES = np.dtype(
             ),
             *("middle_block", "down_block", "attend", "attend_block", "add_weighted"),
             *("multiply_panel", "pack_block", "panel_products_block"),
+            *(
+                "attention_layer",
+                "feed_forward_layer",
+                "routed_experts",
+                "correct_projection",
+                "add_columns",
+                "add_to_residual",
+            ),
+            *("choose_experts", "skip_slots", "gate_shared", "tell_observers"),
             *("pack_experts_block", "unit_panels_block", "down_panels_block"),
         )
     ]

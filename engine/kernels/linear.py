@@ -12,11 +12,9 @@ Shape suffixes: T rows, I input features, O output features, D hidden, F expert 
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -27,6 +25,8 @@ from torch import Tensor
 
 from engine.errors import OptionError
 from engine.kernels.quantized_weight import QuantizedWeight, Weight
+from engine.kernels.trial import TRIAL_SHAPE, pays
+from engine.progress import Progress, no_progress
 
 SHAPES_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables for the number of shapes whose compiled products oneDNN, and torch's layer above it, keep. Each
@@ -36,13 +36,8 @@ for _name in SHAPES_KEPT:  # these variables are read when the first product is 
     os.environ.setdefault(_name, "64")
 
 KERNELS = "COMPRESS_KERNELS"
-"""Environment variable that selects the code for decoding, and for experts on a GPU: `compiled`, `torch`, or `auto`, which
-times both when a model is loaded."""
-TRIAL_SHAPE = 4096, 4096
-"""Shape of the matrix of the trial: 32 MB, more than most caches hold."""
-CLEARLY = 1.5
-"""Factor by which torch must be faster to be chosen. The choice then does not depend on other load during the trial."""
-MOST_TRIALS = 8
+"""Environment variable for what decodes, and on a GPU runs experts: `compiled`, `torch`, or `auto`, which tries both when a
+model is loaded."""
 COMPILED_MAX_ROWS = 64
 """Maximum number of rows for the compiled kernels. Above it, the kernels for products are used if the processor multiplies
 bfloat16, and torch does everything else."""
@@ -209,10 +204,17 @@ def addresses(weight: Weight) -> tuple[int, int]:
     return weight.addresses if isinstance(weight, QuantizedWeight) else (weight.data_ptr(), 0)
 
 
-def prepare_decoding(dtype: torch.dtype, device: torch.device) -> None:
+def prepare_decoding(
+    dtype: torch.dtype,
+    device: torch.device,
+    needed: Callable[[Any], Iterable[Any]] | None = None,
+    progress: Progress = no_progress,
+) -> None:
     """Load the kernels that `decoding` will use, so that the first token does not wait for them."""
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        _many_pay()
+    if dtype != torch.bfloat16 or device.type != "cpu" or (kernels := _import_kernels()) is None:
+        return
+    _load(kernels, [] if needed is None else needed(kernels), progress)
+    _many_pay()
 
 
 @contextmanager
@@ -265,19 +267,30 @@ def _load_kernels() -> Any:
     Raises:
         OptionError: `COMPRESS_KERNELS` has an unknown value.
     """
-    wanted = wanted_kernels()
-    if wanted == "torch":
+    kernels = _import_kernels()
+    if kernels is None:
         return None
-    threads = torch.get_num_threads()
+    _load(kernels, [kernels.KERNELS["parallel_for"]])
+    return kernels if wanted_kernels() == "compiled" or pays(kernels, 1, many=False) else None
+
+
+def _import_kernels() -> Any:
+    """The module of compiled kernels; None if they are not wanted, Numba is missing or has no place for its cache."""
+    if wanted_kernels() == "torch":
+        return None
     try:
         from engine.kernels import compiled
     except (ImportError, RuntimeError):
         return None
-    nothing = torch.zeros(1, dtype=torch.bfloat16)
-    compiled.products(nothing.data_ptr(), 1, [(nothing.data_ptr(), 0)], [1], 1)
-    # Numba's start gives all cores to the OpenMP pool that it shares with torch, so torch's number of threads is set again.
+    return compiled
+
+
+def _load(kernels: Any, needed: Iterable[Any], progress: Progress = no_progress) -> None:
+    """Load these kernels. Numba's start gives all cores to the OpenMP pool that it shares with torch, which takes its own
+    number of threads back."""
+    threads = torch.get_num_threads()
+    kernels.prepare(needed, progress)
     torch.set_num_threads(threads)
-    return compiled if wanted == "compiled" or _pays(compiled) else None
 
 
 @cache
@@ -286,31 +299,7 @@ def _many_pay() -> bool:
     kernels = _load_kernels()
     if kernels is None or not kernels.multiplies_many(*TRIAL_SHAPE):
         return False
-    return wanted_kernels() == "compiled" or _pays(kernels, 2 * COMPILED_MAX_ROWS)
-
-
-def _pays(kernels: Any, rows: int = 1) -> bool:
-    """Return whether torch is not clearly faster than the kernels for so many rows. Takes 50 ms for one, 200 ms for 128."""
-    weight_OI = torch.ones(TRIAL_SHAPE, dtype=torch.bfloat16)
-    x = torch.ones(rows, TRIAL_SHAPE[1], dtype=torch.bfloat16)
-    kernels.use_threads(torch.get_num_threads())
-
-    def compiled() -> None:
-        outputs, inputs = TRIAL_SHAPE
-        kernels.products(x.data_ptr(), rows, [addresses(weight_OI)], [outputs], inputs, many=rows > COMPILED_MAX_ROWS)
-
-    def of_torch() -> None:
-        F.linear(x, weight_OI)
-
-    best = {compiled: math.inf, of_torch: math.inf}
-    for _ in range(MOST_TRIALS):  # more trials run only if other work disturbs them or torch is indeed faster
-        for way in 3 * list(best):
-            started = time.perf_counter()
-            way()
-            best[way] = min(best[way], time.perf_counter() - started)
-        if best[compiled] <= CLEARLY * best[of_torch]:
-            return True
-    return False
+    return wanted_kernels() == "compiled" or pays(kernels, 2 * COMPILED_MAX_ROWS, many=True)
 
 
 def _widened(x_TI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.kernels.arithmetic import exp, narrow, wide_vector, widen
 from engine.kernels.attention import ATTENTION, attention_at
-from engine.kernels.compiling import JOB, helper, kernel
+from engine.kernels.compiling import BLOCK, JOB, helper, kernel
 from engine.kernels.experts import EXPERTS, experts_at
 from engine.kernels.memory import address_of, call, floats, halves, integers, keep, record_at
 from engine.kernels.parallel import kernels_at
@@ -87,24 +87,19 @@ step_at = record_at(STEP)
 _PRODUCTS_BYTES, _EXPERTS_BYTES, _ATTENTION_BYTES = PRODUCTS.itemsize, EXPERTS.itemsize, ATTENTION.itemsize
 
 
-@kernel(JOB, calls=("products", "swiglu", "attend", "rms_norm"))
+@kernel(JOB, calls=("attention_layer", "feed_forward_layer"))
 def decode(address: Any) -> None:
     """Compute layer after layer. The result overwrites x."""
     job = step_at(address)
-    rows, hidden, queries = job.tokens, job.hidden, job.heads * job.size
-    normed, added, shared = (
-        np.empty(rows * hidden, np.uint16),
-        np.empty(rows * hidden, np.uint16),
-        np.empty(rows * hidden, np.uint16),
-    )
-    projected = np.empty(rows * (queries + 2 * job.groups * job.size), np.uint16)
-    mixed = np.empty(rows * queries, np.uint16)
+    table, size, queries = kernels_at(job.kernels), job.tokens * job.hidden, job.heads * job.size
+    normed, added, shared = np.empty(size, np.uint16), np.empty(size, np.uint16), np.empty(size, np.uint16)
+    projected = np.empty(job.tokens * (queries + 2 * job.groups * job.size), np.uint16)
+    mixed = np.empty(job.tokens * queries, np.uint16)
     job.normed, job.added, job.shared_out = address_of(normed), address_of(added), address_of(shared)
     job.projected, job.mixed = address_of(projected), address_of(mixed)
     for index in range(job.layer_count):
-        place = job.layers + index * LAYER_BYTES
-        _attention(job, place, index)
-        _feed_forward(job, place, index)
+        call(table.attention_layer, (address, np.int64(index)))
+        call(table.feed_forward_layer, (address, np.int64(index)))
     keep(normed)
     keep(added)
     keep(shared)
@@ -112,49 +107,38 @@ def decode(address: Any) -> None:
     keep(mixed)
 
 
-@helper
-def _attention(job: Any, place: Any, index: Any) -> None:
+@kernel(BLOCK, calls=("rms_norm", "products", "correct_projection", "attend", "add_columns", "add_to_residual"))
+def attention_layer(address: Any, index: Any) -> None:
     """Compute the norm, the projections, the attention of each step and the output, and add the output to x."""
+    job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
     layer, table, hidden = layer_at(place), kernels_at(job.kernels), job.hidden
     queries, keys = job.heads * job.size, job.groups * job.size
     call(table.rms_norm, (job.x, layer.attention_norm, job.epsilon, job.tokens, hidden, job.normed))
     ends = np.empty(3, np.int64)
     ends[0], ends[1], ends[2] = queries, queries + keys, queries + 2 * keys
-    _product(job, layer.form, place + _QUERY, ends, hidden, job.normed, job.projected)
-    _correct(job, layer.query_bias, layer.query_norm, 0, queries)
-    _correct(job, layer.key_bias, layer.key_norm, queries, keys)
-    _correct(job, layer.value_bias, 0, queries + keys, keys)
+    _product(job, layer.form, place + _QUERY, ends, 3, hidden, job.normed, job.projected)
+    call(table.correct_projection, (address, layer.query_bias, layer.query_norm, 0, queries))
+    call(table.correct_projection, (address, layer.key_bias, layer.key_norm, queries, keys))
+    call(table.correct_projection, (address, layer.value_bias, 0, queries + keys, keys))
     _attend(job, layer, index)
-    ends = np.full(1, hidden)
-    _product(job, layer.form, place + _OUTPUT, ends, queries, job.mixed, job.added)
+    ends[0] = hidden
+    _product(job, layer.form, place + _OUTPUT, ends, 1, queries, job.mixed, job.added)
     if layer.output_bias != 0:
-        _add_to_part(job.added, job.tokens, hidden, 0, hidden, layer.output_bias)
-    _add(job.x, job.added, job.tokens * hidden, job.residual)
+        call(table.add_columns, (job.added, job.tokens, hidden, 0, hidden, layer.output_bias))
+    call(table.add_to_residual, (job.x, job.added, job.tokens * hidden, job.residual))
 
 
 @helper
-def _product(job: Any, form: Any, matrices: Any, ends_M: Any, inputs: Any, x: Any, results: Any) -> None:
+def _product(job: Any, form: Any, matrices: Any, ends: Any, count: Any, inputs: Any, x: Any, results: Any) -> None:
     """Multiply matrices, which are contiguous in the layer's record, with all tokens."""
     record = np.zeros(_PRODUCTS_BYTES, np.uint8)
     own = products_at(address_of(record))
     own.kernels, own.form, own.x, own.rows, own.inputs = job.kernels, form, x, job.tokens, inputs
-    own.matrices, own.ends, own.count = matrices, address_of(ends_M), ends_M.shape[0]
+    own.matrices, own.ends, own.count = matrices, address_of(ends), count
     own.threads, own.results = job.threads, results
     call(kernels_at(job.kernels).products, (address_of(record),))
-    keep(ends_M)
+    keep(ends)
     keep(record)
-
-
-@helper
-def _correct(job: Any, bias: Any, weight: Any, first: Any, count: Any) -> None:
-    """Add the bias to a part of the projections, and apply the norm; an address of 0 means that there is none."""
-    width = (job.heads + 2 * job.groups) * job.size
-    if bias != 0:
-        _add_to_part(job.projected, job.tokens, width, first, count, bias)
-    if weight != 0 and job.head_norms == HEAD_NORM:
-        _norm_parts(job, width, first, count // job.size, job.size, weight)
-    elif weight != 0 and job.head_norms == WHOLE_NORM:
-        _norm_parts(job, width, first, 1, count, weight)
 
 
 @helper
@@ -183,95 +167,129 @@ def _attend(job: Any, layer: Any, index: Any) -> None:
     keep(record)
 
 
-@helper
-def _feed_forward(job: Any, place: Any, index: Any) -> None:
-    """Compute the norm, the routed experts and the shared expert, or a dense FFN, and add the output to x."""
-    layer, count = layer_at(place), job.tokens * job.hidden
-    call(kernels_at(job.kernels).rms_norm, (job.x, layer.ffn_norm, job.epsilon, job.tokens, job.hidden, job.normed))
+@kernel("void(int64, int64, int64, int64, int64)", calls=("add_columns", "rms_norm"))
+def correct_projection(address: Any, bias: Any, weight: Any, first: Any, count: Any) -> None:
+    """Add its bias to `count` columns of the projections, and take their norm, each in its place; 0 for none."""
+    job = step_at(address)
+    table, width = kernels_at(job.kernels), (job.heads + 2 * job.groups) * job.size
+    if bias != 0:
+        call(table.add_columns, (job.projected, job.tokens, width, first, count, bias))
+    if weight == 0 or job.head_norms == NO_NORM:
+        return
+    size = job.size if job.head_norms == HEAD_NORM else count
+    own_C = np.empty(size, np.uint16)
+    y_TO = numba.carray(halves(job.projected), (job.tokens, width))
+    for token in range(job.tokens):
+        for part in range(count // size):
+            begin = first + part * size
+            x = job.projected + 2 * (token * width + begin)
+            call(table.rms_norm, (x, weight, job.epsilon, 1, size, address_of(own_C)))
+            for index in range(size):
+                y_TO[token, begin + index] = own_C[index]
+
+
+@kernel(BLOCK, calls=("rms_norm", "routed_experts", "swiglu", "add_to_residual"))
+def feed_forward_layer(address: Any, index: Any) -> None:
+    """Norm, routed experts, the shared expert or a dense FFN; added to x."""
+    job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
+    layer, table, count = layer_at(place), kernels_at(job.kernels), job.tokens * job.hidden
+    call(table.rms_norm, (job.x, layer.ffn_norm, job.epsilon, job.tokens, job.hidden, job.normed))
     if layer.expert_count > 0:
-        _routed(job, layer, place, index)
+        call(table.routed_experts, (address, index))
     if layer.shared != 0:
         results = job.added if layer.expert_count == 0 else job.shared_out
-        chosen_T, weights_T = np.zeros(job.tokens, np.int64), np.ones(job.tokens, np.float32)
-        where = layer.shared, 1, layer.shared_width, layer.shared_form
-        _experts(job, where, chosen_T, weights_T, 1, np.float32(1.0), np.float32(0.0), results)
+        chosen_T, weights_T = np.empty(job.tokens, np.int64), np.empty(job.tokens, np.float32)
+        for token in range(job.tokens):
+            chosen_T[token], weights_T[token] = 0, np.float32(1.0)
+        where, clamp = (layer.shared, 1, layer.shared_width, layer.shared_form), (np.float32(1.0), np.float32(0.0))
+        _experts(job, where, address_of(chosen_T), address_of(weights_T), 1, clamp, results)
+        keep(chosen_T)
+        keep(weights_T)
         if layer.shared_gate.values != 0:
-            _gate(job, place, results)
+            call(table.gate_shared, (address, place, results))
         if layer.expert_count > 0:
-            _add(job.added, results, count, np.float32(1.0))
-    _add(job.x, job.added, count, job.residual)
+            call(table.add_to_residual, (job.added, results, count, np.float32(1.0)))
+    call(table.add_to_residual, (job.x, job.added, count, job.residual))
 
 
-@helper
-def _routed(job: Any, layer: Any, place: Any, index: Any) -> None:
+@kernel(BLOCK, calls=("products", "add_columns", "choose_experts", "swiglu"))
+def routed_experts(address: Any, index: Any) -> None:
     """Compute the router logits, the choice, the skipping, and the sum of the chosen experts."""
-    tokens, experts, slots = job.tokens, layer.expert_count, layer.slots
-    logits_TN = np.empty((tokens, experts), np.uint16)
-    ends = np.full(1, experts)
-    _product(job, job.plain_form, place + _ROUTER, ends, job.hidden, job.normed, address_of(logits_TN))
+    job, place = step_at(address), step_at(address).layers + index * LAYER_BYTES
+    layer, table, tokens = layer_at(place), kernels_at(job.kernels), job.tokens
+    count, slots = layer.expert_count, layer.slots
+    logits, ends = np.empty(tokens * count, np.uint16), np.empty(1, np.int64)
+    ends[0] = count
+    _product(job, job.plain_form, place + _ROUTER, ends, 1, job.hidden, job.normed, address_of(logits))
     if layer.router_bias != 0:
-        _add_to_part(address_of(logits_TN), tokens, experts, 0, experts, layer.router_bias)
-    chosen_TS, weights_TS = np.empty((tokens, slots), np.int64), np.empty((tokens, slots), np.float32)
+        call(table.add_columns, (address_of(logits), tokens, count, 0, count, layer.router_bias))
+    chosen, weights = np.empty(tokens * slots, np.int64), np.empty(tokens * slots, np.float32)
     thresholds_T = numba.carray(floats(job.thresholds), (tokens,))
     for token in range(tokens):
-        _choose(logits_TN[token], slots, layer.normalizes, layer.weight_scale, chosen_TS[token], weights_TS[token])
+        own = address_of(chosen) + 8 * token * slots, address_of(weights) + 4 * token * slots
+        call(table.choose_experts, (place, address_of(logits) + 2 * token * count, *own))
         if layer.gamma1 != 0 and slots > layer.keep and thresholds_T[token] > np.float32(0.0):
-            _skip(layer, thresholds_T[token], chosen_TS[token], weights_TS[token])
+            call(table.skip_slots, (place, thresholds_T[token], *own))
     if job.seen_chosen != 0:
-        _tell(job, index, chosen_TS, weights_TS, logits_TN)
-    where = layer.experts, experts, layer.width, layer.expert_form
-    _experts(job, where, chosen_TS, weights_TS, slots, layer.alpha, layer.limit, job.added)
+        call(table.tell_observers, (address, index, address_of(chosen), address_of(weights), address_of(logits)))
+    where, clamp = (layer.experts, count, layer.width, layer.expert_form), (layer.alpha, layer.limit)
+    _experts(job, where, address_of(chosen), address_of(weights), slots, clamp, job.added)
+    keep(logits)
+    keep(chosen)
+    keep(weights)
 
 
 @helper
-def _experts(job: Any, where: Any, chosen: Any, weights: Any, slots: Any, alpha: Any, limit: Any, results: Any) -> None:
+def _experts(job: Any, where: Any, chosen: Any, weights: Any, slots: Any, clamp: Any, results: Any) -> None:
     """where: address of the EXPERT records, their number, width and form."""
     record = np.zeros(_EXPERTS_BYTES, np.uint8)
     own = experts_at(address_of(record))
     own.kernels, own.x, own.tokens, own.hidden = job.kernels, job.normed, job.tokens, job.hidden
     own.experts, own.count, own.width, own.form = where
-    own.chosen, own.weights, own.slots = address_of(chosen), address_of(weights), slots
-    own.threads, own.results, own.alpha, own.limit = job.threads, results, alpha, limit
+    own.chosen, own.weights, own.slots = chosen, weights, slots
+    own.threads, own.results = job.threads, results
+    own.alpha, own.limit = clamp
     call(kernels_at(job.kernels).swiglu, (address_of(record),))
-    keep(chosen)
-    keep(weights)
     keep(record)
 
 
-@helper
-def _gate(job: Any, place: Any, results: Any) -> None:
+@kernel("void(int64, int64, int64)", calls=("products",))
+def gate_shared(address: Any, place: Any, results: Any) -> None:
     """Multiply the shared expert's output by sigmoid(gate · x)."""
-    tokens, hidden = job.tokens, job.hidden
-    gate_T, ends = np.empty(tokens, np.uint16), np.full(1, 1)
-    _product(job, job.plain_form, place + _SHARED_GATE, ends, hidden, job.normed, address_of(gate_T))
-    shared_TD = numba.carray(halves(results), (tokens, hidden))
-    for token in range(tokens):
+    job = step_at(address)
+    gate_T, ends = np.empty(job.tokens, np.uint16), np.empty(1, np.int64)
+    ends[0] = 1
+    _product(job, job.plain_form, place + _SHARED_GATE, ends, 1, job.hidden, job.normed, address_of(gate_T))
+    shared_TD = numba.carray(halves(results), (job.tokens, job.hidden))
+    for token in range(job.tokens):
         share = widen(narrow(np.float32(1.0) / (np.float32(1.0) + exp(-widen(gate_T[token])))))
-        for index in range(hidden):
+        for index in range(job.hidden):
             shared_TD[token, index] = narrow(share * widen(shared_TD[token, index]))
 
 
-@helper
-def _tell(job: Any, index: Any, chosen_TS: Any, weights_TS: Any, logits_TN: Any) -> None:
+@kernel("void(int64, int64, int64, int64, int64)")
+def tell_observers(address: Any, index: Any, chosen: Any, weights: Any, logits: Any) -> None:
     """Copy the values that observers receive to the layer's part of their arrays."""
-    (tokens, slots), experts, hidden = chosen_TS.shape, logits_TN.shape[1], job.hidden
-    row = index * tokens
+    job = step_at(address)
+    layer, tokens, hidden = layer_at(job.layers + index * LAYER_BYTES), job.tokens, job.hidden
+    slots, count, row = layer.slots, layer.expert_count, index * tokens
+    chosen_TS, weights_TS = numba.carray(integers(chosen), (tokens, slots)), numba.carray(floats(weights), (tokens, slots))
+    logits_TN, normed_TD = numba.carray(halves(logits), (tokens, count)), numba.carray(halves(job.normed), (tokens, hidden))
     all_chosen = numba.carray(integers(job.seen_chosen + 8 * row * job.seen_slots), (tokens, job.seen_slots))
     all_weights = numba.carray(floats(job.seen_weights + 4 * row * job.seen_slots), (tokens, job.seen_slots))
     all_logits = numba.carray(halves(job.seen_logits + 2 * row * job.seen_experts), (tokens, job.seen_experts))
-    inputs = numba.carray(halves(job.seen_inputs + 2 * row * hidden), (tokens, hidden))
-    normed = numba.carray(halves(job.normed), (tokens, hidden))
+    all_inputs = numba.carray(halves(job.seen_inputs + 2 * row * hidden), (tokens, hidden))
     for token in range(tokens):
         for slot in range(slots):
             all_chosen[token, slot], all_weights[token, slot] = chosen_TS[token, slot], weights_TS[token, slot]
-        for expert in range(experts):
+        for expert in range(count):
             all_logits[token, expert] = logits_TN[token, expert]
         for place in range(hidden):
-            inputs[token, place] = normed[token, place]
+            all_inputs[token, place] = normed_TD[token, place]
 
 
-@helper
-def _add(x: Any, y: Any, count: Any, factor: Any) -> None:
+@kernel("void(int64, int64, int64, float32)")
+def add_to_residual(x: Any, y: Any, count: Any, factor: Any) -> None:
     """Compute x += factor · y for `count` bfloat16 values, rounded where torch's own steps round."""
     x_C, y_C = numba.carray(halves(x), (count,)), numba.carray(halves(y), (count,))
     for index in range(count):
@@ -281,8 +299,8 @@ def _add(x: Any, y: Any, count: Any, factor: Any) -> None:
         x_C[index] = narrow(widen(x_C[index]) + added)
 
 
-@helper
-def _add_to_part(y: Any, tokens: Any, width: Any, first: Any, count: Any, bias: Any) -> None:
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def add_columns(y: Any, tokens: Any, width: Any, first: Any, count: Any, bias: Any) -> None:
     """Add the bfloat16 values at an address to `count` columns of [T, width]."""
     y_TO, bias_W = numba.carray(halves(y), (tokens, width)), wide_vector(bias, count)
     for token in range(tokens):
@@ -290,24 +308,13 @@ def _add_to_part(y: Any, tokens: Any, width: Any, first: Any, count: Any, bias: 
             y_TO[token, first + index] = narrow(widen(y_TO[token, first + index]) + bias_W[index])
 
 
-@helper
-def _norm_parts(job: Any, width: Any, first: Any, parts: Any, size: Any, weight: Any) -> None:
-    """Apply the RMS norm in place to `parts` runs of `size` columns of the projections."""
-    table, own = kernels_at(job.kernels), np.empty(size, np.uint16)
-    y_TO = numba.carray(halves(job.projected), (job.tokens, width))
-    for token in range(job.tokens):
-        for part in range(parts):
-            begin = first + part * size
-            x = job.projected + 2 * (token * width + begin)
-            call(table.rms_norm, (x, weight, job.epsilon, 1, size, address_of(own)))
-            for index in range(size):
-                y_TO[token, begin + index] = own[index]
-
-
-@helper
-def _choose(logits_N: Any, slots: Any, normalizes: Any, scale: Any, chosen_S: Any, weights_S: Any) -> None:
-    """Write the slots' experts by softmax of bfloat16 logits, largest first, and their weights."""
-    experts = logits_N.shape[0]
+@kernel("void(int64, int64, int64, int64)")
+def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
+    """The slots' experts by softmax of a token's bfloat16 logits, largest first, and their weights."""
+    layer = layer_at(place)
+    experts, slots, normalizes, scale = layer.expert_count, layer.slots, layer.normalizes, layer.weight_scale
+    logits_N, chosen_S = numba.carray(halves(logits), (experts,)), numba.carray(integers(chosen), (slots,))
+    weights_S = numba.carray(floats(weights), (slots,))
     shares_N = np.empty(experts, np.float32)
     largest = np.float32(-np.inf)
     for expert in range(experts):
@@ -332,10 +339,12 @@ def _choose(logits_N: Any, slots: Any, normalizes: Any, scale: Any, chosen_S: An
         weights_S[slot] *= scale
 
 
-@helper
-def _skip(layer: Any, threshold: Any, chosen_S: Any, weights_S: Any) -> None:
+@kernel("void(int64, float32, int64, int64)")
+def skip_slots(place: Any, threshold: Any, chosen: Any, weights: Any) -> None:
     """Apply adaptive skipping (DiEP §4.3), as in `routing.Skipping`."""
-    slots, experts = chosen_S.shape[0], layer.expert_count
+    layer = layer_at(place)
+    slots, experts = layer.slots, layer.expert_count
+    chosen_S, weights_S = numba.carray(integers(chosen), (slots,)), numba.carray(floats(weights), (slots,))
     gamma1 = numba.carray(floats(layer.gamma1), (slots - 1,))
     gamma2 = numba.carray(floats(layer.gamma2), (experts, experts))
     before = left = np.float32(0.0)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server: its own counters and histograms, and the engine's load."""
+"""Prometheus metrics that the server returns at `/metrics`: its own counters and histograms, and the engine's load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The compiled kernels of decoding against the torch path and the textbook, every family, in bfloat16."""
+"""How a kernel is tested: each compiled decoding kernel against torch and a textbook formula, in bfloat16.
+
+Whole models of every family are compared too, with the kernels and without them.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -369,7 +370,7 @@ def test_outside_decoding_the_kernels_are_not_loaded(monkeypatch: pytest.MonkeyP
         linear(torch.randn(1, 16).bfloat16(), torch.randn(21, 16).bfloat16())
 
 
-def test_what_decodes_is_tried_and_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decodes_is_tried_and_can_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     load = engine.kernels.linear._load_kernels.__wrapped__
     right = kernels.products
@@ -378,13 +379,16 @@ def test_what_decodes_is_tried_and_can_be_said(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(0.2)
         return right(*arguments, **options)
 
-    monkeypatch.delenv(engine.kernels.linear.KERNELS)
-    assert load() is kernels
-    monkeypatch.setattr(kernels, "products", slow)
-    assert load() is None
-    monkeypatch.setenv(engine.kernels.linear.KERNELS, "compiled")
-    assert load() is kernels
-    monkeypatch.setattr(kernels, "products", right)
+    for verdict, products in ((kernels, right), (None, slow)):
+        monkeypatch.setattr(kernels, "cache_directory", lambda made=tmp_path / products.__name__: made)
+        kernels.cache_directory().mkdir()
+        monkeypatch.delenv(engine.kernels.linear.KERNELS, raising=False)
+        monkeypatch.setattr(kernels, "products", products)
+        assert load() is verdict
+        monkeypatch.setattr(kernels, "products", lambda *given, **options: pytest.fail("the verdict was kept"))
+        assert load() is verdict
+        monkeypatch.setenv(engine.kernels.linear.KERNELS, "compiled")
+        assert load() is kernels
     monkeypatch.setenv(engine.kernels.linear.KERNELS, "torch")
     assert load() is None
     monkeypatch.setenv(engine.kernels.linear.KERNELS, "fast")

@@ -189,7 +189,7 @@ def test_pruned_it_is_what_it_was_with_fewer_experts(family: str, tmp_path: Path
     assert float((logits - unwritten).abs().max()) <= 1e-6
     few = family in ("gpt_oss", "granitemoeshared")
     assert ("only moe-compress loads it" in (loading_note(pruned.raw_config, True) or "")) == few
-    with pytest.raises(UnsupportedError, match="would be made of"):
+    with pytest.raises(UnsupportedError, match="would be made of low-bit weights"):
         apply(concatenation_plan({layer: [(0, 1.0)] for layer in kept}), checkpoint, tmp_path / "dense")
 
 

@@ -238,7 +238,7 @@ def test_the_cache_holds_a_full_batch_or_what_memory_allows(directory: Path, mon
 
 def test_without_the_extra_it_says_so_and_the_rest_works() -> None:
     code = (
-        "import sys; sys.modules['uvicorn'] = None; import engine.generate, cli\n"
+        "import sys; sys.modules['uvicorn'] = None; import engine.generation.generate, cli\n"
         "assert not {'fastapi', 'starlette', 'prometheus_client'} & set(sys.modules)\n"
         "cli.main(['serve'])"
     )

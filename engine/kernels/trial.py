@@ -1,0 +1,80 @@
+"""Whether the compiled kernels pay: they and torch multiply one large matrix in turn, and the verdict is kept on disk.
+
+It lies beside the compiled code, whose directory is named after the processor and all versions but torch's; a verdict holds
+for one version of torch and one number of threads. What cannot be read as verdicts is ignored and written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+TRIAL_SHAPE = 4096, 4096
+"""Shape of the trial's matrix: 32 MB, more than most caches hold."""
+CLEARLY = 1.5
+"""Times as fast that torch must be to be taken: the kernels' sums then do not hang on what else runs during the trial."""
+MOST_TRIALS = 8
+FILE = "verdicts.json"
+
+
+def pays(kernels: Any, rows: int, *, many: bool) -> bool:
+    """Whether the kernels multiply so many rows not clearly slower than torch does: as was found before, or tried now."""
+    file = kernels.cache_directory() / FILE
+    key = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {rows} rows"
+    verdicts = read_verdicts(file)
+    if key not in verdicts:
+        verdicts[key] = _try(kernels, rows, many)
+        _write(file, verdicts)
+    return verdicts[key]
+
+
+def read_verdicts(file: Path) -> dict[str, bool]:
+    """The verdicts of a file; none where it is missing, damaged or something else."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    is_valid = isinstance(found, dict) and all(isinstance(each, bool) for each in found.values())
+    return found if is_valid else {}
+
+
+def _write(file: Path, verdicts: dict[str, bool]) -> None:
+    """Replace the file as a whole; where that is not allowed, the next process tries again."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as made:
+            json.dump(verdicts, made, indent=1)
+        os.replace(made.name, file)
+    except OSError:
+        return
+
+
+def _try(kernels: Any, rows: int, many: bool) -> bool:
+    """The trial: 50 ms for one row, 200 ms for 128."""
+    weight_OI = torch.ones(TRIAL_SHAPE, dtype=torch.bfloat16)
+    x = torch.ones(rows, TRIAL_SHAPE[1], dtype=torch.bfloat16)
+    kernels.use_threads(torch.get_num_threads())
+
+    def compiled() -> None:
+        outputs, inputs = TRIAL_SHAPE
+        kernels.products(x.data_ptr(), rows, [(weight_OI.data_ptr(), 0)], [outputs], inputs, many=many)
+
+    def of_torch() -> None:
+        F.linear(x, weight_OI)
+
+    best = {compiled: math.inf, of_torch: math.inf}
+    for _ in range(MOST_TRIALS):  # more than a few only where other work disturbs them, or torch is faster indeed
+        for way in 3 * list(best):
+            started = time.perf_counter()
+            way()
+            best[way] = min(best[way], time.perf_counter() - started)
+        if best[compiled] <= CLEARLY * best[of_torch]:
+            return True
+    return False
