@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES: tuple[str, ...] = ("benchmarks", "calibrate", "cli.py", "compress", "docs", "engine", "examples", "tests")
+SOURCES: tuple[str, ...] = ("engine", "compress", "calibrate", "cli.py", "tests", "benchmarks", "examples", "docs")
 """Folders and files whose Python code is read."""
 PHRASES = re.compile(
     r"\bfew(er)? bits\b|\b(is|are) not our engine\b|\btransformers has no class\b",

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a workplace, and in `sharded` its model with a shard for each layer. The first and last hold the rest too."""
+    """Return a workplace, and in `sharded` its model with a shard for each layer. The first and the last hold the rest."""
     directory = tmp_path_factory.mktemp("hub")
     make_workplace(directory)
     shutil.copytree(directory / "model", directory / "sharded")
