@@ -2,9 +2,10 @@
 
 python benchmarks/cost_growth.py [--methods frequency,fisher,…] [--repetitions 2]
 
-A method's time is that of all that makes its plan, in one process, the best of the repetitions, which go through the models
-in turn after one on the first that is not counted. Experts per token stay as they are. NAEE is its greedy search, DiEP one
-epoch from α = 0. What is measured is remembered, so that methods can be measured some at a time; table and plot are of all.
+A method's time covers everything that makes its plan, in one process. It is the best of the repetitions, which go through
+the models in turn after one uncounted run on the first model. Experts per token stay constant. NAEE is its greedy search,
+DiEP one epoch from α = 0. Measurements are saved, so that methods can be measured a few at a time; table and plot show all
+of them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ VARIANTS = ("base", "layers × 2", "tokens × 2", "experts × 2", "experts × 4"
 
 
 def methods() -> dict[str, Callable[[Checkpoint, torch.Tensor], object]]:
-    """By name, all that makes a plan."""
+    """Return the functions that make a plan, by method."""
 
     def decoder(checkpoint: Checkpoint) -> Decoder:
         made = Decoder(checkpoint.config, checkpoint.weights(DTYPE))
@@ -95,7 +96,7 @@ def methods() -> dict[str, Callable[[Checkpoint, torch.Tensor], object]]:
 
 
 def variant_shape(variant: str) -> tuple[dict[str, int], int]:
-    """(shape of the model, sequences)."""
+    """Return (shape of the model, sequences)."""
     changed, _, factor = variant.partition(" × ")
     if changed == "tokens":
         return BASE, SEQUENCES * int(factor)
@@ -103,7 +104,7 @@ def variant_shape(variant: str) -> tuple[dict[str, int], int]:
 
 
 def measure(names: list[str], repetitions: int) -> None:
-    """Remember seconds by method and variant."""
+    """Measure and save seconds by method and variant."""
     with tempfile.TemporaryDirectory() as temporary:
         models = {}
         for variant in VARIANTS:
@@ -123,7 +124,7 @@ def measure(names: list[str], repetitions: int) -> None:
 
 
 def draw(seconds: dict[str, dict[str, float]]) -> Any:
-    """Ratios to the base for each method, and seconds by the number of experts for the methods that differ there."""
+    """Draw ratios to the base for each method, and seconds by the number of experts for the methods that differ there."""
     names = list(seconds)
     with plots.style():
         figure = Figure(figsize=(11.0, 5.4), layout="constrained")

@@ -3,11 +3,11 @@
 pip install llama-cpp-python gguf matplotlib
 python benchmarks/decode.py [--directory DIR] [--rounds 5] [--threads 2]
 
-All contenders stay loaded and are timed in turn. Speeds are medians. A ratio is the median of ratios of two measurements
-that followed each other: what memory gives drifts within a minute, so those of equal bits decode in turn several times.
-transformers is taken as it comes, and with whichever of its implementations of experts is fastest in each test. llama.cpp
-gets the same weights; queries and keys whose rows it would want in another order stay as they are, which costs the same.
-What memory gives is measured in each round too, by adding up 1 GB with as many threads.
+All contenders stay loaded and are timed in turn. Speeds are medians. A ratio is the median of ratios of two consecutive
+measurements: memory bandwidth drifts within a minute, so contenders of equal bits decode in turn several times. transformers
+is measured with its defaults, and with the fastest of its implementations of experts in each test. llama.cpp gets the same
+weights. Queries and keys whose rows it needs in another order are not permuted, which does not change the time. Memory
+bandwidth is measured in each round too, by summing 1 GB with as many threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT, NEW, BATCH = 512, 64, 8
 LLAMA_TYPES = {"BF16": None, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
 """Names of llama.cpp's file types, and their numbers."""
 TURNS = 3
-"""Times in a round that those of equal bits decode in turn."""
+"""Number of times in a round that contenders of equal bits decode in turn."""
 OURS = {"ours, bf16": "bf16", "ours, 8 bits": "8-bit", "ours, 4 bits": "4-bit"}
 SKIPPING = "ours, bf16, skipping at 1"
 DEFAULT, BEST = "transformers, bf16", "transformers, bf16, its best"
@@ -47,12 +47,12 @@ EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 PREFILL, DECODE, TOGETHER = f"prefill {PROMPT}", f"decode {NEW}", f"decode {NEW}, {BATCH} sequences"
 IMPLEMENTATIONS = {PREFILL: ("grouped_mm", "eager"), DECODE: ("grouped_mm", "batched_mm", "eager")}
-"""Of experts, in transformers. batched_mm copies every token's experts: 18 GB for a prompt of 512."""
+"""Implementations of experts in transformers. batched_mm copies every token's experts: 18 GB for a prompt of 512."""
 Rates = dict[str, dict[str, list[float]]]
 
 
 def prepare(directory: Path, layers: int) -> None:
-    """Make the mixture, our results of fewer bits and llama.cpp's files, where they are not there yet."""
+    """Make the mixture, our low-bit results and llama.cpp's files, if they do not exist yet."""
     model = directory / "bf16"
     if not model.is_dir():
         write_random_model(model, shape(layers=layers))
@@ -71,7 +71,7 @@ def prepare(directory: Path, layers: int) -> None:
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
-    """The checkpoint in llama.cpp's format, bfloat16, norms and routers in float32."""
+    """Write the checkpoint in llama.cpp's format: bfloat16, with norms and routers in float32."""
     import gguf
 
     config = checkpoint.raw_config
@@ -117,7 +117,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def quantise_gguf(source: Path, target: Path, number: int) -> None:
-    """llama.cpp's own rounding."""
+    """Quantize a file with llama.cpp's own rounding."""
     import llama_cpp
 
     parameters = llama_cpp.llama_model_quantize_default_params()
@@ -126,13 +126,13 @@ def quantise_gguf(source: Path, target: Path, number: int) -> None:
     assert not failed, f"{target}: llama.cpp could not make it"
 
 
-# Workers: each loads once and answers the name of a test with tokens per second.
+# Workers: each loads its model once, and answers the name of a test with tokens per second.
 
 CASES = {PREFILL: (BenchCase("pp", PROMPT), 1), DECODE: (BenchCase("tg", NEW), 1), TOGETHER: (BenchCase("tg", NEW), BATCH)}
 
 
 def worker_of_ours(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
-    """This engine."""
+    """Return the worker of this engine."""
     backend = TorchBackend(BenchSpec(given["model"], threads=given["threads"], skip_threshold=given["skip_threshold"]))
     backend.count_skips(False)
 
@@ -147,7 +147,7 @@ def worker_of_ours(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
 
 
 def worker_of_transformers(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
-    """With the implementation that follows the test's name, after a colon; its own choice without one."""
+    """Return the worker of transformers. A test's name may end with a colon and the implementation of experts."""
     backend = TransformersBackend(BenchSpec(given["model"], "transformers", threads=given["threads"]))
     own = backend._model.config._experts_implementation
 
@@ -166,7 +166,7 @@ def _rate(backend: Any, test: str) -> float:
 
 
 def worker_of_llama_cpp(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
-    """llama.cpp, through its C API's Python wrapper."""
+    """Return the worker of llama.cpp, which uses the Python wrapper of its C API."""
     import llama_cpp
 
     sizes = {"n_ctx": PROMPT + NEW, "n_batch": PROMPT, "n_ubatch": PROMPT}
@@ -200,7 +200,7 @@ class Contender:
         self.ask(PREFILL)  # so that the next one loads undisturbed
 
     def ask(self, test: str) -> dict[str, Any]:
-        """The answer to one test."""
+        """Return the answer to one test."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(test, file=self._process.stdin, flush=True)
         for line in self._process.stdout:
@@ -210,13 +210,13 @@ class Contender:
         raise RuntimeError(f"{self._process.args}: ended without an answer")
 
     def end(self) -> None:
-        """Let it go."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
 
 
 def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str, dict[str, Any]], list[float]]:
-    """Rates by contender and test, what our reports say, and what memory gives in GB/s."""
+    """Return rates by contender and test, the figures of our reports, and memory bandwidth in GB/s."""
     contenders = {title: Contender("ours", directory / name, threads) for title, name in OURS.items()}
     contenders[SKIPPING] = Contender("ours", directory / "bf16", threads, 1.0)
     contenders |= {f"llama.cpp {name}": Contender("llama.cpp", directory / f"{name}.gguf", threads) for name in LLAMA_TYPES}
@@ -234,7 +234,7 @@ def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str
         for bits, titles in BITS.items():
             members = [title for title in titles if title in contenders] + ([SKIPPING] if bits == "bf16" else [])
             for title in members:
-                contenders[title].ask(PREFILL)  # systems take pages back from those that wait
+                contenders[title].ask(PREFILL)  # the system may have evicted pages of a waiting process
                 time_once(title, PREFILL, place)
             for _ in range(TURNS):
                 for title in members:
@@ -255,14 +255,14 @@ def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median of pairs; of medians where the two were not measured in turn."""
+    """Return the median of paired ratios, or the ratio of medians if the two were not measured in turn."""
     if len(ours) != len(theirs):
         return statistics.median(ours) / statistics.median(theirs)
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def stream(threads: int) -> float:
-    """GB/s of reading memory with so many threads; the best of three."""
+    """Return GB/s of reading memory with so many threads, the best of three."""
     torch.set_num_threads(threads)
     buffer = torch.ones(1 << 27, dtype=torch.int64)
     best = 0.0
@@ -274,7 +274,7 @@ def stream(threads: int) -> float:
 
 
 def rows(rates: Rates, said: dict[str, dict[str, Any]], streams: list[float], directory: Path) -> list[dict[str, Any]]:
-    """One for each contender, ours with the ratio to each of as many bits before it."""
+    """Return a row for each contender. Ours has the ratio to each contender of as many bits before it."""
     made = []
     medians = {title: {test: statistics.median(found) for test, found in own.items()} for title, own in rates.items()}
     for bits, titles in BITS.items():
@@ -295,13 +295,13 @@ def rows(rates: Rates, said: dict[str, dict[str, Any]], streams: list[float], di
             made[-1] |= {"bytes_per_token": read, "share": share, "skipped": said[SKIPPING]["skipped"]}
     for title in OURS:
         made.append({"title": f"{title}, {BATCH} sequences", "bits": "together", DECODE: medians[title][TOGETHER]})
-        last_turns = rates[title][DECODE][TURNS - 1 :: TURNS]  # the ones just before
+        last_turns = rates[title][DECODE][TURNS - 1 :: TURNS]  # the turns just before
         made[-1]["alone"] = ratio(rates[title][TOGETHER], last_turns)
     return made
 
 
 def bytes_per_token(title: str, said: dict[str, dict[str, Any]], directory: Path) -> float:
-    """Of weights."""
+    """Return the bytes of weights that are read for one token."""
     if not title.startswith("llama.cpp"):
         own: float = said[title if title in said and title.startswith("ours") else "ours, bf16"]["bytes_per_token"]
         return own
@@ -316,7 +316,7 @@ def bytes_per_token(title: str, said: dict[str, dict[str, Any]], directory: Path
 
 
 def table(made: list[dict[str, Any]]) -> str:
-    """The table of the page. A speed-up is that of this engine over the peer of its row."""
+    """Return the table of the page. A speed-up is that of this engine over the peer of its row."""
     header = ["1.5 B parameters, 2 of 8 experts", f"{PREFILL} t/s", "speed-up of ours", f"{DECODE} t/s", "speed-up of ours"]
     header += ["MB a token", "share of memory bandwidth"]
 
@@ -335,7 +335,7 @@ def table(made: list[dict[str, Any]]) -> str:
 
 
 def picture(made: list[dict[str, Any]], path: Path) -> None:
-    """Bars of both tests, in groups of equal bits."""
+    """Draw bars of both tests, in groups of equal bits."""
     import matplotlib
 
     matplotlib.use("Agg")

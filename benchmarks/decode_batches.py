@@ -1,10 +1,10 @@
-"""Up to how many sequences at once the compiled kernels decode faster than products of torch, which group tokens by expert.
+"""The number of sequences up to which the compiled kernels decode faster than torch, which groups tokens by expert.
 
 python benchmarks/decode_batches.py [--directory DIR] [--rounds 7]
 
-One step of a random mixture (8 experts, 2 chosen, hidden 1024, width 3584, 4 layers: more than caches hold) in bfloat16,
-both ways in turn in one process; medians. The engine takes the kernels up to `COMPILED_MAX_ROWS` sequences
-(`engine/kernels/linear.py`).
+The benchmark measures one step of a random mixture (8 experts, 2 chosen, hidden 1024, width 3584, 4 layers: more than caches
+hold) in bfloat16. Both ways run in turn in one process, and figures are medians. The engine uses the kernels up to
+`COMPILED_MAX_ROWS` sequences (`engine/kernels/linear.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 4
 
 
 def step_seconds(model: Engine, batch: int, way: AbstractContextManager[None]) -> float:
-    """Of a step that decodes one more token of each sequence."""
+    """Return the seconds of a step that decodes one more token of each sequence."""
     tokens = torch.randint(model.checkpoint.config.vocabulary_size, (batch, STEPS + 1))
     cache = model.new_cache(batch, STEPS + 1)
     with torch.inference_mode(), way:
@@ -41,7 +41,7 @@ def step_seconds(model: Engine, batch: int, way: AbstractContextManager[None]) -
 
 
 def measure(directory: Path, rounds: int) -> list[dict[str, float]]:
-    """Seconds of a step in both ways, for each number of sequences."""
+    """Return the seconds of a step in both ways, for each number of sequences."""
     if not (directory / "model").is_dir():
         write_random_model(directory / "model", shape(layers=4))
     model = Engine.open(directory / "model")

@@ -1,4 +1,4 @@
-"""The demonstration on the README: the built-in model pruned, measured and run, and a picture of size against perplexity.
+"""The demonstration in the README: the built-in model pruned, measured and run, and a picture of size against perplexity.
 
     python benchmarks/demo.py
 
@@ -37,7 +37,7 @@ PICTURE = ROOT / "docs" / "demo.png"
 
 
 def compress(arguments: str, place: Path) -> str:
-    """Standard output of `compress ARGUMENTS` in a directory. Raises CalledProcessError where the command fails."""
+    """Return the standard output of `compress ARGUMENTS` in a directory. Raises CalledProcessError if the command fails."""
     command = f"{shlex.quote(sys.executable)} -m cli {arguments}"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run(["bash", "-c", command], cwd=place, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -45,7 +45,7 @@ def compress(arguments: str, place: Path) -> str:
 
 
 def transcript(place: Path) -> str:
-    """The shown commands with their output, as a fenced block."""
+    """Return the shown commands with their output, as a fenced block."""
     lines = ["```console"]
     for command in SHOWN:
         output = compress(command.removeprefix("compress "), place)
@@ -54,7 +54,7 @@ def transcript(place: Path) -> str:
 
 
 def comparison(place: Path) -> list[dict[str, object]]:
-    """The figures of the full model and all variants, side by side; the picture goes to its place."""
+    """Return the figures of the full model and all variants, and move the picture to its place."""
     for name, arguments in VARIANTS.items():
         compress(f"{arguments} -o {shlex.quote(name)}", place)
     names = " ".join(shlex.quote(f"./{name}") for name in VARIANTS)

@@ -1,8 +1,9 @@
-"""Speed and memory of a mixture of 1.5 B random parameters and of the dense models made of it, by us and by transformers.
+"""Speed and memory of a mixture of 1.5 B random parameters and of dense models made from it, in this engine and
+transformers.
 
 python benchmarks/dense_speed.py [--directory DIR] [--repetitions 5]
 
-All rows come from one run of interleaved rounds; ratios are of medians, to the mixture in our engine.
+All rows come from one run of interleaved rounds. Ratios are of medians, relative to the mixture in our engine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FFNS = (2, 1)
 
 
 def prepare(directory: Path) -> None:
-    """Make the mixture and its dense models, where they are not there yet."""
+    """Make the mixture and its dense models, if they do not exist yet."""
     if not (directory / "mixture").is_dir():
         write_random_model(directory / "mixture", shape())
     for ffns in FFNS:

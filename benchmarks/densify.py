@@ -1,12 +1,12 @@
-"""Dense models out of a mixture: perplexity by number of FFNs, selection of experts and training, against scratch.
+"""Dense models made from a mixture: perplexity by number of FFNs, selection of experts and training, against scratch.
 
     python benchmarks/densify.py [--model demo] [--ffns 2,1,4] [--selects usage,reap,…] [--steps 300]
 
-A row is one dense model: untrained, after `--steps` of distillation, and after as many of fine-tuning behind that;
-`scratch` is the same dense architecture from random weights, trained for as many steps in all on the text alone; `paper`
+A row is one dense model: untrained, after `--steps` of distillation, and after as many steps of fine-tuning;
+`scratch` is the same dense architecture from random weights, trained for the same total of steps on the text alone; `paper`
 is `usage` with the paper's loss, without the mixture's predictions. Training text, its order and the held-out text are the
-same for all rows of a seed. Each finished figure is a line of results/NAME.jsonl and is not made again; trainings that were
-interrupted go on where they were.
+same for all rows of a seed. Each finished figure is a line of results/NAME.jsonl and is not computed again. Interrupted
+trainings are resumed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HELD_OUT = 64
 
 
 class Benchmark:
-    """One model, one set of options, and the file of what is done."""
+    """One model, one set of options, and the file of finished figures."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -55,19 +55,19 @@ class Benchmark:
         self.work = ROOT / "build" / arguments.name
 
     def figure(self, **key: Any) -> float | None:
-        """What was measured before, None where nothing was."""
+        """Return an earlier measurement, or None if there is none."""
         found = [line["perplexity"] for line in self.done if all(line[name] == value for name, value in key.items())]
         return found[0] if found else None
 
     def record(self, perplexity: float, seconds: float, **key: Any) -> None:
-        """One more line of the file."""
+        """Append a line to the file."""
         line = key | {"perplexity": perplexity, "seconds": seconds}
         self.done.append(line)
         remember(self.lines, line)
         print(line, flush=True)
 
     def run(self) -> None:
-        """Every figure that is missing."""
+        """Compute every missing figure."""
         for seed in range(self.arguments.seeds):
             texts = Texts(self.checkpoint, self.arguments, seed)
             if self.figure(select="teacher", seed=seed) is None:
@@ -78,7 +78,7 @@ class Benchmark:
                     self.row(texts, ffns, select, seed)
 
     def row(self, texts: Texts, ffns: int, select: str, seed: int) -> None:
-        """The stages of one dense model, each from the state that the one before it left."""
+        """Compute the stages of one dense model, each from the state of the previous one."""
         key, work = {"ffns": ffns, "select": select, "seed": seed}, self.work / f"{ffns}-{select}-{seed}"
         stages = STAGES[2:] if select == SCRATCH else STAGES
         if all(self.figure(stage=stage, **key) is not None for stage in stages):
@@ -126,13 +126,13 @@ class Texts:
         self.gates = shared_gates(checkpoint, self.tokens_SL[:16], dtype=checkpoint.model_dtype)
 
     def plan(self, select: str, ffns: int) -> Any:
-        """As `compress densify` makes it."""
+        """Return the plan that `compress densify` makes."""
         chosen = choose(select, self.statistics, ffns, self.seed)
         return dense_plan(chosen, self.statistics, self.gates, self.checkpoint)
 
 
 def training_options(arguments: argparse.Namespace, stage: str, select: str, seed: int) -> DenseTrainingOptions:
-    """Steps so far, for a stage; from scratch all of them are on the text alone."""
+    """Return options with the total steps up to a stage. From scratch, all steps are on the text alone."""
     steps = arguments.steps
     common = DenseTrainingOptions(learning_rate=arguments.learning_rate, batch_size=arguments.batch_size, seed=seed)
     if select == PAPER:
@@ -144,7 +144,7 @@ def training_options(arguments: argparse.Namespace, stage: str, select: str, see
 
 
 def forget(student: Decoder, seed: int) -> None:
-    """Random weights, as before any training: matrices normal with deviation 0.02, norms and a_i one, biases zero."""
+    """Set random weights, as before any training: matrices normal with deviation 0.02, norms and a_i one, biases zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in student_parameters(student).items():
         if parameter.dim() > 1:
@@ -155,7 +155,7 @@ def forget(student: Decoder, seed: int) -> None:
 
 
 def table(done: list[dict[str, Any]], steps: int) -> str:
-    """Perplexity by row and stage: mean ± standard deviation over seeds, and its ratio to the teacher's."""
+    """Return perplexity by row and stage: mean ± standard deviation over seeds, and the ratio to the teacher's."""
     teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
     rows = []
     made = {(line["ffns"], SELECTS.index(line["select"])) for line in done if line["select"] != "teacher"}
@@ -173,7 +173,7 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
 
 
 def picture(done: list[dict[str, Any]], path: Path) -> None:
-    """Perplexity over the stages, a panel for each number of FFNs; the mixture's as a line."""
+    """Draw perplexity over the stages, a panel for each number of FFNs, with the mixture's as a line."""
     from matplotlib.figure import Figure
 
     teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
@@ -198,7 +198,7 @@ def picture(done: list[dict[str, Any]], path: Path) -> None:
 
 
 def means(done: list[dict[str, Any]], ffns: int, select: str, stage: str) -> float | None:
-    """Mean perplexity over seeds, where it was measured."""
+    """Return the mean perplexity over seeds, or None if it was not measured."""
     own = [d["perplexity"] for d in done if (d["ffns"], d["select"], d["stage"]) == (ffns, select, stage)]
     return statistics.mean(own) if own else None
 

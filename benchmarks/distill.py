@@ -1,16 +1,16 @@
-"""Recipes of distillation, from a mixture into a dense student: ROUGE-L, perplexity, time split, peak memory; several seeds.
+"""Recipes of distillation from a mixture into a dense student: ROUGE-L, perplexity, time split, peak memory; several seeds.
 
     python benchmarks/distill.py [--recipes sft,kd,…] [--steps 400] [--seeds 3]
     python benchmarks/distill.py --name distill_ka --recipes ka --ka-samples 1,2,4 --ka-probability 0.0,0.05,0.2
     python benchmarks/distill.py --name distill_k --recipes kd --experts-per-token 1,2,4,8
     python benchmarks/distill.py --name distill_sar --recipes sar --router-learning-rate 1e-5,1e-4,1e-3
 
-The teacher is the demo model, the student every second layer of the dense model of its most used experts (1 FFN a layer),
-distilled from it on text. Both are first fine-tuned on prompts with responses that the script makes of the standard library:
-a function's name and the first sentence of its docstring; its signature. Then every recipe has as many updates of the
-student. ROUGE-L is of sampled responses to held-out prompts, perplexity that of the data's responses. `--experts-per-token`
-gives the teacher other numbers of experts (the paper's figure 2). Each finished run is a line of results/NAME.jsonl and is
-not made again.
+The teacher is the demo model. The student has every second layer of the dense model of the teacher's most used experts (1
+FFN a layer), distilled from it on text. Both are first fine-tuned on prompts with responses that the script makes from the
+standard library: a function's name and the first sentence of its docstring; its signature. Then every recipe has the same
+number of updates of the student. ROUGE-L is measured on sampled responses to held-out prompts, perplexity on the data's
+responses. `--experts-per-token` gives the teacher other numbers of experts (the paper's figure 2). Each finished run is a
+line of results/NAME.jsonl and is not repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INSTRUCTION = "Write the signature of this function."
 
 
 def examples() -> Iterator[dict[str, str]]:
-    """Public functions of the standard library that have a docstring."""
+    """Yield public functions of the standard library that have a docstring."""
     for text in load_documents("stdlib"):
         try:
             tree = ast.parse(text)
@@ -55,7 +55,7 @@ def examples() -> Iterator[dict[str, str]]:
 
 
 def every_second_layer(model: Path, made: Path) -> None:
-    """A dense model with half the layers; its tensors keep their names but for the layers' numbers."""
+    """Write a dense model with half the layers. Its tensors keep their names except for the layers' numbers."""
     prefix, kept = "model.layers.", {}
     for name, tensor in load_file(model / "model.safetensors").items():
         layer, _, rest = name.removeprefix(prefix).partition(".")
@@ -71,14 +71,14 @@ def every_second_layer(model: Path, made: Path) -> None:
 
 
 def run(*command: str) -> dict[str, Any]:
-    """A `compress` command of its own process."""
+    """Run a `compress` command in its own process."""
     done = subprocess.run([sys.executable, "-m", "cli", *command, "--json"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return values
 
 
 class Benchmark:
-    """One set of options, and the file of what is done."""
+    """One set of options, and the file of finished runs."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -92,7 +92,7 @@ class Benchmark:
         self.common = ["--data", str(self.data), *LIMITS, "--threads", str(arguments.threads)]
 
     def pair(self) -> tuple[Path, Path]:
-        """(teacher, student), both fine-tuned on the data."""
+        """Return (teacher, student), both fine-tuned on the data."""
         dense, half, of_text = (self.work / name for name in ("dense", "half", "student-of-text"))
         threads, steps = ["--threads", str(self.arguments.threads)], self.arguments.text_steps
         if not dense.exists():
@@ -115,11 +115,11 @@ class Benchmark:
         return made[0], made[1]
 
     def figures_of(self, name: str) -> Path:
-        """Of "teacher" or "student", as they were made."""
+        """Return the file with the figures of "teacher" or "student" when it was made."""
         return self.work / f"{name}.json"
 
     def teacher_of(self, teacher: Path, experts: int | None) -> Path:
-        """The teacher with another number of experts for each token."""
+        """Return the teacher with another number of experts for each token."""
         if experts is None:
             return teacher
         made = self.work / f"teacher-{experts}"
@@ -130,7 +130,7 @@ class Benchmark:
         return made
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What distinguishes each run, seeds inside."""
+        """Yield the options that distinguish the rows. Each row is run with every seed."""
         options = self.arguments
         for recipe in options.recipes:
             own = {
@@ -143,7 +143,7 @@ class Benchmark:
                 yield {"recipe": recipe, **dict(zip(own, values, strict=True))}
 
     def run(self) -> None:
-        """Every figure that is missing."""
+        """Compute every missing figure."""
         teacher, student = self.pair()
         for name, model in (("teacher", teacher), ("student", student)):
             if not self.known({"recipe": name}, 0):
@@ -166,11 +166,11 @@ class Benchmark:
                 shutil.rmtree(output)
 
     def known(self, row: dict[str, Any], seed: int) -> bool:
-        """Whether a run was made before."""
+        """Return whether a run is finished."""
         return any(line["seed"] == seed and all(line.get(name) == own for name, own in row.items()) for line in self.done)
 
     def record(self, row: dict[str, Any], seed: int, model: Path, figures: dict[str, Any]) -> None:
-        """Measure what was made: one more line of the file."""
+        """Measure a run's model and append a line to the file."""
         rouge = run("evaluate", str(model), "--metric", "rouge-l", "--samples", "512", *self.common)
         kept = {name: figures.get(name) for name in KEPT}
         line = row | {"seed": seed, "rouge_l": rouge["value"], "rouge_l_values": rouge["values"]} | kept
@@ -180,7 +180,7 @@ class Benchmark:
 
 
 def label(line: dict[str, Any]) -> str:
-    """Of a row of the table."""
+    """Return the label of a row of the table."""
     parts = [line["recipe"]]
     if line["recipe"] == "ka":
         parts.append(f"M = {line['samples']}, λ = {line['probability']}")
@@ -192,7 +192,7 @@ def label(line: dict[str, Any]) -> str:
 
 
 def table(done: list[dict[str, Any]], steps: int) -> str:
-    """ROUGE-L in percent and perplexity, mean ± standard deviation over seeds; where the time went."""
+    """Return ROUGE-L in percent and perplexity, mean ± standard deviation over seeds, and the split of the time."""
     rows = []
     for name in dict.fromkeys(map(label, done)):
         own = [line for line in done if label(line) == name]
@@ -224,7 +224,7 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
 
 
 def numbers(kind: type) -> Any:
-    """A parser of several, with commas."""
+    """Return a parser of several numbers, separated by commas."""
     return lambda text: [kind(part) for part in text.split(",")]
 
 

@@ -1,13 +1,13 @@
-"""Dense encoder-decoders out of a mixture: token accuracy by number of FFNs and training, against scratch.
+"""Dense encoder-decoders made from a mixture: token accuracy by number of FFNs and training, against scratch.
 
     python benchmarks/encoder_decoder.py [--ffns 1,2] [--steps 400] [--teacher-steps 2000] [--threads 1]
 
 The mixture is a toy that this script trains first, on the pairs that `--data stdlib` of `compress densify` names: restore
 case and punctuation of a line of code. A row is one dense model: untrained, after `--steps` of layer distillation, and
-after as many of fine-tuning behind that; `scratch` is the same dense architecture from random weights, trained for as many
-steps in all on the pairs alone. The mixture itself gets that many steps more, for the densified models begin where its
-training ended. Each finished figure is a line of results/NAME.jsonl and is not made again; trainings that
-were interrupted go on where they were.
+after as many steps of fine-tuning; `scratch` is the same dense architecture from random weights, trained for the same total
+of steps on the pairs alone. The mixture itself is trained for that many more steps, because the densified models begin where
+its training ended. Each finished figure is a line of results/NAME.jsonl and is not computed again. Interrupted trainings
+are resumed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SIZES = {
     "decoder_start_token_id": 0,
 }
 BALANCE = 0.02
-"""Weight of the load-balancing loss while the mixture is trained."""
+"""Weight of the load-balancing loss in the training of the mixture."""
 SCRATCH = "scratch"
 DENSIFIED = "densified"
 CONTROL = "control"
@@ -99,7 +99,7 @@ class TeacherLoss(PairLoss):
 
 
 def random_teacher(directory: Path) -> None:
-    """A mixture with random weights, and a tokenizer of bytes."""
+    """Save a mixture with random weights, and a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
@@ -113,7 +113,7 @@ def random_teacher(directory: Path) -> None:
 
 
 def train_teacher(work: Path, steps: int, learning_rate: float) -> float:
-    """Leave the trained mixture in work/teacher; how many seconds this call took."""
+    """Write the trained mixture to work/teacher, and return the seconds of this call."""
     started = time.monotonic()
     if (work / "teacher").is_dir():
         return 0.0
@@ -131,7 +131,7 @@ def train_teacher(work: Path, steps: int, learning_rate: float) -> float:
 def go_on(
     model: nn.Module, checkpoint: EncoderDecoderCheckpoint, pairs: Pairs, steps: int, learning_rate: float, state: Path
 ) -> None:
-    """Train the mixture, from `state` where there is one."""
+    """Train the mixture, from `state` if it exists."""
     options = TrainingOptions(steps, learning_rate, 32, 32, warm_up_steps=100, clip_norm=1.0, save_every=100)
     loss = TeacherLoss(model, None, checkpoint, pairs, LossWeights(1.0, 0.0, 0.0))
     trainer = Trainer(dict(model.named_parameters()), loss, options, len(pairs), pairs.tokens // len(pairs))
@@ -139,14 +139,14 @@ def go_on(
 
 
 def all_pairs(directory: Path) -> dict[str, Pairs]:
-    """Every split, tokenised for the mixture."""
+    """Return every split, tokenized for the mixture."""
     tokenizer, texts = load_tokenizer_of(directory, SIZES["vocab_size"]), text_pairs(STDLIB)
     end = SIZES["eos_token_id"]
     return {split: tokenised(texts, split, count, tokenizer, LENGTH, end, STDLIB) for split, count in COUNTS.items()}
 
 
 class Benchmark:
-    """One set of options, and the file of what is done."""
+    """One set of options, and the file of finished figures."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -163,11 +163,11 @@ class Benchmark:
             self.record(self.teacher, seconds, ffns=0, kind="teacher", stage=STAGES[0])
 
     def known(self, **key: Any) -> bool:
-        """Whether a figure was made before."""
+        """Return whether a figure is finished."""
         return any(all(line[name] == value for name, value in key.items()) for line in self.done)
 
     def record(self, model: nn.Module, seconds: float, errors: list[float] | None = None, **key: Any) -> None:
-        """Measure on the held-out pairs: one more line of the file."""
+        """Measure on the held-out pairs and append a line to the file."""
         line = key | asdict(measure(model, self.pairs["held-out"], self.checkpoint.config)) | {"seconds": seconds}
         named = dict(model.named_parameters())
         written = saved_tensors(named, self.checkpoint) if key["kind"] == DENSIFIED else named
@@ -177,7 +177,7 @@ class Benchmark:
         print(line, flush=True)
 
     def run(self) -> None:
-        """Every figure that is missing."""
+        """Compute every missing figure."""
         for ffns in self.arguments.ffns:
             for stage in STAGES:
                 self.stage(ffns, DENSIFIED, stage)
@@ -191,7 +191,7 @@ class Benchmark:
             self.record(model, time.monotonic() - started, ffns=0, kind=CONTROL, stage=STAGES[2])
 
     def stage(self, ffns: int, kind: str, stage: str) -> None:
-        """A dense model at one stage, from the state that the one before it left."""
+        """Compute one stage of a dense model, from the state of the previous one."""
         if self.known(ffns=ffns, kind=kind, stage=stage):
             return
         started, errors = time.monotonic(), None
@@ -214,7 +214,7 @@ class Benchmark:
 
 
 def scratch(checkpoint: EncoderDecoderCheckpoint, ffns: int) -> nn.Module:
-    """The dense architecture with the random weights that transformers gives it."""
+    """Return the dense architecture with transformers' random weights."""
     from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
     torch.manual_seed(0)
@@ -226,7 +226,7 @@ def scratch(checkpoint: EncoderDecoderCheckpoint, ffns: int) -> nn.Module:
 
 
 def training_options(arguments: argparse.Namespace, stage: str, from_scratch: bool) -> DenseTrainingOptions:
-    """Steps so far, for a stage; from scratch all of them are on the pairs alone."""
+    """Return options with the total steps up to a stage. From scratch, all steps are on the pairs alone."""
     steps = arguments.steps
     common = DenseTrainingOptions(learning_rate=arguments.learning_rate, batch_size=32, micro_batch_size=32)
     if from_scratch:
@@ -235,7 +235,7 @@ def training_options(arguments: argparse.Namespace, stage: str, from_scratch: bo
 
 
 def table(done: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
-    """Token accuracy, and in brackets perplexity, by row and stage."""
+    """Return token accuracy, with perplexity in brackets, by row and stage."""
     cells = {(line["ffns"], line["kind"], line["stage"]): line for line in done}
     teacher = next(line for line in done if line["kind"] == "teacher")
 

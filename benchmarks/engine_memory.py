@@ -1,11 +1,11 @@
-"""What the engine keeps in memory: after loading and 64 tokens, while it reads long prompts, and what small KV caches cost.
+"""Memory of the engine after loading and 64 tokens and while it reads long prompts, and the effect of small KV caches.
 
 python benchmarks/engine_memory.py [--directory DIR]
 
-Each figure is the operating system's for a process that does nothing else, on a random mixture of 1.5 B parameters in
-bfloat16 (3 GB), whose weights are mapped. "Extra" is the most that was resident during a prompt, less what was before it and
-less the KV cache; before it, one short prompt has made the weights resident. Perplexity is the demo model's on text of the
-Python standard library, read through the cache, with all else alike.
+Each figure is reported by the operating system for a process that does nothing else, on a random mixture of 1.5 B parameters
+in bfloat16 (3 GB), whose weights are memory-mapped. "Extra" is the peak of resident memory during a prompt, minus the
+resident memory before the prompt and minus the KV cache. A short prompt makes the weights resident first. Perplexity is the
+demo model's on text of the Python standard library, read through the cache, with all else equal.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from engine.passes.memory_budget import resident_memory_bytes
 LENGTHS = (512, 2048, 8192)
 NEW_TOKENS = 64
 ALLOWED_BEYOND = 350_000_000
-"""Of interpreter and libraries, above 1.05 times the weights and the KV cache."""
+"""Bytes allowed for interpreter and libraries, above 1.05 times the weights and the KV cache."""
 KV_CACHE_DTYPES = ("auto", "float16", "int8")
 SEQUENCES, SEQUENCE_LENGTH = 64, 512
 
 
 def prompt(model: str, length: str) -> dict[str, Any]:
-    """Extra bytes of one prompt, in this process."""
+    """Return the extra bytes of one prompt, in this process."""
     engine, size = Engine.open(model), int(length)
     tokens = torch.randint(engine.checkpoint.config.vocabulary_size, (1, size), generator=torch.Generator().manual_seed(0))
     engine.prefill(tokens[:, :512], None, engine.new_cache(1, 512))
     cache = engine.new_cache(1, size)
     before = resident_memory_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     engine.prefill(tokens, None, cache)
     return {"length": size, "kv_cache_bytes": cache.bytes, "extra_bytes": peak_memory_bytes() - before - cache.bytes}
 
 
 def generate(model: str) -> dict[str, Any]:
-    """What is resident after loading and some tokens."""
+    """Return the resident memory after loading and some tokens."""
     engine = Engine.open(model)
     engine.generate("def add(", max_new_tokens=NEW_TOKENS)
     report = engine.report()
@@ -62,7 +62,7 @@ def generate(model: str) -> dict[str, Any]:
 
 @torch.inference_mode()
 def perplexity(model: str, kv_cache_dtype: str) -> dict[str, Any]:
-    """Of text that is read through a cache of this dtype."""
+    """Return the perplexity of text that is read through a cache of this dtype."""
     engine = Engine.open(model, kv_cache_dtype=kv_cache_dtype)
     assert isinstance(engine.decoder, Decoder)
     tokens_SL = token_batches(
@@ -82,7 +82,7 @@ PARTS = {part.__name__: part for part in (prompt, generate, perplexity)}
 
 
 def measured(part: str, model: str, *words: str) -> dict[str, Any]:
-    """One of the above in a process of its own."""
+    """Run one of the functions above in a process of its own."""
     command = [sys.executable, __file__, "--part", part, model, *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -2,8 +2,8 @@
 
 python benchmarks/engine_speed.py [--directory DIR] [--repetitions 5]
 
-All rows of a table come from one run of interleaved rounds; ratios are of medians. Random experts are as alike as experts
-can be and their router is undecided, so quality means nothing here; speed and memory do.
+All rows of a table come from one run of interleaved rounds. Ratios are of medians. Random experts are as similar as experts
+can be and their router is undecided, so quality has no meaning here, but speed and memory have.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def prepare(directory: Path) -> None:
-    """Make each model, half of it, and the skip tables of both, where they are not there yet."""
+    """Make each model, half of it, and the skip tables of both, if they do not exist yet."""
     for name, config in MODELS.items():
         full, half = directory / name, directory / f"{name} pruned"
         if not full.is_dir():
@@ -48,7 +48,7 @@ def prepare(directory: Path) -> None:
 
 
 def write_skip_tables(directory: Path) -> None:
-    """γ tables from 1,024 random tokens."""
+    """Write γ tables from 1,024 random tokens."""
     checkpoint = Checkpoint(directory)
     tokens = torch.randint(checkpoint.config.vocabulary_size, (4, 256), generator=torch.Generator().manual_seed(0))
     statistics = collect(checkpoint, tokens, dtype=checkpoint.model_dtype)
@@ -56,7 +56,7 @@ def write_skip_tables(directory: Path) -> None:
 
 
 def specs(directory: Path) -> list[tuple[str, BenchSpec]]:
-    """Row titles and what they measure; the first of each model is what the others are compared with."""
+    """Return row titles and their specs. The first spec of each model is the reference of the others."""
     rows = []
     for name in MODELS:
         full, half = str(directory / name), str(directory / f"{name} pruned")
@@ -81,7 +81,7 @@ def main() -> None:
         prepare(directory)
         titled = specs(directory)
         rows: list[dict[str, Any]] = []
-        for name in MODELS:  # one model at a time: the workers of one run are all in memory
+        for name in MODELS:  # one model at a time, because the workers of one run are all in memory
             chosen = [(title, spec) for title, spec in titled if title.startswith(name)]
             measured = bench([spec for _, spec in chosen], cases_for(512, 64), arguments.repetitions)
             pairs = zip(chosen, measured[::2], measured[1::2], strict=True)
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def one_row(title: str, prefill: dict[str, Any], decode: dict[str, Any]) -> dict[str, Any]:
-    """Both tests of one spec."""
+    """Return a row with both tests of one spec."""
     return {
         "title": title,
         "prefill": prefill["tokens_per_second_median"],
@@ -102,7 +102,7 @@ def one_row(title: str, prefill: dict[str, Any], decode: dict[str, Any]) -> dict
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Tokens per second, with the ratio to the first row of the same model."""
+    """Return tokens per second, with the ratio to the first row of the same model."""
     lines = []
     for row in rows:
         first = next(other for other in rows if other["title"].split(",")[0] == row["title"].split(",")[0])

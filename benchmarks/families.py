@@ -1,4 +1,4 @@
-"""What each family can become: the matrix that tests/engine/families/test_families.py holds, as a table with its figures.
+"""The results that each family supports: the matrix of tests/engine/families/test_families.py as a table with its figures.
 
 python benchmarks/families.py        and then: python benchmarks/results.py
 """

@@ -1,17 +1,17 @@
-"""Mutates model directories and what lies beside them, and looks at what every door makes of them.
+"""Mutates model directories and the files beside them, and checks the outcome of every door.
 
     python benchmarks/fuzz_model_directory.py [--mutations 10000] [--seed 0] [--jobs 2]
-    python benchmarks/fuzz_model_directory.py --only 1234        # one of them again, with all that it says
+        python benchmarks/fuzz_model_directory.py --only 1234        # repeats one mutation, with all output
 
-Each mutation changes one file of a tiny artifact, of an exported one, or of what a run reads beside a model: bytes (flip,
-cut, insert, splice, repeat) or structure (an absurd value, a key removed, renamed or given twice, two values swapped, steps
-of a tokenizer or pieces of a template put in). Half of the changed artifacts are signed again: their compression.json lists
-what is there, as an attacker can write it. Then one or two doors (tests/support/doors_for_tests.py) are opened, each in a
-forked process with a limit on memory and time. What must hold: no traceback, no signal, no hang, nothing written outside the
-output, and under --checksums, where nothing was signed again, no text but the original's.
+Each mutation changes one file of a tiny artifact, of an exported one, or of a run's other inputs: bytes (flip, cut, insert,
+splice, repeat) or structure (an absurd value, a key removed, renamed or given twice, two values swapped, steps of a
+tokenizer or pieces of a template inserted). Half of the changed artifacts are signed again: their compression.json lists the
+present files, as an attacker can write it. Then one or two doors (tests/support/doors_for_tests.py) are opened, each in a
+forked process with limits on memory and time. There must be no traceback, no signal, no hang, no file written outside the
+output, and under --checksums, unless the artifact was signed again, no text but the original's.
 
-Kinds take turns. A run that was interrupted goes on where it was: benchmarks/results/fuzz_model_directory.jsonl has a line
-for each mutation. Prints a table; exit 1 if anything failed.
+Kinds take turns. An interrupted run resumes: benchmarks/results/fuzz_model_directory.jsonl has a line for each mutation. The
+script prints a table, and exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ STATE = RESULTS / f"{NAME}.jsonl"
 CPU_SECONDS, SECONDS = 20, 90
 OUTCOMES = ("refused", "loaded", "loaded differently", "traceback", "signal", "hang", "written outside", "mixed up")
 FAILURES = OUTCOMES[3:]
-"""Outcomes that must not be; the last is another text under --checksums, where nothing was signed again."""
+"""Outcomes that must not occur. The last one is another text under --checksums without a new signature."""
 
 Change = Callable[[bytes, random.Random], bytes]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Files of a place that one kind of mutation changes, how, and by which doors they are read."""
+    """One kind of mutation: the files of a place that it changes, how, and the doors that read them."""
 
     files: tuple[str, ...]
     doors: tuple[str, ...]
-    """One of them is opened for each mutation."""
+    """Doors of which one is opened for each mutation."""
     structure: Change | None = None
     always: tuple[str, ...] = ("generate --checksums",)
-    """These are opened for every one."""
+    """Doors that are opened for every mutation."""
     of: str = "artifact"
 
 
@@ -66,7 +66,7 @@ class Kind:
 
 
 def change_bytes(data: bytes, chosen: random.Random) -> bytes:
-    """Other bytes in one place; half of the places are near the beginning, where headers are."""
+    """Change the bytes in one place. Half of the places are near the beginning, where headers are."""
     place = chosen.randrange(max(1, len(data) if chosen.random() < 0.5 else min(len(data), 2_000)))
     size = chosen.choice((1, 1, 2, 8, 100))
     match chosen.choice(("flip", "cut", "insert", "splice", "repeat", "empty" if chosen.random() < 0.1 else "flip")):
@@ -114,7 +114,7 @@ VERY_DEEP = "lists, deeper than Python writes them"
 
 
 def deep(levels: int) -> Any:
-    """Lists in lists."""
+    """Return lists in lists."""
     value: Any = 0
     for _ in range(levels):
         value = [value]
@@ -122,7 +122,7 @@ def deep(levels: int) -> Any:
 
 
 def change_json(data: bytes, chosen: random.Random) -> bytes:
-    """One to three changes of structure; bytes where this is no JSON."""
+    """Make one to three changes of structure, or change bytes if the data is not JSON."""
     try:
         values = json.loads(data)
     except ValueError:
@@ -130,14 +130,14 @@ def change_json(data: bytes, chosen: random.Random) -> bytes:
     for _ in range(chosen.choice((1, 1, 1, 2, 3))):
         change_values(values, chosen)
     text = json.dumps(values).replace(json.dumps(VERY_DEEP), "[" * 5_000 + "]" * 5_000)
-    if chosen.random() < 0.05 and isinstance(values, dict) and values:  # a key that is there twice
+    if chosen.random() < 0.05 and isinstance(values, dict) and values:  # a duplicate key
         key = chosen.choice(list(values))
         text = f"{{{json.dumps(key)}: {json.dumps(chosen.choice(ABSURD))}, {text[1:]}"
     return text.encode()
 
 
 def change_values(values: Any, chosen: random.Random) -> None:
-    """One change in place, somewhere in a tree."""
+    """Make one change in place, somewhere in a tree."""
     place, key = values, None
     while isinstance(place, dict | list) and place:
         key = chosen.choice(list(place)) if isinstance(place, dict) else chosen.randrange(len(place))
@@ -173,7 +173,7 @@ def change_values(values: Any, chosen: random.Random) -> None:
 
 
 def change_header(data: bytes, chosen: random.Random) -> bytes:
-    """The header of a safetensors file, and its length with it."""
+    """Change the header of a safetensors file, and its length with it."""
     length = int.from_bytes(data[:8], "little")
     header = change_json(data[8 : 8 + length], chosen)
     length = len(header) if chosen.random() < 0.9 else chosen.choice((0, 2**63, len(data), len(header) + 1))
@@ -181,7 +181,7 @@ def change_header(data: bytes, chosen: random.Random) -> bytes:
 
 
 def change_digested(data: bytes, chosen: random.Random) -> bytes:
-    """The same of a file of state, without the digest that gives the change away."""
+    """Change the header of a state file, and remove the digest that would reveal the change."""
     changed = change_header(data, chosen)
     length = int.from_bytes(changed[:8], "little")
     try:
@@ -263,7 +263,7 @@ STEPS: dict[str, tuple[Any, ...]] = {
 
 
 def change_tokenizer(data: bytes, chosen: random.Random) -> bytes:
-    """Steps that other tokenizers have, and then a change of the steps or of anything."""
+    """Insert steps of other tokenizers, and then change the steps or any other part."""
     if chosen.random() < 0.3:
         return change_json(data, chosen)
     try:
@@ -331,7 +331,7 @@ PIECES = (
 
 
 def change_template(data: bytes, chosen: random.Random) -> bytes:
-    """Pieces put into a template, or words of it changed."""
+    """Insert pieces into a template, or change its words."""
     text = data.decode(errors="replace") if chosen.random() < 0.3 else TEMPLATE
     for _ in range(chosen.choice((0, 1, 1, 2))):
         place = chosen.choice((0, len(text), text.find("{{"), chosen.randrange(len(text) + 1)))
@@ -340,7 +340,7 @@ def change_template(data: bytes, chosen: random.Random) -> bytes:
 
 
 def change_tokenizer_config(data: bytes, chosen: random.Random) -> bytes:
-    """A template in tokenizer_config.json, or any other change of that."""
+    """Change a template in tokenizer_config.json, or any other part of that file."""
     if chosen.random() < 0.5:
         return change_json(data, chosen)
     values = json.loads(data)
@@ -349,7 +349,7 @@ def change_tokenizer_config(data: bytes, chosen: random.Random) -> bytes:
 
 
 def change_graph(data: bytes, chosen: random.Random) -> bytes:
-    """Nodes, attributes, weights and metadata of an ONNX graph."""
+    """Change nodes, attributes, weights and metadata of an ONNX graph."""
     import onnx
 
     model = onnx.load_from_string(data)
@@ -419,19 +419,19 @@ BY_FORMAT: dict[str, Change] = {
     ".onnx": change_graph,
     ".data": change_bytes,
 }
-"""For files of a kind whose own change is for another format."""
+"""Changes for files whose kind's own change is for another format."""
 
 
 @dataclass
 class Fuzz:
-    """A place that is mutated, and what its doors give when it is not."""
+    """A place that is mutated, and the results of its doors without a mutation."""
 
     good: Path
     place: Path
     seed: int
 
     def try_one(self, number: int, show: bool = False) -> dict[str, Any]:
-        """One mutation: what it was, and what came of it at each door."""
+        """Try one mutation, and return its description and its outcome at each door."""
         kind_name = list(KINDS)[number % len(KINDS)]
         kind, chosen = KINDS[kind_name], random.Random(self.seed * 10**9 + number)
         shutil.rmtree(self.place, ignore_errors=True)
@@ -480,7 +480,7 @@ class Fuzz:
         return "mixed up" if outcome.door.endswith("--checksums") and not signed else "loaded differently"
 
     def result(self, door: str, of: str) -> Any:
-        """The result of a door without a mutation."""
+        """Return the result of a door without a mutation."""
         if (door, of) not in _RESULTS:
             outcome = run_door(door, DOORS[door], self.good, self.good / of)
             assert outcome.kind == "done", outcome
@@ -492,7 +492,7 @@ _RESULTS: dict[tuple[str, str], Any] = {}
 
 
 def run_many(good: Path, folder: Path, seed: int, numbers: list[int], jobs: int) -> None:
-    """Try all of them, in so many processes, each with a place of its own."""
+    """Try all numbers in so many processes, each with a place of its own."""
     workers = []
     for worker in range(jobs):
         process = os.fork()
@@ -516,7 +516,7 @@ def run_many(good: Path, folder: Path, seed: int, numbers: list[int], jobs: int)
 
 
 def table(lines: list[dict[str, Any]]) -> tuple[str, dict[str, dict[str, int]]]:
-    """Counts of outcomes by kind, of doors."""
+    """Return counts of the doors' outcomes by kind."""
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     for line in lines:
         counts[line["kind"]].update(line["doors"].values())
@@ -528,7 +528,7 @@ def table(lines: list[dict[str, Any]]) -> tuple[str, dict[str, dict[str, int]]]:
 
 
 def main() -> int:
-    """Parse, run, print."""
+    """Parse the arguments, run, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -545,7 +545,7 @@ def main() -> int:
             return int(bool(set(fuzz.try_one(options.only, show=True)["doors"].values()) & set(FAILURES)))
         for kind in KINDS.values():
             for door in (*kind.always, *kind.doors):
-                fuzz.result(door, kind.of)  # before the processes are forked, which then know it
+                fuzz.result(door, kind.of)  # computed before the fork, so that all processes share it
         done = {line["number"] for line in remembered(STATE) if line["seed"] == options.seed}
         wanted = [list(KINDS).index(kind) for kind in options.kinds.split(",")]
         numbers = [n for n in range(options.mutations) if n not in done and n % len(KINDS) in wanted]

@@ -1,10 +1,10 @@
-"""Sends what Schemathesis makes of the schema of a running server, and looks at what comes back.
+"""Sends the requests that Schemathesis makes from a running server's schema, and checks the answers.
 
     compress serve demo --port 8000 --max-model-len 32 --request-timeout 5 &
     python benchmarks/fuzz_server.py http://127.0.0.1:8000 [--examples 300] [--seed 0]
 
-Every answer has to have a status, a content type and a body that /openapi.json names, and none may be a failure of the
-server's. Bodies are both such as the schema allows and such as it does not. Prints a line for each operation; exit 1 where
+Every answer must have a status, a content type and a body that /openapi.json names, and none may be a failure of the server.
+Some bodies are allowed by the schema and some are not. The script prints a line for each operation, and exits with 1 if
 anything fails. tests/engine/server/test_server_limits.py runs a few examples.
 """
 
@@ -27,11 +27,11 @@ CHECKS = (status_code_conformance, content_type_conformance, response_schema_con
 SECONDS = 60
 STREAM = "text/event-stream"
 GATEWAY_TIMEOUT = 504
-"""No failure: what is asked for may take long."""
+"""Status that is no failure, because a request may take long."""
 
 
 def fuzz(url: str, *, examples: int = 100, start: int = 0) -> dict[str, Any]:
-    """So many examples of each operation in each mode; counts of cases and statuses, and what failed."""
+    """Run so many examples of each operation in each mode. Returns counts of cases and statuses, and the failures."""
     load_all_checks()
     failures: list[str] = []
     statuses: dict[str, Counter[int]] = {}
@@ -51,7 +51,7 @@ def _try_operation(
 ) -> None:
     try:
         strategy = operation.as_strategy(generation_mode=mode)
-    except Exception as error:  # an operation without parameters has nothing that could be wrong
+    except Exception as error:  # an operation without parameters has no invalid values
         failures.append(f"{operation.path} {mode}: {error}")
         return
 
@@ -72,7 +72,7 @@ def _try_operation(
             failures.append(f"{operation.method.upper()} {operation.path}: {problem}; {case.as_curl_command()[:500]}")
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Hypothesis: some forms of nonsense are rare, and take many tries
+        warnings.simplefilter("ignore")  # Hypothesis warns that some kinds of invalid input are rare and need many tries
         try:
             try_case()
         except Exception as error:
@@ -81,7 +81,7 @@ def _try_operation(
 
 
 def _problem(case: Any, response: Any) -> str:
-    """What is wrong with an answer; empty where nothing is."""
+    """Return the problem of an answer, or an empty text if there is none."""
     if response.status_code >= 500 and response.status_code != GATEWAY_TIMEOUT:
         return f"status {response.status_code}: {response.text[:200]}"
     kind = str(response.headers.get("content-type", [""])[0])
@@ -89,13 +89,13 @@ def _problem(case: Any, response: Any) -> str:
         return "" if response.text.endswith("data: [DONE]\n\n") else "the stream has no end"
     try:
         case.validate_response(response, checks=list(CHECKS))
-    except (Exception, BaseExceptionGroup) as error:  # whatever a check raises is a finding
+    except (Exception, BaseExceptionGroup) as error:  # every exception of a check is a finding
         return " ".join(str(error).split())[:300]
     return ""
 
 
 def main() -> None:
-    """Parse, run, print."""
+    """Parse the arguments, run, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--examples", type=int, default=300)

@@ -2,8 +2,9 @@
 
 python benchmarks/gpu_decode.py [--directory DIR] [--rounds 5] [--layers 16]
 
-All contenders stay loaded and are timed in turn; figures are medians, ratios are of medians. What the card's memory gives is
-measured in each round too, by copying 1 GB. Decoding's share of it is bytes of weights a token times tokens per second.
+All contenders stay loaded and are timed in turn. Figures are medians, and ratios are of medians. The GPU's memory bandwidth
+is measured in each round too, by copying 1 GB. Decoding's fraction of it is bytes of weights per token times tokens per
+second.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ours, Triton": ("compiled", {}),
     "ours, Triton, skipping at 1": ("compiled", {"skip_threshold": 1.0}),
 }
-"""What KERNELS is set to, and what the worker is asked for."""
+"""Value of the KERNELS variable, and options of the worker, for each contender."""
 
 
 def memory_speed(size: int = 1 << 29) -> float:
-    """Bytes per second that the card reads and writes in a copy, the best of ten."""
+    """Return the bytes per second that the GPU reads and writes in a copy, the best of ten."""
     source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     best = float("inf")
     for _ in range(10):
@@ -53,7 +54,7 @@ def memory_speed(size: int = 1 << 29) -> float:
 
 
 def kernels_serve(model: Path) -> bool:
-    """Whether Triton's kernels run the model's experts here; why not is said by the engine."""
+    """Return whether Triton's kernels run the model's experts here. If not, the engine reports the reason."""
     os.environ[KERNELS] = "compiled"
     engine = Engine.open(model, device="cuda")
     served = all(block.on_gpu is not None for block in engine.decoder.moe_blocks)
@@ -63,13 +64,13 @@ def kernels_serve(model: Path) -> bool:
 
 
 def measure(model: Path, rounds: int) -> tuple[dict[str, dict[str, Any]], list[float]]:
-    """Rates of each contender by test, with its bytes a token; and memory's speed in each round."""
+    """Return the rates of each contender by test, with its bytes per token, and memory bandwidth in each round."""
     said: dict[str, dict[str, Any]] = {title: {PREFILL: [], DECODE: []} for title in CONTENDERS}
     speeds = []
     with ExitStack() as stack:
         workers = {}
         for title, (kernels, options) in CONTENDERS.items():
-            os.environ[KERNELS] = kernels  # which the worker inherits
+            os.environ[KERNELS] = kernels  # the worker inherits it
             workers[title] = stack.enter_context(
                 Worker(BenchSpec(str(model), device="cuda", **options), "engine.bench.backends")
             )
@@ -88,7 +89,7 @@ def measure(model: Path, rounds: int) -> tuple[dict[str, dict[str, Any]], list[f
 
 
 def rows(said: dict[str, dict[str, Any]], speed: float) -> list[list[str]]:
-    """Of the table."""
+    """Return the rows of the table."""
     medians = {title: {test: statistics.median(own[test]) for test in (PREFILL, DECODE)} for title, own in said.items()}
     made = []
     for title, own in said.items():

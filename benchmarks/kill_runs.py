@@ -1,20 +1,20 @@
-"""Kills runs at random moments, each with a second run on the same output at the same time, and looks at what is left.
+"""Kills runs at random moments, each with a second run on the same output at the same time, and checks the remaining files.
 
     python benchmarks/kill_runs.py [--kills 200] [--seed 0] [--commands prune,push] [--no-results]
 
 The commands of COMMANDS take turns: prune, quantize, export, calibrate, and push to a stand-in of the hub. Each run is a
-process of its own, forked after the imports so that no kill is wasted on them. SIGKILL ends the first; every second kill
+process of its own, forked after the imports so that no kill is wasted on them. SIGKILL ends the first run. Every second kill
 falls anywhere in the run, the others after it has begun to write. The second run has other options, so that a mixture of the
-two would be seen. It starts while the first runs or just after the kill, and is not killed. Runs take turns in writing
-something new and in replacing something old. After each kill:
+two would be detected. It starts while the first runs or just after the kill, and is not killed. Runs alternate between
+writing something new and replacing something old. After each kill:
 
-- the result is absent, or what was there before, or the result of exactly one of the two runs, byte for byte, with the
+- the result is absent, or the old one, or the result of exactly one of the two runs, byte for byte, with the
   provenance of that run;
-- the second run has ended well, or was refused in one line because of the first;
-- a run that follows (with --resume, where there is one) gives the result of an uninterrupted run;
-- nothing is left beside the result.
+- the second run has succeeded, or was refused in one line because of the first;
+- a further run (with --resume, if the command has it) gives the result of an uninterrupted run;
+- no other files are left beside the result.
 
-Exit 1 if any of this does not hold. tests/compress/run/test_interruption.py runs it with fewer kills.
+Exits with 1 if any of this does not hold. tests/compress/run/test_interruption.py runs it with fewer kills.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RUNS = ("old", "first", "second")
 REPOSITORY = "ada/out"
 REFUSALS = ("is being written by another run", "exists already", "written there meanwhile")
 SAID_IN = ("compression.json", "README.md")
-"""Files that tell the time."""
+"""Files that state times."""
 TEXT = [*CALIBRATION, "--evaluation-samples", "2"]
 
 
@@ -60,9 +60,9 @@ class Command:
 
     arguments: list[str]
     own: dict[str, list[str]]
-    """The options in which the runs differ: of what is replaced, of the first and of the second."""
+    """The options in which the runs differ: those of the replaced result, of the first run and of the second."""
     written: str
-    """The file or directory with which writing begins, or "" where there is none."""
+    """The file or directory that is written first, or "" if there is none."""
     resumes: bool = True
 
 
@@ -106,7 +106,7 @@ COMMANDS = {
 
 
 def start(place: Path, arguments: list[str], log: str) -> int:
-    """Run a command in a forked process that is silent; its process id."""
+    """Start a command in a silent forked process, and return its process id."""
     process = os.fork()
     if process:
         return process
@@ -124,13 +124,13 @@ def start(place: Path, arguments: list[str], log: str) -> int:
 
 
 def finish(place: Path, arguments: list[str]) -> None:
-    """Run a command to its end, which must be a good one."""
+    """Run a command to its end, which must be a success."""
     _, status = os.waitpid(start(place, arguments, "log"), 0)
     assert status == 0, f"{' '.join(arguments)} failed:\n{(place.parent / 'log').read_text()}"
 
 
 class Bench:
-    """One command in a place of its own: what its runs give when nobody disturbs them, and how long they take."""
+    """One command in a place of its own: the results and durations of its undisturbed runs."""
 
     def __init__(self, name: str, place: Path, hub: Hub) -> None:
         self.name, self.command, self.place, self.hub = name, COMMANDS[name], place, hub
@@ -148,13 +148,13 @@ class Bench:
         self.originals = set(listing(place))
 
     def arguments(self, run: str, *more: str) -> list[str]:
-        """The artifact of one of the runs."""
+        """Return the arguments of one of the runs."""
         return [*self.command.arguments, *self.command.own[run], *more]
 
-    # The result: a directory, a file, or what the hub has.
+    # The result: a directory, a file, or the content of the hub.
 
     def result(self) -> Any:
-        """The state that there is, checked to be whole, without what tells the time; None for nothing."""
+        """Return the present state, checked to be whole, without times; None if there is no result."""
         if self.name == "push":
             repository = self.hub.repositories.get(REPOSITORY)
             files = {} if repository is None else {k: v for k, v in repository.files.items() if k != ".gitattributes"}
@@ -171,7 +171,7 @@ class Bench:
         return files | {key: provenance.get(key) for key in ("options", "plan", "seed", "method")}
 
     def clear(self) -> None:
-        """Nothing is there."""
+        """Remove the result."""
         self.hub.repositories.pop(REPOSITORY, None)
         self.hub.large.clear()
         out = self.place / "out"
@@ -183,7 +183,7 @@ class Bench:
             (shutil.copytree if (self.place / "out").is_dir() else shutil.copy)(self.place / "out", kept)
 
     def put_old(self) -> None:
-        """An old result is there, to be replaced."""
+        """Write an old result, which will be replaced."""
         if self.name == "push":
             self.hub.add(REPOSITORY, self.expected["old"])
             return
@@ -193,7 +193,7 @@ class Bench:
     # One kill
 
     def kill(self, chosen: random.Random, replaces: bool, in_writing: bool) -> dict[str, Any]:
-        """One kill with its second run and the run that follows; what was found. AssertionError for what may not be."""
+        """Kill one run beside a second, then run a further one. Returns findings, raises AssertionError for violations."""
         self.clear()
         if replaces:
             self.put_old()
@@ -201,7 +201,7 @@ class Bench:
         first, second, moment = self._two_runs(chosen, more, in_writing)
         log = (self.place.parent / "second").read_text()
         killed, refused = os.WIFSIGNALED(first), second != 0
-        self.whole *= 1.03 if killed else 0.9  # other work on the machine makes runs longer or shorter
+        self.whole *= 1.03 if killed else 0.9  # other load on the machine makes runs longer or shorter
         assert not refused or (log.count("\n") == 1 and any(words in log for words in REFUSALS)), log
         found = self.result()
         state = next((run for run in RUNS if found == self.expected[run]), None) if found is not None else "absent"
@@ -227,7 +227,7 @@ class Bench:
         }
 
     def _two_runs(self, chosen: random.Random, more: list[str], in_writing: bool) -> tuple[int, int, float]:
-        """Both runs, of which the first is killed: their exit statuses, and when that was."""
+        """Run both, and kill the first. Returns their exit statuses, and the time of the kill."""
         started = time.monotonic()
         first = start(self.place, self.arguments("first", *more), "first")
         delay = chosen.uniform(0, self.whole)
@@ -235,7 +235,7 @@ class Bench:
             path = self.place / self.command.written
             begins = self._waited(lambda: path.exists() or _ended(first))
             delay = begins - started + chosen.uniform(0, max(0.05, 1.05 * (self.whole - (begins - started))))
-        # In one of six cases or so, the second run begins just after the kill.
+        # In about one of six cases, the second run begins just after the kill.
         at = max(time.monotonic() - started, chosen.uniform(0, 1.2 * delay))
         events = sorted([(delay, "kill"), (at, "start")])
         second = 0
@@ -256,12 +256,12 @@ class Bench:
 
 
 def _ended(process: int) -> bool:
-    """Whether it has ended; it stays to be waited for."""
+    """Return whether a process has ended, without reaping it."""
     return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def use(url: str, folder: Path) -> None:
-    """Take the stand-in for the hub, as an account that may write."""
+    """Use the stand-in for the hub, as an account with write access."""
     from huggingface_hub import constants
 
     os.environ["HF_TOKEN"] = "writer"
@@ -273,7 +273,7 @@ def use(url: str, folder: Path) -> None:
 
 
 def prepared(folder: Path, names: list[str], hub: Hub) -> list[Bench]:
-    """A place for each command; commands run once in this process first, so that the forked ones find all imported."""
+    """Return a place for each command. Commands run once in this process first, so that forked ones need no imports."""
     benches = []
     for name in names:
         place = folder / name / "place"
@@ -292,7 +292,7 @@ def prepared(folder: Path, names: list[str], hub: Hub) -> list[Bench]:
 
 
 def kill_many(kills: int, seed: int, names: list[str], folder: Path, hub: Hub) -> list[dict[str, Any]]:
-    """The state that each kill left."""
+    """Return the state that each kill left."""
     benches, found = prepared(folder, names, hub), []
     for number in range(kills):
         turn, bench = number // len(benches), benches[number % len(benches)]
@@ -309,7 +309,7 @@ def kill_many(kills: int, seed: int, names: list[str], folder: Path, hub: Hub) -
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """One row for each command."""
+    """Return one row for each command."""
     rows = []
     for name in dict.fromkeys(each["command"] for each in found):
         own = [each for each in found if each["command"] == name]
@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--no-results", action="store_true", help="Print the table and write no files.")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked process would wait for threads of a pool that it did not inherit
-    plots.available = lambda: False  # pictures take longer than all else
+    plots.available = lambda: False  # drawing takes longer than everything else
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, served() as (hub, url):
         use(url, Path(folder))

@@ -2,8 +2,8 @@
 
 python benchmarks/larger_than_memory.py [--directory DIR] [--times 1.5] [--new-tokens 16]
 
-The limit is a control group's, page cache included, without swap; making one takes root or a delegated group. The text is
-compared with that of the same command without a limit.
+The limit is that of a control group, with the page cache and without swap. Making a group takes root or a delegated group.
+The text is compared with that of the same command without a limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from results import markdown, save
 
 
 def generated(command: list[str], directory: Path, limit: int) -> dict[str, Any]:
-    """What `compress generate --json` says in a group of so much memory, and the group's peak."""
+    """Return the JSON of `compress generate` in a group with this memory limit, and the group's peak."""
     forget_files(directory)
     with memory_limit(limit) as group:
         done = run_in(group, command)

@@ -1,4 +1,4 @@
-"""Run a command in a control group that may have only so much memory, the page cache included, and no swap; or watch one."""
+"""Run a command in a control group with limited memory, including the page cache, and no swap; or watch a command."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ JOIN = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
 
 class NoControlGroupError(Exception):
-    """This system or user cannot make one; the message says why."""
+    """Raised if this system or user cannot make a control group. The message has the reason."""
 
 
 @contextmanager
 def memory_limit(limit: int) -> Iterator[Path]:
-    """A control group inside our own, of version 1 or 2. Raises NoControlGroupError."""
+    """Yield a control group inside our own, of version 1 or 2. Raises NoControlGroupError."""
     groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     first = next((path for _, names, path in groups if "memory" in names.split(",")), None)
     second = next((path for number, _, path in groups if number == "0"), None)
@@ -47,17 +47,18 @@ def memory_limit(limit: int) -> Iterator[Path]:
 
 
 def run_in(group: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """The command's end and output."""
+    """Return the completed command with its output."""
     return subprocess.run(["sh", "-c", JOIN, str(group), *command], capture_output=True, text=True, check=False)
 
 
 def run_watched(
     command: Sequence[str], *, with_children: bool = False, environment: Mapping[str, str] | None = None
 ) -> tuple[subprocess.CompletedProcess[str], int]:
-    """The command's end and output, and the most that it had resident, as the system says while it runs.
+    """Return the completed command with its output, and its peak of resident memory, as the system reports it during the
+    run.
 
-    What the system says at its end, `ru_maxrss`, has the parent's memory in it. with_children: the most that it or any of
-    the processes that it has started had.
+    The system's figure at the end, `ru_maxrss`, would include the parent's memory. with_children: whether to take the
+    largest peak of the process and of those that it started.
     """
     env = None if environment is None else os.environ | environment
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
@@ -68,7 +69,7 @@ def run_watched(
                     Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split() if with_children else []
                 )
                 peak = max([peak, *map(_resident_peak, [process.pid, *map(int, started)])])
-            except OSError:  # one has just ended
+            except OSError:  # a process has just ended
                 continue
             time.sleep(0.02)
         said.seek(0)
@@ -86,7 +87,7 @@ def _resident_peak(process: int) -> int:
 
 
 def peak_bytes(group: Path) -> int | None:
-    """The most that was charged to the group; None where the system does not say."""
+    """Return the peak that was charged to the group, or None if the system does not report it."""
     for name in ("memory.max_usage_in_bytes", "memory.peak"):
         if (group / name).exists():
             return int((group / name).read_text())
@@ -94,7 +95,7 @@ def peak_bytes(group: Path) -> int | None:
 
 
 def forget_files(directory: Path) -> None:
-    """Let the page cache go of the files: pages that others have read would not be charged to the group."""
+    """Drop the files from the page cache, because pages that others have read would not be charged to the group."""
     for path in directory.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

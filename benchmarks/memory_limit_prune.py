@@ -1,9 +1,9 @@
-"""Peak memory of calibrating, pruning by DiEP and evaluating a checkpoint that is far larger than `--memory-limit`.
+"""Peak memory of calibration, pruning by DiEP and evaluation of a checkpoint that is far larger than `--memory-limit`.
 
 python benchmarks/memory_limit_prune.py DIRECTORY [--memory-limit 3GB] [--samples 8] [--sequence-length 256]
 
-DIRECTORY gets a random mixture of 12 GB in bfloat16, unless it is there, and what is made of it: 20 GB in all. Each command
-runs in a process of its own, whose peak is what the system says of it (VmHWM). Figures of commands that have run are kept in
+DIRECTORY gets a random mixture of 12 GB in bfloat16, unless it exists, and the results made from it: 20 GB in all. Each
+command runs in a process of its own, whose peak is reported by the system (VmHWM). Figures of finished commands are kept in
 DIRECTORY and not measured again.
 """
 
@@ -23,7 +23,7 @@ SHAPE = shape(hidden=2048, layers=24, experts=8, width=5120)
 
 
 def measured(command: list[str]) -> dict[str, Any]:
-    """What a command says last, as JSON, and the most that its process had resident."""
+    """Return the JSON that a command prints last, with the peak of its process's resident memory."""
     done, peak = run_watched([sys.executable, "-m", "cli", *command, "--json"])
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")

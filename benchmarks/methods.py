@@ -2,11 +2,11 @@
 
     python benchmarks/methods.py [--models demo,shared-expert] [--seeds 3] [--methods diep,reap,…] [--jobs 2]
 
-The demo model is shipped; the second one, of another family, is trained first if benchmarks/reference_model does not hold
+The demo model is shipped. The second model, of another family, is trained first if benchmarks/reference_model does not hold
 it (about half an hour). Each (model, method, seed) runs in a process of its own on one thread, through the code of `compress
-prune`, without writing artifacts. Times are processor time of that process. The seed draws the calibration text (and
-whatever the method draws); the held-out text is the same for all. Finished processes are remembered in
-benchmarks/results/methods.jsonl, so that an interrupted run goes on; `--fresh` forgets them.
+prune`, without writing artifacts. Times are processor time of that process. The seed draws the calibration text (and the
+random choices of the method); the held-out text is the same for all. Finished processes are saved in
+benchmarks/results/methods.jsonl, so that an interrupted run resumes; `--fresh` deletes them.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """As it stands in the results."""
+        """Return the cell's key in the results."""
         return " ".join([f"{self.sparsity:g}", self.scope, self.merge, "recovered" if self.is_recovered else "one-shot"])
 
 
 def methods() -> list[str]:
-    """All of them."""
+    """Return all methods."""
     from compress.methods import methods_of
 
     return [*methods_of("prune"), *RELAXATIONS, *methods_of("merge")]
 
 
 def default_scope(method: str) -> str:
-    """Where `compress` ranks experts unless it is told otherwise."""
+    """Return the scope in which `compress` ranks experts by default."""
     from compress.methods import METHODS
 
     return METHODS["diep" if method in RELAXATIONS else method].scopes[0]
 
 
 def cells(method: str) -> list[Cell]:
-    """Those of one method, the costliest first: its time is the method's."""
+    """Return the cells of one method, the costliest first: its time is the method's."""
     from compress.methods import methods_of
 
     own = default_scope(method)
@@ -86,7 +86,7 @@ def cells(method: str) -> list[Cell]:
 
 
 def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
-    """Perplexity of every cell, with processor seconds and peak memory of making the plan and of recovery."""
+    """Return the perplexity of every cell, with processor seconds and peak memory of the plan and of recovery."""
     from compress.plans.apply import planned_decoder
     from compress.prune import checked_budget, make_plan, prepare_pruning, recovered
     from compress.run.job import Run
@@ -124,7 +124,7 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
 
 
 def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> Any:
-    """What `compress prune` or `compress merge` would be asked for."""
+    """Return the options that `compress prune` or `compress merge` would be given."""
     from calibrate.options import CalibrationOptions
     from compress.methods import methods_of
     from compress.options.prune import DiepOptions, MergeOptions, PruneOptions
@@ -151,7 +151,7 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
 
 
 def held_out_text(checkpoint: Any) -> torch.Tensor:
-    """[64, 256], the same for all."""
+    """Return the held-out text [64, 256], the same for all."""
     from calibrate.text import token_batches
     from engine.checkpoint.tokenizer import load_tokenizer
 
@@ -160,7 +160,7 @@ def held_out_text(checkpoint: Any) -> torch.Tensor:
 
 
 def full_perplexity(model: str) -> float:
-    """Of the whole model, on the same text."""
+    """Return the perplexity of the whole model on the held-out text."""
     from compress.training.layer_distillation import decoder_perplexity
     from engine.checkpoint.checkpoint import Checkpoint, resolve
     from engine.decoder.model import Decoder
@@ -174,7 +174,7 @@ def full_perplexity(model: str) -> float:
 
 
 def in_process(model: str, method: str, seed: int) -> dict[str, Any] | None:
-    """`run_one` in a process with one thread; None, and what it said, where it failed."""
+    """Run `run_one` in a process with one thread. Returns None, and prints the output, if it failed."""
     command = [sys.executable, __file__, "--worker", f"{model}:{method}:{seed}"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
@@ -188,7 +188,7 @@ def in_process(model: str, method: str, seed: int) -> dict[str, Any] | None:
 
 
 def train_second_model() -> None:
-    """Once; it goes on where it was interrupted. The card is what is written last."""
+    """Train the second model once, resuming an interrupted training. The model card is written last."""
     if (SECOND_MODEL / "README.md").exists():
         return
     script = ROOT / "examples" / "train_demo_model.py"
@@ -200,12 +200,12 @@ def train_second_model() -> None:
 
 
 def values(runs: Sequence[dict[str, Any]], key: str, figure: str = "perplexity") -> list[float]:
-    """One for each seed that has this cell."""
+    """Return one value for each seed that has this cell."""
     return [run["cells"][key][figure] for run in runs if key in run["cells"]]
 
 
 def by_method(runs: Sequence[dict[str, Any]], model: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Methods of one model in their order, with their runs."""
+    """Yield the methods of one model in their order, with their runs."""
     for method in methods():
         own = [run for run in runs if run["model"] == model and run["method"] == method]
         if own:
@@ -213,20 +213,20 @@ def by_method(runs: Sequence[dict[str, Any]], model: str) -> Iterator[tuple[str,
 
 
 def name_of(method: str) -> str:
-    """As tables show it."""
+    """Return a method's name in tables."""
     from compress.methods import DEFAULT_METHOD
 
     return f"**{method}** (default)" if method == DEFAULT_METHOD else method
 
 
 def cost(own: Sequence[dict[str, Any]], key: str) -> list[str]:
-    """Processor seconds (median) and peak megabytes above the start (largest)."""
+    """Return processor seconds (median) and peak megabytes above the start (largest)."""
     seconds, peak = values(own, key, "seconds"), values(own, key, "peak")
     return [f"{statistics.median(seconds):.0f}", f"{max(peak) / 1e6:.0f}"] if seconds else ["–", "–"]
 
 
 def short_table(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
-    """One-shot and recovered results of each method with its default scope, without DiEP's other relaxations."""
+    """Return one-shot and recovered results of each method with its default scope, without DiEP's other relaxations."""
     header = ["method"]
     for model in full:
         header += [f"{model}: 25 %", "50 %", "50 %, recovered"]
@@ -244,14 +244,14 @@ def short_table(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
 
 
 def preface(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
-    """What the numbers are."""
+    """Return the explanation of the numbers."""
     seeds = len({run["seed"] for run in runs})
     whole = ", ".join(f"{model} {value:.2f}" for model, value in full.items())
     return f"Full models: {whole}. Mean ± standard deviation of {seeds} seeds.\n\n"
 
 
 def long_table(runs: Sequence[dict[str, Any]], model: str, full: float) -> str:
-    """Every cell of one model."""
+    """Return the table of every cell of one model."""
     header = ["method"]
     header += [f"{sparsity} {scope}" for sparsity in ("25 %", "50 %") for scope in ("layer", "global")]
     header += [
@@ -270,7 +270,7 @@ def long_table(runs: Sequence[dict[str, Any]], model: str, full: float) -> str:
 
 
 def plot(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> None:
-    """A panel for each model: perplexity of each method at both sparsities, one-shot, recovered, merged."""
+    """Draw a panel for each model: perplexity of each method at both sparsities, one-shot, recovered, merged."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -343,7 +343,7 @@ def main() -> None:
     runs = remembered(DONE)
     known = {(run["model"], run["method"], run["seed"]) for run in runs}
     jobs = [(model, method, seed) for seed in range(arguments.seeds) for model in models for method in wanted]
-    jobs.sort(key=lambda job: job[1] in RELAXATIONS)  # the costliest, and of least interest, last
+    jobs.sort(key=lambda job: job[1] in RELAXATIONS)  # the costliest and least interesting ones last
     with ThreadPoolExecutor(arguments.jobs) as pool:
         made = list(pool.map(lambda job: in_process(*job), [job for job in jobs if job not in known]))
     runs += [run for run in made if run is not None]

@@ -1,17 +1,17 @@
 """Recipes for classifiers: accuracy of students alone, by KD, SRRL, MoE-KD and its ablations (i)–(v); several seeds.
 
     python benchmarks/moe_kd.py [--seeds 5] [--work build/moe_kd]
-    python benchmarks/moe_kd.py --speed      # what a mixture costs when it is run, beside its student
+        python benchmarks/moe_kd.py --speed      # cost of running a mixture, beside its student
 
-Images: scikit-learn's handwritten digits at 32×32, 1,000 of them held out. A small residual network is the teacher; students
-are a smaller one of its kind and a small network of another. "same" is the paper's setting: teacher and student are trained
-on the same images, 256 of them. In "fewer" the teacher has seen all 797 that are not held out, the student 128 of those.
-Each run is 480 steps of 64 images, at the paper's two rates: 0.05, and 0.01 for the small network of another kind. A run's
-features are also probed linearly (table 5) on another task: letters, drawn in the fonts that come with matplotlib.
+Images: scikit-learn's handwritten digits at 32×32, 1,000 of them held out. The teacher is a small residual network. Students
+are a smaller network of its kind and a small network of another kind. "same" is the paper's setting: teacher and student are
+trained on the same images, 256 of them. In "fewer" the teacher has seen all 797 that are not held out, the student 128 of
+them. Each run is 480 steps of 64 images, at the paper's two rates: 0.05, and 0.01 for the small network of another kind. A
+run's features are also probed linearly (table 5) on another task: letters, drawn in the fonts that come with matplotlib.
 
-Texts: functions of the standard library; the class is the package that a function is of. Both models are small encoders.
+Texts: functions of the standard library; the class is the package of a function. Both models are small encoders.
 
-Each finished run is a line of results/moe_kd.jsonl and is not made again; what a run leaves is removed.
+Each finished run is a line of results/moe_kd.jsonl and is not repeated. The files of a run are removed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ RESIDUAL = {"model_type": "resnet", "num_channels": 1, "layer_type": "basic"}
 MODELS: dict[str, dict[str, Any]] = {
     "teacher": RESIDUAL | {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [2, 2, 2]},
     "ResNet": RESIDUAL | {"embedding_size": 8, "hidden_sizes": [8, 8, 16], "depths": [1, 1, 1]},
-    # Large first weights and whole layer scales: so small a network learns nothing from its family's defaults.
+    # Large first weights and whole layer scales: such a small network learns nothing with its family's defaults.
     "ConvNeXt": {
         "model_type": "convnext",
         **{"num_channels": 1, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 32},
@@ -71,14 +71,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "BERT": {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
 RATES = {"ConvNeXt": 0.01}
-"""Of students that do not take their setting's, by any method: at 0.05 one run of KD in five diverged (docs/LOG.md)."""
+"""Learning rates of students that do not use their setting's: at 0.05 one run of KD in five diverged (docs/LOG.md)."""
 LARGE = {"model_type": "resnet", "layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]}
 TEXT_CLASSES, TEXTS_PER_CLASS, TEXT_LENGTH = 8, 300, 48
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One table: what teacher and students learn from."""
+    """One table: the data of teacher and students."""
 
     name: str
     about: str
@@ -123,7 +123,7 @@ SETTINGS = (
 
 
 def write_digits(path: Path, count: int) -> None:
-    """`count` of the digits to train on, HELD_OUT others to measure on."""
+    """Write `count` of the digits for training, and HELD_OUT others for measuring."""
     digits = labelled("digits")
     images, labels = digits.read(range(len(digits)))[:, 0].numpy(), np.array(digits.labels)
     order = np.random.default_rng(0).permutation(len(digits))
@@ -132,7 +132,7 @@ def write_digits(path: Path, count: int) -> None:
 
 
 def write_letters(path: Path, each: int = 40) -> None:
-    """Capital letters in the fonts that come with matplotlib, moved, turned and scaled at random; white on black."""
+    """Write capital letters in matplotlib's fonts, moved, rotated and scaled at random, white on black."""
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 
@@ -151,7 +151,7 @@ def write_letters(path: Path, each: int = 40) -> None:
 
 
 def functions() -> Iterator[tuple[str, str]]:
-    """(package, source) of the functions of the standard library's packages, without their tests."""
+    """Yield (package, source) of the functions of the standard library's packages, without their tests."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).parts
@@ -167,7 +167,7 @@ def functions() -> Iterator[tuple[str, str]]:
 
 
 def write_functions(path: Path) -> None:
-    """As many of each of the packages that have the most."""
+    """Write the same number of functions of each of the packages with the most functions."""
     found = sorted({(package, text) for package, text in functions() if len(text) >= 80})
     packages = sorted(name for name, _ in Counter(package for package, _ in found).most_common(TEXT_CLASSES))
     with path.open("w") as file:
@@ -181,7 +181,7 @@ def write_functions(path: Path) -> None:
 
 
 class Benchmark:
-    """One set of options, and the file of what is done."""
+    """One set of options, and the file of finished runs."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.seeds, self.work = arguments.seeds, arguments.work
@@ -200,14 +200,14 @@ class Benchmark:
             partial.rename(self.work / name)
 
     def untrained(self, name: str, seed: int) -> Path:
-        """A model of that name with random weights."""
+        """Return a model of that name with random weights."""
         path = self.work / f"{name.replace(' ', '-')}-{seed}"
         if not path.exists():
             write_model(path, MODELS[name], seed)
         return path
 
     def teacher(self, setting: Setting) -> Path:
-        """Trained, once."""
+        """Return the setting's teacher, which is trained once."""
         path = self.work / f"teacher-{setting.name}"
         if not path.exists():
             student = self.untrained(setting.teacher, 0)
@@ -218,7 +218,7 @@ class Benchmark:
         return path
 
     def run(self) -> None:
-        """All runs that are not done yet."""
+        """Run everything that is not finished."""
         for setting in SETTINGS:
             teacher = self.teacher(setting)
             for seed, student, method in product(range(min(self.seeds, setting.seeds)), setting.students, setting.methods):
@@ -238,7 +238,7 @@ class Benchmark:
     def train(
         self, setting: Setting, recipe: str, model: Path, output: Path, seed: int, data: str, **given: Any
     ) -> dict[str, Any]:
-        """A run of `compress distill`."""
+        """Run `compress distill`."""
         return distill_classifier(
             ClassifierOptions(
                 model=str(model),
@@ -272,7 +272,7 @@ class Benchmark:
 
 
 def write_model(path: Path, config: dict[str, Any], seed: int, classes: int | None = None) -> None:
-    """A classifier with random weights; encoders get the demo model's tokenizer."""
+    """Write a classifier with random weights. Encoders get the demo model's tokenizer."""
     from transformers import CONFIG_MAPPING, AutoModelForImageClassification, AutoModelForSequenceClassification
 
     own, tokenizer = dict(config), ("tokenizer.json", "tokenizer_config.json")
@@ -300,13 +300,13 @@ def percent(lines: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def beside(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
-    """How much more accurate runs are than others of the same seeds."""
+    """Return how much more accurate runs are than others of the same seeds."""
     own = {line["seed"]: line["metric_after"] for line in others}
     return mean_and_spread([100 * (line["metric_after"] - own[line["seed"]]) for line in lines if line["seed"] in own])
 
 
 def table(done: Sequence[dict[str, Any]]) -> str:
-    """One table for each setting; a row for each method, for each student accuracy, and what its features are good for."""
+    """Return one table for each setting: a row for each method, with each student's accuracy and that of its features."""
     made = []
     for setting in SETTINGS:
         own = [line for line in done if line["setting"] == setting.name]
@@ -338,7 +338,7 @@ def table(done: Sequence[dict[str, Any]]) -> str:
 
 
 def speed(work: Path, threads: int) -> None:
-    """A student of 18 layers and 1,000 classes, alone and as a mixture from a teacher of 512 features; random weights."""
+    """Measure a student of 18 layers and 1,000 classes, alone and as a mixture from a teacher of 512 features."""
     student, mixture = work / "student of 18 layers", work / "the same as a mixture"
     if not mixture.exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -361,7 +361,7 @@ def _speed_cells(row: dict[str, Any], alone: float) -> list[str]:
 
 
 def write_mixture(student: Path, path: Path, teacher_features: int) -> None:
-    """A student with random experts behind it."""
+    """Write a student with random experts behind it."""
     classifier = ClassifierCheckpoint(student).load()
     features, classes = classifier.head.in_features, classifier.head.out_features
     gate = Gate(projector(features, teacher_features, True), nn.Linear(teacher_features, classes), classes)

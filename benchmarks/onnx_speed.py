@@ -2,11 +2,11 @@
 
 python benchmarks/onnx_speed.py [--directory DIR] [--repetitions 5] [--layers 12] [--width 3584]
 
-Rows come in groups of interleaved rounds, because together the models do not fit into 24 GB; our engine in bf16 is in each
-group, and ratios are of medians, to it there. The plain export is what `torch.onnx.export` makes of transformers' batched
-experts, the one form of them that it can export: the weights of each token's experts are gathered, that is copied, and
-multiplied. Its 4-bit form is what onnxruntime's quantiser makes of it: gathered weights stay as they are. No parity is
-checked here: that is `compress export`'s work and the tests'.
+Rows come in groups of interleaved rounds, because together the models do not fit into 24 GB. Our engine in bf16 is in each
+group, and ratios are of medians, relative to our engine in that group. The plain export is the output of `torch.onnx.export`
+for transformers' batched experts, the only form that it can export: the weights of each token's experts are gathered, that
+is copied, and multiplied. Its 4-bit form is made by onnxruntime's quantizer, which leaves gathered weights unchanged. No
+parity is checked here, because `compress export` and the tests do that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from engine.files.json_file import write_json
 from engine.onnx.decoder import write_decoder
 
 PROMPT, NEW = 256, 32
-"""Tokens read at once, by all forms but the plain ones, which would gather tens of GB for them; tokens generated."""
+"""Number of prompt tokens, for all but the plain exports, which would gather tens of GB, and of generated tokens."""
 FORMS = {
     "onnx float32": ("float32", "moe"),
     "onnx float32, standard operators": ("float32", "portable"),
@@ -66,7 +66,7 @@ class Step(nn.Module):
 
 
 def export_plainly(model: Path, made: Path) -> None:
-    """`torch.onnx.export` of transformers' model, its inputs and outputs called as ours are."""
+    """Export transformers' model with `torch.onnx.export`, with our names of inputs and outputs."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="batched_mm").eval()
     layers, past = range(loaded.config.num_hidden_layers), 5
     heads, size = loaded.config.num_key_value_heads, loaded.config.hidden_size // loaded.config.num_attention_heads
@@ -88,7 +88,7 @@ def export_plainly(model: Path, made: Path) -> None:
 
 
 def take_last_positions(path: Path) -> None:
-    """Give a graph our input `logits_to_keep`, of how many last positions logits are wanted."""
+    """Add our input `logits_to_keep` to a graph: the number of last positions whose logits are returned."""
     model = onnx.load(path, load_external_data=False)
     last = next(node for node in model.graph.node if "logits" in node.output)
     last.output[list(last.output).index("logits")] = "every_logits"
@@ -103,14 +103,14 @@ def take_last_positions(path: Path) -> None:
 
 
 def quantise_plainly(plain: Path, made: Path) -> None:
-    """What onnxruntime's quantiser makes of it: blocks of 32 in 4 bits, activations in 8."""
+    """Quantize the plain export with onnxruntime: blocks of 32 in 4 bits, activations in 8."""
     quantiser = MatMulNBitsQuantizer(onnx.load(plain / ONNX_NAME), block_size=32, is_symmetric=True, accuracy_level=4)
     quantiser.process()
     quantiser.model.save_model_to_file(str(made / ONNX_NAME), use_external_data_format=True)
 
 
 def prepare(directory: Path, layers: int, width: int) -> None:
-    """Make the mixture and its exports, where they are not there yet."""
+    """Make the mixture and its exports, if they do not exist yet."""
     model = directory / "model"
     if not model.is_dir():
         write_random_model(model, shape(layers=layers, width=width))
@@ -135,7 +135,7 @@ def prepare(directory: Path, layers: int, width: int) -> None:
 
 
 def groups(directory: Path, threads: int | None) -> list[dict[str, BenchSpec]]:
-    """By group, row titles and what they measure; the first of each is what the others are compared with."""
+    """Return row titles and their specs, by group. The first spec of each group is the reference of the others."""
     ours = BenchSpec(str(directory / "model"), threads=threads)
     exports = {name: BenchSpec(str(directory / name), "onnx", threads=threads) for name in (*FORMS, PLAIN, PLAIN_INT4)}
     wide = {name: spec for name, spec in exports.items() if "int" not in name}
@@ -144,7 +144,7 @@ def groups(directory: Path, threads: int | None) -> list[dict[str, BenchSpec]]:
 
 
 def measure(specs: dict[str, BenchSpec], repetitions: int) -> list[dict[str, Any]]:
-    """Rows of one group."""
+    """Return the rows of one group."""
     decode = bench(list(specs.values()), cases_for(0, NEW), repetitions)
     readers = {title: spec for title, spec in specs.items() if PLAIN not in title}
     prefill = bench(list(readers.values()), cases_for(PROMPT, 0), repetitions)
@@ -164,7 +164,7 @@ def measure(specs: dict[str, BenchSpec], repetitions: int) -> list[dict[str, Any
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Tokens per second, with the ratio to the first row."""
+    """Return tokens per second, with the ratio to the first row."""
     header = ["batch 1", f"prefill {PROMPT} t/s", f"decode {NEW} t/s", "weights GB", "peak GB"]
 
     def rate(row: dict[str, Any], test: str) -> str:

@@ -1,4 +1,5 @@
-"""Peak memory of one-shot pruning of a 3 GB checkpoint, from the operating system, above the interpreter with imports.
+"""Peak memory of one-shot pruning of a 3 GB checkpoint, from the operating system, minus that of an interpreter with
+imports.
 
 python benchmarks/pruning_memory.py [--directory DIR] [--samples 16] [--sequence-length 512]
 """
@@ -27,7 +28,7 @@ print(json.dumps(peak_memory_bytes()))
 
 
 def last_json(command: list[str]) -> object:
-    """What a command prints last, as JSON."""
+    """Return the JSON that a command prints last."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,9 +1,9 @@
-"""What fewer bits cost the demo model: bytes, perplexity, and how far its predictions are from the full model's.
+"""Effect of low-bit weights on the demo model: bytes, perplexity, and the divergence of its predictions from the full model.
 
 python benchmarks/quantize.py [--samples 192]
 
 Everything is computed in float32, so that only weights differ. "largest alone" is the usual reference: rounding to nearest
-with the scale that the largest weight of a group asks for, and no other tried.
+with the scale given by the largest weight of a group, and no other scale tried.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Reference(Checkpoint):
     """The model with matrices rounded to nearest, scale = largest / 7.5."""
 
     def stored(self, name: str) -> Tensor:
-        """As rounded."""
+        """Return a tensor, rounded."""
         tensor = super().stored(name)
         if name not in self._multiplied:
             return tensor
@@ -55,7 +55,7 @@ class Reference(Checkpoint):
 
 @torch.inference_mode()
 def measured(checkpoint: Checkpoint, full: Decoder, tokens_SL: Tensor) -> tuple[float, float]:
-    """Perplexity, and the mean KL(p_full ‖ p) of a prediction, in nats."""
+    """Return the perplexity, and the mean KL(p_full ‖ p) of a prediction, in nats."""
     decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
     loss = divergence = 0.0
     for rows in batches(*tokens_SL.shape):
@@ -68,7 +68,7 @@ def measured(checkpoint: Checkpoint, full: Decoder, tokens_SL: Tensor) -> tuple[
 
 
 def rounded(title: str, options: QuantiserOptions, directory: Path) -> tuple[Checkpoint, dict[str, Any]]:
-    """The demo model so quantised, and the figures of its artifact."""
+    """Return the demo model quantized with these options, and the figures of its artifact."""
     figures = quantize(
         QuantizeOptions(
             model="demo",
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]], tokens_SL: Tensor) -> str:
-    """For people."""
+    """Return the table of the page."""
     whole = rows[0]
     cells = [
         [

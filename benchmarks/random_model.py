@@ -21,7 +21,7 @@ from engine.files.safetensors_writer import ShardWriter
 
 
 def shape(hidden: int = 1024, layers: int = 16, experts: int = 8, top_k: int = 2, width: int = 3584) -> dict[str, Any]:
-    """config.json of the reference shape."""
+    """Return the config.json of the reference shape."""
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -45,15 +45,15 @@ def shape(hidden: int = 1024, layers: int = 16, experts: int = 8, top_k: int = 2
 
 
 def write_random_model(directory: Path, config: dict[str, Any]) -> None:
-    """Write config, weights, and the demo model's tokenizer filled up to the vocabulary."""
+    """Write config, weights, and the demo model's tokenizer extended to the vocabulary."""
     write_random_weights(directory, config)
     write_tokenizer(directory, config["vocab_size"])
 
 
 def write_random_weights(directory: Path, config: dict[str, Any], *, alike: bool = False) -> int:
-    """Write config and weights ~ N(0, 1/fan-in) in bf16; bytes of the weights.
+    """Write config and weights ~ N(0, 1/fan-in) in bf16. Returns the bytes of the weights.
 
-    `alike`: tensors of one shape have the same content, but for routers, so that they are made in less time.
+    alike: whether tensors of one shape share their content, except for routers, which takes less time.
     """
     directory.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
@@ -68,14 +68,14 @@ def write_random_weights(directory: Path, config: dict[str, Any], *, alike: bool
 
 
 def random_tensor(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Norm weights are one, all others normal with variance 1/fan-in."""
+    """Return a tensor of ones for norms, otherwise of normal values with variance 1/fan-in."""
     if len(size) == 1:
         return torch.ones(size, dtype=torch.bfloat16)
     return (torch.randn(size, generator=generator) * size[-1] ** -0.5).bfloat16()
 
 
 def write_tokenizer(directory: Path, vocabulary: int) -> None:
-    """The demo model's tokenizer with unused tokens up to the wanted vocabulary."""
+    """Write the demo model's tokenizer with unused tokens up to the vocabulary's size."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_DIRECTORY)

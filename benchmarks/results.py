@@ -1,7 +1,7 @@
-"""Where benchmark results live, and how they get into the pages: `python benchmarks/results.py` copies every table.
+"""Where benchmark results are kept, and how they get into the pages: `python benchmarks/results.py` copies every table.
 
 Each benchmark writes benchmarks/results/NAME.json (all figures, with the machine) and NAME.md (the table). A page shows
-NAME.md between `<!-- NAME -->` and `<!-- /NAME -->`; a test holds the two equal.
+NAME.md between `<!-- NAME -->` and `<!-- /NAME -->`; a test checks that the two are equal.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob(
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, first column left, the others right."""
+    """Return a Markdown table with the first column aligned left and the others right."""
     lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
 def save(name: str, figures: Any, table: str) -> None:
-    """Write both files and show the table."""
+    """Write both files and print the table."""
     import torch
 
     RESULTS.mkdir(exist_ok=True)
@@ -45,7 +45,7 @@ def save(name: str, figures: Any, table: str) -> None:
 
 
 def remembered(path: Path) -> list[dict[str, Any]]:
-    """What an interrupted run has left, a JSON object a line; a line that was cut off is not counted."""
+    """Return the lines of an interrupted run's file, one JSON object each, without a last line that was cut off."""
     lines = []
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -54,14 +54,14 @@ def remembered(path: Path) -> list[dict[str, Any]]:
 
 
 def remember(path: Path, line: dict[str, Any]) -> None:
-    """One more line of that file."""
+    """Append a line to that file."""
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def mean_and_spread(found: Sequence[float]) -> str:
-    """Mean ± standard deviation over seeds."""
+    """Return mean ± standard deviation over seeds."""
     if not found:
         return "–"
     spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
@@ -76,7 +76,7 @@ def _processor() -> str:
 
 
 def with_tables(page: str) -> str:
-    """A page's text with every marked table as the last benchmark wrote it."""
+    """Return a page's text with every marked table as the last benchmark wrote it."""
     for path in sorted(RESULTS.glob("*.md")):
         marked = re.compile(rf"(<!-- {path.stem} -->\n).*?(<!-- /{path.stem} -->)", re.DOTALL)
         table = path.read_text()

@@ -1,9 +1,9 @@
-"""What `compress plan-run` expects against what runs take, for models of three sizes.
+"""Estimates of `compress plan-run` against measured runs, for models of three sizes.
 
 python benchmarks/run_plan.py [--sizes 60,210,810] [--methods frequency,naee,diep]
 
-Every run is a process of its own; its wall time is from its start to its end, its peak what the operating system says. What
-is measured is remembered, so that sizes can be measured one by one; the table is of all of them.
+Every run is a process of its own. Its wall time is from its start to its end, and its peak is reported by the operating
+system. Measurements are saved, so that sizes can be measured one by one. The table shows all of them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SHAPES = {
     210: {"hidden": 768, "layers": 5, "experts": 16, "top_k": 4, "width": 1024},
     810: {"hidden": 1024, "layers": 11, "experts": 8, "top_k": 2, "width": 2816},
 }
-"""By millions of parameters."""
+"""Shapes by millions of parameters."""
 VOCABULARY = 8000
 OPTIONS = ["--sparsity", "0.5", "--samples", "16", "--sequence-length", "256", "--evaluation-samples", "4", "--epochs", "1"]
 MEMORY = RESULTS / "run_plan.jsonl"
 
 
 def ran(command: list[str]) -> tuple[dict[str, Any], float]:
-    """The JSON object of a command, and its wall time."""
+    """Return the JSON object of a command, and its wall time."""
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "cli", *command, "--json"], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout), time.perf_counter() - started

@@ -1,9 +1,9 @@
-"""DiEP in two processes that hold the model whole, in pieces, or a layer at a time: peak memory of each, and the time.
+"""DiEP in two processes that hold the whole model, shards, or one layer at a time: peak memory of each, and the time.
 
 python benchmarks/search_in_processes.py [--directory DIR] [--samples 16] [--sequence-length 256]
 
-DIRECTORY gets a random mixture of 810 M parameters in bfloat16, unless it is there. Peaks are what the system says of each
-process (VmHWM), its share of the mapped checkpoint included; the larger of the two counts.
+DIRECTORY gets a random mixture of 810 M parameters in bfloat16, unless it exists. Peaks are reported by the system for each
+process (VmHWM), including its share of the memory-mapped checkpoint. The larger of the two counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HELD = {"whole": [], "in pieces (`--shard`)": ["--shard"], "a layer (`--memory-l
 
 
 def ran(command: list[str]) -> tuple[dict[str, Any], int]:
-    """What two processes of `compress` say last, as JSON, and the larger of their peaks."""
+    """Return the JSON that two processes of `compress` print last, and the larger of their peaks."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "cli"]
     done, peak = run_watched([*start, *command], with_children=True, environment={"OMP_NUM_THREADS": "1"})
     if done.returncode:

@@ -1,10 +1,10 @@
-"""Attack a running server with all that tests/attacks has for it, at a steady pace, until told to end.
+"""Attack a running server with everything in tests/attacks, at a steady pace, until it is stopped.
 
     python benchmarks/serving_attacks.py URL [--bodies 2] [--seconds 2]
 
-So many bodies of tests/attacks/requests a second, one after the other, and beside them the files of
-tests/attacks/connections, each for so many seconds. SIGTERM ends it; then it prints one JSON object: of each
-body how often which status came, and which attacks on connections failed by themselves.
+The script sends so many bodies of tests/attacks/requests a second, one after another, and runs each file of
+tests/attacks/connections for so many seconds. SIGTERM ends it. Then it prints one JSON object: how often each
+body got which status, and which attacks on connections failed by themselves.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ import httpx2
 from attacks_for_tests import attack_files, load_attack
 
 MOST_AT_ONCE = 16
-"""Bodies whose answers have not come; an attacker, too, has a limit."""
+"""Maximum number of bodies without an answer, because an attacker has limits too."""
 
 
 def modules(folder: str) -> list[ModuleType]:
-    """The attacks of a folder of tests/attacks."""
+    """Return the attacks of a folder of tests/attacks."""
     return [load_attack(path) for path in attack_files(folder)]
 
 
 def bodies() -> dict[str, tuple[str, bytes]]:
-    """Path and body of each attack by its name."""
+    """Return the path and body of each attack by its name."""
     return {module.__name__: (module.PATH, module.body()) for module in modules("requests")}
 
 
 async def send_bodies(url: str, pace: float, statuses: defaultdict[str, Counter[str]]) -> None:
-    """One body after the other, so many a second, until cancelled."""
+    """Send one body after another, so many a second, until cancelled."""
     if not pace:
         await asyncio.Event().wait()
     room, sending = asyncio.Semaphore(MOST_AT_ONCE), set()
@@ -66,7 +66,7 @@ async def send_bodies(url: str, pace: float, statuses: defaultdict[str, Counter[
 
 
 async def use_sockets(url: str, seconds: float, ended: Counter[str]) -> None:
-    """One attack on connections after the other, each for so long, until cancelled."""
+    """Run one attack on connections after another, each for so long, until cancelled."""
     address = urlsplit(url)
     for module in cycle(modules("connections")):
         try:
@@ -79,7 +79,7 @@ async def use_sockets(url: str, seconds: float, ended: Counter[str]) -> None:
 
 
 async def leave(url: str) -> None:
-    """Clients that ask for a stream and leave in the middle, one a second, until cancelled."""
+    """Request a stream and disconnect in the middle, once a second, until cancelled."""
     body = {"prompt": "import os\n", "max_tokens": 200, "stream": True, "ignore_eos": True}
     async with httpx2.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
         while True:
@@ -92,7 +92,7 @@ async def leave(url: str) -> None:
 
 
 async def attack(url: str, pace: float, seconds: float) -> dict[str, Any]:
-    """All of them until SIGTERM; what came of it."""
+    """Run all attacks until SIGTERM, and return the outcome."""
     statuses: defaultdict[str, Counter[str]] = defaultdict(Counter)
     ended: Counter[str] = Counter()
     told = asyncio.Event()

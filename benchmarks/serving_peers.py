@@ -2,8 +2,8 @@
 
     python benchmarks/serving_peers.py [--threads 1] [--rounds 3] [--requests 32]
 
-The demo model with a chat template, so that both take it. Tokens per second of all answers together, with one and with eight
-requests at a time; medians of rounds taken in turn. Answers are greedy, and counted by the model's tokenizer.
+Both serve the demo model with a chat template. The figures are tokens per second of all answers together, with one and with
+eight requests at a time; medians of rounds taken in turn. Answers are greedy, and counted by the model's tokenizer.
 Writes results/serving_peers.json and .md.
 """
 
@@ -36,7 +36,7 @@ OURS, TRANSFORMERS, BATCHING = "compress serve", "transformers serve", "transfor
 
 
 def with_template(directory: Path) -> Path:
-    """The demo model as a model for chats."""
+    """Save the demo model with a chat template."""
     made = shutil.copytree(DEMO_DIRECTORY, directory / "model", ignore=shutil.ignore_patterns("skip_tables*"))
     (made / "chat_template.jinja").write_text(TEMPLATE)
     return made
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def command(name: str, model: Path, port: int, threads: int) -> list[str]:
-    """That starts the server."""
+    """Return the command that starts the server."""
     if name == OURS:
         return [sys.executable, "-m", "cli", "serve", str(model), "--port", str(port), "--threads", str(threads)]
     own = [str(Path(sys.executable).parent / "transformers"), "serve", str(model), "--port", str(port), "--device", "cpu"]
@@ -57,13 +57,13 @@ def command(name: str, model: Path, port: int, threads: int) -> list[str]:
 
 
 def served_name(name: str, model: Path) -> str:
-    """What the server calls the model."""
+    """Return the server's name for the model."""
     return model.name if name == OURS else str(model)
 
 
 @contextmanager
 def server(name: str, model: Path, threads: int) -> Iterator[str]:
-    """A running server's URL."""
+    """Yield a running server's URL."""
     port = free_port()
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     started = subprocess.Popen(
@@ -90,7 +90,7 @@ def server(name: str, model: Path, threads: int) -> Iterator[str]:
 
 
 async def send(url: str, model: str, prompts: list[str], concurrency: int) -> tuple[float, list[str]]:
-    """(seconds, answers)."""
+    """Return (seconds, answers)."""
     room = asyncio.Semaphore(concurrency)
     async with httpx2.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
 
@@ -127,7 +127,7 @@ def main() -> None:
             for name in (OURS, TRANSFORMERS, BATCHING):
                 with server(name, model, arguments.threads) as url:
                     served = served_name(name, model)
-                    asyncio.run(send(url, served, prompts[:2], 1))  # what a first request sets up is not measured
+                    asyncio.run(send(url, served, prompts[:2], 1))  # the setup of a first request is not measured
                     for concurrency in CONCURRENCY:
                         seconds, answers = asyncio.run(send(url, served, prompts, concurrency))
                         tokens = sum(len(tokenizer(answer)["input_ids"]) for answer in answers)

@@ -1,14 +1,14 @@
-"""Whether a server keeps its promises under load: many kinds of requests at once, then steady load for long.
+"""Checks a server under load: many kinds of requests at once, then steady load for a long time.
 
     python benchmarks/serving_soak.py [--requests 20000] [--concurrency 8] [--threads 1] [--bodies 2] [--no-attackers]
 
-First 200 requests at once: streams and whole answers, clients that go away, prompts that are too long, bodies that are no
-request. Every well-formed one has to get the text that it gets alone. The same again with a short queue: there some are
-told to come back. Then steady load in rounds; after each resident memory and descriptors, failures, and the server's
-counts against the client's. In every other round benchmarks/serving_attacks.py attacks the server from a process of its
-own: no request may be lost, nobody may get a 5xx but 503, and the time per token of the steady load may be at most twice
-what it is without. The server may have few files open, so that connections compete. Writes results/serving_soak.json and
-.md; exit 1 where a promise is broken.
+First 200 requests are sent at once: streams and whole answers, clients that disconnect, prompts that are too long, and
+invalid bodies. Every valid request must get the text that it gets alone. This is repeated with a short queue, where some
+requests are told to come back later. Then follows steady load in rounds. After each round, the script checks resident memory
+and descriptors, failures, and the server's counts against the client's. In every other round benchmarks/serving_attacks.py
+attacks the server from a process of its own: no request may be lost, nobody may get a 5xx but 503, and the time per token of
+the steady load may be at most twice that without attacks. The server may open few files, so that connections compete. The
+script writes results/serving_soak.json and .md, and exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ NEW_TOKENS = 48
 KINDS = ("whole", "stream", "leaves", "too long", "malformed")
 MOST_GROWTH = 0.02
 MOST_SLOWER = 2.0
-"""Time per token, 99th percentile, with attackers over that without."""
+"""Maximum ratio of the time per token, 99th percentile, with attackers to that without."""
 MOST_MORE_DESCRIPTORS = 8
 SETTLING_SECONDS = 30
 OPEN_FILES = 512
-"""The server's limit: fewer than the attackers would use up."""
+"""The server's limit, which the attackers would exceed."""
 
 
 @contextmanager
 def server(*options: str) -> Iterator[tuple[str, psutil.Process]]:
-    """`compress serve demo` in a process of its own; its URL. It has to end well when told to."""
+    """Yield the URL of `compress serve demo` in a process of its own. It must exit cleanly when it is stopped."""
     command = [sys.executable, "-m", "cli", "serve", "demo", "--port", "0", "--json", *options]
     command = ["sh", "-c", f'ulimit -n {OPEN_FILES}; exec "$@"', "sh", *command]
     started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -72,7 +72,7 @@ def server(*options: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 async def ask(client: httpx2.AsyncClient, kind: str, prompt: str, leave_after: int) -> tuple[int, str | None]:
-    """(status, text) of one request; no text where none is to be looked at."""
+    """Return (status, text) of one request, without a text if it is not to be checked."""
     body: Any = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "stream": kind in ("stream", "leaves")}
     if kind == "too long":
         body["max_tokens"] = 10**6
@@ -100,7 +100,7 @@ async def ask(client: httpx2.AsyncClient, kind: str, prompt: str, leave_after: i
 
 
 async def mixed(url: str, count: int) -> dict[str, Any]:
-    """So many at once; counts of statuses by kind, and how many texts were not what the prompt gets alone."""
+    """Send so many requests at once. Returns counts of statuses by kind, and the number of unexpected texts."""
     chosen = random.Random(0)
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
@@ -125,7 +125,7 @@ async def mixed(url: str, count: int) -> dict[str, Any]:
 
 
 def counted(url: str) -> dict[str, float]:
-    """What the server itself has counted."""
+    """Return the server's own counts."""
     text = httpx2.get(f"{url}/metrics", trust_env=False).text
     found = re.findall(r"^compress_(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", text, flags=re.M)
     totals: Counter[str] = Counter()
@@ -136,7 +136,7 @@ def counted(url: str) -> dict[str, float]:
 
 @contextmanager
 def attackers(url: str, report: dict[str, Any], options: tuple[str, ...] = ()) -> Iterator[None]:
-    """Attacks from a process of their own while this lasts; `report` gets what came of them."""
+    """Attack from a process of its own inside the context. `report` gets the outcome."""
     command = [sys.executable, str(ROOT / "benchmarks" / "serving_attacks.py"), url, *options]
     started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None
@@ -151,7 +151,7 @@ def attackers(url: str, report: dict[str, Any], options: tuple[str, ...] = ()) -
 
 
 def held(process: psutil.Process) -> tuple[int, int]:
-    """Resident bytes and descriptors of the server and of the processes that it has started."""
+    """Return resident bytes and descriptors of the server and of the processes that it has started."""
     resident = descriptors = 0
     for each in (process, *process.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
@@ -161,7 +161,7 @@ def held(process: psutil.Process) -> tuple[int, int]:
 
 
 def at_rest(url: str, process: psutil.Process) -> tuple[int, int]:
-    """The same once nothing is running and no more connections are being closed."""
+    """Return resident bytes and descriptors once nothing is running and no more connections are being closed."""
     before = held(process)
     for _ in range(SETTLING_SECONDS):
         time.sleep(1)
@@ -176,7 +176,7 @@ def at_rest(url: str, process: psutil.Process) -> tuple[int, int]:
 def steady(
     url: str, process: psutil.Process, requests: int, concurrency: int, rounds: int, attacks_options: tuple[str, ...] | None
 ) -> list[dict[str, Any]]:
-    """Rounds of load, every other one under attack; of each what went wrong, what the server holds, both sides' counts."""
+    """Run rounds of load, every other one under attack. Returns each round's failures, memory, and counts of both sides."""
     found = []
     for number in range(rounds):
         attacks: dict[str, Any] = {}
@@ -222,7 +222,7 @@ def steady(
 
 
 def slower(rounds: list[dict[str, Any]]) -> tuple[float, float] | None:
-    """Milliseconds per token, 99th percentile, without attackers and with them: the median of the rounds of each kind."""
+    """Return milliseconds per token, 99th percentile, without attackers and with them: medians over the rounds."""
     kinds = [[each["p99_tpot_ms"] for each in rounds if bool(each["attacks"]) == kind] for kind in (False, True)]
     if not all(kinds):
         return None
@@ -231,7 +231,7 @@ def slower(rounds: list[dict[str, Any]]) -> tuple[float, float] | None:
 
 
 def answered_by_attack(rounds: list[dict[str, Any]]) -> Counter[str]:
-    """How often attackers' bodies got which status."""
+    """Return how often attackers' bodies got each status."""
     total: Counter[str] = Counter()
     for each in rounds:
         for counts in (each["attacks"] or {}).get("statuses", {}).values():
@@ -240,10 +240,10 @@ def answered_by_attack(rounds: list[dict[str, Any]]) -> Counter[str]:
 
 
 def broken_by_attackers(rounds: list[dict[str, Any]]) -> list[str]:
-    """The promises that were not kept under attack."""
+    """Return the checks that failed under attack."""
     problems = []
     failed = {status: count for status, count in answered_by_attack(rounds).items() if status in ("500", "502", "504")}
-    if failed:  # a connection that ends is none: it had to make room, as floods of connections come from the same address
+    if failed:  # closed connections are no failures: the server makes room, as floods of connections come from one address
         problems.append(f"attackers' bodies: {failed}")
     for each in rounds:
         attacks = each["attacks"] or {}
@@ -256,7 +256,7 @@ def broken_by_attackers(rounds: list[dict[str, Any]]) -> list[str]:
 
 
 def broken(found: dict[str, Any]) -> list[str]:
-    """The promises that were not kept."""
+    """Return the checks that failed."""
     problems = []
     for name in ("mixed", "short_queue"):
         own = found[name]
@@ -283,7 +283,7 @@ def broken(found: dict[str, Any]) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures of the page."""
+    """Return the table of the page."""
     rounds, mixed_load, short = found["steady"], found["mixed"], found["short_queue"]
     answered, told = (
         sum(own["statuses"][kind].get(status, 0) for kind in ("whole", "stream", "leaves"))
@@ -306,7 +306,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def attack_rows(rounds: list[dict[str, Any]]) -> list[list[str]]:
-    """Of the rounds under attack, where there are any."""
+    """Return the table rows of the rounds under attack, if there are any."""
     times = slower(rounds)
     if times is None:
         return []

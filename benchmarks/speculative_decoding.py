@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def one_round(engine: Engine, prompts: list[str], tokens: int, sampling: SamplingOptions) -> Round:
-    """Tokens per second over all prompts, what was written, and each prompt's share of kept drafts and tokens a forward."""
+    """Return tokens per second over all prompts, the texts, and each prompt's share of kept drafts and tokens a forward."""
     written, kept, per_forward = [], [], []
     seconds = 0.0
     for prompt in prompts:
@@ -66,7 +66,7 @@ def one_round(engine: Engine, prompts: list[str], tokens: int, sampling: Samplin
 
 
 def row(count: int, rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
-    """Figures of one number of drafted tokens, 0 for no draft."""
+    """Return the figures of one number of drafted tokens, 0 for no draft."""
     speed, alone = (statistics.median(each[0] for each in of) for of in (rounds, plain))
     _, written, kept, per_forward = rounds[0]
     return {
@@ -80,7 +80,7 @@ def row(count: int, rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line for each number of drafted tokens."""
+    """Return one line for each number of drafted tokens."""
     lines = [
         [
             f"draft of {each['draft_tokens']}" if each["draft_tokens"] else "no draft",

@@ -1,8 +1,8 @@
-"""How long commands take before they do anything, each in fresh processes: `python benchmarks/startup.py [--rounds 5]`.
+"""Start-up time of commands, each in fresh processes: `python benchmarks/startup.py [--rounds 5]`.
 
-The first round fills the caches of files and is not counted; the others are taken in turn, and each figure is their median.
-The parts of `generate demo` are timed inside one process. Loading the kernels is the first token's time less that of a first
-token in a second run of the same process.
+The first round fills the file caches and is not counted. The others are taken in turn, and each figure is their median. The
+parts of `generate demo` are timed inside one process. The time of loading the kernels is the first token's time minus that
+of the first token of a second run in the same process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ print(json.dumps(parts | {"load the kernels": first - again, "the first token": 
 
 
 def run(arguments: tuple[str, ...]) -> tuple[float, str]:
-    """Seconds of one fresh process, and its output."""
+    """Return the seconds of one fresh process, and its output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     started = time.perf_counter()
     ended = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True)
@@ -54,7 +54,7 @@ def run(arguments: tuple[str, ...]) -> tuple[float, str]:
 
 
 def measure(rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each command and of each part, by round."""
+    """Return the seconds of each command and of each part, by round."""
     commands: dict[str, list[float]] = {name: [] for name in COMMANDS}
     parts: dict[str, list[float]] = {}
     for number in range(rounds + 1):

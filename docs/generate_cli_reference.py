@@ -25,7 +25,7 @@ Generated from the help texts by `python docs/generate_cli_reference.py`; a test
 
 
 def commands(command: click.Command, parent: click.Context | None = None) -> Iterator[tuple[click.Command, click.Context]]:
-    """A command and all those under it, each with the context that its help is printed in; a group's in their order."""
+    """Yield a command and all its subcommands, each with the context that its help is printed in, in order."""
     name = PROGRAM if parent is None else command.name
     width = {"terminal_width": WIDTH, "max_content_width": WIDTH}
     context = command.make_context(name, [], parent, resilient_parsing=True, **width)

@@ -2,15 +2,15 @@
 
     OMP_WAIT_POLICY=PASSIVE python examples/train_demo_model.py --work-directory /tmp/demo-model
 
-Needs the tokenizer of `train_tokenizer.py` in the output directory. Trains on the calibration split only, for a given
-wall time: the learning rate follows the clock, so that it reaches zero when the time is over, on any machine (or, with
-`--tokens`, on that many tokens: the same model wherever it is trained, up to rounding). Matrices
-are trained by Muon, the embedding, the routers and the norms by AdamW, in float32; what is saved is bfloat16. A run
-that was interrupted goes on from its last checkpoint in the work directory.
+The script needs the tokenizer of `train_tokenizer.py` in the output directory. It trains on the calibration split only, for
+a given wall time: the learning rate follows the clock, so that it reaches zero when the time is over, on any machine (or,
+with `--tokens`, on that many tokens: the same model wherever it is trained, up to rounding). Matrices are trained by Muon,
+and the embedding, the routers and the norms by AdamW, in float32. The saved model is bfloat16. An interrupted run resumes
+from its last checkpoint in the work directory.
 
 The model in engine/demo_model took 40 minutes on 2 cores: 1,854 steps, 9,908,224 tokens (1.1 times the text), held-out
-perplexity 9.23. Without a random half of each layer's experts: 18.32, 16.10 and 20.07 (the three draws of the script, 1.97
-times as much); over twelve draws 1.72 times as much on average.
+perplexity 9.23. Without a random half of each layer's experts the perplexity is 18.32, 16.10 and 20.07 (the script's three
+draws, a factor of 1.97); over twelve draws the factor is 1.72 on average.
 
 The second reference model of the benchmarks, which is not shipped:
 
@@ -86,7 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     # The second reference model of the benchmarks: another family, a shared expert, more and smaller experts, weights
-    # that are not renormalised. It is not shipped.
+    # that are not renormalized. It is not shipped.
     "shared-expert": COMMON
     | {
         "architectures": ["Qwen2MoeForCausalLM"],
@@ -109,19 +109,19 @@ BALANCE_WEIGHT = 0.01
 BLOCK = 512
 """The text is shuffled in blocks of so many tokens."""
 STAGES = ((0.0, 128, 32), (0.35, 256, 24), (0.85, 512, 16))
-"""From which part of the time on, sequence length, sequences a step. Short sequences first: they cost least."""
+"""Fraction of the time at which a stage begins, sequence length, sequences a step. Short sequences cost least."""
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
 WARM_UP, DECAY_FROM = 0.02, 0.4
 WEIGHT_DECAY = 0.05
 HEAD_ROWS = 1024
-"""Logits are made for so many tokens at a time: 16 MB, which stays in the cache."""
+"""Number of tokens whose logits are computed at a time: 16 MB, which stays in the cache."""
 REPORT_SECONDS, CHECKPOINT_SECONDS = 60.0, 120.0
 PROMPT = "import os\n\n\ndef read_text(path):\n"
 
 
 @dataclass
 class Progress:
-    """Where a run stands."""
+    """The progress of a run."""
 
     step: int = 0
     tokens: int = 0
@@ -132,8 +132,8 @@ class Progress:
 class Muon(torch.optim.Optimizer):
     """Momentum, made orthogonal by Newton-Schulz (Jordan et al. 2024); matrices of one shape go through it together.
 
-    torch.optim.Muon has the same update, but iterates in bfloat16 and on one matrix at a time. The figures above are of
-    float32, and the many small matrices of the experts are faster together.
+    torch.optim.Muon has the same update, but iterates in bfloat16 and on one matrix at a time. The figures above were
+    obtained in float32, and the many small matrices of the experts are faster together.
     """
 
     def __init__(self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
@@ -141,7 +141,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient once."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for matrix in group["params"]:
@@ -162,7 +162,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The nearest (semi-)orthogonal matrix to each of [n, rows, columns], about."""
+    """Return approximately the nearest (semi-)orthogonal matrix to each of [n, rows, columns]."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
     x: Tensor = matrices.mT if tall else matrices
@@ -177,7 +177,7 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 def tokenised(tokenizer: PreTrainedTokenizerBase, split: str, directory: Path) -> np.ndarray:
-    """Every document of a split, each closed by the end token, as one array; made once, then mapped from the disk."""
+    """Return all documents of a split, each closed by the end token, as one array, made once and then memory-mapped."""
     path = directory / f"stdlib-{split}.npy"
     if not path.exists():
         ids: list[int] = []
@@ -190,12 +190,12 @@ def tokenised(tokenizer: PreTrainedTokenizerBase, split: str, directory: Path) -
 
 
 def windows(text: np.ndarray, starts: np.ndarray, length: int) -> Tensor:
-    """Token ids [starts, length + 1]."""
+    """Return token ids [starts, length + 1]."""
     return torch.from_numpy(text[starts[:, None] + np.arange(length + 1)].astype(np.int64))
 
 
 def training_batch(text: np.ndarray, consumed: int, length: int, sequences: int, seed: int) -> Tensor:
-    """The batch that follows `consumed` tokens of the shuffled text, [sequences, length + 1]; epoch after epoch."""
+    """Return the batch after `consumed` tokens of the shuffled text, [sequences, length + 1], epoch after epoch."""
     blocks = (len(text) - 1) // BLOCK
     position = consumed + np.arange(sequences) * length
     epoch = int(position[0]) // (blocks * BLOCK)
@@ -204,7 +204,7 @@ def training_batch(text: np.ndarray, consumed: int, length: int, sequences: int,
 
 
 def even_windows(text: np.ndarray, count: int, length: int) -> Tensor:
-    """Windows spread evenly over the whole text, [count, length + 1]."""
+    """Return windows spread evenly over the whole text, [count, length + 1]."""
     return windows(text, np.linspace(0, len(text) - length - 2, count).astype(np.int64), length)
 
 
@@ -212,7 +212,7 @@ def even_windows(text: np.ndarray, count: int, length: int) -> Tensor:
 
 
 def new_tensors(raw: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """The untrained tensors, by their names on disk."""
+    """Return the untrained tensors, by their names on disk."""
     generator = torch.Generator().manual_seed(seed)
     config = decoder_config(raw)
     small = {"model.embed_tokens.weight", *(router_tensor(config.architecture, i) for i in config.moe_layers)}
@@ -227,7 +227,7 @@ def new_tensors(raw: dict[str, Any], seed: int) -> dict[str, Tensor]:
 
 
 def decoder_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Decoder:
-    """The decoder on these very tensors: what is trained is what the dictionary holds."""
+    """Return the decoder on these tensors, without copies, so that training changes them."""
     return Decoder(decoder_config(raw), tensors.__getitem__)
 
 
@@ -247,13 +247,13 @@ class LoadBalance:
         self._losses.append(experts * (share_N * logits_TN.softmax(dim=-1).mean(dim=0)).sum())
 
     def mean(self) -> Tensor:
-        """The mean over the layers of the last forward; 1 is perfect balance."""
+        """Return the mean over the layers of the last forward; 1 is perfect balance."""
         losses, self._losses = self._losses, []
         return torch.stack(losses).mean()
 
 
 def backward(decoder: Decoder, balance: LoadBalance, batch: Tensor) -> tuple[float, float]:
-    """Adds the gradients of one batch. Returns the mean loss a token and the load-balance loss."""
+    """Add the gradients of one batch. Returns the mean loss a token and the load-balance loss."""
     hidden_TD = decoder.hidden_states(batch[:, :-1]).flatten(0, 1)
     targets = batch[:, 1:].flatten()
     leaf_TD = hidden_TD.detach().requires_grad_(True)
@@ -269,7 +269,7 @@ def backward(decoder: Decoder, balance: LoadBalance, batch: Tensor) -> tuple[flo
 
 @torch.no_grad()
 def mean_loss(decoder: Decoder, rows: Tensor) -> float:
-    """Mean loss a token over [sequences, length + 1]."""
+    """Return the mean loss a token over [sequences, length + 1]."""
     total = 0.0
     for batch in rows.split(8):
         logits = decoder(batch[:, :-1]).flatten(0, 1)
@@ -278,7 +278,7 @@ def mean_loss(decoder: Decoder, rows: Tensor) -> float:
 
 
 def half_removed(decoder: Decoder, rows: Tensor, seed: int) -> float:
-    """Perplexity when a random half of the experts of each layer is gone."""
+    """Return the perplexity without a random half of the experts of each layer."""
     draw = random.Random(seed)
     routings = []
     for layer in decoder.config.layers:
@@ -292,7 +292,7 @@ def half_removed(decoder: Decoder, rows: Tensor, seed: int) -> float:
 
 @torch.no_grad()
 def sample(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, temperature: float) -> str:
-    """The prompt and what the model makes of it, drawn with a fixed seed; greedy at temperature 0."""
+    """Return the prompt and the model's continuation, drawn with a fixed seed; greedy at temperature 0."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
     for _ in range(tokens):
@@ -311,7 +311,7 @@ def sample(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, prompt: str, to
 
 
 def optimisers_of(decoder: Decoder) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices that map hidden states to hidden states, AdamW for all else."""
+    """Return Muon for the matrices that map hidden states to hidden states, and AdamW for all else."""
     apart = {id(decoder.embedding_VD), *(id(block.router_ND) for block in decoder.moe_blocks)}
     others = [p for p in decoder.parameters() if p.ndim == 1 or id(p) in apart]
     matrices = [p for p in decoder.parameters() if p.ndim == 2 and id(p) not in apart]
@@ -322,18 +322,18 @@ def optimisers_of(decoder: Decoder) -> list[torch.optim.Optimizer]:
 
 
 def rate_at(part: float) -> float:
-    """The learning rate's factor: a short rise, a plateau, a straight line to zero."""
+    """Return the learning rate's factor: a short rise, a plateau, and a linear decay to zero."""
     return max(0.0, min(1.0, (part + 1e-3) / WARM_UP, (1.0 - part) / (1.0 - DECAY_FROM)))
 
 
 def stage_at(part: float) -> tuple[int, int]:
-    """Sequence length and sequences a step."""
+    """Return sequence length and sequences a step."""
     return next((length, count) for start, length, count in reversed(STAGES) if part >= start)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run works on."""
+    """The state of one training run."""
 
     tensors: dict[str, Tensor]
     decoder: Decoder
@@ -346,11 +346,11 @@ class Run:
     seed: int
 
     def part(self, progress: Progress, seconds: float) -> float:
-        """How much of the run is done: of the tokens where their number was given, of the time otherwise."""
+        """Return the finished fraction of the run: of the tokens if their number was given, of the time otherwise."""
         return seconds / self.seconds if self.tokens is None else progress.tokens / self.tokens
 
     def checkpoint(self, progress: Progress) -> None:
-        """Leaves what `resume` needs: weights, optimiser moments and the curve so far."""
+        """Save the state for `resume`: weights, optimizer moments and the curve so far."""
         tensors = {f"weights/{name}": tensor.detach() for name, tensor in self.tensors.items()}
         for index, optimiser in enumerate(self.optimisers):
             for parameter, moments in optimiser.state_dict()["state"].items():
@@ -362,7 +362,7 @@ class Run:
 
     @torch.no_grad()
     def resume(self) -> Progress:
-        """Goes back to the last checkpoint, or to the start."""
+        """Return to the last checkpoint, or to the start."""
         path = self.directory / "checkpoint.safetensors"
         if not path.exists():
             return Progress()
@@ -381,7 +381,7 @@ class Run:
 
 
 def train(run: Run) -> Iterator[Progress]:
-    """Trains until the time is over or the tokens are used up; yields at each report."""
+    """Train until the time is over or the tokens are used up. Yields at each report."""
     progress = run.resume()
     balance = LoadBalance(run.decoder)
     begin = time.monotonic() - progress.seconds
@@ -409,7 +409,7 @@ def train(run: Run) -> Iterator[Progress]:
 
 
 def update(optimisers: list[torch.optim.Optimizer], rate: float) -> None:
-    """One step of each optimiser at its own rate times `rate`."""
+    """Run one step of each optimizer at its own rate times `rate`."""
     for optimiser, full in zip(optimisers, (MUON_RATE, ADAM_RATE), strict=True):
         for group in optimiser.param_groups:
             group["lr"] = full * rate
@@ -418,7 +418,7 @@ def update(optimisers: list[torch.optim.Optimizer], rate: float) -> None:
 
 
 def report(run: Run, progress: Progress, losses: list[tuple[float, float]]) -> dict[str, float]:
-    """One line of the curve, printed too."""
+    """Print and return one line of the curve."""
     training, imbalance = (sum(values) / len(losses) for values in zip(*losses, strict=True)) if losses else (0.0, 0.0)
     held_out = mean_loss(run.decoder, run.validation)
     line = {
@@ -435,29 +435,29 @@ def report(run: Run, progress: Progress, losses: list[tuple[float, float]]) -> d
     return line
 
 
-# What is written
+# Output
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Others may be reading the file: they see the old one or the new one."""
+    """Write a file so that concurrent readers see the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)
-    temporary.chmod(0o644)  # safetensors leaves its files readable by their owner alone
+    temporary.chmod(0o644)  # safetensors makes its files readable by their owner only
     os.replace(temporary, path)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A JSON file, atomically."""
+    """Write a JSON file atomically."""
     write_atomically(path, lambda p: p.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
 
 
 def write_curve(progress: Progress, path: Path) -> None:
-    """The curve, one line a report."""
+    """Write the curve, one line a report."""
     path.write_text("".join(json.dumps(line) + "\n" for line in progress.curve), encoding="utf-8")
 
 
 def write_model(raw: dict[str, Any], tensors: dict[str, Tensor], end: int, directory: Path) -> dict[str, Tensor]:
-    """config.json, generation_config.json, model.safetensors. Returns the tensors as they were saved, in bfloat16."""
+    """Write config.json, generation_config.json, model.safetensors. Returns the tensors as they were saved, in bfloat16."""
     rounded = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     write_json(directory / "config.json", raw | ends)
@@ -467,7 +467,7 @@ def write_model(raw: dict[str, Any], tensors: dict[str, Tensor], end: int, direc
 
 
 def plot(progress: Progress, path: Path) -> None:
-    """The curve as a picture, where matplotlib is installed."""
+    """Draw the curve, if matplotlib is installed."""
     try:
         import matplotlib
     except ImportError:
@@ -486,7 +486,7 @@ def plot(progress: Progress, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the finished model reaches, as it was saved."""
+    """Measurements of the finished model, as it was saved."""
 
     parameters: int
     file_bytes: int
@@ -505,7 +505,7 @@ def measure(
     progress: Progress,
     directory: Path,
 ) -> Figures:
-    """Measures the tensors that were saved, in float32."""
+    """Measure the saved tensors, in float32."""
     decoder = decoder_of(raw, {name: tensor.float() for name, tensor in rounded.items()})
     return Figures(
         parameters=sum(tensor.numel() for tensor in rounded.values()),
@@ -519,7 +519,7 @@ def measure(
 
 
 def model_card(config: DecoderConfig, figures: Figures) -> str:
-    """README.md of the model."""
+    """Return README.md of the model."""
     halves = ", ".join(f"{value:g}" for value in figures.half_removed)
     factor = sum(figures.half_removed) / len(figures.half_removed) / figures.perplexity
     moe = next(layer.moe for layer in config.layers if layer.moe is not None)
@@ -570,7 +570,7 @@ Made by `examples/train_demo_model.py`.
 
 
 def parsed_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(CONFIGS), default="demo")
     parser.add_argument("--output", type=Path, default=DEMO_MODEL)
@@ -584,7 +584,7 @@ def parsed_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains, saves, measures."""
+    """Train, save and measure."""
     arguments = parsed_arguments()
     torch.set_num_threads(arguments.threads)
     output, work = arguments.output, arguments.work_directory
@@ -618,7 +618,7 @@ def main() -> None:
 
 
 def write_skip_tables(output: Path) -> None:
-    """The tables of adaptive skipping, from the default calibration text."""
+    """Write the tables of adaptive skipping, from the default calibration text."""
     checkpoint = Checkpoint(output)
     tokens = token_batches("stdlib", load_tokenizer(checkpoint), samples=128, sequence_length=256, seed=0)
     skip_tables(collect(checkpoint, tokens, dtype=checkpoint.model_dtype)).save(output / SKIP_TABLES)
@@ -633,10 +633,10 @@ def finish(
     output: Path,
     work: Path,
 ) -> None:
-    """Writes the model, its figures and its curve."""
+    """Write the model, its figures and its curve."""
     rounded = write_model(raw, tensors, tokenizer.eos_token_id, output)
     write_skip_tables(output)
-    if output.resolve() == DEMO_MODEL:  # the curve that is kept belongs to the model that is shipped
+    if output.resolve() == DEMO_MODEL:  # the kept curve belongs to the shipped model
         write_curve(progress, CURVE)
     plot(progress, work / "curve.png")
     figures = measure(raw, rounded, rows, tokenizer, progress, output)

@@ -2,9 +2,9 @@
 
     python examples/train_tokenizer.py [DIRECTORY]
 
-Writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer.from_pretrained(DIRECTORY)` loads. Only the
+The script writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer.from_pretrained(DIRECTORY)` loads. Only the
 calibration part of the text is used, so that the held-out part stays unseen by the tokenizer as well as by the model.
-Ends by checking on held-out files that decoding gives back every text exactly, and prints bytes per token.
+At the end it checks on held-out files that decoding reproduces every text exactly, and prints bytes per token.
 """
 
 import argparse
@@ -22,10 +22,10 @@ VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 1024
 
-# A token never crosses the ends of these pieces. GPT-4's pattern, with one change for Python: the indentation of a line
+# A token never crosses the ends of these pieces. This is GPT-4's pattern with one change for Python: a line's indentation
 # is a piece of its own, to its last space, so that a prompt may end after a line end or after the indentation and be
-# cut as the training text was. Taking line end and indentation together gives 8 % more bytes per token (3.60), but a
-# prompt that ends in a line end is then something the model never saw.
+# split as the training text was. Joining line end and indentation gives 8 % more bytes per token (3.60), but the model
+# has then never seen a prompt that ends in a line end.
 PIECES = "|".join(
     [
         r"(?<=[\r\n])[ \t]+",  # indentation
@@ -33,7 +33,7 @@ PIECES = "|".join(
         r"\p{N}{1,3}",
         r" ?[^\s\p{L}\p{N}]+",  # punctuation
         r"\s*[\r\n]+",
-        r"\s+(?!\S)",  # spaces within a line, but for the last, which goes with what follows
+        r"\s+(?!\S)",  # spaces within a line, except the last one, which belongs to the next piece
         r"\s+",
     ]
 )
@@ -73,7 +73,7 @@ def write(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def check(directory: Path) -> float:
-    """Bytes per token on the held-out files, each of which must survive the round trip."""
+    """Return bytes per token on the held-out files, each of which must survive the round trip."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     text_bytes = tokens = 0
     for text in load_documents("stdlib", split="held-out"):

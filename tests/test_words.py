@@ -47,7 +47,7 @@ class Text(NamedTuple):
 
 
 def markdown_files() -> list[Path]:
-    """All documents. The command reference is made of help texts and is read together with cli.py."""
+    """Return all documents. The command reference is made of help texts and is read together with cli.py."""
     found = [
         *ROOT.glob("*.md"),
         *(path for folder in ("docs", "examples", "engine") for path in (ROOT / folder).rglob("*.md")),
@@ -56,14 +56,14 @@ def markdown_files() -> list[Path]:
 
 
 def source_files() -> list[Path]:
-    """The Python files of SOURCES, except this one, which quotes the list."""
+    """Return the Python files of SOURCES, except this one, which quotes the list."""
     paths = [ROOT / name for name in SOURCES]
     found = [path for place in paths for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     return [path for path in found if path != Path(__file__).resolve()]
 
 
 def paragraphs(markdown: str) -> Iterator[Text]:
-    """Paragraphs, list items, headings and table rows, without code blocks; wrapped lines are joined."""
+    """Yield paragraphs, list items, headings and table rows, without code blocks; wrapped lines are joined."""
     start, lines, is_code = 1, list[str](), False
     for number, line in enumerate([*markdown.splitlines(), ""], start=1):
         if line.lstrip().startswith("```"):
@@ -80,7 +80,7 @@ def paragraphs(markdown: str) -> Iterator[Text]:
 
 
 def prose_of(source: str) -> Iterator[Text]:
-    """Docstrings, comments, and string constants that hold a space."""
+    """Yield docstrings, comments, and string constants that hold a space."""
     docstrings = set()
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
@@ -99,19 +99,19 @@ def prose_of(source: str) -> Iterator[Text]:
 
 
 def plain(words: str) -> str:
-    """The text without names; a link keeps its words."""
+    """Return the text without names. A link keeps its words."""
     return NAMES.sub(" ", words)
 
 
 def faults(text: Text) -> Iterator[str]:
-    """The phrases and spellings in a text that do not belong there."""
+    """Yield the phrases and spellings in a text that are not allowed."""
     yield from (match[0] for pattern in (PHRASES, BRITISH) for match in pattern.finditer(plain(text.words)))
     if text.opens and NO_OPENING.match(text.words):
         yield text.words.split("\n")[0][:60]
 
 
 def openings(paragraph: str) -> Iterator[str]:
-    """Sentences of a paragraph or list item that begin with "Of" or "What" and do not ask."""
+    """Yield sentences of a paragraph or list item that begin with "Of" or "What" and are no questions."""
     if paragraph.startswith(("#", "|")):
         return
     bare = re.sub(r"^([-*]|\d+\.) |[*_\[\]]", "", paragraph)

@@ -107,7 +107,7 @@ def test_an_export_of_images_gives_the_mixtures_logits_and_predictions(place: Pa
 
 
 def test_int8_is_one_flag(place: Path) -> None:
-    """Quantization is static for convolutions and dynamic for texts. The graph has int8 weights. Accuracy is reported."""
+    """Quantization is static for convolutions, dynamic for texts. The graph has int8 weights. Predictions are reported."""
     import onnx
 
     for name, operator in (("mixture", "QuantizeLinear"), ("mixture-texts", "DynamicQuantizeLinear")):

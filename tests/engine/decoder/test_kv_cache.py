@@ -125,6 +125,5 @@ def test_the_report_tells_where_memory_is() -> None:
     )
     assert 0 < report.load_seconds < report.load_seconds + report.time_to_first_token_seconds
     wide = Engine.open("demo", dtype="float32")
-    assert (
-        wide.weights_resident_bytes >= wide.weights_bytes == 2 * report.weights_bytes
-    )  # copies, and the mapped file of the other
+    # The resident weights are copies, and the mapped file of the other engine.
+    assert wide.weights_resident_bytes >= wide.weights_bytes == 2 * report.weights_bytes
