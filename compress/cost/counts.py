@@ -196,7 +196,7 @@ class Passes:
         return self.head(tokens) + OperationCounts(draws=self.config.vocabulary_size * tokens)
 
     def statistics(self, tokens: int, length: int) -> OperationCounts:
-        """Return the counts of `calibrate.collect`: a streamed pass, every expert on a sample, similarities of their
+        """Return the counts of `calibrate.collect`: a streamed pass, every expert on a sample, and similarities of
         outputs.
         """
         sample = min(SIMILARITY_TOKENS, tokens)
