@@ -91,9 +91,7 @@ def usage_shares(layer: LayerStatistics) -> Tensor:
 
 
 def effective_experts(layer: LayerStatistics) -> float:
-    """Effective number of experts: exp of the entropy of usage shares; N for uniform usage, 1 where one expert gets
-    all.
-    """
+    """Effective number of experts: exp of the entropy of usage shares; N for uniform usage, 1 where one expert gets all."""
     return float(torch.special.entr(usage_shares(layer)).sum().exp())
 
 

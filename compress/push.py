@@ -103,7 +103,7 @@ def push_result(directory: Path, target: Target) -> dict[str, Any]:
     try:
         return upload(directory, target)
     except CompressError as error:
-        raise HubError(f"{error}; {directory} is whole: `compress push {directory} {target.repository}` retries") from error
+        raise HubError(f"{error}; {directory} is whole: `compress push {directory} {target.repository}` goes on") from error
 
 
 def upload(directory: Path, target: Target) -> dict[str, Any]:

@@ -179,8 +179,9 @@ class Passes:
         return self.weights * self.bytes_per_weight
 
     def gradient(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> OperationCounts:
-        """Return the counts of a pass with gradients of activations alone: forward, recomputation, backward. Weights are
-        frozen.
+        """Return the counts of a pass with gradients of activations alone: forward, recomputation, backward.
+
+        Weights are frozen.
         """
         once = self.forward(tokens, length, slots)
         return replace(once * 3, moved_bytes=GRADIENT_PASSES * once.moved_bytes)
