@@ -12,8 +12,9 @@ from engine.errors import DataError
 
 
 def calibration_texts(calibration: CalibrationOptions, tokenizer: Any, vocabulary: int) -> tuple[Tensor, Tensor | None]:
-    """Return (calibration tokens [S, L], held-out tokens [S, L] or None). Raises DataError where they do not fit the
-    model.
+    """Return (calibration tokens [S, L], held-out tokens [S, L] or None).
+
+    Raises DataError where they do not fit the model.
     """
     assert calibration.data is not None and calibration.sequence_length is not None
     common = {"sequence_length": calibration.sequence_length, "seed": calibration.seed}

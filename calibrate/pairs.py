@@ -178,8 +178,9 @@ def _text(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def _stdlib_pairs() -> Iterator[TextPair]:
-    """Yield pairs from lines of 12 to 40 ASCII characters. The source is the line's letters and digits in lower case,
-    as words.
+    """Yield pairs from lines of 12 to 40 ASCII characters.
+
+    The source is the line's letters and digits in lower case, as words.
     """
     for text in load_documents("stdlib", limit_bytes=STDLIB_BYTES):
         for line in map(str.strip, text.splitlines()):

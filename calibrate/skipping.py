@@ -10,9 +10,7 @@ from engine.decoder.skip_tables import SkipTables
 
 
 def skip_tables(statistics: Statistics) -> SkipTables:
-    """Return γ1, each layer's medians of w_ej / w_e0, and γ2, the CKA of two experts' outputs over the layer's mean
-    CKA.
-    """
+    """Return γ1, each layer's medians of w_ej / w_e0, and γ2, the CKA of two experts' outputs over the layer's mean CKA."""
     layers = [statistics.layers[index] for index in sorted(statistics.layers)]
     return SkipTables(
         tuple(layer.weight_ratio_median.float() for layer in layers),

@@ -25,9 +25,7 @@ SCHEMA_VERSION = 3
 
 @dataclass
 class LayerStatistics:
-    """Statistics of one MoE layer. Sums run over calibration tokens; "routed" means that the router selected the
-    expert.
-    """
+    """Statistics of one MoE layer. Sums run over calibration tokens; "routed" means that the router selected the expert."""
 
     tokens: Tensor
     """[] number of tokens."""
@@ -85,7 +83,7 @@ class Statistics:
 
 
 def usage_shares(layer: LayerStatistics) -> Tensor:
-    """Share of each expert of the tokens routed in its layer, [N] (Cruz Salinas et al., fig. 4); equal where none were
+    """Each expert's share of the tokens routed in its layer, [N] (Cruz Salinas et al., fig. 4); equal where none are
     routed.
     """
     routed_N = layer.tokens_routed.double()
@@ -93,9 +91,7 @@ def usage_shares(layer: LayerStatistics) -> Tensor:
 
 
 def effective_experts(layer: LayerStatistics) -> float:
-    """Effective number of experts: exp of the entropy of the usage shares; N for uniform usage, 1 where one expert gets
-    all.
-    """
+    """Effective number of experts: exp of the entropy of usage shares; N for uniform usage, 1 where one expert gets all."""
     return float(torch.special.entr(usage_shares(layer)).sum().exp())
 
 

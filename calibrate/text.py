@@ -297,8 +297,9 @@ def _row_text(row: object, where: str) -> str:
 
 
 def row_sections(row: dict[str, Any], where: str) -> list[tuple[str, str]]:
-    """Return (title, content) of each section of a row of `messages`, of `instruction` and `output`, or of `source` and
-    `target`.
+    """Return (title, content) of each section of a row.
+
+    The row has `messages`, `instruction` and `output`, or `source` and `target`.
     """
     if "messages" in row:
         return _messages(row["messages"], where)
@@ -333,8 +334,9 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def _hub_texts(source: str, seed: int) -> Iterator[str]:
-    """Yield the texts of the `train` split, streamed. Every error of `datasets` or of the network becomes one class of
-    error.
+    """Yield the texts of the `train` split, streamed.
+
+    Every error of `datasets` or of the network becomes one class of error.
     """
     try:
         from datasets import load_dataset

@@ -162,8 +162,9 @@ def labels(models: Sequence[str]) -> list[str]:
 
 
 def common_text(text: CalibrationOptions, subjects: Sequence[Subject]) -> CalibrationOptions:
-    """Return one text and sequence length for all models, the shortest default. Raises OptionError where default texts
-    differ.
+    """Return one text and sequence length for all models, the shortest default.
+
+    Raises OptionError where default texts differ.
     """
     asked = replace(text, samples=max(1, text.samples))
     filled = [asked.filled(subject.model) for subject in subjects]

@@ -56,8 +56,9 @@ def _task_manager(only_files: bool) -> Any:
 
 
 def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> EvaluateFigures:
-    """Run `compress evaluate`; return the perplexity of a model. An export runs on the CPU for "auto" and has no memory
-    limit.
+    """Run `compress evaluate`; return the perplexity of a model.
+
+    An export runs on the CPU for "auto" and has no memory limit.
     """
     started = time.monotonic()
     directory, dtype, memory_limit = resolve(options.model), options.dtype, options.memory_limit

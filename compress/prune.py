@@ -102,8 +102,9 @@ def _make(run: MethodRun) -> Made:
 
 
 def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | None:
-    """Return the budget with its defaults, or None with a ready-made plan. Raises OptionError where it does not fit the
-    model.
+    """Return the budget with its defaults, or None with a ready-made plan.
+
+    Raises OptionError where it does not fit the model.
     """
     budget, per_token = options.budget, checkpoint.config.experts_per_token
     if budget is None:

@@ -49,8 +49,9 @@ def check_target(repository: str, private: bool, overwrite: bool) -> Target:
 
 
 def _check_account(target: Target, account: dict[str, Any]) -> None:
-    """Raise HubError where the token is known to lack write access. Permissions of fine-grained tokens are known to the hub
-    only.
+    """Raise HubError where the token is known to lack write access.
+
+    Permissions of fine-grained tokens are known to the hub only.
     """
     owners = {account["name"]: "write"} | {each["name"]: each.get("roleInOrg") for each in account.get("orgs", [])}
     owner = target.repository.partition("/")[0]
@@ -102,7 +103,7 @@ def push_result(directory: Path, target: Target) -> dict[str, Any]:
     try:
         return upload(directory, target)
     except CompressError as error:
-        raise HubError(f"{error}; {directory} is whole: `compress push {directory} {target.repository}` retries") from error
+        raise HubError(f"{error}; {directory} is whole: `compress push {directory} {target.repository}` goes on") from error
 
 
 def upload(directory: Path, target: Target) -> dict[str, Any]:

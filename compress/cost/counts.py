@@ -179,8 +179,9 @@ class Passes:
         return self.weights * self.bytes_per_weight
 
     def gradient(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> OperationCounts:
-        """Return the counts of a pass with gradients of activations alone: forward, recomputation, backward. Weights are
-        frozen.
+        """Return the counts of a pass with gradients of activations alone: forward, recomputation, backward.
+
+        Weights are frozen.
         """
         once = self.forward(tokens, length, slots)
         return replace(once * 3, moved_bytes=GRADIENT_PASSES * once.moved_bytes)
@@ -196,7 +197,7 @@ class Passes:
         return self.head(tokens) + OperationCounts(draws=self.config.vocabulary_size * tokens)
 
     def statistics(self, tokens: int, length: int) -> OperationCounts:
-        """Return the counts of `calibrate.collect`: a streamed pass, every expert on a sample, similarities of their
+        """Return the counts of `calibrate.collect`: a streamed pass, every expert on a sample, and similarities of
         outputs.
         """
         sample = min(SIMILARITY_TOKENS, tokens)

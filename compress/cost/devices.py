@@ -136,8 +136,9 @@ def _product(dtype: torch.dtype, rows: int, hidden: int, width: int) -> Callable
 
 
 def _best_seconds(*works: Callable[[], object]) -> list[float]:
-    """Return the shortest time of each work. Works take turns, so that a disturbance of a shared machine never hits every
-    trial of one.
+    """Return the shortest time of each work.
+
+    Works take turns, so that a disturbance of a shared machine never hits every trial of one.
     """
     best = [math.inf] * len(works)
     for trial in range(TRIALS + 1):

@@ -74,7 +74,7 @@ class PassCosts:
 
     @property
     def streaming_bytes(self) -> float:
-        """Return the memory of a pass layer by layer beside the layer's weights: a batch, and the hidden states between
+        """Return the memory of a pass layer by layer beside the layer's weights: a batch, and hidden states between
         layers.
         """
         return self.passes.batch_bytes(self.tokens, self.length) + self.passes.kept_bytes(self.tokens)

@@ -43,7 +43,10 @@ class Chosen:
 
 
 def check_ffns(ffns: int, experts: Mapping[int, int] | Mapping[str, int]) -> None:
-    """Raise OptionError for more FFNs than a layer has experts. `experts`: number of experts by layer."""
+    """Raise OptionError unless `ffns` is from 1 to the number of experts of every layer.
+
+    experts: number of experts by layer.
+    """
     if ffns < 1:
         raise OptionError(f"ffns is {ffns}; a dense layer is made of at least one expert")
     for layer, count in experts.items():
@@ -79,8 +82,9 @@ SELECTION_RULES: dict[str, Callable[[Statistics, int, int], dict[int, Chosen]]] 
 
 
 def first_scales(layer: LayerStatistics, chosen: Chosen) -> list[float]:
-    """Return the initial a_K: w̄ · Σ_members p_i / Σ_chosen p_j, where w̄ is the mean over tokens of the sum of routed
-    weights.
+    """Return the initial a_K: w̄ · Σ_members p_i / Σ_chosen p_j.
+
+    w̄ is the mean over tokens of the sum of a token's routed weights.
     """
     amounts_K = torch.stack([layer.probability_sum[members].sum() for members in chosen.members.values()])
     total, count = float(amounts_K.sum()), len(amounts_K)

@@ -82,8 +82,9 @@ def dense_student(
 
 
 def student_parameters(student: Decoder) -> dict[str, nn.Parameter]:
-    """Return all trained parameters: by their names on disk, and for unfolded FFNs as `layers.L.ffns.I.PROJECTION` and
-    `layers.L.a`.
+    """Return all trained parameters by their names on disk.
+
+    Unfolded FFNs have the names `layers.L.ffns.I.PROJECTION` and `layers.L.a`.
     """
     found = parameters_on_disk(student)
     for index, block in sums(student).items():
@@ -118,9 +119,7 @@ def folded(ffns: Iterable[Sequence[Tensor]], a_K: Tensor) -> tuple[Tensor, ...]:
 
 
 def saved_tensors(trained: Mapping[str, Tensor], plan: Plan, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Fold trained tensors (float32, under the names of `student_parameters`), and return them by their names in the
-    result.
-    """
+    """Fold trained tensors (float32, named as in `student_parameters`), and return them by their names in the result."""
     result = {name: tensor for name, tensor in trained.items() if not name.startswith("layers.")}
     every = expert_parts(checkpoint.config.architecture)
     for layer, (planned,) in plan.layers.items():

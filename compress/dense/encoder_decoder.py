@@ -343,8 +343,9 @@ def widened(in_FD: Tensor, out_DF: Tensor, width: int) -> Projections:
 
 
 def saved_tensors(parameters: Mapping[str, Tensor], checkpoint: EncoderDecoderCheckpoint) -> dict[str, Tensor]:
-    """Fold a student's parameters (from `named_parameters`, tied ones once) in float32; return them by their names in the
-    result.
+    """Fold a student's parameters in float32; return them by their names in the result.
+
+    parameters: from `named_parameters`, tied ones once.
     """
     sibling = dense_row(checkpoint.row)
     blocks = {checkpoint.block(name, sibling): name in checkpoint.experts for name in _all_layers(checkpoint)}

@@ -96,7 +96,9 @@ class ResponseTeacher:
             return Taught(blocks, own)
 
     def gates(self, generator: torch.Generator, real_T: Tensor | None = None) -> list[Routing]:
-        """Return one routing per MoE layer. Sampled ones draw from the generator, with shared draws over the tokens in
+        """Return one routing per MoE layer.
+
+        Sampled routings draw from the generator; a draw for the whole call uses the mean over the tokens marked in
         `real_T`.
         """
         moes = [layer.moe for layer in self.decoder.config.layers if layer.moe is not None]

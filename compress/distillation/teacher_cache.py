@@ -102,8 +102,9 @@ class TokenFiles:
     """Tensors with a row for each token of each sequence, in files of whole groups of sequences."""
 
     def __init__(self, directory: Path, tokens: Sequence[int], group_size: int, token_bytes: int) -> None:
-        """Create the object. tokens: number of each sequence's tokens; token_bytes: bytes of one token in all tensors
-        together.
+        """Create the object.
+
+        tokens: number of each sequence's tokens; token_bytes: bytes of one token in all tensors together.
         """
         self.directory, self.token_bytes = directory, token_bytes
         self.parts = _parts(tokens, group_size, token_bytes)

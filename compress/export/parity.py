@@ -87,8 +87,9 @@ def check_parity(
     allowed: Allowed,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
-    """Return the largest |difference of a logit| over all prompts and steps. Raises ExportError for the first beyond the
-    limits.
+    """Return the largest |difference of a logit| over all prompts and steps.
+
+    Raises ExportError for the first beyond the limits.
     """
     limit = _positions(checkpoint)
     lengths = [max(1, min(length, limit - STEPS)) for length in LENGTHS]

@@ -20,9 +20,7 @@ BLOCK = 512
 
 
 def held_bytes(width: int, hidden: int) -> int:
-    """The most bytes that aligning and averaging experts of these sizes holds, for the assignment or the float32
-    projections.
-    """
+    """The most bytes that aligning and averaging two experts holds, for the assignment or the float32 projections."""
     return max(12 * width**2 + 2 * 4 * width * BLOCK, 3 * 4 * width * hidden)
 
 

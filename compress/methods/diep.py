@@ -259,8 +259,9 @@ def gradients(
 
 
 def _add_up_processes(trained: list[Tensor], loss: float) -> float:
-    """Sum the gradients over all processes, and return the summed loss. A process without a sequence of the batch adds
-    zero.
+    """Sum the gradients over all processes, and return the summed loss.
+
+    A process without a sequence of the batch adds zero.
     """
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -275,8 +276,9 @@ def relaxed(state: DiepState, options: DiepOptions) -> Route:
 
 
 def save_state(state: DiepState, path: Path) -> None:
-    """Write scores and optimizer moments as one safetensors file. An existing file is replaced when the new one is
-    complete.
+    """Write scores and optimizer moments as one safetensors file.
+
+    An existing file is replaced when the new one is complete.
     """
     tensors = with_moments(_named("alpha", state.alphas), state.alpha_optimiser)
     tensors |= with_moments(_named("beta", state.betas), state.beta_optimiser)

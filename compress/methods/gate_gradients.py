@@ -179,8 +179,9 @@ def _sample_next(
 
 
 def _waiting_times(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return exponential waiting times. Among outcomes with rates p, each is first with probability p: argmax p / waiting
-    time.
+    """Return exponential waiting times.
+
+    Among outcomes with rates p, each is first with probability p: argmax p / waiting time.
     """
     return torch.empty(shape, device=generator.device).exponential_(generator=generator)
 

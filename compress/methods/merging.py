@@ -42,8 +42,9 @@ def _as_is(layer: LayerStatistics) -> list[Group]:
 
 
 def merged_plan(run: MethodRun, groups: Mapping[int, Sequence[Group]]) -> Plan:
-    """Return the plan of the aligned groups, which is saved: alignment takes longest with wide experts. Processes share
-    layers.
+    """Return the plan of the aligned groups, which is saved: alignment takes longest with wide experts.
+
+    Processes share layers.
     """
 
     def aligned() -> dict[str, Any]:

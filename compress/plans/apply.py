@@ -44,7 +44,7 @@ _RELEASE_EVERY_BYTES = 64 << 20
 
 
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise PlanError unless the plan fits this checkpoint, and UnsupportedError where its family cannot represent the
+    """Raise PlanError unless the plan fits this checkpoint, and UnsupportedError where its family cannot store the
     result.
     """
     moes = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
@@ -75,8 +75,9 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
 
 
 def _check_nothing_is_mixed(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError for a plan that would mix low-bit weights: a mixture would be rounded a second time; a
-    copy is not.
+    """Raise UnsupportedError for a plan that would mix low-bit weights.
+
+    A mixture would be rounded a second time; a copy is not.
     """
     made = _made_tensors(plan, checkpoint).keys() - _origins(plan, checkpoint).keys()
     mixed = sorted(name for name in made if name not in checkpoint.shapes or checkpoint.scheme(name) is not None)
@@ -88,9 +89,7 @@ def _check_nothing_is_mixed(plan: Plan, checkpoint: Checkpoint) -> None:
 
 
 def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError unless the result uses every tensor outside of the plan's MoE blocks and needs no other
-    tensor.
-    """
+    """Raise UnsupportedError unless the result uses exactly the checkpoint's tensors outside of the plan's MoE blocks."""
     config, own = decoder_config(planned_config(plan, checkpoint)), checkpoint.config
     theirs, ours = config.architecture.model_type, own.architecture.model_type
     shapes, made = expected_tensors(config), _made_tensors(plan, checkpoint).keys() | dense_ffns(checkpoint)
@@ -257,9 +256,7 @@ def _quantisation(result: DecoderConfig, checkpoint: Checkpoint, quantiser: Quan
 
 
 def _kept_packed(plan: Plan, checkpoint: Checkpoint, replaced: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, list[int]]]:
-    """Return stacks of packed weights that are only copied, each with the indices of its kept experts; they stay
-    packed.
-    """
+    """Return stacks of packed weights that are only copied, each with the indices of its kept experts; they stay packed."""
     if not all(expert.is_copy for experts in plan.layers.values() for expert in experts):
         return {}
     found: dict[str, tuple[Tensor, list[int]]] = {}
@@ -396,9 +393,7 @@ def side_by_side(blocks: Sequence[Tensor], projection: int) -> Tensor:
 
 
 def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
-    """Return Σ coefficient · permuted source, for the down projection times the part's scale. A plain copy stays
-    mapped.
-    """
+    """Return Σ coefficient · permuted source, for the down projection times the part's scale. A plain copy stays mapped."""
     scale = part.scale if projection in (DOWN, DOWN_BIAS) else 1.0
     tensors = [(source, _source_tensor(checkpoint, layer, source, projection)) for source in part.sources]
     if len(tensors) == 1 and tensors[0][0].coefficient * scale == 1.0 and tensors[0][0].permutation is None:

@@ -183,9 +183,7 @@ def expert_similarity(name: str, matrices: Mapping[int, Any]) -> Any:
 
 
 def layer_similarity(name: str, matrices: Mapping[tuple[int, int], Any]) -> Any:
-    """Draw RBF CKA between experts of two layers [N, M], a panel for each (layer of N, layer of M) (DiEP's figures 1 and
-    7).
-    """
+    """Draw RBF CKA between experts of two layers [N, M], a panel for each pair of layers (DiEP's figures 1 and 7)."""
     panels = [
         _Similarity(matrix, down=f"layer {layer}", across=f"layer {other}")
         for (layer, other), matrix in sorted(matrices.items())

@@ -31,8 +31,9 @@ Result = TypeVar("Result")
 
 @contextmanager
 def claiming(directory: Path | None = None, file: Path | None = None) -> Iterator[None]:
-    """Hold the locks of an output directory, an output file, or both, inside `with`. Raises OutputError as `claimed`
-    does.
+    """Hold the locks of an output directory, an output file, or both, inside `with`.
+
+    Raises OutputError as `claimed` does.
     """
     with ExitStack() as held:
         if directory is not None and processes.is_first():

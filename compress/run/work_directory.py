@@ -43,8 +43,9 @@ class WorkDirectory:
     """The directory of one run, or of the state that several runs on one model and text share."""
 
     def __init__(self, output: Path, kind: str = "work", shared: WorkDirectory | None = None) -> None:
-        """Create the object; nothing is read or written before `begin`. shared: the directory of the sweep that the run
-        is part of.
+        """Create the object; nothing is read or written before `begin`.
+
+        shared: the directory of the sweep that the run is part of.
         """
         self.path = output.absolute().parent / f".{output.name}.{kind}"
         self.shared = self.path if shared is None else shared.path

@@ -114,8 +114,9 @@ def outcomes(logs_TV: Tensor, tokens_TK: Tensor) -> Tensor:
 
 @torch.no_grad()
 def largest_predictions(made: Predictions, count: int, temperature: float) -> LargestPredictions:
-    """Return the `count` most probable tokens, fewer than the vocabulary; logits are computed for a chunk of tokens at a
-    time.
+    """Return the `count` most probable tokens, fewer than the vocabulary.
+
+    Logits are computed for a chunk of tokens at a time.
     """
     found, step = [], chunk_tokens(len(made.head_VD))
     for start in range(0, len(made.hidden_TD), step):
