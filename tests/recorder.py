@@ -59,6 +59,7 @@ IGNORED = {
     "other_memory_bytes": "memory of a process, which differs from run to run",
     "device_memory_bytes": "memory of this machine",
     "state": "modification times of the source's files",
+    "teacher_state": "modification times of the teacher's files",
     "versions": "versions of packages: the recording has its own list, in which both must agree",
     "files": "checksums in compression.json: files are recorded themselves, and the model card in the list states the time",
 }

@@ -302,7 +302,7 @@ def _add_pages(app: FastAPI) -> None:
 
 @cache
 def _page() -> str:
-    return resources.files("engine.server.server").joinpath("chat_page.html").read_text(encoding="utf-8")
+    return resources.files("engine.server").joinpath("chat_page.html").read_text(encoding="utf-8")
 
 
 def _docs(schema: dict[str, Any]) -> str:

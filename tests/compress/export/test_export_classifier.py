@@ -138,7 +138,7 @@ def test_an_export_that_differs_is_not_kept(place: Path, monkeypatch: pytest.Mon
     assert not (place / "wrong").exists()
     for arguments, said in (
         (["--format", "onnx-genai"], "its format is onnx"),
-        (["--precision", "int4"], "of classifiers it must be one of float32, int8"),
+        (["--precision", "int4"], "for classifiers it must be float32 or int8"),
         (["--experts", "portable"], "--experts is not for classifiers"),
         (["--data", "none.npz"], "no examples with classes"),
     ):

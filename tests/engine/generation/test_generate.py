@@ -359,6 +359,6 @@ def test_skipping_is_reported_per_layer(directory: Path, tmp_path: Path) -> None
 def test_the_package_gives_its_engine_and_loads_nothing_before() -> None:
     script = "import sys, engine; assert 'torch' not in sys.modules; from engine import Engine; print(Engine.__module__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "engine.generate\n"
+    assert done.stdout == "engine.generation.generate\n"
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         _ = package.Motor

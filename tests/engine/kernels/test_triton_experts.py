@@ -218,7 +218,7 @@ def test_without_triton_one_line_says_what_would_help(
 ) -> None:
     monkeypatch.setenv("COMPRESS_KERNELS", "auto")
     monkeypatch.setitem(sys.modules, "engine.kernels.triton_kernels", None)
-    monkeypatch.delattr(sys.modules["engine"], "triton_kernels", raising=False)
+    monkeypatch.delattr(sys.modules["engine.kernels"], "triton_kernels", raising=False)
     triton_experts._kernels.cache_clear()
     with caplog.at_level(logging.WARNING):
         use_triton([a_block(), a_block()])
