@@ -99,7 +99,7 @@ def _kind(figures: Mapping[str, Any], title: str | None) -> str:
 def _loading(figures: Mapping[str, Any], loader: str) -> list[str]:
     """Return how the artifact is loaded, and by which library where that is not transformers."""
     if note := figures.get("loading_note"):
-        code = ["from engine.generate import Engine", 'engine = Engine.open("this directory")']
+        code = ["from engine import Engine", 'engine = Engine.open("this directory")']
         return [f"{note[0].upper()}{note[1:]}.", "", "```python", *code, "```"]
     load = "" if len(set(figures["experts_per_layer"])) <= 1 else ", trust_remote_code=True"
     code = [f"from transformers import {loader}", f'model = {loader}.from_pretrained("this directory"{load})']

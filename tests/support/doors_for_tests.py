@@ -42,8 +42,11 @@ SEARCH = [*PRUNE, "--experts", "2", "--method", "diep", "--epochs", "2", "--batc
 GENERATE = ["generate", "{model}", "-p", "the quick", "-n", "8", "--json"]
 
 IMPORTED = (
-    *(f"compress.{name}" for name in ("compare", "densify", "evaluate", "export", "prune", "quantize", "statistics_file")),
-    *(f"engine.{name}" for name in ("bench", "bench_backends", "inspect", "serve")),
+    *(
+        f"compress.{name}"
+        for name in ("compare", "densify", "evaluate", "export.decoder", "prune", "quantize", "statistics_file")
+    ),
+    *(f"engine.{name}" for name in ("bench.side_by_side", "bench.backends", "inspect", "server.serve")),
     *(f"transformers.models.{name}" for name in ("mixtral.modeling_mixtral", "mistral.modeling_mistral")),
     *("transformers.generation.utils", "tokenizers", "onnx", "onnxruntime", "tqdm"),
 )

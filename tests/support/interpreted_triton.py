@@ -201,6 +201,6 @@ def test_kernels_serve_where_they_are_right(monkeypatch: pytest.MonkeyPatch, cap
         use_triton(blocks := [a_block(), a_block()])
     assert all((block.on_gpu.serves_few, block.on_gpu.serves_many) == (True, False) for block in blocks)
     (record,) = caplog.records
-    assert "9 tokens" in record.getMessage() and "1.0e-02 off" in record.getMessage()
+    assert "9 tokens" in record.getMessage() and "an error of 1.0e-02" in record.getMessage()
     x_TD = torch.randn(9, HIDDEN)
     assert torch.equal(blocks[0](x_TD), grouped(x_TD, blocks[0].routing(blocks[0].logits(x_TD)), blocks[0].experts))

@@ -83,7 +83,7 @@ def test_what_cannot_be_is_refused_before_any_work(place: Path) -> None:
     found = refused(*uniform, "--sparsity", "0.5")
     assert "keep 6 experts in layer 1, and its 4 groups need as many each, at least 2" in found
     assert "keep 4 experts in layer 1" in refused(*uniform, "--experts", "4")
-    assert "naee does not choose experts group by group" in refused(*uniform, "--experts", "8", "--method", "naee")
+    assert "naee does not select experts group by group" in refused(*uniform, "--experts", "8", "--method", "naee")
     assert "caches no keys and values of heads" in refused("export", "model", "--format", "onnx-genai", "-o", "out")
     assert "attention width 40" in refused("export", "model", "--precision", "int8", "-o", "out")
     assert not (place / "out").exists()
