@@ -13,6 +13,7 @@ from results import ROOT, markdown, save
 
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path.insert(0, str(ROOT))  # before `tests`, which has folders of the same names
 from family_matrix import COLUMNS, NOTES, REFUSED, ROWS, Made, refusals
 
 

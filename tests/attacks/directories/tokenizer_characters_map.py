@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 REFUSED_BY = ("generate", "evaluate", "calibrate", "prune", "prune --plan", "merge", "densify")
-SAYS = "precompiled map"
+SAYS = "precompiled character map"
 SIGNED = True
 
 

@@ -276,7 +276,7 @@ def test_the_teacher_is_let_go_of_before_training(place: Path, monkeypatch: pyte
 PROCESSES = """
 import sys
 from pathlib import Path
-import cli, compress.teacher_cache
+import cli, compress.distillation.teacher_cache
 from engine.passes import processes
 
 write = compress.distillation.teacher_cache.TokenFiles._write
