@@ -223,7 +223,9 @@ def test_two_processes_are_refused_an_output_that_another_run_writes(
     monkeypatch.chdir(tmp_path)
     with claimed(tmp_path / "out"):
         failed = two_processes("-m", "cli", *DENSIFY, cwd=tmp_path)
-    assert failed.returncode == 1 and failed.stderr.count("Error:") == 1
+    # torch may print its own lines, if the first process has gone before the second has joined it.
+    said = [line for line in failed.stderr.splitlines() if line.startswith("Error:")]
+    assert failed.returncode == 1 and len(said) == 1
     assert "out: is being written by another run" in failed.stderr and "Traceback" not in failed.stderr
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
