@@ -8,7 +8,8 @@ splice, repeat) or structure (an absurd value, a key removed, renamed or given t
 tokenizer or pieces of a template inserted). Half of the changed artifacts are signed again: their compression.json lists the
 present files, as an attacker can write it. Then one or two doors (tests/support/doors_for_tests.py) are opened, each in a
 forked process with limits on memory and time. There must be no traceback, no signal, no hang, no file written outside the
-output, and under --checksums, unless the artifact was signed again, no text but the original's.
+output, and under --checksums, unless the artifact was signed again, no text but the original's. The mutations are in
+mutations.py and tokenizer_mutations.py.
 
 Kinds take turns. An interrupted run resumes: benchmarks/results/fuzz_model_directory.jsonl has a line for each mutation. The
 script prints a table, and exits with 1 if anything failed.
@@ -17,7 +18,6 @@ script prints a table, and exits with 1 if anything failed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -26,7 +26,6 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "engin
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from doors_for_tests import DOORS, Outcome, make_place, run_door
+from mutations import Change, change_bytes, change_digested, change_graph, change_header, change_json
 from results import RESULTS, markdown, remember, remembered, save
 from test_attacks import sign
+from tokenizer_mutations import TEMPLATE, change_template, change_tokenizer, change_tokenizer_config
 
 NAME = "fuzz_model_directory"
 STATE = RESULTS / f"{NAME}.jsonl"
@@ -46,8 +47,6 @@ CPU_SECONDS, SECONDS = 20, 90
 OUTCOMES = ("refused", "loaded", "loaded differently", "traceback", "signal", "hang", "written outside", "mixed up")
 FAILURES = OUTCOMES[3:]
 """Outcomes that must not occur. The last one is another text under --checksums without a new signature."""
-
-Change = Callable[[bytes, random.Random], bytes]
 
 
 @dataclass(frozen=True)
@@ -61,337 +60,6 @@ class Kind:
     always: tuple[str, ...] = ("generate --checksums",)
     """Doors that are opened for every mutation."""
     of: str = "artifact"
-
-
-# Bytes
-
-
-def change_bytes(data: bytes, chosen: random.Random) -> bytes:
-    """Change the bytes in one place. Half of the places are near the beginning, where headers are."""
-    place = chosen.randrange(max(1, len(data) if chosen.random() < 0.5 else min(len(data), 2_000)))
-    size = chosen.choice((1, 1, 2, 8, 100))
-    match chosen.choice(("flip", "cut", "insert", "splice", "repeat", "empty" if chosen.random() < 0.1 else "flip")):
-        case "flip":
-            piece = bytes(byte ^ chosen.randrange(1, 256) for byte in data[place : place + min(size, 8)])
-            return data[:place] + piece + data[place + len(piece) :]
-        case "cut":
-            return data[:place] + (data[place + size :] if chosen.random() < 0.5 else b"")
-        case "insert":
-            return data[:place] + chosen.randbytes(size) + data[place:]
-        case "splice":
-            other = chosen.randrange(max(1, len(data)))
-            return data[:place] + data[other : other + size] + data[place + size :]
-        case "repeat":
-            return data[:place] + data[place : place + size] * chosen.choice((2, 50, 5_000)) + data[place + size :]
-        case _:
-            return b""
-
-
-# JSON
-
-ABSURD: tuple[Any, ...] = (
-    *(0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**63, -(2**63), 10**12, 10**30, 10**400, -(10**9)),
-    *(0.0, -0.5, 1e-38, 1e38, 1e308, float("nan"), float("inf"), True, False, None),
-    *(
-        "",
-        "x",
-        "NaN",
-        "1e999",
-        "../x",
-        "/etc/passwd",
-        "..",
-        "a\nb",
-        "\x00",
-        "\ud800",
-        "\u202e",
-        "{{ 1 / 0 }}",
-        "a" * 100_000,
-    ),
-    *([], {}, [None], [[]], {"": {}}, [0] * 10_000, ["x", 1, None], {"type": "Sequence"}),
-)
-
-
-VERY_DEEP = "lists, deeper than Python writes them"
-
-
-def deep(levels: int) -> Any:
-    """Return lists in lists."""
-    value: Any = 0
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-def change_json(data: bytes, chosen: random.Random) -> bytes:
-    """Make one to three changes of structure, or change bytes if the data is not JSON."""
-    try:
-        values = json.loads(data)
-    except ValueError:
-        return change_bytes(data, chosen)
-    for _ in range(chosen.choice((1, 1, 1, 2, 3))):
-        change_values(values, chosen)
-    text = json.dumps(values).replace(json.dumps(VERY_DEEP), "[" * 5_000 + "]" * 5_000)
-    if chosen.random() < 0.05 and isinstance(values, dict) and values:  # a duplicate key
-        key = chosen.choice(list(values))
-        text = f"{{{json.dumps(key)}: {json.dumps(chosen.choice(ABSURD))}, {text[1:]}"
-    return text.encode()
-
-
-def change_values(values: Any, chosen: random.Random) -> None:
-    """Make one change in place, somewhere in a tree."""
-    place, key = values, None
-    while isinstance(place, dict | list) and place:
-        key = chosen.choice(list(place)) if isinstance(place, dict) else chosen.randrange(len(place))
-        inner = place[key]
-        if not isinstance(inner, dict | list) or not inner or chosen.random() < 0.3:
-            break
-        place = inner
-    if key is None:
-        return
-    match chosen.choice(("replace", "replace", "replace", "near", "remove", "rename", "swap", "copy", "deep")):
-        case "replace":
-            place[key] = chosen.choice(ABSURD)
-        case "near":
-            near = place[key]
-            number = isinstance(near, int | float) and not isinstance(near, bool)
-            place[key] = chosen.choice((near + 1, near - 1, near * 2, -near, str(near))) if number else [near]
-        case "remove":
-            del place[key]
-        case "rename" if isinstance(place, dict):
-            place[chosen.choice(("", "type", "x" * 300, key.upper(), f"{key} "))] = place.pop(key)
-        case "swap":
-            other = chosen.choice(list(place)) if isinstance(place, dict) else chosen.randrange(len(place))
-            place[key], place[other] = place[other], place[key]
-        case "copy" if isinstance(place, list):
-            place.extend(place[:1_000] * chosen.choice((1, 3)))
-        case "deep":
-            place[key] = (
-                chosen.choice((deep(3), deep(400), VERY_DEEP)) if chosen.random() < 0.5 else {"a": {"a": place[key]}}
-            )
-
-
-# Formats
-
-
-def change_header(data: bytes, chosen: random.Random) -> bytes:
-    """Change the header of a safetensors file, and its length with it."""
-    length = int.from_bytes(data[:8], "little")
-    header = change_json(data[8 : 8 + length], chosen)
-    length = len(header) if chosen.random() < 0.9 else chosen.choice((0, 2**63, len(data), len(header) + 1))
-    return length.to_bytes(8, "little") + header + data[8 + int.from_bytes(data[:8], "little") :]
-
-
-def change_digested(data: bytes, chosen: random.Random) -> bytes:
-    """Change the header of a state file, and remove the digest that would reveal the change."""
-    changed = change_header(data, chosen)
-    length = int.from_bytes(changed[:8], "little")
-    try:
-        header = json.loads(changed[8 : 8 + length])
-        header["__metadata__"].pop("sha256")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return changed
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + changed[8 + length :]
-
-
-def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
-_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-STEPS: dict[str, tuple[Any, ...]] = {
-    "normalizer": (
-        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a"}, _replace({"String": " "}, "b")]},
-        {"type": "Sequence", "normalizers": [_replace({"String": "e"}, "ee")] * 5},
-        _replace({"Regex": r"\s+"}, " "),
-        {"type": "Precompiled", "precompiled_charsmap": "AAgAAAAABAAAAAAAAAAAAA=="},
-        {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": True,
-            "strip_accents": None,
-            "lowercase": True,
-        },
-        {"type": "NFKC"},
-        {"type": "Strip", "strip_left": True, "strip_right": True},
-    ),
-    "pre_tokenizer": (
-        _SPLIT | {"pattern": {"Regex": r"\p{L}+|\p{N}{1,3}|\s+(?!\S)|\s+"}},
-        _SPLIT | {"pattern": {"String": " "}},
-        {"type": "Metaspace", "replacement": "a", "prepend_scheme": "always", "split": True},
-        {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, {"type": "Whitespace"}]},
-        {"type": "Punctuation", "behavior": "Contiguous"},
-        {"type": "CharDelimiterSplit", "delimiter": " "},
-        {"type": "FixedLength", "length": 3},
-    ),
-    "decoder": (
-        {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "ByteLevel"}]},
-        {"type": "Strip", "content": "a", "start": 1, "stop": 0},
-        {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True},
-        {"type": "BPEDecoder", "suffix": "a"},
-        {"type": "Metaspace", "replacement": "a", "prepend_scheme": "always", "split": True},
-    ),
-    "post_processor": (
-        {"type": "TemplateProcessing", "single": [_TEXT], "pair": [_TEXT], "special_tokens": {}},
-        {"type": "BertProcessing", "sep": ["<s>", 1], "cls": ["</s>", 2]},
-        {"type": "RobertaProcessing", "sep": ["a", 1], "cls": ["a", 2], "trim_offsets": True, "add_prefix_space": True},
-        {"type": "Sequence", "processors": [{"type": "ByteLevel"}]},
-    ),
-    "truncation": ({"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},),
-    "padding": (
-        {
-            "strategy": {"Fixed": 8},
-            "direction": "Left",
-            "pad_to_multiple_of": 8,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "a",
-        },
-    ),
-    "model": (
-        {
-            "type": "Unigram",
-            "unk_id": 0,
-            "vocab": [[chr(97 + number), -1.0] for number in range(26)],
-            "byte_fallback": False,
-        },
-        {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 0, "the": 1}},
-        {"type": "WordPiece", "unk_token": "a", "vocab": {"a": 0, "##b": 1}, "max_input_chars_per_word": 100},
-    ),
-}
-
-
-def change_tokenizer(data: bytes, chosen: random.Random) -> bytes:
-    """Insert steps of other tokenizers, and then change the steps or any other part."""
-    if chosen.random() < 0.3:
-        return change_json(data, chosen)
-    try:
-        values = json.loads(data)
-        part = chosen.choice(list(STEPS))
-        values[part] = json.loads(json.dumps(chosen.choice(STEPS[part])))
-        if part == "model" and chosen.random() < 0.7:
-            tokens = values["model"]["vocab"]
-            for number in range(len(tokens), 250):
-                tokens.append([f"w{number}", -2.0]) if isinstance(tokens, list) else tokens.update({f"w{number}": number})
-    except (ValueError, KeyError, TypeError):
-        return change_json(data, chosen)
-    for _ in range(chosen.choice((0, 1, 1, 2, 3))):
-        change_values(values[part], chosen)
-    return json.dumps(values).encode()
-
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-PIECES = (
-    *r"""
-{{ 1 / 0 }}
-{{ 1 // 0 }}
-{{ 1 % 0 }}
-{{ 'a' * 10**9 }}
-{{ 10 ** 10 ** 9 }}
-{{ 10 ** 5000 }}
-{{ '%c' % -1 }}
-{% for a in range(10**9) %}{% endfor %}
-{% for a in range(10**9) %}x{% endfor %}
-{{ range(10**12) | list | length }}
-{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}
-{{ ''.__class__.__mro__ }}
-{{ cycler.__init__.__globals__.os }}
-{{ raise_exception('no') }}
-{{ messages[9].content }}
-{{ messages.append(1) }}
-{% include '/etc/passwd' %}
-{% extends 'x' %}
-{{ undefined.x.y }}
-{{ none + 1 }}
-{% endfor %}
-{{
-{% set x =
-{#
-{{ 1e999 }}
-{{ strftime_now('%' * 1000) }}
-{{ 'x' | center(10**9) }}
-{{ '{0:>1000000000}'.format(1) }}
-{{ messages | tojson }}
-{{ ('a' * 1000).replace('a', 'a' * 100000) }}
-{{ lipsum(10**6) }}
-{{ dict(a=1).b.c }}
-{{ -1 | float | int * 'x' }}
-{% generation %}a{% endgeneration %}
-{% break %}
-{{ loop }}
-{{ self }}
-{{ 2 ** 100000 }}
-""".strip().splitlines(),
-    *("(" * 500, "{{ " + "(" * 500, "\ufffe", "{{ [" * 300),
-)
-
-
-def change_template(data: bytes, chosen: random.Random) -> bytes:
-    """Insert pieces into a template, or change its words."""
-    text = data.decode(errors="replace") if chosen.random() < 0.3 else TEMPLATE
-    for _ in range(chosen.choice((0, 1, 1, 2))):
-        place = chosen.choice((0, len(text), text.find("{{"), chosen.randrange(len(text) + 1)))
-        text = text[:place] + chosen.choice(PIECES) + text[place:]
-    return change_bytes(text.encode(), chosen) if chosen.random() < 0.2 else text.encode()
-
-
-def change_tokenizer_config(data: bytes, chosen: random.Random) -> bytes:
-    """Change a template in tokenizer_config.json, or any other part of that file."""
-    if chosen.random() < 0.5:
-        return change_json(data, chosen)
-    values = json.loads(data)
-    values["chat_template"] = change_template(TEMPLATE.encode(), chosen).decode(errors="replace")
-    return json.dumps(values).encode()
-
-
-def change_graph(data: bytes, chosen: random.Random) -> bytes:
-    """Change nodes, attributes, weights and metadata of an ONNX graph."""
-    import onnx
-
-    model = onnx.load_from_string(data)
-    graph = model.graph
-    for _ in range(chosen.choice((1, 1, 2, 4))):
-        node, tensor = chosen.choice(graph.node), chosen.choice(graph.initializer)
-        match chosen.randrange(10):
-            case 0:
-                node.op_type = chosen.choice(
-                    ("Loop", "If", "Scan", "Identity", "Tile", "Expand", "Exp", "Nope", node.op_type)
-                )
-            case 1:
-                graph.node.remove(node)
-            case 2:
-                other = chosen.choice(graph.node)
-                if node.input and other.output:
-                    node.input[chosen.randrange(len(node.input))] = chosen.choice(other.output)
-            case 3 if node.attribute:
-                attribute = chosen.choice(node.attribute)
-                attribute.i = chosen.choice((0, -1, 2**31, 2**62, attribute.i + 1))
-                attribute.f = chosen.choice((0.0, float("nan"), 1e38))
-            case 4 if tensor.dims:
-                tensor.dims[chosen.randrange(len(tensor.dims))] = chosen.choice((0, -1, 1, 2**31, 2**62))
-            case 5 if tensor.external_data:
-                entry = chosen.choice(tensor.external_data)
-                entry.value = chosen.choice(("-1", "0", str(2**62), "../text.txt", "/etc/passwd", "model.onnx", "", "x"))
-            case 6:
-                tensor.data_type = chosen.randrange(25)
-            case 7:
-                tensor.raw_data = chosen.randbytes(chosen.choice((0, 1, 8, 100)))
-            case 8:
-                value = chosen.choice((*graph.input, *graph.output))
-                value.name = chosen.choice(("input_ids", "logits", "", "x"))
-            case _:
-                double = onnx.helper.make_node("Concat", [node.output[0]] * 100, [f"{node.output[0]}_long"], axis=0)
-                graph.node.insert(list(graph.node).index(node) + 1, double)
-                for later in graph.node:
-                    for place, name in enumerate(later.input):
-                        if later is not double and name == node.output[0] and later.output[0] != double.output[0]:
-                            later.input[place] = double.output[0]
-    return model.SerializeToString()
 
 
 READERS = ("generate", "inspect", "evaluate", "prune", "calibrate")
