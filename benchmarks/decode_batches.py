@@ -4,7 +4,7 @@ python benchmarks/decode_batches.py [--directory DIR] [--rounds 7]
 
 The benchmark measures one step of a random mixture (8 experts, 2 chosen, hidden 1024, width 3584, 4 layers: more than caches
 hold) in bfloat16. Both ways run in turn in one process, and figures are medians. The engine uses the kernels up to
-`COMPILED_MAX_ROWS` sequences (`engine/kernels/linear.py`).
+`COMPILED_MAX_ROWS` sequences (`engine/kernels/kernel_choice.py`).
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ import argparse
 import statistics
 import tempfile
 import time
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from random_model import shape, write_random_model
 from results import markdown, save
 
-import engine.kernels.linear
+from engine.decoder.model import Decoder
 from engine.generation.generate import Engine
-from engine.kernels.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding
+from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, DECODING, TORCH, KernelChoice, prepare_decoding
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 STEPS = 4
 
 
-def step_seconds(model: Engine, batch: int, way: AbstractContextManager[None]) -> float:
+def step_seconds(model: Engine, batch: int, choice: KernelChoice) -> float:
     """Return the seconds of a step that decodes one more token of each sequence."""
     tokens = torch.randint(model.checkpoint.config.vocabulary_size, (batch, STEPS + 1))
-    cache = model.new_cache(batch, STEPS + 1)
-    with torch.inference_mode(), way:
-        model.decoder.last_logits(tokens[:, :1], None, cache)
+    cache, decoder = model.new_cache(batch, STEPS + 1), model.decoder
+    assert isinstance(decoder, Decoder)
+    with torch.inference_mode():
+        decoder.last_logits(tokens[:, :1], None, cache, choice)
         started = time.perf_counter()
         for step in range(1, STEPS + 1):
-            model.decoder.last_logits(tokens[:, step : step + 1], None, cache)
+            decoder.last_logits(tokens[:, step : step + 1], None, cache, choice)
     return (time.perf_counter() - started) / STEPS
 
 
@@ -46,13 +47,11 @@ def measure(directory: Path, rounds: int) -> list[dict[str, float]]:
         write_random_model(directory / "model", shape(layers=4))
     model = Engine.open(directory / "model")
     prepare_decoding(torch.bfloat16, torch.device("cpu"))
-    engine.kernels.linear.COMPILED_MAX_ROWS = max(BATCHES)
+    compiled_only = replace(DECODING, max_few_rows=max(BATCHES))
     rows = []
     for batch in BATCHES:
         torch.manual_seed(batch)
-        pairs = [
-            (step_seconds(model, batch, decoding()), step_seconds(model, batch, nullcontext())) for _ in range(rounds + 1)
-        ]
+        pairs = [(step_seconds(model, batch, compiled_only), step_seconds(model, batch, TORCH)) for _ in range(rounds + 1)]
         compiled, torchs = (statistics.median(times) for times in zip(*pairs[1:], strict=True))
         rows.append({"sequences": batch, "compiled_seconds": compiled, "torch_seconds": torchs})
     return rows

@@ -28,7 +28,7 @@ from results import markdown, save
 from engine.bench.backends import BenchSpec
 from engine.generation.generate import Engine
 from engine.generation.worker import Worker
-from engine.kernels.linear import KERNELS
+from engine.kernels.kernel_choice import KERNELS
 
 PREFILL, DECODE = "pp 512 0", "tg 128 0"
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -23,6 +23,7 @@ from engine.families.experts import DOWN, DOWN_BIAS, GATE_BIAS
 from engine.families.resolve import decoder_config
 from engine.families.tensor_names import expert_parts
 from engine.families.tensor_shapes import expected_tensors
+from engine.kernels.kernel_choice import TORCH, KernelChoice
 
 
 class FfnSum(nn.Module):
@@ -34,8 +35,8 @@ class FfnSum(nn.Module):
         # float32 whatever the model's dtype: these are few numbers, and the fold multiplies in float32 too.
         self.a_K = nn.Parameter(torch.tensor(scales, dtype=torch.float32, device=device), requires_grad=False)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the sum for tokens [T, D], of the same shape."""
+    def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
+        """Return the sum for tokens [T, D], of the same shape. It is trained, so torch computes it whatever the choice."""
         a_K = self.a_K.to(x_TD.dtype)
         outputs: list[Tensor] = [a * ffn(x_TD) for a, ffn in zip(a_K, self.ffns, strict=True)]
         return sum(outputs[1:], outputs[0])

@@ -24,8 +24,7 @@ from engine.generation.generate import Engine, resolve_dtype
 from engine.generation.options import OpenOptions
 from engine.generation.report import memory_split, peak_memory_bytes
 from engine.generation.worker import Answer, Spec, serve_requests
-from engine.kernels.devices import resolve_device, set_threads
-from engine.kernels.linear import SHAPES_KEPT
+from engine.kernels.devices import SHAPES_KEPT, resolve_device, set_threads
 from engine.onnx.runtime import backend_of
 from engine.transformers_models.transformers_model import load_decoder
 

@@ -17,15 +17,8 @@ from engine.decoder.kv_cache import Kept, KeyValueCache, Scaled
 from engine.decoder.paged_cache import PagedBatch
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
-from engine.kernels.linear import (
-    any_kernels,
-    as_bfloat16,
-    compiled_kernels,
-    is_emulated,
-    linear,
-    linears,
-    multiplies_bfloat16,
-)
+from engine.kernels.kernel_choice import TORCH, KernelChoice
+from engine.kernels.linear import as_bfloat16, is_emulated, linear, linears, multiplies_bfloat16
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 
 Cache = KeyValueCache | PagedBatch
@@ -54,6 +47,8 @@ class Positions(NamedTuple):
     """Factors of queries in layers without rotation, [B or 1, 1, L, 1]; None for no factor."""
     real_BL: Tensor | None = None
     """Mask of the new positions that are not padding; None for all."""
+    choice: KernelChoice = TORCH
+    """Kernels that compute the products of this forward pass."""
 
 
 def half_by_half(x_BHLE: Tensor, rotated: int) -> Tensor:
@@ -147,10 +142,11 @@ class Attention(nn.Module):
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]; with a cache, attend to its content and append the new positions."""
         weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
-        projected = linears(x_BLD, weights, biases)
-        query = self._paired(self._heads(projected[0], self.query_norm, self.query_heads))
-        key = self._paired(self._heads(projected[1], self.key_norm, self.key_heads))
-        value = self._heads(projected[2], None, self.key_heads)
+        choice = positions.choice
+        projected = linears(x_BLD, weights, biases, choice)
+        query = self._paired(self._heads(projected[0], self.query_norm, self.query_heads, choice))
+        key = self._paired(self._heads(projected[1], self.key_norm, self.key_heads, choice))
+        value = self._heads(projected[2], None, self.key_heads, choice)
         if (kernels := self._kernels(query, positions, cache)) is not None:
             assert cache is not None
             angles = positions.cosine, positions.sine
@@ -158,7 +154,7 @@ class Attention(nn.Module):
                 query, key = (x.contiguous() for x in self._placed(query, key, positions))
                 angles = torch.ones_like(query[:1, :1]), torch.zeros_like(query[:1, :1])
             mixed = self._attend_compiled(kernels, (query, key, value, *angles), cache)
-            return linear(mixed, self.output, self.output_bias)
+            return linear(mixed, self.output, self.output_bias, choice)
         query, key = self._placed(query, key, positions)
         if isinstance(cache, PagedBatch):
             cache.append(self.layer, key, value)
@@ -167,7 +163,7 @@ class Attention(nn.Module):
             kept: tuple[Kept, Kept] = (key, value) if cache is None else cache.append(self.layer, key, value)
             mixed = attend(query, *kept, positions.masks[self.window], self.scale, self.sinks)
         batch, _, length, _ = query.shape
-        return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+        return linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias, choice)
 
     def _placed(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Apply the position-dependent operations to queries and keys."""
@@ -177,7 +173,8 @@ class Attention(nn.Module):
         if not self.unit_norm:
             return query, key
         ones = query.new_ones(self.head_dimension)
-        return rms_norm(query, ones, self.epsilon), rms_norm(key, ones, self.epsilon)
+        epsilon, choice = self.epsilon, positions.choice
+        return rms_norm(query, ones, epsilon, choice), rms_norm(key, ones, epsilon, choice)
 
     def _is_turned_whole(self, positions: Positions) -> bool:
         """Return whether the only position-dependent operation is a rotation of all dimensions of a head."""
@@ -203,7 +200,7 @@ class Attention(nn.Module):
         """Return the compiled kernels if they can attend for the next few positions of a few sequences, otherwise None."""
         if cache is None or positions.is_padded or not query.dtype == cache.dtype == torch.bfloat16:
             return None
-        return compiled_kernels(query.shape[0] * query.shape[2], positions.cosine)
+        return positions.choice.for_few(query.shape[0] * query.shape[2], positions.cosine)
 
     def _attend_compiled(self, kernels: Any, parts: tuple[Tensor, ...], cache: Cache) -> Tensor:
         """Attend position by position: each attends to the previous ones, with the result of reading it alone.
@@ -236,14 +233,14 @@ class Attention(nn.Module):
         )
         return as_bfloat16(mixed).view(batch, 1, -1)
 
-    def _heads(self, projected: Tensor, norm: Tensor | None, heads: int) -> Tensor:
+    def _heads(self, projected: Tensor, norm: Tensor | None, heads: int, choice: KernelChoice) -> Tensor:
         if norm is not None and self.qk_norm == "full":
-            projected = rms_norm(projected, norm, self.epsilon)
+            projected = rms_norm(projected, norm, self.epsilon, choice)
         if self.clip is not None:
             projected = projected.clamp(-self.clip, self.clip)
         split = projected.view(*projected.shape[:2], heads, self.head_dimension)
         if norm is not None and self.qk_norm == "head":
-            split = rms_norm(split, norm, self.epsilon)
+            split = rms_norm(split, norm, self.epsilon, choice)
         return split.transpose(1, 2)
 
 
@@ -386,14 +383,16 @@ def query_blocks(rows: int, length: int, total: int) -> Iterator[tuple[int, int,
         yield start, end, total - length + end
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, choice: KernelChoice = TORCH) -> Tensor:
     """Return a layer norm if there is a bias (Ba et al. 2016), otherwise `rms_norm`."""
-    return rms_norm(x, weight, epsilon) if bias is None else F.layer_norm(x, weight.shape, weight, bias, epsilon)
+    if bias is None:
+        return rms_norm(x, weight, epsilon, choice)
+    return F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, choice: KernelChoice = TORCH) -> Tensor:
     """Return x / rms(x) · weight over the last dimension, the mean square in float32 or better (Zhang & Sennrich 2019)."""
-    if (kernels := any_kernels(x, weight)) is not None:
+    if (kernels := choice.for_any(x, weight)) is not None:
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         return as_bfloat16(kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, rows, size)).view(x.shape)
     if x.dtype in (torch.float32, torch.float64):

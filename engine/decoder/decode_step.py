@@ -25,7 +25,7 @@ from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import Routing, Selection, Skipping, TopK
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import Chunk
-from engine.kernels.linear import addresses, as_bfloat16, compiled_kernels, kernel_form
+from engine.kernels.linear import addresses, as_bfloat16, kernel_form
 from engine.kernels.quantized_weight import Weight
 
 
@@ -60,7 +60,7 @@ class DecodeStep:
         batch, length, hidden = x_BLD.shape
         if cache is None or positions.is_padded or positions.temperature is not None or (batch > 1 and length > 1):
             return None
-        kernels = compiled_kernels(batch * length, x_BLD, positions.cosine)
+        kernels = positions.choice.for_few(batch * length, x_BLD, positions.cosine)
         if kernels is None or cache.dtype != torch.bfloat16 or not self._knows(kernels):
             return None
         if positions.cosine.shape[-1] != self._config.head_dimension:

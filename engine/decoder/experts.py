@@ -20,18 +20,16 @@ from torch import Tensor, nn
 
 from engine.decoder.routing import NO_EXPERT, Routing, Selection, select
 from engine.families.layer_config import ClampedSwiglu
+from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import (
     addresses,
     as_bfloat16,
     kernel_form,
     linear,
     linears,
-    may_compile,
     multiplies_bfloat16,
     plain,
-    product_kernels,
     serves_rows,
-    takes_many,
 )
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 
@@ -80,12 +78,12 @@ class Expert(nn.Module):
         biases = (self.gate_F, self.up_F, self.down_D)
         return self.gate_FD, self.up_FD, self.down_DF, *(bias for bias in biases if bias is not None)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Map [T, D] to [T, D]."""
         tokens = x_TD.shape[0]
-        if may_compile():
-            alone, ones = np.zeros((tokens, 1), np.int64), np.ones((tokens, 1), np.float32)
-            if (y_TD := self._compiled(x_TD, (self,), alone, ones)) is not None:
+        if choice.may_compile:
+            alone = Selection(torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1))
+            if (y_TD := self._compiled(x_TD, (self,), alone, choice=choice)) is not None:
                 return y_TD
         is_large = x_TD.shape[0] >= TRANSPOSED_FROM_TOKENS
         if self.is_plain and is_large and not torch.is_grad_enabled() and multiplies_bfloat16(x_TD):
@@ -93,8 +91,8 @@ class Expert(nn.Module):
             x_DT, dtype = F.pad(x_TD, (0, 0, 0, -tokens % MULTIPLE_OF_TOKENS)).T, x_TD.dtype
             gate_FT = F.silu(plain(self.gate_FD, dtype) @ x_DT, inplace=True)
             return (plain(self.down_DF, dtype) @ gate_FT.mul_(plain(self.up_FD, dtype) @ x_DT)).T[:tokens]
-        gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (self.gate_F, self.up_F))
-        return linear(gated(gate_TF, up_TF, self.swiglu), self.down_DF, self.down_D)
+        gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (self.gate_F, self.up_F), choice)
+        return linear(gated(gate_TF, up_TF, self.swiglu), self.down_DF, self.down_D, choice)
 
 
 def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: ClampedSwiglu | None) -> Tensor:
@@ -119,24 +117,30 @@ class CompiledExperts:
         self._form: tuple[int, int] | None = None
         """Storage form of the weights; None for experts that the kernels do not support."""
 
-    def __call__(self, x_TD: Tensor, experts: Any, chosen_TS: Any, weights_TS: Any, scales_TS: Any = None) -> Tensor | None:
+    def __call__(
+        self,
+        x_TD: Tensor,
+        experts: Any,
+        selection: Selection,
+        scales_TS: Tensor | None = None,
+        choice: KernelChoice = TORCH,
+    ) -> Tensor | None:
         """Return Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None if torch must compute it.
 
-        experts: a list of modules, or a tuple; chosen_TS, weights_TS and scales_TS: NumPy arrays.
+        experts: a list of modules, or a tuple.
         """
         tokens, hidden = x_TD.shape
-        kernels = product_kernels(tokens, x_TD)
+        kernels, many = choice.for_products(tokens, x_TD), choice.takes_many(tokens)
         if kernels is None:
             return None
         if not self._knows(experts):
             self._look_up(kernels, experts)
-        if self._form is None or not serves_rows(kernels, tokens, self._weights[:3]):
+        if self._form is None or not serves_rows(kernels, self._weights[:3], many=many):
             return None
         kind = self._form, self._clamp
-        many = takes_many(tokens)
-        made = kernels.swiglu(
-            x_TD.data_ptr(), self._table, chosen_TS, weights_TS, (hidden, self._width), *kind, scales_TS, many=many
-        )
+        chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
+        scales = None if scales_TS is None else np.ascontiguousarray(scales_TS.detach().float().numpy())
+        made = kernels.swiglu(x_TD.data_ptr(), self._table, chosen, weights, (hidden, self._width), *kind, scales, many=many)
         return as_bfloat16(made)
 
     def _knows(self, experts: Any) -> bool:
@@ -203,25 +207,25 @@ class MoeBlock(nn.Module):
         """Hidden size D."""
         return (self.router_ND if self.gate_hidden_HD is None else self.gate_hidden_HD).shape[1]
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Map [T, D] to [T, D]."""
-        logits_TN = self.logits(x_TD)
+        logits_TN = self.logits(x_TD, choice)
         selection = select(self.routing, x_TD, logits_TN)
         if self.observer is not None:
             self.observer(x_TD, logits_TN, selection)
-        y_TD = self._routed(x_TD, selection, self.input_scales(logits_TN))
+        y_TD = self._routed(x_TD, selection, self.input_scales(logits_TN), choice)
         if self.shared is None:
             return y_TD
-        shared_TD: Tensor = self.shared(x_TD)
+        shared_TD: Tensor = self.shared(x_TD, choice)
         if self.shared_gate_1D is None:
             return y_TD + shared_TD
-        return y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D)) * shared_TD
+        return y_TD + torch.sigmoid(linear(x_TD, self.shared_gate_1D, choice=choice)) * shared_TD
 
-    def logits(self, x_TD: Tensor) -> Tensor:
+    def logits(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Return the router's logits, [T, N]."""
         dtype = torch.promote_types(x_TD.dtype, torch.float32) if self.router_in_float32 else x_TD.dtype
         bias_N = None if self.logit_bias_N is None else self.logit_bias_N.to(dtype)
-        return router_logits(x_TD.to(dtype), self.router_ND.to(dtype), self.gate_hidden_HD, bias_N)
+        return router_logits(x_TD.to(dtype), self.router_ND.to(dtype), self.gate_hidden_HD, bias_N, choice)
 
     def input_scales(self, logits_TN: Tensor) -> Tensor | None:
         """Return the factors of each expert's input, [T, N]; None for no factors."""
@@ -235,26 +239,29 @@ class MoeBlock(nn.Module):
         for index, expert in enumerate(self.experts):
             yield expert(x_TD if scales_TN is None else x_TD * scales_TN[:, index, None].to(x_TD.dtype))
 
-    def _routed(self, x_TD: Tensor, selection: Selection, scales_TN: Tensor | None) -> Tensor:
+    def _routed(self, x_TD: Tensor, selection: Selection, scales_TN: Tensor | None, choice: KernelChoice = TORCH) -> Tensor:
         scales_TS = None if scales_TN is None else scales_TN.gather(1, selection.experts.clamp_min(0))
-        if may_compile() and self.expert_observer is None and selection.experts.is_cpu:
-            chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
-            scales = None if scales_TS is None else np.ascontiguousarray(scales_TS.detach().float().numpy())
-            if (y_TD := self._compiled(x_TD, self.experts, chosen, weights, scales)) is not None:
-                return y_TD
+        may_compile = choice.may_compile and self.expert_observer is None and selection.experts.is_cpu
+        compiled = self._compiled if may_compile else None
+        if compiled is not None and (y_TD := compiled(x_TD, self.experts, selection, scales_TS, choice)) is not None:
+            return y_TD
         on_gpu = None if self.expert_observer is not None or torch.is_grad_enabled() else self.on_gpu
         if on_gpu is not None and (y_TD := on_gpu(x_TD, selection, self.experts, scales_TS)) is not None:
             return y_TD
-        return route_through(x_TD, selection, self.experts, self.expert_observer, scales_TS)
+        return route_through(x_TD, selection, self.experts, self.expert_observer, scales_TS, choice)
 
 
 def router_logits(
-    x_TD: Tensor, router_ND: Tensor, gate_hidden_HD: Tensor | None = None, logit_bias_N: Tensor | None = None
+    x_TD: Tensor,
+    router_ND: Tensor,
+    gate_hidden_HD: Tensor | None = None,
+    logit_bias_N: Tensor | None = None,
+    choice: KernelChoice = TORCH,
 ) -> Tensor:
     """Return W·x + b, [T, N]; for a gate network W2·tanh(W1·x), where W2 [N, H] is the router and W1 its hidden layer."""
     if gate_hidden_HD is None:
-        return linear(x_TD, router_ND, logit_bias_N)
-    return linear(torch.tanh(linear(x_TD, gate_hidden_HD)), router_ND)
+        return linear(x_TD, router_ND, logit_bias_N, choice)
+    return linear(torch.tanh(linear(x_TD, gate_hidden_HD, choice=choice)), router_ND, choice=choice)
 
 
 def _frozen(weight: Weight | None) -> nn.Parameter | None:
@@ -267,24 +274,31 @@ def route_through(
     experts: nn.ModuleList,
     observer: ExpertObserver | None = None,
     scales_TS: Tensor | None = None,
+    choice: KernelChoice = TORCH,
 ) -> Tensor:
     """Return the routed output Σ_slots weight · FFN_expert(scale · x), [T, D]. Empty slots cost nothing.
 
     scales_TS: factors of the experts' inputs; None for ones.
     """
     if x_TD.shape[0] <= SPARSE_MAX_TOKENS and observer is None and not torch.is_grad_enabled():
-        return sparse(x_TD, selection, experts, scales_TS)
-    return grouped(x_TD, selection, experts, observer, scales_TS)
+        return sparse(x_TD, selection, experts, scales_TS, choice)
+    return grouped(x_TD, selection, experts, observer, scales_TS, choice)
 
 
-def sparse(x_TD: Tensor, selection: Selection, experts: nn.ModuleList, scales_TS: Tensor | None = None) -> Tensor:
+def sparse(
+    x_TD: Tensor,
+    selection: Selection,
+    experts: nn.ModuleList,
+    scales_TS: Tensor | None = None,
+    choice: KernelChoice = TORCH,
+) -> Tensor:
     """Return the routed output, computed token by token; only the chosen experts' weights are read."""
     rows = []
     for row, (indices, weights) in enumerate(zip(selection.experts.tolist(), selection.weights.tolist(), strict=True)):
         x_1D = x_TD[row : row + 1]
         x_SD = x_1D if scales_TS is None else x_1D * scales_TS[row, :, None].to(x_1D.dtype)
         slots = zip(indices, weights, x_SD.expand(len(indices), -1).split(1), strict=True)
-        outputs = [experts[index](x) * weight for index, weight, x in slots if index != NO_EXPERT]
+        outputs = [experts[index](x, choice) * weight for index, weight, x in slots if index != NO_EXPERT]
         rows.append(sum(outputs[1:], outputs[0]) if outputs else torch.zeros_like(x_1D))
     return torch.cat(rows)
 
@@ -295,6 +309,7 @@ def grouped(
     experts: nn.ModuleList,
     observer: ExpertObserver | None = None,
     scales_TS: Tensor | None = None,
+    choice: KernelChoice = TORCH,
 ) -> Tensor:
     """Return the routed output with one product per expert over its tokens.
 
@@ -314,7 +329,7 @@ def grouped(
     outputs = [x_TD.new_zeros(empty, x_TD.shape[1])]
     for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
         if piece.shape[0]:
-            output = experts[index](piece)
+            output = experts[index](piece, choice)
             if observer is not None:
                 observer(index, output, weight)
             outputs.append(output * weight[:, None])

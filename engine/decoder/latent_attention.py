@@ -25,6 +25,7 @@ from engine.decoder.kv_cache import Kept
 from engine.decoder.paged_cache import PagedBatch
 from engine.families.config import DecoderConfig
 from engine.families.tensor_names import LATENT_UP
+from engine.kernels.kernel_choice import TORCH, KernelChoice
 from engine.kernels.linear import is_emulated, linear, linears
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 
@@ -71,34 +72,32 @@ class LatentAttention(nn.Module):
         """Map [B, L, D] to [B, L, D]; with a cache, attend to its content and append the new positions."""
         batch, length, _ = x_BLD.shape
         queries, latent_B1LC, key_B1LR = self._projected(x_BLD, positions)
-        mask = positions.masks[None]
+        mask, choice = positions.masks[None], positions.choice
         if isinstance(cache, PagedBatch):
             cache.append(self.layer, latent_B1LC, key_B1LR)
             mixed = [
-                self.attend(
-                    Queries(*(each[row : row + 1] for each in queries)), *_whole(cache.of_sequence(self.layer, row)), mask
-                )
-                for row in range(batch)
+                self.attend(Queries(*(each[row : row + 1] for each in queries)), *_whole(kept), mask, choice)
+                for row, kept in enumerate(cache.of_sequence(self.layer, row) for row in range(batch))
             ]
             mixed_BHLV = torch.cat(mixed)
         else:
             if cache is not None:
                 latent_B1LC, key_B1LR = _whole(cache.append(self.layer, latent_B1LC, key_B1LR))
             way = self._attend_next_ones if positions.one_by_one else self.attend
-            mixed_BHLV = way(queries, latent_B1LC, key_B1LR, mask)
-        return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias)
+            mixed_BHLV = way(queries, latent_B1LC, key_B1LR, mask, choice)
+        return linear(mixed_BHLV.transpose(1, 2).reshape(batch, length, -1), self.output, self.output_bias, choice)
 
     def _projected(self, x_BLD: Tensor, positions: Positions) -> tuple[Queries, Tensor, Tensor]:
         """Return queries, latent vectors and rotated keys of the new positions."""
-        sizes, down, biases = self.sizes, [self.latent_down], [self.latent_down_bias]
+        sizes, down, biases, choice = self.sizes, [self.latent_down], [self.latent_down_bias], positions.choice
         if self.query_down is not None:
             down, biases = [*down, self.query_down], [*biases, self.query_down_bias]
-        latent_BLE, *query = linears(x_BLD, down, biases)
-        query_BLD = rms_norm(query[0], _present(self.query_norm), LATENT_NORM_EPSILON) if query else x_BLD
-        query_BHLE = linear(query_BLD, self.query_up).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        latent_BLE, *query = linears(x_BLD, down, biases, choice)
+        query_BLD = rms_norm(query[0], _present(self.query_norm), LATENT_NORM_EPSILON, choice) if query else x_BLD
+        query_BHLE = linear(query_BLD, self.query_up, choice=choice).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         plain_BHLN, rotary_BHLR = query_BHLE.split((sizes.plain_dimension, sizes.rotary_dimension), dim=-1)
         latent_BLC, key_BLR = latent_BLE.split((sizes.key_value_rank, sizes.rotary_dimension), dim=-1)
-        latent_BLC = rms_norm(latent_BLC.contiguous(), self.latent_norm, LATENT_NORM_EPSILON)
+        latent_BLC = rms_norm(latent_BLC.contiguous(), self.latent_norm, LATENT_NORM_EPSILON, choice)
         queries = Queries(plain_BHLN, self._rotate(rotary_BHLR, positions))
         return queries, latent_BLC[:, None], self._rotate(key_BLR[:, None], positions)
 
@@ -107,12 +106,17 @@ class LatentAttention(nn.Module):
             x_BHLR = half_by_half(x_BHLR, x_BHLR.shape[-1])
         return rotate(x_BHLR, positions.cosine, positions.sine)
 
-    def attend(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(
+        self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None, choice: KernelChoice = TORCH
+    ) -> Tensor:
         """Return the attention output before the output projection, [B, H, L, V]."""
-        way = self.absorbed if queries.plain_BHLN.shape[2] == 1 else self.expanded
-        return way(queries, latent_B1PC, key_B1PR, mask)
+        if queries.plain_BHLN.shape[2] == 1:
+            return self.absorbed(queries, latent_B1PC, key_B1PR, mask)
+        return self.expanded(queries, latent_B1PC, key_B1PR, mask, choice)
 
-    def _attend_next_ones(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_next_ones(
+        self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None, choice: KernelChoice
+    ) -> Tensor:
         """Attend position by position, so that no keys and values are computed for all earlier positions."""
         length, total = queries.plain_BHLN.shape[2], latent_B1PC.shape[2]
         mixed = []
@@ -123,10 +127,12 @@ class LatentAttention(nn.Module):
             mixed.append(self.absorbed(query, latent_B1PC[:, :, :seen], key_B1PR[:, :, :seen], own_mask))
         return torch.cat(mixed, dim=2)
 
-    def expanded(self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None) -> Tensor:
+    def expanded(
+        self, queries: Queries, latent_B1PC: Tensor, key_B1PR: Tensor, mask: Tensor | None, choice: KernelChoice = TORCH
+    ) -> Tensor:
         """Attend with keys and values of each head."""
         sizes = self.sizes
-        made_BPHE = linear(latent_B1PC[:, 0], self.latent_up).unflatten(-1, (self.heads, -1))
+        made_BPHE = linear(latent_B1PC[:, 0], self.latent_up, choice=choice).unflatten(-1, (self.heads, -1))
         plain_BHPN, value_BHPV = made_BPHE.transpose(1, 2).split((sizes.plain_dimension, sizes.value_dimension), dim=-1)
         key_BHPE = torch.cat((plain_BHPN, key_B1PR.expand(-1, self.heads, -1, -1)), dim=-1)
         return attend(torch.cat(queries, dim=-1), key_BHPE, value_BHPV, mask, self.scale)

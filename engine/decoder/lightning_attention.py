@@ -49,7 +49,7 @@ class LightningAttention(nn.Module):
         """Map [B, L, D] to [B, L, D]; with a cache, continue from its state and store the new one."""
         assert not positions.one_by_one, "tokens that may be undone cannot be read: the state cannot forget them"
         batch, length, _ = x_BLD.shape
-        qkv_BLX, gate_BLX = linears(x_BLD, (self.qkv, self.gate), (None, None))
+        qkv_BLX, gate_BLX = linears(x_BLD, (self.qkv, self.gate), (None, None), positions.choice)
         qkv_BLX = F.silu(qkv_BLX)
         if positions.real_BL is not None:
             qkv_BLX = qkv_BLX * positions.real_BL[..., None]  # padding comes first, and leaves the state at zero
@@ -62,7 +62,8 @@ class LightningAttention(nn.Module):
         if cache is not None:
             cache.keep_state(self.layer, state_BHEE)
         mixed_BLX = mixed_BHLE.transpose(1, 2).reshape(batch, length, -1).to(x_BLD.dtype)
-        return linear(gate_BLX.sigmoid() * rms_norm(mixed_BLX, self.norm, NORM_EPSILON), self.output)
+        normed_BLX = rms_norm(mixed_BLX, self.norm, NORM_EPSILON, positions.choice)
+        return linear(gate_BLX.sigmoid() * normed_BLX, self.output, choice=positions.choice)
 
 
 def decay_rates(heads: int, layer: int, layers: int) -> Tensor:

@@ -52,7 +52,9 @@ from engine.families.tensor_names import (
     shared_gate_tensor,
     shared_tensor,
 )
-from engine.kernels.linear import is_decoding, linear, plain
+from engine.kernels.devices import keep_few_shapes
+from engine.kernels.kernel_choice import TORCH, KernelChoice
+from engine.kernels.linear import linear, plain
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 
 TensorSource = Callable[[str], Weight]
@@ -64,6 +66,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, tensor: TensorSource) -> None:
         super().__init__()
+        keep_few_shapes()
         prefix = f"model.layers.{layer}"
         self.epsilon = config.norm_epsilon
         self.residual = config.multipliers.residual
@@ -76,10 +79,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_BLD: Tensor, positions: Positions, cache: Cache | None = None) -> Tensor:
         """Map [B, L, D] to [B, L, D]."""
-        normed = norm(x_BLD, self.attention_norm, self.attention_norm_bias, self.epsilon)
+        choice = positions.choice
+        normed = norm(x_BLD, self.attention_norm, self.attention_norm_bias, self.epsilon, choice)
         x_BLD = self._added(0, x_BLD, normed, self.attention(normed, positions, cache))
-        normed = norm(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, self.epsilon)
-        y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]))
+        normed = norm(x_BLD, self.feed_forward_norm, self.feed_forward_norm_bias, self.epsilon, choice)
+        y_TD: Tensor = self.feed_forward(normed.view(-1, normed.shape[-1]), choice)
         return self._added(1, x_BLD, normed, y_TD.view_as(x_BLD))
 
     def _added(self, part: int, x_BLD: Tensor, normed_BLD: Tensor, y_BLD: Tensor) -> Tensor:
@@ -159,12 +163,19 @@ class Decoder(nn.Module):
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoeBlock)]
 
     def hidden_states(
-        self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None, *, one_by_one: bool = False
+        self,
+        tokens_BL: Tensor,
+        real_BP: Tensor | None = None,
+        cache: Cache | None = None,
+        choice: KernelChoice = TORCH,
+        *,
+        one_by_one: bool = False,
     ) -> Tensor:
         """Return the hidden states after the last norm, [B, L, D], as the head's input.
 
         real_BP: bool over all positions so far, False at left padding. With a cache, the new tokens follow its content.
-        one_by_one: whether rotary scalings treat each token as the last one of its text.
+        choice: kernels that compute the products. one_by_one: whether rotary scalings treat each token as the last one
+        of its text.
         """
         x_BLD = embedded(self.config, tokens_BL, self.embedding_VD)
         if isinstance(cache, PagedBatch):
@@ -174,7 +185,8 @@ class Decoder(nn.Module):
             read_as = cache.read_as if cache is not None else 0
             dtype = x_BLD.dtype
             positions = positions_for(self.config, self.rotary, tokens_BL, real_BP, past, dtype, read_as, one_by_one)
-        if is_decoding() and (final_BLD := self._step(x_BLD, positions, cache)) is not None:
+        positions = positions._replace(choice=choice)
+        if choice.may_compile and (final_BLD := self._step(x_BLD, positions, cache)) is not None:
             x_BLD = final_BLD
         else:
             for layer in self.layers:
@@ -184,23 +196,35 @@ class Decoder(nn.Module):
                     x_BLD = layer(x_BLD, positions, cache)
         if isinstance(cache, KeyValueCache):
             cache.advance(tokens_BL.shape[1])
-        return final_norm(self.config, x_BLD, self.norm, self.norm_bias)
+        return final_norm(self.config, x_BLD, self.norm, self.norm_bias, choice)
 
-    def forward(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        real_BP: Tensor | None = None,
+        cache: Cache | None = None,
+        choice: KernelChoice = TORCH,
+    ) -> Tensor:
         """Return the logits of every new position, [B, L, V]."""
-        return self.logits(self.hidden_states(tokens_BL, real_BP, cache))
+        return self.logits(self.hidden_states(tokens_BL, real_BP, cache, choice), choice)
 
-    def last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def last_logits(
+        self,
+        tokens_BL: Tensor,
+        real_BP: Tensor | None = None,
+        cache: Cache | None = None,
+        choice: KernelChoice = TORCH,
+    ) -> Tensor:
         """Return the logits of the last position only, [B, V]; L·V logits would take much memory."""
-        return self.logits(self.hidden_states(tokens_BL, real_BP, cache)[:, -1])
+        return self.logits(self.hidden_states(tokens_BL, real_BP, cache, choice)[:, -1], choice)
 
-    def step_logits(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
+    def step_logits(self, tokens_BL: Tensor, cache: KeyValueCache, choice: KernelChoice = TORCH) -> Tensor:
         """Return the logits [B, L, V] of new tokens that are read together, each with the result of reading it alone."""
-        return self.logits(self.hidden_states(tokens_BL, None, cache, one_by_one=True))
+        return self.logits(self.hidden_states(tokens_BL, None, cache, choice, one_by_one=True), choice)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Return the logits […, V] of hidden states […, D] after the last norm."""
-        return linear(hidden, self.head, self.head_bias_V)
+        return linear(hidden, self.head, self.head_bias_V, choice)
 
 
 def _weights_bytes(module: nn.Module) -> int:
@@ -212,9 +236,11 @@ def embedded(config: DecoderConfig, tokens_BL: Tensor, embedding_VD: Tensor) -> 
     return times(F.embedding(tokens_BL, embedding_VD), config.multipliers.embedding)
 
 
-def final_norm(config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
+def final_norm(
+    config: DecoderConfig, x_BLD: Tensor, weight_D: Tensor, bias_D: Tensor | None, choice: KernelChoice = TORCH
+) -> Tensor:
     """Return the head's input from the last layer's output. The divisor of the logits is applied here, to fewer numbers."""
-    return times(norm(x_BLD, weight_D, bias_D, config.norm_epsilon), 1.0 / config.multipliers.logits)
+    return times(norm(x_BLD, weight_D, bias_D, config.norm_epsilon, choice), 1.0 / config.multipliers.logits)
 
 
 class Outer:

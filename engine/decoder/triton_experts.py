@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.decoder.experts import SPARSE_MAX_TOKENS, Expert, MoeBlock, route_through
 from engine.decoder.routing import NO_EXPERT, Selection, select
-from engine.kernels.linear import wanted_kernels
+from engine.kernels.kernel_choice import wanted_kernels
 
 _log = logging.getLogger(__name__)
 

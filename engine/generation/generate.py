@@ -41,7 +41,7 @@ from engine.generation.sampling import penalised_rows, sample
 from engine.generation.speculative import Reader, Speculation
 from engine.generation.text_stream import TextStream, plain_text
 from engine.kernels.devices import resolve_device, set_threads
-from engine.kernels.linear import COMPILED_MAX_ROWS, decoding, prepare_decoding, reading
+from engine.kernels.kernel_choice import COMPILED_MAX_ROWS, DECODING, PROMPT, KernelChoice, prepare_decoding
 from engine.onnx.runtime import OnnxDecoder, backend_of, open_exported
 from engine.progress import Progress, no_progress
 
@@ -88,6 +88,8 @@ class Engine:
         """Dtype of the KV cache."""
         self.load_seconds = 0.0
         """Duration of `open` in seconds."""
+        self.prompt_kernels, self.decoding_kernels = PROMPT, DECODING
+        """Kernels that compute the products of prompts and of decoding, on the threads that the model was opened with."""
         self.progress: Progress = no_progress
         """Shows the compilation of kernels, where there is any."""
         self._last: _Batch | None = None
@@ -155,6 +157,7 @@ class Engine:
             use_triton(decoder.moe_blocks)
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
         engine.kv_cache_dtype, engine.progress = kept, progress
+        engine.prompt_kernels, engine.decoding_kernels = PROMPT.with_threads(threads), DECODING.with_threads(threads)
         engine.load_seconds = time.perf_counter() - started
         if drafting is not None:
             engine.draft = cls.open(drafting, device=device, dtype=dtype, checksums=checksums, progress=progress)
@@ -267,12 +270,20 @@ class Engine:
         """
         decoder, first, last = self.decoder, cache.length, cache.length + tokens_BL.shape[1]
         cache.read_as = last if real_BP is None else int(real_BP[:, :last].sum(-1).max())
-        with torch.inference_mode(), reading():
+        with torch.inference_mode():
             while isinstance(decoder, Decoder) and cache.length + PREFILL_CHUNK < last:
                 start, end = cache.length, cache.length + PREFILL_CHUNK
-                decoder.hidden_states(tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end), cache)
+                piece, seen = tokens_BL[:, start - first : end - first], self._seen(real_BP, start, end)
+                decoder.hidden_states(piece, seen, cache, self.prompt_kernels)
             start = cache.length
-            return decoder.last_logits(tokens_BL[:, start - first :], self._seen(real_BP, start, last), cache)
+            piece, seen = tokens_BL[:, start - first :], self._seen(real_BP, start, last)
+            return self._last_logits(piece, seen, cache, self.prompt_kernels)
+
+    def _last_logits(self, tokens_BL: Tensor, real_BP: Tensor | None, cache: KeyValueCache, choice: KernelChoice) -> Tensor:
+        """Return the logits of the last position, [B, V]. An exported model has kernels of its own."""
+        if isinstance(self.decoder, OnnxDecoder):
+            return self.decoder.last_logits(tokens_BL, real_BP, cache)
+        return self.decoder.last_logits(tokens_BL, real_BP, cache, choice)
 
     def _seen(self, real_BP: Tensor | None, start: int, end: int) -> Tensor | None:
         """Return which positions before `end` are real; the skip counter counts only the real ones from `start` on."""
@@ -283,14 +294,14 @@ class Engine:
 
     def step(self, tokens_B: Tensor, real_BP: Tensor | None, cache: KeyValueCache) -> Tensor:
         """Read one more token of each sequence and return the logits [B, V] after it."""
-        with torch.inference_mode(), decode_kernels(tokens_B.shape[0], self.dtype, self.device):
-            return self.decoder.last_logits(tokens_B[:, None], real_BP, cache)
+        with torch.inference_mode(), torch_products(tokens_B.shape[0], self.dtype, self.device):
+            return self._last_logits(tokens_B[:, None], real_BP, cache, self.decoding_kernels)
 
     def steps(self, tokens_BL: Tensor, cache: KeyValueCache) -> Tensor:
         """Read several known tokens of each sequence in one forward pass and return the logits [B, L, V] after each."""
         assert isinstance(self.decoder, Decoder), "an exported model has no such forward"
-        with torch.inference_mode(), decode_kernels(tokens_BL.numel(), self.dtype, self.device):
-            return self.decoder.step_logits(tokens_BL, cache)
+        with torch.inference_mode(), torch_products(tokens_BL.numel(), self.dtype, self.device):
+            return self.decoder.step_logits(tokens_BL, cache, self.decoding_kernels)
 
     def _start(
         self, prompts: Sequence[str], max_new_tokens: int, sampling: SamplingOptions, stop: str | Sequence[str]
@@ -474,11 +485,11 @@ def _generation(sequence: TextStream) -> Generation:
 
 
 @contextmanager
-def decode_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Use faster matrix products for few rows in half precision on a CPU: compiled ones, or torch's own.
+def torch_products(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Let torch compute products of one row in half precision on a CPU by its own code, in place of oneDNN's.
 
-    With one row, oneDNN's products take up to twice as long as torch's own; with the many rows of a prefill they are
-    faster.
+    With one row, oneDNN's products take up to twice as long; with several rows they are faster. The switch belongs to
+    torch and to the whole process, so it is put back after each step.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         yield
@@ -487,8 +498,7 @@ def decode_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> Itera
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(before and rows > 1)
     try:
-        with decoding():
-            yield
+        yield
     finally:
         torch._C._set_mkldnn_enabled(before)
 

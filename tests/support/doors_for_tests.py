@@ -240,7 +240,7 @@ def import_everything() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for name in IMPORTED:
         importlib.import_module(name)
-    from engine.kernels.linear import prepare_decoding
+    from engine.kernels.kernel_choice import prepare_decoding
 
     prepare_decoding(torch.bfloat16, torch.device("cpu"))  # compiled code is loaded once, here
 

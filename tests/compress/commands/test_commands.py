@@ -125,7 +125,7 @@ def test_help_has_groups_and_the_own_group_of_a_command_comes_first(name: str) -
 def test_names_are_those_of_the_tables() -> None:
     from engine.bench.backends import BACKENDS
     from engine.generation.options import MOST_DRAFT_TOKENS
-    from engine.kernels.linear import COMPILED_MAX_ROWS
+    from engine.kernels.kernel_choice import COMPILED_MAX_ROWS
 
     assert set(BACKEND_NAMES) == set(BACKENDS) and MOST_DRAFT_TOKENS == COMPILED_MAX_ROWS - 1
 

@@ -16,7 +16,7 @@ from engine.decoder.decode_step import DecodeStep
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, routed_by
 from engine.decoder.routing import Selection, Skipping
-from engine.kernels.linear import decoding
+from engine.kernels.kernel_choice import DECODING
 from engine.kernels.quantized_weight import QuantizedWeight, quantise
 
 pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
@@ -50,8 +50,8 @@ def decoded(decoder: Decoder, tokens_BL: Tensor, at_once: int = 1) -> Tensor:
     cache = KeyValueCache(decoder.config, len(tokens_BL), tokens_BL.shape[1], torch.bfloat16)
     with torch.inference_mode():
         decoder.last_logits(tokens_BL[:, :4], None, cache)
-        with decoding():
-            return torch.cat([decoder.step_logits(part, cache) for part in tokens_BL[:, 4:].split(at_once, dim=1)], dim=1)
+        parts = tokens_BL[:, 4:].split(at_once, dim=1)
+        return torch.cat([decoder.step_logits(part, cache, DECODING) for part in parts], dim=1)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,9 @@ def test_skipping_and_what_observers_see(
             taken = served(decoder, monkeypatch) if is_whole else [True]
             tokens = TOKENS if isinstance(threshold, Tensor) else TOKENS[:2]
             cache = KeyValueCache(checkpoint.config, len(tokens), 8, torch.bfloat16)
-            with torch.inference_mode(), decoding():
-                made.append(torch.stack([decoder.last_logits(tokens[:, i : i + 1], None, cache) for i in range(6)]))
+            with torch.inference_mode():
+                steps = [decoder.last_logits(tokens[:, i : i + 1], None, cache, DECODING) for i in range(6)]
+            made.append(torch.stack(steps))
         assert taken and all(taken)
     skipped = sum(int((selection.experts < 0).sum()) for _, _, selection in told[0])
     assert torch.equal(*made) and skipped > 0
@@ -176,8 +177,8 @@ def test_what_the_kernels_do_not_know_goes_through_the_layers(tmp_path: Path, mo
     assert torch.equal(decoded(decoder, TOKENS), expected) and all(taken)  # its own rule is used again
     for cache_dtype in (torch.float16, torch.int8):
         cache = KeyValueCache(checkpoint.config, 1, 4, cache_dtype)
-        with torch.inference_mode(), decoding():
-            decoder.last_logits(TOKENS[:1, :1], None, cache)
+        with torch.inference_mode():
+            decoder.last_logits(TOKENS[:1, :1], None, cache, DECODING)
     assert taken[-2:] == [False, False]
 
 

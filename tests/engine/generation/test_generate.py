@@ -19,7 +19,7 @@ from engine.checkpoint.skip_table_file import FILE_NAME
 from engine.decoder.routing import Selection
 from engine.decoder.skip_tables import SkipTables
 from engine.errors import CheckpointError, OptionError
-from engine.generation.generate import Engine, Generation, decode_kernels
+from engine.generation.generate import Engine, Generation, torch_products
 from engine.generation.options import SamplingOptions
 from engine.generation.text_stream import Characters, StopString
 
@@ -255,10 +255,10 @@ def test_half_precision_generates(directory: Path, dtype: str) -> None:
 def test_decode_kernels_switch_for_one_row_in_half_precision_only() -> None:
     cpu = torch.device("cpu")
     for rows, dtype, enabled in ((1, torch.bfloat16, False), (2, torch.bfloat16, True), (1, torch.float32, True)):
-        with decode_kernels(rows, dtype, cpu):
+        with torch_products(rows, dtype, cpu):
             assert torch._C._get_mkldnn_enabled() is enabled
         assert torch._C._get_mkldnn_enabled()
-    with pytest.raises(KeyError), decode_kernels(1, torch.float16, cpu):
+    with pytest.raises(KeyError), torch_products(1, torch.float16, cpu):
         raise KeyError
     assert torch._C._get_mkldnn_enabled()
 

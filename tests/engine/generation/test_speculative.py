@@ -25,7 +25,7 @@ from engine.generation.generate import Engine
 from engine.generation.options import SamplingOptions
 from engine.generation.sampling import probabilities
 from engine.generation.speculative import draw, residual, verify
-from engine.kernels.linear import decoding
+from engine.kernels.kernel_choice import DECODING
 
 PROMPT = "def read(path):"
 LONGROPE: dict[str, Any] = {
@@ -167,11 +167,11 @@ def test_several_steps_at_once_give_the_logits_of_single_ones(
     with torch.inference_mode():
         for cache in (single, several):
             decoder.last_logits(tokens[:, :20], None, cache)
-        with decoding():
-            each = torch.cat([decoder.last_logits(tokens[:, at : at + 1], None, single) for at in range(20, 30)])
-            decoder.step_logits(torch.full((1, 5), 7), several)
-            several.length = 20  # what was read is forgotten
-            together = torch.cat([decoder.step_logits(piece, several)[0] for piece in tokens[:, 20:].split(7, dim=1)])
+        steps = [decoder.last_logits(tokens[:, at : at + 1], None, single, DECODING) for at in range(20, 30)]
+        decoder.step_logits(torch.full((1, 5), 7), several, DECODING)
+        several.length = 20  # forgets these tokens
+        pieces = tokens[:, 20:].split(7, dim=1)
+        each, together = torch.cat(steps), torch.cat([decoder.step_logits(p, several, DECODING)[0] for p in pieces])
     if dtype == "bfloat16":
         assert torch.equal(together, each)
     else:

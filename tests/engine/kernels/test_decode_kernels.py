@@ -14,14 +14,15 @@ import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
 from torch import Tensor
 
-import engine.kernels.linear
+import engine.kernels.kernel_choice
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.attention import rms_norm, rotate
 from engine.decoder.block_pool import BlockTable
 from engine.decoder.kv_cache import KeyValueCache, position_bytes
 from engine.decoder.model import Decoder
 from engine.decoder.paged_cache import PagedBatch, PagedCache
-from engine.kernels.linear import as_bfloat16, decoding, has_half_arithmetic, reading
+from engine.kernels.kernel_choice import DECODING, PROMPT
+from engine.kernels.linear import as_bfloat16, has_half_arithmetic
 
 EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
 kernels: Any = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
@@ -39,16 +40,16 @@ def decoded(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
     cache = KeyValueCache(config, 1, TOKENS.shape[1], dtype)
     with torch.inference_mode():
         logits = [decoder.last_logits(TOKENS[:, :5], None, cache)]
-        with decoding():
-            logits += [decoder.last_logits(TOKENS[:, i : i + 1], None, cache) for i in range(5, TOKENS.shape[1])]
+        for i in range(5, TOKENS.shape[1]):
+            logits.append(decoder.last_logits(TOKENS[:, i : i + 1], None, cache, DECODING))
     return torch.cat(logits)
 
 
 def read(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
     """Return the logits of a prompt in which rounding does not change an early choice of experts."""
     prompt = torch.randint(3, 96, (1, 70), generator=torch.Generator().manual_seed(4))
-    with torch.inference_mode(), reading():
-        return decoder(prompt, None, KeyValueCache(config, 1, prompt.shape[1], dtype))[0]
+    with torch.inference_mode():
+        return decoder(prompt, None, KeyValueCache(config, 1, prompt.shape[1], dtype), PROMPT)[0]
 
 
 @pytest.mark.parametrize("logits", [decoded, read])
@@ -69,7 +70,7 @@ def test_every_family_decodes_as_well_as_through_torch(
 
     exact = logits(Decoder(checkpoint.config, source(torch.float64)), checkpoint.config, torch.float64)
     compiled = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
-    monkeypatch.setattr(engine.kernels.linear, "_load_kernels", lambda: None)
+    monkeypatch.setattr(engine.kernels.kernel_choice, "_load_kernels", lambda: None)
     torch_path = logits(Decoder(checkpoint.config, source(torch.bfloat16)), checkpoint.config, torch.bfloat16)
     is_compiled = logits is decoded or has_half_arithmetic()  # prompts go through torch where bfloat16 is emulated
     assert compiled.dtype == torch.bfloat16 and torch.equal(compiled, torch_path) != is_compiled
@@ -85,9 +86,8 @@ def test_norm_equals_torch_to_the_bit() -> None:
     for size in (1, 7, 160):
         x, weight = torch.randn(3, size).bfloat16(), torch.randn(size).bfloat16()
         several = rms_norm(x, weight, 1e-5)
-        with decoding():
-            alone = torch.cat([rms_norm(row[None], weight, 1e-5) for row in x])
-            together = rms_norm(x, weight, 1e-5)
+        alone = torch.cat([rms_norm(row[None], weight, 1e-5, DECODING) for row in x])
+        together = rms_norm(x, weight, 1e-5, DECODING)
         assert torch.equal(several, alone) and torch.equal(several, together)
 
 
@@ -161,10 +161,9 @@ def test_a_sequence_gets_the_same_bits_beside_others(family: str, changes: dict[
             for table in tables:
                 cache.pool.extend(table, table.length + 1)
             last = torch.stack([prompt[length + step] for prompt, length in zip(prompts, lengths, strict=True)])
-            with decoding():
-                together = decoder.last_logits(last[:, None], None, PagedBatch(cache, tables, 1, lengths))
-                for row, own in enumerate(alone):
-                    assert torch.equal(together[row], decoder.last_logits(last[row, None, None], None, own)[0])
+            together = decoder.last_logits(last[:, None], None, PagedBatch(cache, tables, 1, lengths), DECODING)
+            for row, own in enumerate(alone):
+                assert torch.equal(together[row], decoder.last_logits(last[row, None, None], None, own, DECODING)[0])
             for table, prompt in zip(tables, prompts.tolist(), strict=True):
                 cache.pool.fill(table, prompt, table.length + 1)
 
@@ -174,10 +173,11 @@ def test_a_batch_that_moves_in_step_gets_the_same_bits_as_each_alone(tmp_path: P
     checkpoint = Checkpoint(tmp_path)
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.bfloat16))
     prompts = torch.randint(3, 96, (3, 10), generator=torch.Generator().manual_seed(3))
-    with torch.inference_mode(), decoding():
 
-        def steps(tokens_BL: Tensor) -> Tensor:
-            cache = KeyValueCache(checkpoint.config, len(tokens_BL), 10, torch.bfloat16)
-            return torch.stack([decoder.last_logits(column[:, None], None, cache) for column in tokens_BL.T], dim=1)
+    def steps(tokens_BL: Tensor) -> Tensor:
+        cache = KeyValueCache(checkpoint.config, len(tokens_BL), 10, torch.bfloat16)
+        columns = (column[:, None] for column in tokens_BL.T)
+        return torch.stack([decoder.last_logits(column, None, cache, DECODING) for column in columns], dim=1)
 
+    with torch.inference_mode():
         assert torch.equal(steps(prompts), torch.cat([steps(prompt[None]) for prompt in prompts]))

@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 
 import engine.decoder.experts
+import engine.kernels.kernel_choice
 import engine.kernels.linear
 from engine.decoder.experts import CompiledExperts, Expert, MoeBlock, grouped
-from engine.decoder.routing import NO_EXPERT, TopK
+from engine.decoder.routing import NO_EXPERT, Selection, TopK
 from engine.errors import OptionError
 from engine.families.layer_config import ClampedSwiglu
-from engine.kernels.linear import addresses, as_bfloat16, decoding, kernel_form, linear, linears, plain
+from engine.kernels.kernel_choice import DECODING
+from engine.kernels.linear import addresses, as_bfloat16, kernel_form, linear, linears, plain
 from engine.kernels.quantized_weight import quantise
 
 
@@ -33,8 +35,8 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_equals_float64(arithmetic: bool, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(shape).to(dtype), torch.randn(21, 16).to(dtype), torch.randn(21).to(dtype)
-    with torch.no_grad(), decoding():
-        got = linear(x, weight, bias)
+    with torch.no_grad():
+        got = linear(x, weight, bias, DECODING)
     expected = x.double() @ weight.double().T + bias.double()
     assert got.dtype == dtype and got.shape == expected.shape
     assert torch.allclose(got.double(), expected, rtol=2e-2, atol=5e-2)
@@ -111,9 +113,8 @@ def test_compiled_products_of_few_bits(bits: int, group: int, inputs: int) -> No
     x, outputs = torch.randn(7, inputs).bfloat16(), [36, 4, 64]
     weights = [quantise(torch.randn(count, inputs), bits, group, torch.bfloat16) for count in outputs]
     assert kernel_form(kernels, weights) == (bits, group)
-    with decoding():
-        y = torch.cat(linears(x, weights, (None,) * 3), dim=-1)
-        alone = [torch.cat(linears(row[None], weights, (None,) * 3), dim=-1) for row in x]
+    y = torch.cat(linears(x, weights, (None,) * 3, DECODING), dim=-1)
+    alone = [torch.cat(linears(row[None], weights, (None,) * 3, DECODING), dim=-1) for row in x]
     exact = rounded_to_8_bits(x) @ torch.cat([weight.dequantised(torch.float64) for weight in weights]).T
     assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-4 * float(exact.abs().max()))
     assert (y == exact.float().bfloat16()).double().mean() > 0.97, "summed up in float32, rounded once"
@@ -131,9 +132,11 @@ def test_compiled_experts_of_few_bits(bits: int) -> None:
     chosen = torch.stack([torch.randperm(4)[:slots] for _ in range(5)])
     chosen[1, 0] = NO_EXPERT
     compiled = CompiledExperts()
-    with decoding():
-        y = compiled(x, experts, chosen.numpy(), weights.numpy())
-        alone = [compiled(x[t : t + 1], experts, chosen[t : t + 1].numpy(), weights[t : t + 1].numpy()) for t in range(5)]
+
+    def made(rows: slice) -> torch.Tensor | None:
+        return compiled(x[rows], experts, Selection(chosen[rows], weights[rows]), choice=DECODING)
+
+    y, alone = made(slice(None)), [made(slice(t, t + 1)) for t in range(5)]
     assert y is not None
     for token in range(5):
         wide, exact = rounded_to_8_bits(x[token]), torch.zeros(hidden, dtype=torch.float64)
@@ -151,8 +154,7 @@ def test_compiled_experts_of_few_bits(bits: int) -> None:
 def test_compiled_products_of_few_bits_hide_no_overflow(value: float) -> None:
     x = torch.ones(1, 64).bfloat16()
     x[0, 40] = value
-    with decoding():
-        assert not linear(x, quantise(torch.ones(4, 64), 8, 32, torch.bfloat16)).isfinite().any()
+    assert not linear(x, quantise(torch.ones(4, 64), 8, 32, torch.bfloat16), choice=DECODING).isfinite().any()
 
 
 needs_pairs = pytest.mark.skipif(
@@ -221,9 +223,9 @@ def test_compiled_experts_of_many_tokens(kind: str, bits: int) -> None:
     compiled = CompiledExperts()
 
     def made(some: torch.Tensor) -> torch.Tensor:
-        arrays = [None if part is None else part[some].numpy() for part in (chosen, weights, scales)]
-        with decoding(), torch.no_grad():
-            y = compiled(x[some].contiguous(), experts, *arrays)
+        own = None if scales is None else scales[some]
+        with torch.no_grad():
+            y = compiled(x[some].contiguous(), experts, Selection(chosen[some], weights[some]), own, DECODING)
         assert y is not None
         return y
 
@@ -253,8 +255,7 @@ def test_compiled_experts_of_many_tokens(kind: str, bits: int) -> None:
 def test_panels_hide_no_overflow_and_keep_it_to_itself(value: float) -> None:
     x = torch.ones(80, 64).bfloat16()
     x[40, 3] = value
-    with decoding():
-        finite = linear(x, torch.ones(4, 64).bfloat16()).isfinite()
+    finite = linear(x, torch.ones(4, 64).bfloat16(), choice=DECODING).isfinite()
     assert not finite[40].any() and finite[:40].all() and finite[41:].all()
 
 
@@ -262,8 +263,7 @@ def test_panels_hide_no_overflow_and_keep_it_to_itself(value: float) -> None:
 def test_matrices_that_panels_do_not_take_go_through_torch() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(80, 64).bfloat16(), torch.randn(5, 64).bfloat16()
-    with decoding():
-        assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert torch.equal(linear(x, weight, choice=DECODING), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
@@ -272,7 +272,7 @@ def test_compiled_dequantising_is_the_plain_one(bits: int, group: int) -> None:
     pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     torch.manual_seed(0)
     weight = quantise(torch.randn(5, 256), bits, group, torch.bfloat16)
-    engine.kernels.linear.prepare_decoding(torch.bfloat16, torch.device("cpu"))
+    engine.kernels.kernel_choice.prepare_decoding(torch.bfloat16, torch.device("cpu"))
     assert torch.equal(plain(weight, torch.bfloat16), weight.dequantised(torch.bfloat16))
 
 
@@ -282,8 +282,8 @@ def test_few_bits_that_the_kernels_do_not_know(change: str) -> None:
     outputs, group = 6 if change == "outputs" else 8, 64 if change == "group" else 32
     weight = quantise(torch.randn(outputs, 64), 4, group, torch.float16 if change == "scales" else torch.bfloat16)
     x = torch.randn(2, 64).bfloat16()
-    with decoding():
-        assert torch.equal(linear(x, weight), linear(x, weight.dequantised(torch.bfloat16)))
+    wide = weight.dequantised(torch.bfloat16)
+    assert torch.equal(linear(x, weight, choice=DECODING), linear(x, wide, choice=DECODING))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40])
@@ -300,9 +300,9 @@ def test_several_weights_at_once(arithmetic: bool, rows: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, 1, 16).bfloat16()
     weights, biases = [torch.randn(n, 16).bfloat16() for n in (6, 4)], [torch.randn(6).bfloat16(), None]
-    with torch.no_grad(), decoding():
-        together = linears(x, weights, biases)
-        alone = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    with torch.no_grad():
+        together = linears(x, weights, biases, DECODING)
+        alone = [linear(x, weight, bias, DECODING) for weight, bias in zip(weights, biases, strict=True)]
     assert [y.shape for y in together] == [(rows, 1, 6), (rows, 1, 4)]
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
@@ -313,10 +313,10 @@ def test_without_the_kernels_torch_serves(arithmetic: bool, rows: int, monkeypat
     x, weight = torch.randn(rows, 16).bfloat16(), torch.randn(21, 16).bfloat16()
     experts = [Expert(*(torch.randn(shape).bfloat16() / 4 for shape in ((24, 16), (24, 16), (16, 24)))) for _ in range(3)]
     block = MoeBlock(torch.randn(3, 16).bfloat16(), experts, TopK(2, True), shared=experts[0])
-    with torch.no_grad(), decoding():
-        fast = linear(x, weight), block(x), experts[1](x)
-        monkeypatch.setattr(engine.kernels.linear, "_load_kernels", lambda: None)
-        slow = linear(x, weight), block(x), experts[1](x)
+    with torch.no_grad():
+        fast = linear(x, weight, choice=DECODING), block(x, DECODING), experts[1](x, DECODING)
+        monkeypatch.setattr(engine.kernels.kernel_choice, "_load_kernels", lambda: None)
+        slow = linear(x, weight, choice=DECODING), block(x, DECODING), experts[1](x, DECODING)
     for a, b in zip(fast, slow, strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=5e-2)
 
@@ -327,9 +327,9 @@ def test_weights_that_moved_are_looked_up_again() -> None:
     block = MoeBlock(torch.randn(2, 16), [Expert(*torch.randn(3, 16, 16) / 4) for _ in range(2)], TopK(1, True)).bfloat16()
 
     def agrees() -> bool:
-        with torch.no_grad(), decoding():
+        with torch.no_grad():
             return torch.allclose(
-                block(x).float(), grouped(x, block.routing(x @ block.router_ND.T), block.experts).float(), atol=0.1
+                block(x, DECODING).float(), grouped(x, block.routing(x @ block.router_ND.T), block.experts).float(), atol=0.1
             )
 
     assert agrees()
@@ -365,14 +365,14 @@ def test_transposed_products_equal_float64(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_outside_decoding_the_kernels_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.kernels.linear, "_load_kernels", lambda: pytest.fail("loaded"))
+    monkeypatch.setattr(engine.kernels.kernel_choice, "_load_kernels", lambda: pytest.fail("loaded"))
     with torch.no_grad():
         linear(torch.randn(1, 16).bfloat16(), torch.randn(21, 16).bfloat16())
 
 
 def test_what_decodes_is_tried_and_can_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
-    load = engine.kernels.linear._load_kernels.__wrapped__
+    load = engine.kernels.kernel_choice._load_kernels.__wrapped__
     right = kernels.products
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -382,15 +382,15 @@ def test_what_decodes_is_tried_and_can_be_said(tmp_path: Path, monkeypatch: pyte
     for verdict, products in ((kernels, right), (None, slow)):
         monkeypatch.setattr(kernels, "cache_directory", lambda made=tmp_path / products.__name__: made)
         kernels.cache_directory().mkdir()
-        monkeypatch.delenv(engine.kernels.linear.KERNELS, raising=False)
+        monkeypatch.delenv(engine.kernels.kernel_choice.KERNELS, raising=False)
         monkeypatch.setattr(kernels, "products", products)
         assert load() is verdict
         monkeypatch.setattr(kernels, "products", lambda *given, **options: pytest.fail("the verdict was kept"))
         assert load() is verdict
-        monkeypatch.setenv(engine.kernels.linear.KERNELS, "compiled")
+        monkeypatch.setenv(engine.kernels.kernel_choice.KERNELS, "compiled")
         assert load() is kernels
-    monkeypatch.setenv(engine.kernels.linear.KERNELS, "torch")
+    monkeypatch.setenv(engine.kernels.kernel_choice.KERNELS, "torch")
     assert load() is None
-    monkeypatch.setenv(engine.kernels.linear.KERNELS, "fast")
+    monkeypatch.setenv(engine.kernels.kernel_choice.KERNELS, "fast")
     with pytest.raises(OptionError, match="COMPRESS_KERNELS is 'fast'; it must be auto, compiled or torch"):
         load()

@@ -26,7 +26,7 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.families.results import loading_note
 from engine.families.tensor_names import expert_tensor
 from engine.generation.generate import Engine
-from engine.kernels.linear import decoding
+from engine.kernels.kernel_choice import DECODING
 from engine.kernels.quantized_weight import QuantizedWeight, quantise
 from engine.kernels.scheme import WHOLE_ROW, Scheme
 
@@ -146,8 +146,7 @@ def prefill_and_steps(decoder: Decoder) -> Tensor:
     """Return the logits of a prefill of 20 positions and of 4 single steps."""
     cache = KeyValueCache(decoder.config, 2, 24, decoder.dtype)
     logits = [decoder(TOKENS[:, :20], None, cache)]
-    with decoding():
-        logits += [decoder(TOKENS[:, i : i + 1], None, cache) for i in range(20, 24)]
+    logits += [decoder(TOKENS[:, i : i + 1], None, cache, DECODING) for i in range(20, 24)]
     return torch.cat(logits, dim=1)
 
 
