@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compress.options.plan_run import DEVICE_NAMES
 from engine.passes.memory_budget import resident_memory_bytes
 
 
@@ -73,6 +74,7 @@ DEVICES: dict[str, Device] = {
         _card("rtx4090", 165.2, 82.6, 1.3, 1008, 24, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
     )
 }
+assert ("cpu", *DEVICES) == DEVICE_NAMES
 """GPUs by name. float32 products are torch's default, without TF32. Speeds of reading, sampling and starting are
 assumptions.
 """

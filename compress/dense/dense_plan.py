@@ -25,6 +25,7 @@ from compress.methods.m_smoe import dominated
 from compress.methods.merging import aligned_sources
 from compress.methods.random_scores import random_scores
 from compress.methods.saliency import frequency, reap
+from compress.options.densify import SELECTIONS
 from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import OptionError
@@ -79,6 +80,7 @@ SELECTION_RULES: dict[str, Callable[[Statistics, int, int], dict[int, Chosen]]] 
     "random": lambda statistics, ffns, seed: _best(random_scores(statistics, seed), ffns),
 }
 """Selection rules: functions from statistics, K and a seed to the experts of every MoE layer."""
+assert tuple(SELECTION_RULES) == SELECTIONS
 
 
 def first_scales(layer: LayerStatistics, chosen: Chosen) -> list[float]:

@@ -15,7 +15,7 @@ import torch
 
 from compress.export.genai import check_genai, tokenizer_problem, write_genai_config
 from compress.export.parity import Allowed, RoundedCheckpoint, check_parity
-from compress.options.export import PRECISION_BITS, ExportOptions
+from compress.options.export import FORMAT_PACKAGES, PRECISION_BITS, ExportOptions
 from compress.plans.apply import carried_files
 from compress.run.claims import claims_output
 from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
@@ -61,13 +61,15 @@ FORMATS: dict[str, ExportFormat] = {
     "onnx": ExportFormat(),
     "onnx-genai": ExportFormat(check_genai, write_genai_config, tokenizer_problem, runs_encoder_decoders=False),
 }
-"""One row for each key of FORMAT_PACKAGES (compress/options/export.py)."""
+"""Formats; FORMAT_PACKAGES (compress/options/export.py) has the packages that each needs."""
+assert tuple(FORMATS) == tuple(FORMAT_PACKAGES)
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision(torch.float32, PRECISION_BITS["float32"], Allowed(1e-4, 1e-4)),
     "float16": Precision(torch.float16, PRECISION_BITS["float16"], Allowed(math.inf, 0.02)),
     "int8": Precision(torch.float32, PRECISION_BITS["int8"], Allowed(math.inf, 0.1)),
     "int4": Precision(torch.float32, PRECISION_BITS["int4"], Allowed(math.inf, 0.1)),
 }
+assert tuple(PRECISIONS) == tuple(PRECISION_BITS)
 FILE_KEYS = ("auto_map", "quantization_config")
 """Config keys that describe the checkpoint's own files and not the export's."""
 MAX_TABLES = 1 << 30

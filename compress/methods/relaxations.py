@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.options.prune import SEARCH_DEFAULTS
 from engine.decoder.routing import Gated, MixedExperts, Routing, ShiftedLogits
 
 
@@ -42,4 +43,5 @@ RELAXATIONS: dict[str, Relaxation] = {
     "routed": Relaxation(ShiftedLogits),
     "gated": Relaxation(lambda base, alpha, beta: Gated(base, gate(alpha), beta), is_shift_invariant=False),
 }
-"""One row for each row of SEARCH_DEFAULTS (compress/options/prune.py), which holds their default values."""
+"""The relaxed layers; SEARCH_DEFAULTS (compress/options/prune.py) has the default values of each."""
+assert tuple(RELAXATIONS) == tuple(SEARCH_DEFAULTS)

@@ -10,6 +10,7 @@ from engine.options import option, part, unlisted
 
 KEEP = "What to keep"
 SELECTIONS = ("usage", "reap", "average", "random")
+"""The keys of SELECTION_RULES (compress/dense/dense_plan.py), which needs torch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from engine.options import changed, check, declared, like, option, part, unliste
 
 TRAIN, PAPER = "What to train", "Every Expert Matters"
 DIVERGENCE_NAMES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
-"""Names of the table of divergences, which needs torch; a test compares the two."""
+"""The keys of DIVERGENCES (compress/training/divergences.py), which needs torch."""
 EXACT = "exact"
 """Value of the option that stores the teacher's predictions exactly."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_NAMES = ("cpu", "h100", "h200", "a100", "a800", "l40s", "rtx4090")
-"""This processor, and the names of the table of devices, which needs torch; a test compares the two."""
+"""This processor, and the keys of DEVICES (compress/cost/devices.py), which needs torch."""
 
 
 @dataclass(frozen=True, kw_only=True)

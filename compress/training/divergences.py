@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.options.distill import DIVERGENCE_NAMES
 from compress.training.losses import head_loss, wide
 from engine.kernels.linear import linear
 from engine.passes.streaming import chunk_tokens
@@ -66,6 +67,7 @@ DIVERGENCES: dict[str, Divergence] = {
     "skew-reverse-kl": skew_reverse_kl,
     "jensen-shannon": jensen_shannon,
 }
+assert tuple(DIVERGENCES) == DIVERGENCE_NAMES
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.bench.options import BACKEND_NAMES
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.decoder.kv_cache import KeyValueCache
 from engine.errors import OptionError
@@ -213,6 +214,7 @@ BACKENDS: dict[str, Callable[[BenchSpec], Backend]] = {
     "transformers": TransformersBackend,
     "onnx": OnnxBackend,
 }
+assert tuple(BACKENDS) == BACKEND_NAMES
 
 
 def run_case(backend: Backend, case: BenchCase, tokens_BL: Tensor) -> float:

@@ -12,7 +12,7 @@ from engine.server.options import KEY_VARIABLE
 MEASURE, LOAD = "What to measure", "Load test of a server"
 FORMATS = ("md", "csv", "json", "jsonl")
 BACKEND_NAMES = ("torch", "transformers", "onnx")
-"""The names of the table of backends, which needs torch; a test compares them."""
+"""The keys of BACKENDS (backends.py), which needs torch."""
 
 
 @dataclass(frozen=True)

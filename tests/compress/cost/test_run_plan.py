@@ -14,10 +14,10 @@ import cli
 from calibrate.collect import held_bytes
 from calibrate.options import CalibrationOptions
 from compress.cost.counts import OperationCounts, Passes
-from compress.cost.devices import DEVICES, Device
+from compress.cost.devices import Device
 from compress.methods import methods_of
 from compress.methods.naee import compared_subsets, subset_counts
-from compress.options.plan_run import DEVICE_NAMES, RunOptions
+from compress.options.plan_run import RunOptions
 from compress.run_plan import planned_model, planned_phases, smaller
 from engine.decoder.model import Decoder
 from engine.families.resolve import decoder_config
@@ -209,7 +209,3 @@ def test_bad_configs(tmp_path, content, said):
 
 def test_no_such_directory():
     assert "no such directory" in invoke("./nowhere").stderr
-
-
-def test_the_command_knows_the_devices():
-    assert list(DEVICE_NAMES) == ["cpu", *DEVICES]

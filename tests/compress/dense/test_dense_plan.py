@@ -14,9 +14,8 @@ from torch import Tensor
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics, Statistics, effective_experts, usage_shares
 from compress.dense.block_error import block_errors, shared_gates
-from compress.dense.dense_plan import SELECTION_RULES, Chosen, check_ffns, choose, dense_plan, first_scales
+from compress.dense.dense_plan import Chosen, check_ffns, choose, dense_plan, first_scales
 from compress.methods.alignment import alignment, expert_weights
-from compress.options.densify import SELECTIONS
 from compress.plans.apply import apply
 from compress.plans.plan import SHARED_EXPERT
 from engine.checkpoint.checkpoint import Checkpoint
@@ -39,10 +38,6 @@ def layer(**values: Any) -> LayerStatistics:
     known |= {name: torch.as_tensor(value, dtype=torch.float64) for name, value in values.items()}
     fields = LayerStatistics.__dataclass_fields__
     return LayerStatistics(**{name: known.get(name, torch.zeros(())) for name in fields})
-
-
-def test_every_selection_of_the_command_has_a_rule() -> None:
-    assert tuple(SELECTION_RULES) == SELECTIONS
 
 
 def test_experts_are_chosen_by_hand() -> None:

@@ -22,8 +22,6 @@ import compress.training.training
 from compress.classifiers.recipes import CLASSIFIER_RECIPES
 from compress.distillation.recipes import RECIPES
 from compress.distillation.rouge import scorer
-from compress.options.distill import DIVERGENCE_NAMES
-from compress.training.divergences import DIVERGENCES
 
 TEXT = ["--data", "text.txt", "--sequence-length", "16", "--samples", "4"]
 PAIRS = ["--data", "pairs.jsonl", "--prompt-template", "{prompt}: ", "--max-length", "32", "--max-prompt-length", "20"]
@@ -62,10 +60,9 @@ def refused(*arguments: str) -> str:
     return result.output
 
 
-def test_the_command_knows_every_recipe_and_divergence() -> None:
+def test_the_command_knows_every_recipe() -> None:
     recipe = next(each for each in cli.main.commands["distill"].params if each.name == "recipe")
     assert isinstance(recipe.type, click.Choice) and set(recipe.type.choices) == {*RECIPES, *CLASSIFIER_RECIPES}
-    assert tuple(DIVERGENCES) == DIVERGENCE_NAMES
 
 
 @pytest.mark.parametrize("data", [TEXT, PAIRS], ids=["text", "pairs"])

@@ -16,9 +16,8 @@ from conftest import save_reference
 from safetensors.torch import load_file, save_file
 
 import cli
-from compress.export import decoder as module
 from compress.export.decoder import export
-from compress.options.export import FORMAT_PACKAGES, PRECISION_BITS, ExportOptions
+from compress.options.export import ExportOptions
 from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan, same_plan
@@ -393,4 +392,3 @@ def test_an_existing_result_is_replaced_only_when_asked(place: Path, tmp_path: P
     export(options(place, output=tmp_path / "out", overwrite=True, experts="portable"))
     provenance = read_provenance(tmp_path / "out")
     assert provenance is not None and provenance["figures"]["experts"] == "portable"
-    assert tuple(module.FORMATS) == tuple(FORMAT_PACKAGES) and tuple(module.PRECISIONS) == tuple(PRECISION_BITS)
