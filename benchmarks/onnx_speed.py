@@ -30,7 +30,7 @@ from results import markdown, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from compress.export.decoder import PRECISIONS
+from compress.export.formats import PRECISIONS
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
 from engine.checkpoint.checkpoint import Checkpoint

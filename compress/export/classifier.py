@@ -6,12 +6,8 @@ Shape suffixes: B batch, C classes.
 from __future__ import annotations
 
 import math
-import shutil
 import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,17 +15,14 @@ import torch
 from torch import Tensor
 
 from compress.classifiers.accuracy import examples_for, groups
+from compress.export.exporting import Export, run_export
 from compress.export.parity import Allowed
 from compress.options.export import CLASSIFIER_PRECISIONS, ClassifierExportOptions
-from compress.plans.apply import carried_files
-from compress.run.claims import claims_output
-from engine.checkpoint.artifact import check_output, whole_or_nothing, write_provenance
 from engine.checkpoint.checkpoint import resolve
 from engine.checkpoint.kinds import ONNX_NAME
 from engine.errors import DataError, ExportError, OptionError
-from engine.files.json_file import write_json
-from engine.generation.report import peak_memory_bytes
 from engine.onnx.classifier import MIXTURE_SCOPE, OnnxClassifier, write_classifier
+from engine.progress import Progress
 from engine.transformers_models.classifier import Classifier, ClassifierCheckpoint, ClassifierDirectory
 from engine.transformers_models.classifier_inputs import SMALL_SIZE, image_inputs
 
@@ -43,50 +36,55 @@ LENGTHS = (3, 8, 21)
 Given = dict[str, Tensor]
 
 
-@claims_output
 def export_classifier(options: ClassifierExportOptions) -> dict[str, Any]:
-    """Write the ONNX directory and compare it with the engine; return the figures. Nothing is left where they differ."""
-    started = time.monotonic()
-    check_output(options.output, options.overwrite, ONNX_NAME)
-    checkpoint = ClassifierCheckpoint(resolve(options.model))
-    checkpoint.check_finite()
-    classifier = checkpoint.load(torch.float32)
-    chance, real = random_inputs(checkpoint), _real(options, checkpoint)
-    is_convolutional = classifier.split(**chance[1]).map is not None
-    rounds = CLASSIFIER_PRECISIONS[options.precision]
-    if rounds and is_convolutional and not real:
-        raise OptionError(f"{options.model}: int8 of convolutions needs the ranges of activations; give images as --data")
-    with whole_or_nothing(options.output, options.overwrite, ONNX_NAME) as directory:
+    """Export a classifier; see `run_export`."""
+    return run_export(options, ClassifierExport)
+
+
+class ClassifierExport(Export[ClassifierExportOptions]):
+    """The export of a classifier."""
+
+    packages = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+
+    def __init__(self, options: ClassifierExportOptions, progress: Progress) -> None:
+        super().__init__(options, progress)
+        self.checkpoint = ClassifierCheckpoint(resolve(options.model))
+        self.checkpoint.check_finite()
+        self._classifier = self.checkpoint.load(torch.float32)
+        self._chance, self._real = random_inputs(self.checkpoint), _real(options, self.checkpoint)
+        self._is_convolutional = self._classifier.split(**self._chance[1]).map is not None
+        self._rounds = CLASSIFIER_PRECISIONS[options.precision]
+        if self._rounds and self._is_convolutional and not self._real:
+            raise OptionError(
+                f"{options.model}: int8 of convolutions needs the ranges of activations; give images as --data"
+            )
+
+    def write(self, directory: Path) -> None:
         graph = directory / ONNX_NAME
-        write_classifier(classifier, checkpoint.what, chance[1], graph)
-        if rounds:
-            quantise(graph, real if is_convolutional else None)
-        write_json(directory / "config.json", checkpoint.raw_config)
-        for path in carried_files(checkpoint.directory):
-            shutil.copyfile(path, directory / path.name)
-        described = ClassifierDirectory(directory)
-        exported = OnnxClassifier(described, options.threads)
+        write_classifier(self._classifier, self.checkpoint.what, self._chance[1], graph)
+        if self._rounds:
+            quantise(graph, self._real if self._is_convolutional else None)
+
+    def compare(self, directory: Path) -> None:
+        exported = OnnxClassifier(ClassifierDirectory(directory), self.options.threads)
         # Random inputs are no realistic images, so they say nothing about rounding.
-        compared = real if rounds and real else [*chance, *real]
-        found = compare(classifier, exported, compared)
-        _check(options, found)
-        figures = {
-            "artifact": str(options.output),
-            "format": "onnx",
-            "precision": options.precision,
-            "experts": checkpoint.experts,
-            "parameters": checkpoint.parameters,
-            "weights_bytes": described.bytes,
-            "max_abs_logit_difference": found.largest,
-            "typical_relative_difference": found.typical,
-            "predictions_equal_share": found.equal_predictions,
-            "compared_examples": found.examples,
-            "bytes": sum(path.stat().st_size for path in directory.iterdir()),
-            "seconds": time.monotonic() - started,
-            "peak_memory_bytes": peak_memory_bytes(),
+        compared = self._real if self._rounds and self._real else [*self._chance, *self._real]
+        self._found = compare(self._classifier, exported, compared)
+        _check(ALLOWED[self.options.precision], self._found)
+
+    def figures(self, directory: Path) -> dict[str, Any]:
+        return {
+            "experts": self.checkpoint.experts,
+            "parameters": self.checkpoint.parameters,
+            "weights_bytes": ClassifierDirectory(directory).bytes,
+            "max_abs_logit_difference": self._found.largest,
+            "typical_relative_difference": self._found.typical,
+            "predictions_equal_share": self._found.equal_predictions,
+            "compared_examples": self._found.examples,
         }
-        write_provenance(directory, _provenance(options, checkpoint, figures))
-    return figures
+
+    def recorded_options(self) -> dict[str, Any]:
+        return super().recorded_options() | {"data": self.options.data or self.checkpoint.data}
 
 
 def random_inputs(checkpoint: ClassifierCheckpoint) -> list[Given]:
@@ -158,14 +156,10 @@ def _both(classifier: Classifier, exported: OnnxClassifier, given: Given) -> tup
     return classifier(**given), exported(**given)
 
 
-def _check(options: ClassifierExportOptions, found: Compared) -> None:
+def _check(allowed: Allowed, found: Compared) -> None:
     """Raise ExportError where an export differs too much from the engine."""
-    allowed = ALLOWED[options.precision]
     if not (found.largest <= allowed.single and found.typical <= allowed.typical):
-        raise ExportError(
-            f"{options.output}: the export differs from the engine: logits by up to {found.largest:.1e}, typically by "
-            f"{found.typical:.1e}; it was removed"
-        )
+        raise ExportError(f"logits by up to {found.largest:.1e}, typically by {found.typical:.1e}")
 
 
 def quantise(path: Path, real: Sequence[Given] | None) -> None:
@@ -208,19 +202,3 @@ class _Ranges:
     def get_next(self) -> dict[str, Any] | None:
         given = next(self._left, None)
         return None if given is None else {name: value.numpy() for name, value in given.items()}
-
-
-def _provenance(
-    options: ClassifierExportOptions, checkpoint: ClassifierCheckpoint, figures: dict[str, Any]
-) -> dict[str, Any]:
-    made_by = checkpoint.provenance or {}
-    recorded = asdict(replace(options, data=options.data or checkpoint.data))
-    exported = {"model": options.model, "fingerprint": checkpoint.fingerprint()}
-    return {
-        "source": made_by.get("source", exported),
-        "exported": exported | {"method": made_by.get("method")},
-        "method": "export",
-        "options": {key: value for key, value in recorded.items() if key not in ("overwrite", "output", "threads")},
-        "figures": figures,
-        "versions": {name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")},
-    }

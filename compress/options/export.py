@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 from compress.options.job import OUTPUT, JobOptions
 from engine.errors import OptionError
@@ -58,6 +59,7 @@ class ExportOptions:
 class ClassifierExportOptions:
     """One export of a classifier. Raises OptionError for invalid combinations."""
 
+    format: ClassVar[str] = "onnx"
     model: str = like(JobOptions, "model")
     output: Path = like(ExportOptions, "output")
     precision: str = like(ExportOptions, "precision", choices=tuple(CLASSIFIER_PRECISIONS), models="classifiers")
