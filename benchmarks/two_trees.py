@@ -1,93 +1,161 @@
 """Decode, prefill and load speed of two versions of this project, measured in turn.
 
     git worktree add /tmp/old COMMIT
-    python benchmarks/two_trees.py /tmp/old [--rounds 7] [--threads 1]
+    python benchmarks/two_trees.py /tmp/old [--pairs 60] [--threads 1]
 
-Each round runs `compress bench` once from either tree, in fresh processes and alternating order, on the demo model and on a
-random mixture of 0.37 B parameters in bfloat16 and in 8 and 4 bits. A figure is the median over rounds of the ratio new to
-old within a round; beside it are the smallest and the largest ratio.
+One process of either version keeps a model open, and both compute in turn, about a second each: the demo model, and a random
+mixture of 0.37 B parameters in bfloat16 and in 8 and 4 bits. Each pair gives one ratio, new to old, in alternating order. A
+row shows the median ratio, its 95 % interval (bootstrap over pairs) and the middle half of all ratios. Machines in the cloud
+vary by a tenth within seconds, so a difference of 2 % shows only in the median of many pairs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from random_model import shape, write_random_model
 from results import ROOT, markdown, save
 
-PROMPT, GENERATED, REPETITIONS = 256, 96, 3
+PROMPT, GENERATED = 256, 64
+TESTS = ("prefill", "decode")
 BITS = (8, 4)
+LOADS = 7
+RESAMPLES = 2000
+
+WORKER = f"""
+import sys, time
+started = time.perf_counter()
+import torch
+from engine import Engine
+imported = time.perf_counter()
+engine = Engine.open(sys.argv[1], threads=int(sys.argv[2]))
+print(time.perf_counter() - imported, flush=True)
+torch.manual_seed(0)
+tokens = torch.randint(3, engine.checkpoint.config.vocabulary_size, (1, {PROMPT}))
+cache = engine.new_cache(1, {PROMPT + GENERATED})
+getattr(engine, "prepare", lambda: None)()
+for line in sys.stdin:
+    test, count = line.split()
+    started = time.perf_counter()
+    for _ in range(int(count)):
+        if test == "prefill":
+            cache.length = 0
+            engine.prefill(tokens, None, cache)
+        else:
+            cache.length = {PROMPT}
+            for step in range({GENERATED}):
+                engine.step(tokens[:, step], None, cache)
+    print((time.perf_counter() - started) / int(count), flush=True)
+"""
 
 
-def bench(tree: Path, models: dict[str, str], threads: int, work: Path) -> dict[tuple[str, str], float]:
-    """Tokens per second of prefill and decode, and seconds of loading, by model and test."""
-    found: dict[tuple[str, str], float] = {}
-    for name, model in models.items():
-        command = [sys.executable, "-m", "cli", "bench", model, "--json", "--threads", str(threads)]
-        sizes = ["-p", str(PROMPT), "-n", str(GENERATED), "-r", str(REPETITIONS)]
+class Worker:
+    """A process of one version that keeps a model open and computes when it is asked to."""
+
+    def __init__(self, tree: Path, model: str, threads: int, work: Path) -> None:
         environment = os.environ | {"PYTHONPATH": str(tree), "COMPRESS_KERNELS": "compiled"}
-        done = subprocess.run([*command, *sizes], cwd=work, env=environment, capture_output=True, text=True, check=True)
-        rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
-        for row in rows:
-            found[name, "prefill" if row["test"].startswith("pp") else "decode"] = row["tokens_per_second_median"]
-        found[name, "load"] = 1.0 / rows[0]["load_seconds"]
+        command = [sys.executable, "-c", WORKER, model, str(threads)]
+        self._process: Any = subprocess.Popen(
+            command, cwd=work, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.load_seconds = self._answer()
+
+    def seconds(self, test: str, count: int) -> float:
+        """Return the mean duration of so many runs of a test."""
+        self._process.stdin.write(f"{test} {count}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> float:
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a worker ended; its error is above")
+        return float(line)
+
+
+def paired(trees: dict[str, Path], model: str, pairs: int, threads: int, work: Path) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of each test, by tree, in the order of pairs."""
+    workers = {name: Worker(tree, model, threads, work) for name, tree in trees.items()}
+    found: dict[str, dict[str, list[float]]] = {}
+    for test in TESTS:
+        once = max(worker.seconds(test, 1) for worker in workers.values())  # the second time is warm
+        once = max(worker.seconds(test, 1) for worker in workers.values())
+        count = max(1, round(1.0 / once))
+        found[test] = {name: [] for name in workers}
+        for number in range(pairs):
+            for name in sorted(workers, reverse=number % 2 == 1):
+                found[test][name].append(workers[name].seconds(test, count))
+    for worker in workers.values():
+        worker.stop()
     return found
+
+
+def loads(trees: dict[str, Path], model: str, threads: int, work: Path) -> dict[str, list[float]]:
+    """Return the seconds of opening the model in fresh processes, in turn."""
+    found: dict[str, list[float]] = {name: [] for name in trees}
+    for _ in range(LOADS):
+        for name, tree in trees.items():
+            worker = Worker(tree, model, threads, work)
+            found[name].append(worker.load_seconds)
+            worker.stop()
+    return found
+
+
+def row_of(model: str, test: str, seconds: dict[str, list[float]]) -> tuple[list[str], dict[str, Any]]:
+    """Return the row of the table and the figures of one test."""
+    old, new = (np.array(seconds[name]) for name in ("old", "new"))
+    ratios = old / new
+    drawn = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
+    low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975))
+    tokens = {"prefill": PROMPT, "decode": GENERATED}.get(test)
+    shown = [f"{np.median(each):.3f} s" if tokens is None else f"{tokens / np.median(each):,.0f}" for each in (old, new)]
+    middle = np.quantile(ratios, (0.25, 0.75))
+    figures = {"model": model, "test": test, "old_seconds": old.tolist(), "new_seconds": new.tolist()}
+    columns = [f"{np.median(ratios):.3f}", f"{low:.3f} to {high:.3f}", f"{middle[0]:.3f} to {middle[1]:.3f}"]
+    unit = "load" if tokens is None else f"{test}, tokens/s"
+    return [f"{model}: {unit}", *shown, *columns], figures
 
 
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
+    trees = {"old": options.old.resolve(), "new": ROOT}
+    rows, figures = [], []
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        write_random_model(work / "mixture", shape(hidden=1024, layers=8, experts=8, width=1408))
         models = {"demo": "demo", "random mixture": str(work / "mixture")}
+        write_random_model(work / "mixture", shape(hidden=1024, layers=8, experts=8, width=1408))
         for bits in BITS:
             target = work / f"mixture-{bits}"
-            command = [
-                "quantize",
-                str(work / "mixture"),
-                "--bits",
-                str(bits),
-                "--evaluation-samples",
-                "0",
-                "-o",
-                str(target),
-            ]
-            subprocess.run([sys.executable, "-m", "cli", *command], cwd=ROOT, check=True, capture_output=True)
+            command = ["quantize", models["random mixture"], "--bits", str(bits), "--evaluation-samples", "0", "-o", target]
+            subprocess.run([sys.executable, "-m", "cli", *map(str, command)], cwd=ROOT, check=True, capture_output=True)
             models[f"random mixture, {bits} bits"] = str(target)
-        trees = {"old": options.old.resolve(), "new": ROOT}
-        for tree in trees.values():  # compiles kernels and fills the caches of files
-            bench(tree, models, options.threads, work)
-        rounds = []
-        for number in range(options.rounds):
-            order = sorted(trees, reverse=number % 2 == 1)
-            found = {name: bench(trees[name], models, options.threads, work) for name in order}
-            rounds.append(found)
-            print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
-    rows, figures = [], []
-    for model in models:
-        for test in ("prefill", "decode", "load"):
-            ratios = [found["new"][model, test] / found["old"][model, test] for found in rounds]
-            old, new = (statistics.median(found[tree][model, test] for found in rounds) for tree in ("old", "new"))
-            middle = statistics.median(ratios)
-            unit = "s" if test == "load" else "tokens/s"
-            shown = [f"{1 / each:.3f}" if test == "load" else f"{each:,.0f}" for each in (old, new)]
-            rows.append([f"{model}: {test}, {unit}", *shown, f"{middle:.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"])
-            figures.append({"model": model, "test": test, "old": old, "new": new, "ratios": ratios})
-    table = markdown(["model and test", "old", "new", "speed of new to old", "range"], rows)
-    save("two_trees", {"threads": options.threads, "rounds": options.rounds, "rows": figures}, table)
+        for name, model in models.items():
+            found = paired(trees, model, options.pairs, options.threads, work)
+            found["load"] = loads(trees, model, options.threads, work)
+            for test, seconds in found.items():
+                row, own = row_of(name, test, seconds)
+                rows.append(row)
+                figures.append(own)
+                print(" | ".join(row), file=sys.stderr)
+    header = ["model and test", "old", "new", "speed of new to old", "95 % interval", "middle half"]
+    save("two_trees", {"threads": options.threads, "pairs": options.pairs, "rows": figures}, markdown(header, rows))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import pytest
 from support.artifacts_for_tests import ROOT
 
 pytest.importorskip("numba", reason="needs the extra `fast`")
+from compress.commands.output import progress_bar
 from engine.kernels import cache_directory as places
 from engine.kernels import compiled, compiling
+from engine.progress import no_progress
 
 ROUND = """
 import numpy as np
@@ -114,6 +116,22 @@ def test_only_what_is_compiled_is_shown() -> None:
     done.clear()
     compiling.prepare(kernels[:1], lambda *_: pytest.fail("nothing is compiled"))
     assert done == ["kept"]
+
+
+def test_compiling_is_announced_once_where_no_bar_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command line's bar shows nothing where stderr is no terminal; a server has no bar at all."""
+    kernels: Any = [Fake(False, [], "one"), Fake(False, [], "two"), Fake(True, [], "kept")]
+    for progress in (no_progress, progress_bar):
+        compiling.prepare(kernels, progress)
+        assert capfd.readouterr() == ("", f"{compiling.NOTICE}\n")
+        compiling.prepare(kernels[2:], progress)
+        assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_that_is_shown_needs_no_line(capfd: pytest.CaptureFixture[str]) -> None:
+    kernels: Any = [Fake(False, [], "one")]
+    compiling.prepare(kernels, lambda iterable, _: iter(iterable))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_each_form_of_weights_has_kernels_of_its_own() -> None:
