@@ -15,6 +15,7 @@ import torch
 from artifacts_for_tests import make_workplace
 from click.testing import CliRunner
 from conftest import save_reference
+from packages_for_tests import needs_lm_eval, needs_matplotlib
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
@@ -37,7 +38,6 @@ from engine.generation.generate import Engine
 from engine.inspect import inspect
 from engine.progress import no_progress
 
-pytest.importorskip("matplotlib")
 SIZES = ["--samples", "3", "--sequence-length", "32"]
 
 
@@ -127,6 +127,7 @@ def report(place: Path) -> Path:
     return output
 
 
+@needs_matplotlib
 def test_the_report_is_complete(report: Path) -> None:
     assert sorted(path.name for path in report.iterdir()) == [
         "comparison.csv",
@@ -153,6 +154,7 @@ def test_the_report_is_complete(report: Path) -> None:
     )
 
 
+@needs_matplotlib
 def test_an_existing_report_is_replaced_only_when_asked(place: Path, report: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="exists already"):
         compare(options(place, "model", output=report))
@@ -163,6 +165,7 @@ def test_an_existing_report_is_replaced_only_when_asked(place: Path, report: Pat
         compare(options(place, "model", output=place / "dense", overwrite=True))
 
 
+@needs_matplotlib
 def test_a_failure_leaves_nothing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **named: Any) -> str:
         raise OSError(28, "No space left on device")
@@ -257,8 +260,9 @@ def accuracy(directory: Path, task: Path) -> float:
     return sum(right) / len(right)
 
 
+@needs_lm_eval
+@needs_matplotlib
 def test_a_real_task_reaches_table_files_and_page(place: Path, task: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
     names, output = [str(place / "model"), str(place / "pruned")], tmp_path / "report"
     common = ["--no-speed", "--samples", "0", "--calibration-samples", "0", "--data", str(place / "text.txt")]
     result = CliRunner().invoke(cli.main, ["compare", *names, *common, "--tasks", str(task), "-o", str(output)])
@@ -310,6 +314,7 @@ def test_one_object_or_one_table(place: Path) -> None:
 # Files that `prune` writes beside the model card
 
 
+@needs_matplotlib
 def test_an_artifact_carries_its_plots_and_scores(place: Path) -> None:
     pruned = place / "pruned"
     inspected = inspect(str(pruned), checksums=True, progress=no_progress)
@@ -327,6 +332,7 @@ def test_an_artifact_carries_its_plots_and_scores(place: Path) -> None:
     assert Engine.open(str(pruned), device="cpu").generate(["fox"], max_new_tokens=2)
 
 
+@needs_matplotlib
 @pytest.mark.parametrize("method", ["taylor", "frequency"])
 def test_usage_before_and_after_is_of_the_held_out_text(
     method: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
