@@ -323,6 +323,7 @@ def comparison(place: Path, *names: str, **changes: Any) -> CompareOptions:
 
 
 @needs_matplotlib
+@pytest.mark.usefixtures("pictures")
 def test_a_comparison_measures_exports_beside_checkpoints(place: Path, tmp_path: Path) -> None:
     result = compare(comparison(place, "pruned", "onnx", "skipping", output=tmp_path / "report"))
     pruned, plain, skipping = result["rows"]

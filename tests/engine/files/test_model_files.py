@@ -110,6 +110,7 @@ def test_a_classifier_far_larger_than_its_file_takes_no_memory(tmp_path: Path) -
         ClassifierCheckpoint(tmp_path).load()
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_tasks_have_the_results_of_a_path(place: Path) -> None:
     import lm_eval

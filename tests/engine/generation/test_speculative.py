@@ -122,11 +122,15 @@ def test_draw_never_gives_what_has_no_probability() -> None:
 
 # The models
 
+QUICK = ("mixtral", "gpt_oss", "granitemoe", "qwen3")
+"""Families that `make test` runs."""
+
 
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        *((family, {}) for family in FAMILIES if family not in NAIVE),
+        *((family, {}) for family in QUICK),
+        *(pytest.param(family, {}, marks=pytest.mark.slow) for family in FAMILIES if family not in {*QUICK, *NAIVE}),
         ("deepseek_v3", {}),
         ("mixtral", {"sliding_window": 6}),
         ("mixtral", LONGROPE),

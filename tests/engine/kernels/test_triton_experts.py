@@ -82,7 +82,7 @@ def some_experts(sizes: tuple[int, int], dtype: torch.dtype, swiglu: ClampedSwig
 
 
 @needs_triton
-@pytest.mark.parametrize("card", [80, 90])
+@pytest.mark.parametrize("card", [80, pytest.param(90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("sizes", "dtype", "swiglu"),
     [
