@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import click
 
-from compress.commands import (
-    bench,
-    calibrate,
-    compare,
-    densify,
-    distill,
-    evaluate,
-    export,
-    generate,
-    inspect,
-    merge,
-    plan_run,
-    prune,
-    push,
-    quantize,
-    serve,
-)
-
 VERBS = (
-    bench,
-    calibrate,
-    compare,
-    densify,
-    distill,
-    evaluate,
-    export,
-    generate,
-    inspect,
-    merge,
-    plan_run,
-    prune,
-    push,
-    quantize,
-    serve,
+    "bench",
+    "calibrate",
+    "compare",
+    "densify",
+    "distill",
+    "evaluate",
+    "export",
+    "generate",
+    "inspect",
+    "merge",
+    "plan_run",
+    "prune",
+    "push",
+    "quantize",
+    "serve",
 )
+"""Files of compress/commands."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -48,7 +33,7 @@ def main() -> None:
 
 
 for verb in VERBS:
-    main.add_command(verb.COMMAND)
+    main.add_command(import_module(f"compress.commands.{verb}").COMMAND)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from compress.methods.groups import Group
 from compress.methods.hc_smoe import hc_smoe
 from compress.methods.m_smoe import m_smoe
 from compress.methods.merging import merge_groups, merging_plan
-from compress.methods.naee import naee
+from compress.methods.naee import SubsetSearch, naee
 from compress.methods.random_scores import random_scores
 from compress.methods.ream import ream
 from compress.methods.relaxations import RELAXATIONS
@@ -75,7 +75,7 @@ def methods() -> dict[str, Callable[[Checkpoint, torch.Tensor], object]]:
 
     def greedy(checkpoint: Checkpoint, tokens: torch.Tensor) -> object:
         kept = {layer: count // 2 for layer, count in checkpoint.config.experts_by_layer.items()}
-        return naee(checkpoint, tokens, kept, dtype=DTYPE, limit=0)
+        return naee(checkpoint, tokens, kept, dtype=DTYPE, search=SubsetSearch(limit=0))
 
     return {
         "frequency": one_shot(frequency),

@@ -26,7 +26,7 @@ from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
 from engine.kernels.scheme import WHOLE_ROW
-from engine.passes.memory_budget import batches
+from engine.passes.memory_budget import UNLIMITED
 
 ROWS = {
     "8 bits, groups of 32": QuantiserOptions(8),
@@ -58,7 +58,7 @@ def measured(checkpoint: Checkpoint, full: Decoder, tokens_SL: Tensor) -> tuple[
     """Return the perplexity, and the mean KL(p_full ‖ p) of a prediction, in nats."""
     decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
     loss = divergence = 0.0
-    for rows in batches(*tokens_SL.shape):
+    for rows in UNLIMITED.batches(*tokens_SL.shape):
         tokens_BL = tokens_SL[rows]
         logs, wanted = (each(tokens_BL)[:, :-1].log_softmax(-1) for each in (decoder, full))
         loss -= float(logs.gather(-1, tokens_BL[:, 1:, None]).sum())

@@ -26,6 +26,7 @@ from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import stream_layers
 
 SIMILARITY_TOKENS = 256
@@ -48,6 +49,7 @@ def collect(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    budget: MemoryBudget = UNLIMITED,
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Statistics:
@@ -59,7 +61,7 @@ def collect(
     grams = Grams(directory)
     before = dict(zip(checkpoint.config.moe_layers[1:], checkpoint.config.moe_layers, strict=False))
     chosen = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
-    rows = processes.own_rows(*tokens_SL.shape)
+    rows = processes.own_rows(*tokens_SL.shape, budget=budget)
     sample_T = chosen[:SIMILARITY_TOKENS].sort().values - rows.start * tokens_SL.shape[1]
 
     def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
@@ -77,7 +79,10 @@ def collect(
         return finish
 
     kept = None if directory is None else processes.own_directory(directory, rows)
-    stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, directory=kept, progress=progress).close()
+    states = stream_layers(
+        checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, budget=budget, directory=kept, progress=progress
+    )
+    states.close()
     for index in checkpoint.config.moe_layers:
         if index not in layers and directory is not None:  # saved before the interruption
             layers[index] = load_layer(directory / f"statistics-{index}.safetensors", index, checkpoint.config)

@@ -17,7 +17,6 @@ from engine.checkpoint.tokenizer import load_tokenizer, load_transformers_tokeni
 from engine.errors import DataError, OptionError
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
-from engine.passes.memory_budget import limited
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 from engine.transformers_models.transformers_model import load_decoder
@@ -78,14 +77,15 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
     )
     if isinstance(described, Checkpoint):
         dtype = dtype or described.model_dtype
-        with limited(budget_for(memory_limit, described, MemoryDemand(dtype, tokens.shape[1]))):
-            value = perplexity(
-                described,
-                tokens,
-                dtype=dtype,
-                device=resolve_device(options.device),
-                progress=lambda layers: progress(layers, "perplexity (layers)"),
-            )
+        budget = budget_for(memory_limit, described, MemoryDemand(dtype, tokens.shape[1]))
+        value = perplexity(
+            described,
+            tokens,
+            dtype=dtype,
+            device=resolve_device(options.device),
+            budget=budget,
+            progress=lambda layers: progress(layers, "perplexity (layers)"),
+        )
     else:
         asked = "auto" if dtype is None else str(dtype).removeprefix("torch.")
         decoder = open_exported(described, options.device, asked)

@@ -36,7 +36,6 @@ from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
 from engine.files.json_file import load_json
 from engine.passes import processes
-from engine.passes.memory_budget import limited
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 
@@ -63,12 +62,12 @@ def prune(options: PruneOptions, progress: Progress = no_progress, shared: Share
     if shared is None:
         check_shard([options])
         prepared = prepare_pruning(options)
-        with limited(budget_for(options.memory_limit, prepared.checkpoint, memory_demand(options, prepared))):
-            check_weights(prepared.checkpoint, progress)
-            run = Run(options, prepared, work, progress, started)
-            return cast(PruneFigures, carry_out(run, lambda: _make(run)))
-    budget = checked_budget(options, shared.prepared.checkpoint)
-    run = Run(options, replace(shared.prepared, budget=budget), work, progress, started)
+        memory = budget_for(options.memory_limit, prepared.checkpoint, memory_demand(options, prepared))
+        check_weights(prepared.checkpoint, progress)
+        run = Run(options, prepared, work, progress, started, memory)
+    else:
+        budget = checked_budget(options, shared.prepared.checkpoint)
+        run = Run(options, replace(shared.prepared, budget=budget), work, progress, started)
     return cast(PruneFigures, carry_out(run, lambda: _make(run)))
 
 

@@ -33,7 +33,7 @@ from engine.families.resolve import decoder_config
 from engine.families.rotary_embedding import Rotary
 from engine.families.wrappers import language_model
 from engine.files.json_file import load_json
-from engine.passes.memory_budget import TOKENS_PER_BATCH
+from engine.passes.memory_budget import UNLIMITED
 
 PICTURE_SECONDS = 1.0, 0.1
 """Seconds to draw the pictures of a result, and further seconds for each layer."""
@@ -134,7 +134,7 @@ def _device(options: RunOptions, config: DecoderConfig, dtype: torch.dtype) -> D
     if options.device != "cpu":
         return DEVICES[options.device]
     moe = next(layer.moe for layer in config.layers if layer.moe is not None)
-    rows = max(16, TOKENS_PER_BATCH * moe.experts_per_token // moe.experts)
+    rows = max(16, UNLIMITED.tokens_per_batch * moe.experts_per_token // moe.experts)
     return measured(dtype, rows, config.hidden_size, moe.expert_width, config.vocabulary_size)
 
 

@@ -18,7 +18,6 @@ from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
-from engine.passes.memory_budget import limited
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
 
@@ -42,7 +41,8 @@ def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progres
         tokens, _ = calibration_texts(filled, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
         dtype, work = options.dtype or checkpoint.model_dtype, WorkDirectory(output)
         needed = MemoryDemand(dtype, tokens.shape[1], other_bytes=held_bytes(checkpoint.config))
-        with limited(budget_for(options.memory_limit, checkpoint, needed)), work.until_whole(work.path):
+        budget = budget_for(options.memory_limit, checkpoint, needed)
+        with work.until_whole(work.path):
             text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
             work.begin(checkpoint.identity() | {"tokens": text, "dtype": str(dtype), "seed": filled.seed}, options.resume)
             check_weights(checkpoint, progress)
@@ -52,6 +52,7 @@ def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progres
                 dtype=dtype,
                 device=options.device,
                 seed=filled.seed,
+                budget=budget,
                 directory=work.path / "calibration",
                 progress=lambda layers: progress(layers, "calibrating (layers)"),
             )

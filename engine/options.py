@@ -75,7 +75,7 @@ class Changed(NamedTuple):
     """Fields of Option that differ; None keeps the field off the command line."""
 
 
-class Part(NamedTuple):
+class NestedOptions(NamedTuple):
     """Metadata of a field that is a dataclass of options."""
 
     of: type
@@ -125,12 +125,12 @@ def left_out(default: Any = MISSING) -> Changed:
 
 def declared_part(of: type, **changes: Changed) -> dict[str, Any]:
     """Return the metadata of a field that is a dataclass of options and has no default."""
-    return {_PART: Part(of, changes)}
+    return {_PART: NestedOptions(of, changes)}
 
 
 def part(of: type, **changes: Changed) -> Any:
     """Return a dataclass field whose default is an instance of `of` with the changed defaults."""
-    return field(default_factory=partial(of, **Part(of, changes).defaults), metadata=declared_part(of, **changes))
+    return field(default_factory=partial(of, **NestedOptions(of, changes).defaults), metadata=declared_part(of, **changes))
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def leaves(of: type) -> Iterator[Leaf]:
     """Yield all options of a dataclass and its parts, those that the class itself declares before those of its bases."""
     for each in sorted(fields(of), key=lambda each: _place(of, each)):
         if _PART in each.metadata:
-            inner: Part = each.metadata[_PART]
+            inner: NestedOptions = each.metadata[_PART]
             _, is_optional = annotation(of, each)
             for leaf in leaves(inner.of):
                 yield from _of_part(each.name, leaf, inner.changes, is_optional)
@@ -212,9 +212,9 @@ def _owner(of: type, each: Field[Any]) -> type:
     return next(base for base in of.__mro__ if each.name in vars(base).get("__annotations__", {}))
 
 
-def part_of(of: type, name: str) -> Part | None:
+def part_of(of: type, name: str) -> NestedOptions | None:
     """Return the declaration of a field that is a dataclass of options; None for any other field."""
-    found: Part | None = next(each for each in fields(of) if each.name == name).metadata.get(_PART)
+    found: NestedOptions | None = next(each for each in fields(of) if each.name == name).metadata.get(_PART)
     return found
 
 

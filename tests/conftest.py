@@ -14,11 +14,13 @@ import torch
 from naive_deepseek import NaiveDeepseek
 from naive_llama_moe import NaiveLlamaMoe
 from pictures_for_tests import drawing, hide
+from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.stacks import joined, stored_tensors
 from engine.families.table import ARCHITECTURES
+from engine.generation.generate import Engine
 
 hide()
 # Test files use each other's helpers, from any folder.
@@ -285,6 +287,30 @@ def pictures() -> Iterator[None]:
     """Let commands draw pictures, which they do in no other test."""
     with drawing():
         yield
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a tiny random mixture with a tokenizer, and return its directory."""
+    path = tmp_path_factory.mktemp("model")
+    save_reference("mixtral", path, vocab_size=VOCABULARY)
+    add_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tiny_model: Path) -> Engine:
+    """Open the tiny model, and return its Engine."""
+    return Engine.open(tiny_model, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def reading_pool(tiny_engine: Engine) -> Iterator[Any]:
+    """Yield the pool that reads bodies for a server of the tiny model. Tests share it, as its processes start slowly."""
+    from server_for_tests import reading_for  # here: it needs the packages of servers
+
+    with reading_for(tiny_engine) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

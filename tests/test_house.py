@@ -1,4 +1,4 @@
-"""The rules of the house: rooms have doors, imports between them go one way, and every public name has a docstring.
+"""The rules of the house: rooms have doors, imports go one way, nothing is unpickled, every public name has a docstring.
 
 `make shape` prints the sizes that are only guides.
 """
@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import shape
-from shape import ROOT
+from shape import PACKAGES, ROOT
 
 ENGINE = (
     "files",
@@ -58,6 +63,15 @@ ORDER = {
 }
 BESIDE_ENGINE, CALIBRATE, TABLE = len(ENGINE), len(ENGINE) + 1, len(ENGINE) + 1.5
 BESIDE_COMPRESS, COMMAND_LINE = 97, 99
+FAMILIES = re.compile(
+    r"mixtral|qwen|olmoe|llama|mistral|deepseek|kimi|\bglm|granite|phi_?moe|gpt.?oss|ernie|minimax|switch_?transformer|\bt5",
+    re.IGNORECASE,
+)
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+LOADERS = {"torch.load", "yaml.load"}
+"""Functions that may unpickle."""
+NOT_DECLARED = {"llvmlite"}
+"""Packages that need no declaration: numba needs exactly one version of llvmlite."""
 
 
 def height(path: Path) -> float:
@@ -98,7 +112,47 @@ def test_nothing_is_imported_upwards() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("package", ["engine", "calibrate", "compress"])
+def test_imports_go_one_way() -> None:
+    order = (*PACKAGES, "cli")
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in shape.source_files()
+        for name in shape.imported_names(path)
+        if (top := name.split(".")[0]) in order and order.index(top) > order.index(shape.module_name(path).split(".")[0])
+    ]
+    assert not wrong
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """Return one cycle of a graph {node: set of nodes} as a list of nodes, or None."""
+    finished: set[str] = set()
+
+    def visit(node: str, trail: list[str]) -> list[str] | None:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in finished:
+            return None
+        found = next(filter(None, (visit(after, [*trail, node]) for after in sorted(graph[node]))), None)
+        finished.add(node)
+        return found
+
+    return next(filter(None, (visit(node, []) for node in sorted(graph))), None)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_cycle_inside_a_package(package: str) -> None:
+    paths = {shape.module_name(path): path for path in (ROOT / package).rglob("*.py")}
+    graph = {module: (shape.imported_modules(path) & set(paths)) - {module} for module, path in paths.items()}
+    assert find_cycle(graph) is None
+
+
+def test_cycles_are_found() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"c"}, "b": {"c"}, "c": set()}) is None
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_file_is_told_from_its_room(package: str) -> None:
     assert shape.module_name(ROOT / package / "__init__.py") == package
     assert shape.room_of(ROOT / package / "__init__.py") == package
@@ -108,6 +162,79 @@ def test_imports_are_found(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("import click\ndef f():\n    from engine.files import json_file\n    import engine.errors\n")
     assert shape.imported_modules(file) == {"engine.files.json_file", "engine.errors"}
+
+
+def test_relative_imports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape, "ROOT", tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("__init__.py", "c.py"):
+        (tmp_path / "a" / "b" / name).write_text("from . import x\nfrom .y import z\nfrom .. import v\n")
+        assert set(shape.imported_names(tmp_path / "a" / "b" / name)) == {"a.b", "a.b.x", "a.b.y", "a.b.y.z", "a", "a.v"}
+
+
+def test_only_the_room_of_families_names_families() -> None:
+    named = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in shape.source_files()
+        if path.parent != ROOT / "engine" / "families"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if FAMILIES.search(line) and "arXiv" not in line  # a paper may be cited by its name
+    ]
+    assert not named
+
+
+def unpickling(path: Path) -> Iterator[str]:
+    """Yield what a file has that may unpickle."""
+    for name in shape.imported_names(path):
+        if name.split(".")[0] in UNPICKLERS or name == "torch.load":
+            yield name
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in LOADERS:
+            yield ast.unparse(node)
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            yield "allow_pickle"
+
+
+def test_nothing_is_unpickled() -> None:
+    scripts = [path for folder in ("tests", "examples", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
+    found = {f"{path.relative_to(ROOT)}: {name}" for path in (*shape.source_files(), *scripts) for name in unpickling(path)}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "def f():\n    from pickle import loads",
+        "from torch import load",
+        "x = torch.load('a')",
+        "import numpy\nnumpy.load('a', allow_pickle=True)",
+        "import yaml\nyaml.load('a')",
+    ],
+)
+def test_unpickling_is_found(code: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(code)
+    assert list(unpickling(tmp_path / "a.py"))
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    requirements = [*project["dependencies"], *(each for extra in extras for each in extra)]
+    declared = {canonical(re.split(r"[^\w.-]", each)[0]) for each in requirements}
+    imported = {name.split(".")[0] for path in shape.source_files() for name in shape.imported_names(path)}
+    third_party = imported - sys.stdlib_module_names - {*PACKAGES, "cli"}
+    distributions = importlib.metadata.packages_distributions()
+    missing = {
+        name
+        for name in third_party
+        if name in distributions and not declared & {canonical(each) for each in distributions[name]}
+    }
+    assert missing <= NOT_DECLARED
+
+
+def canonical(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def test_public_names_have_docstrings() -> None:

@@ -1,16 +1,14 @@
-"""Rules for the repository as a whole: import direction, frozen flags, the command reference, documents and their links.
+"""Rules for the repository as a whole: frozen flags, the command reference, documents and their links.
 
 `python tests/test_repository.py --freeze` records the current options of the commands in frozen_flags.json. It
 refuses to drop a recorded option, because users' scripts rely on it.
 """
 
 import ast
-import importlib.metadata
 import importlib.util
 import json
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 import click
@@ -18,19 +16,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN_FLAGS = ROOT / "tests" / "frozen_flags.json"
-FOLDERS = ("engine", "calibrate", "compress")
-FORBIDDEN_IMPORTS = {
-    "engine": {"calibrate", "compress", "cli"},
-    "calibrate": {"compress", "cli"},
-    "compress": {"cli"},
-}
-FAMILIES = re.compile(
-    r"mixtral|qwen|olmoe|llama|mistral|deepseek|kimi|\bglm|granite|phi_?moe|gpt.?oss|ernie|minimax|switch_?transformer|\bt5",
-    re.IGNORECASE,
-)
-NOT_DECLARED = {"llvmlite"}
-"""Packages that need no declaration: numba needs exactly one version of llvmlite."""
-UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 # Options that are promised to users' scripts, on every command and on single ones.
 EVERYWHERE = ["--json", "--device", "--dtype", "--seed", "--threads", "-v", "--debug"]
@@ -56,156 +41,6 @@ PROMISED = {
     "push": "--private --overwrite",
     "compare": "-o --output --overwrite --data --samples --tasks -p -n -r --skip-threshold",
 }
-
-
-# Imports
-
-
-def package_files():
-    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))] + [ROOT / "cli.py"]
-
-
-def module_name(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported_names(path):
-    """Return every module that a file imports, at its top or inside a function; `from a import b` gives both a and a.b."""
-    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
-                base = f"{above}.{base}".rstrip(".")
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_imports_go_one_way(folder):
-    wrong = {
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for name in imported_names(path)
-        if name.split(".")[0] in FORBIDDEN_IMPORTS[folder]
-    }
-    assert not wrong
-
-
-def find_cycle(graph):
-    """Return one cycle of a graph {node: set of nodes} as a list of nodes, or None."""
-    finished = set()
-
-    def visit(node, trail):
-        if node in trail:
-            return [*trail[trail.index(node) :], node]
-        if node in finished:
-            return None
-        found = next(filter(None, (visit(after, [*trail, node]) for after in sorted(graph[node]))), None)
-        finished.add(node)
-        return found
-
-    return next(filter(None, (visit(node, []) for node in sorted(graph))), None)
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_no_import_cycle_inside_a_folder(folder):
-    paths = {module_name(path): path for path in (ROOT / folder).rglob("*.py")}
-    graph = {}
-    for module, path in paths.items():
-        names = set(imported_names(path)) & set(paths)
-        # `from engine import errors` names the package too, but needs only the module.
-        graph[module] = {name for name in names if not any(other.startswith(f"{name}.") for other in names)} - {module}
-    assert find_cycle(graph) is None
-
-
-def test_cycles_are_found():
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert find_cycle({"a": {"c"}, "b": {"c"}, "c": set()}) is None
-
-
-# Code
-
-
-def test_only_the_room_of_families_names_families():
-    named = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in package_files()
-        if path.parent != ROOT / "engine" / "families"
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if FAMILIES.search(line) and "arXiv" not in line  # a paper may be cited by its name
-    ]
-    assert not named
-
-
-def unpickling(path):
-    for name in imported_names(path):
-        if name.split(".")[0] in UNPICKLERS or name == "torch.load":
-            yield name
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and (node.value.id, node.attr)
-            in {
-                ("torch", "load"),
-                ("yaml", "load"),
-            }
-        ):
-            yield f"{node.value.id}.{node.attr}"
-        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
-            yield "allow_pickle"
-
-
-def test_nothing_is_unpickled():
-    scripts = [path for folder in ("tests", "examples", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
-    found = {f"{path.relative_to(ROOT)}: {name}" for path in [*package_files(), *scripts] for name in unpickling(path)}
-    assert not found
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pickle",
-        "def f():\n    from pickle import loads",
-        "from torch import load",
-        "x = torch.load('a')",
-        "import numpy\nnumpy.load('a', allow_pickle=True)",
-        "import yaml\nyaml.load('a')",
-    ],
-)
-def test_unpickling_is_found(code, tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    (tmp_path / "a.py").write_text(code)
-    assert list(unpickling(tmp_path / "a.py"))
-
-
-# Dependencies
-
-
-def test_every_package_that_is_imported_is_declared():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"].values()
-    requirements = [*project["dependencies"], *(each for extra in extras for each in extra)]
-    declared = {canonical(re.match(r"[\w.-]+", each)[0]) for each in requirements}
-    imported = {name.split(".")[0] for path in package_files() for name in imported_names(path)}
-    third_party = imported - sys.stdlib_module_names - {"", *FOLDERS, "cli"}
-    distributions = importlib.metadata.packages_distributions()
-    missing = {
-        name
-        for name in third_party
-        if name in distributions and not declared & {canonical(each) for each in distributions[name]}
-    }
-    assert missing <= NOT_DECLARED
-
-
-def canonical(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 # Commands

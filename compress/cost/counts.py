@@ -21,7 +21,7 @@ from engine.decoder.lightning_attention import BLOCK
 from engine.families.config import DecoderConfig
 from engine.families.layer_config import MoeConfig
 from engine.families.tensor_shapes import expected_tensors, expert_shapes, layer_tensors
-from engine.passes.memory_budget import KEPT_BYTES, TOKENS_PER_BATCH, sequences_per_batch
+from engine.passes.memory_budget import UNLIMITED
 from engine.passes.streaming import chunk_tokens
 
 RESIDUAL_VECTORS, SLOT_VECTORS, WIDTH_VECTORS, HEAD_VECTORS, SCORE_PASSES = 30, 10, 6, 10, 6
@@ -91,7 +91,7 @@ class OperationCounts:
 
 @dataclass(frozen=True)
 class Passes:
-    """Counts of passes over one model: `tokens` in sequences of `length`, about TOKENS_PER_BATCH at a time."""
+    """Counts of passes over one model: `tokens` in sequences of `length`, in batches of about UNLIMITED.tokens_per_batch."""
 
     config: DecoderConfig
     bytes_per_element: int
@@ -255,7 +255,8 @@ class Passes:
     def kept_bytes(self, tokens: int) -> float:
         """Return the bytes of the hidden states between layers; beyond a limit they are stored in a file."""
         whole = self.bytes_per_element * tokens * self.config.hidden_size
-        return whole if whole <= KEPT_BYTES else self.bytes_per_element * TOKENS_PER_BATCH * self.config.hidden_size
+        in_file = self.bytes_per_element * UNLIMITED.tokens_per_batch * self.config.hidden_size
+        return whole if whole <= UNLIMITED.kept_bytes else in_file
 
     def gradient_bytes(self, tokens: int, length: int, slots: Mapping[int, int] | None = None) -> float:
         """Return the bytes of a pass with gradients: each layer's input, the activations of one layer, and logits."""
@@ -288,7 +289,7 @@ def _expert_weights(config: DecoderConfig, index: int) -> int:
 
 
 def _in_batch(tokens: int, length: int) -> int:
-    return min(tokens, sequences_per_batch(length) * length)
+    return min(tokens, UNLIMITED.sequences_per_batch(length) * length)
 
 
 def _batches(tokens: int, length: int) -> int:

@@ -28,7 +28,7 @@ from engine.decoder.model import Decoder
 from engine.decoder.parameters import parameters_on_disk
 from engine.families.tensor_shapes import router_tensors
 from engine.passes.activations import Activations
-from engine.passes.memory_budget import sequences_per_batch
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 
 SAVE_EVERY_STEPS = 25
 WARM_UP_STEPS = 10
@@ -87,14 +87,20 @@ class PredictionLoss:
         return {"divergence": divergence / (len(batch.rows_B) * self.tokens_SL.shape[1])}
 
 
-def recovery(decoder: Decoder, tokens_SL: Tensor, full: Activations, options: RecoverOptions) -> Trainer:
+def recovery(
+    decoder: Decoder,
+    tokens_SL: Tensor,
+    full: Activations,
+    options: RecoverOptions,
+    budget: MemoryBudget = UNLIMITED,
+) -> Trainer:
     """Return the training of a decoder's routers and norms."""
     length = tokens_SL.shape[1]
     training = TrainingOptions(
         options.steps,
         options.learning_rate,
         options.batch_size,
-        group_size=sequences_per_batch(length),
+        group_size=budget.sequences_per_batch(length),
         warm_up_steps=WARM_UP_STEPS,
         seed=options.seed,
         save_every=SAVE_EVERY_STEPS,

@@ -47,7 +47,7 @@ from engine.files.state_file import check_digest, write_state
 from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
 from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
-from engine.passes.memory_budget import batches
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand
 
 ALPHA_STEPS = 3
@@ -74,6 +74,18 @@ class DiepState:
     losses: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class SearchInputs:
+    """The inputs that all steps of a search share."""
+
+    decoder: AnyDecoder
+    tokens_SL: Tensor
+    full: Activations
+    """F(x), the full model's hidden states of every sequence."""
+    options: DiepOptions
+    budget: MemoryBudget = UNLIMITED
+
+
 def search(
     decoder: AnyDecoder,
     tokens_SL: Tensor,
@@ -82,6 +94,7 @@ def search(
     state_path: Path | None = None,
     resume: bool = False,
     fisher: Callable[[], dict[int, Tensor]] | None = None,
+    budget: MemoryBudget = UNLIMITED,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, Tensor]:
     """Run the search and return the scores s, [N] by decoder layer index.
@@ -101,12 +114,13 @@ def search(
     if state_path is not None and processes.told(resume and state_path.exists()):
         state = load_state(state_path, decoder, options)
     else:
-        state = new_state(starting_alphas(decoder, tokens_SL, options, fisher), options)
+        state = new_state(starting_alphas(decoder, tokens_SL, options, fisher, budget), options)
     remaining = range(state.epoch, options.epochs)
     if remaining:
-        with full_hidden_states(decoder, tokens_SL, kept) as full:
+        with full_hidden_states(decoder, tokens_SL, kept, budget) as full:
+            inputs = SearchInputs(decoder, tokens_SL, full, options, budget)
             for epoch in progress(remaining):
-                run_epoch(decoder, tokens_SL, full, state, options, epoch, state_path if kept else None)
+                run_epoch(inputs, state, epoch, state_path if kept else None)
                 state.epoch = epoch + 1
                 if state_path is not None and processes.is_first():
                     save_state(state, state_path)
@@ -128,12 +142,13 @@ def starting_alphas(
     tokens_SL: Tensor,
     options: DiepOptions,
     fisher: Callable[[], dict[int, Tensor]] | None = None,
+    budget: MemoryBudget = UNLIMITED,
 ) -> list[Tensor]:
     """Return the initial α, [N] per MoE layer: zero (uniform ᾱ), or half the z-score of log gate Fisher over all experts."""
     device = decoder.device
     if not STARTS[options.start or ""]:
         return [torch.zeros(count, device=device) for count in decoder.config.experts_per_layer]
-    squares = fisher_scores(decoder, tokens_SL, options.seed) if fisher is None else fisher()
+    squares = fisher_scores(decoder, tokens_SL, options.seed, budget=budget) if fisher is None else fisher()
     logs = [(square + 1e-30).log() for square in squares.values()]
     every = torch.cat(logs)
     # Experts that no token is routed to have no gradient. Their logarithm would dominate the spread of all others.
@@ -157,7 +172,9 @@ def new_state(alphas: list[Tensor], options: DiepOptions) -> DiepState:
 
 
 @torch.no_grad()
-def full_hidden_states(decoder: AnyDecoder, tokens_SL: Tensor, directory: Path | None = None) -> Activations:
+def full_hidden_states(
+    decoder: AnyDecoder, tokens_SL: Tensor, directory: Path | None = None, budget: MemoryBudget = UNLIMITED
+) -> Activations:
     """Return F(x): the full model's hidden states after the last norm, computed once per sequence, by one process for all.
 
     For a decoder that is read layer by layer, each process computes all of them and continues from the state of an earlier
@@ -165,34 +182,26 @@ def full_hidden_states(decoder: AnyDecoder, tokens_SL: Tensor, directory: Path |
     """
     if isinstance(decoder, LayerwiseDecoder):
         every = slice(0, len(tokens_SL))
-        return decoder.hidden_states(tokens_SL, directory and processes.own_directory(directory / "full", every))
+        return decoder.hidden_states(tokens_SL, directory and processes.own_directory(directory / "full", every), budget)
 
     def compute(rows: slice) -> Tensor:
         return decoder.hidden_states(tokens_SL[rows].to(decoder.device))
 
-    full = Activations((*tokens_SL.shape, decoder.config.hidden_size), decoder.dtype)
+    full = Activations((*tokens_SL.shape, decoder.config.hidden_size), decoder.dtype, budget=budget)
     with closed_on_error(full):
         together = processes.is_spread(decoder)
-        for rows, hidden in processes.in_turn(list(batches(*tokens_SL.shape)), compute, together=together):
+        for rows, hidden in processes.in_turn(list(budget.batches(*tokens_SL.shape)), compute, together=together):
             full[rows] = hidden
     return full
 
 
-def run_epoch(
-    decoder: AnyDecoder,
-    tokens_SL: Tensor,
-    full: Activations,
-    state: DiepState,
-    options: DiepOptions,
-    epoch: int,
-    state_path: Path | None = None,
-) -> None:
+def run_epoch(inputs: SearchInputs, state: DiepState, epoch: int, state_path: Path | None = None) -> None:
     """Run one pass over the sequences, in an order that depends only on seed and epoch, so that a resumed run repeats it.
 
     Steps that the state has taken are skipped. With `state_path` the state is saved after each step, and the results of
     completed layers are saved beside it during a step.
     """
-    count = tokens_SL.shape[0]
+    options, count = inputs.options, inputs.tokens_SL.shape[0]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed * 100_003 + epoch))
     per_epoch = math.ceil(count / options.batch_size)
     for index, rows in enumerate(order.split(options.batch_size)):
@@ -206,7 +215,7 @@ def run_epoch(
         cosine = 0.5 * (1.0 + math.cos(math.pi * step / (per_epoch * options.epochs)))
         for group in optimiser.param_groups:
             group["lr"] = options.learning_rate * cosine
-        state.losses.append(gradients(decoder, tokens_SL, full, rows.tolist(), state, options, is_alpha, kept))
+        state.losses.append(gradients(inputs, rows.tolist(), state, is_alpha, kept))
         optimiser.step()
         if is_alpha and RELAXATIONS[options.relaxation].is_shift_invariant:
             with torch.no_grad():
@@ -218,37 +227,31 @@ def run_epoch(
 
 
 def gradients(
-    decoder: AnyDecoder,
-    tokens_SL: Tensor,
-    full: Activations,
-    rows: list[int],
-    state: DiepState,
-    options: DiepOptions,
-    is_alpha: bool,
-    directory: Path | None = None,
+    inputs: SearchInputs, rows: list[int], state: DiepState, is_alpha: bool, directory: Path | None = None
 ) -> float:
     """Set .grad of α or of β to the batch's mean gradient, accumulated over small groups of sequences; return the loss.
 
     Gradient and loss are sums over all processes; `rows` is the whole batch. `directory`: passed to `backward`; with
     several groups each has a subdirectory.
     """
+    decoder, tokens_SL, options, budget = inputs.decoder, inputs.tokens_SL, inputs.options, inputs.budget
     trained = state.alphas if is_alpha else state.betas
     for parameter in state.alphas + state.betas:
         parameter.grad = None
         parameter.requires_grad_(any(parameter is other for other in trained))
-    own = processes.own_rows(len(rows), tokens_SL.shape[1])
+    own = processes.own_rows(len(rows), tokens_SL.shape[1], budget=budget)
     own_rows, predictions = rows[own], len(rows) * (tokens_SL.shape[1] - 1)
     own_BL = tokens_SL[own_rows]
 
     def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
-        tokens, target = own_BL[part].to(decoder.device), full.select(own_rows[part]).to(decoder.device)
+        tokens, target = own_BL[part].to(decoder.device), inputs.full.select(own_rows[part]).to(decoder.device)
         entropy = next_token_loss(hidden_BLD, model.head_VD, tokens, model.head_bias_V) / predictions
         return entropy + options.reconstruction_weight * reconstruction_loss(hidden_BLD, target) / len(rows)
 
     route, named = relaxed(state, options), _named("alpha" if is_alpha else "beta", trained)
     kept = directory and processes.own_directory(directory, own)
-    with in_company(decoder, len(list(batches(*own_BL.shape))), tokens_SL[:1], route, named):
-        total = backward(decoder, own_BL, route, loss, trained=named, directory=kept)
+    with in_company(decoder, len(list(budget.batches(*own_BL.shape))), tokens_SL[:1], route, named):
+        total = backward(decoder, own_BL, route, loss, trained=named, directory=kept, budget=budget)
     if processes.count() > 1:
         total = _add_up_processes(trained, total)
     if options.pressure and is_alpha:
@@ -322,6 +325,7 @@ def _scores(run: MethodRun) -> dict[int, Tensor]:
         state_path=run.work.search_state,
         resume=run.options.resume or run.work.shared != run.work.path,
         fisher=lambda: gradient_scores(run, "fisher", fisher_scores, lambda: decoder),
+        budget=run.memory_budget,
         progress=run.bar("searching (epochs)"),
     )
 

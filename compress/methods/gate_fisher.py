@@ -20,7 +20,7 @@ from engine.passes.layerwise import AnyDecoder
 
 
 def fisher_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
-    """Return the scores, [N] by decoder layer index. pass_options: `state_path` and `progress` of `gate_gradients`."""
+    """Return the scores, [N] by decoder layer index. pass_options: passed to `gate_gradients`."""
     return gate_gradients(decoder, tokens_SL, own_samples=True, seed=seed, **pass_options)[1]
 
 

@@ -34,7 +34,7 @@ from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear
 from engine.passes import processes
 from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
-from engine.passes.memory_budget import current, sequences_per_batch
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand
 from engine.passes.streaming import chunk_tokens
 
@@ -88,6 +88,7 @@ def gate_gradients(
     own_samples: bool,
     seed: int = 0,
     state_path: Path | None = None,
+    budget: MemoryBudget = UNLIMITED,
     progress: Callable[[Iterable[slice]], Iterable[slice]] = iter,
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Return (Σ_s ∂L_s/∂g, Σ_s (∂L_s/∂g)²), each [N] float64 by decoder layer index.
@@ -102,7 +103,7 @@ def gate_gradients(
     zeros = [torch.zeros(count, dtype=torch.float64) for count in decoder.config.experts_per_layer]
     generator = torch.Generator(device=device).manual_seed(seed)
     sums = Sums(zeros, [torch.zeros_like(zero) for zero in zeros], generator)
-    own = processes.own_rows(*tokens_SL.shape)
+    own = processes.own_rows(*tokens_SL.shape, budget=budget)
     own_SL = tokens_SL[own]
     if state_path is not None:
         state_path = processes.own_directory(state_path.parent, own) / state_path.name
@@ -113,12 +114,12 @@ def gate_gradients(
             _pass_over(tokens_SL.shape[1], decoder.config.vocabulary_size, generator)
     saved, (count, length) = time.monotonic(), own_SL.shape
     is_layerwise = isinstance(decoder, LayerwiseDecoder)
-    size = max(1, SWEEP_TOKENS // length) if is_layerwise else sequences_per_batch(length)
+    size = max(1, SWEEP_TOKENS // length) if is_layerwise else budget.sequences_per_batch(length)
     parts = [slice(start, min(start + size, count)) for start in range(sums.sequences, count, size)]
     with in_company(decoder, len(parts), tokens_SL[:1], *_gated(decoder, 1)):
         for rows in progress(parts):
             kept = state_path.with_suffix("") / f"from-{rows.start}" if state_path is not None and is_layerwise else None
-            sums.add(_of_batch(decoder, own_SL[rows], sums.generator if own_samples else None, kept))
+            sums.add(_of_batch(decoder, own_SL[rows], sums.generator if own_samples else None, kept, budget))
             if state_path is not None and (kept or time.monotonic() - saved >= SAVE_EVERY_SECONDS):
                 sums.save(state_path)
                 saved = time.monotonic()
@@ -129,7 +130,11 @@ def gate_gradients(
 
 
 def _of_batch(
-    decoder: AnyDecoder, tokens_BL: Tensor, generator: torch.Generator | None, directory: Path | None
+    decoder: AnyDecoder,
+    tokens_BL: Tensor,
+    generator: torch.Generator | None,
+    directory: Path | None,
+    budget: MemoryBudget,
 ) -> list[Tensor]:
     """Return ∂L_s/∂g of each sequence, [B, N] float64 for each MoE layer.
 
@@ -146,7 +151,7 @@ def _of_batch(
             )
         return next_token_loss(hidden_BLD, model.head_VD, targets_BL, model.head_bias_V)
 
-    backward(decoder, tokens_BL, route, loss, trained=gates, generator=generator, directory=directory)
+    backward(decoder, tokens_BL, route, loss, trained=gates, generator=generator, directory=directory, budget=budget)
     return [torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in gates.values()]
 
 
@@ -198,7 +203,7 @@ def _pass_over(length: int, vocabulary: int, generator: torch.Generator) -> None
 def loaded_decoder(run: MethodRun) -> AnyDecoder:
     """Return the decoder: whole, this process's shard or, with a memory limit, one that reads its layers one by one."""
     prepared, device = run.prepared, run.options.device
-    if current() is not None:
+    if run.memory_budget.limit is not None:
         return LayerwiseDecoder(prepared.checkpoint, prepared.dtype, device)
     decoder = processes.load_decoder(prepared.checkpoint, prepared.dtype, device, run.options.shard)
     decoder.checkpoint_activations = True
@@ -223,6 +228,7 @@ def gradient_scores(
             run.prepared.tokens_SL,
             run.options.diep.seed,
             state_path=run.work.shared / f"{name}.safetensors",
+            budget=run.memory_budget,
             progress=run.bar("gate gradients (batches)"),
         )
         return {str(layer): row.tolist() for layer, row in scored.items()}

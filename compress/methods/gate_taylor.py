@@ -20,7 +20,7 @@ from engine.passes.layerwise import AnyDecoder
 
 
 def taylor_scores(decoder: AnyDecoder, tokens_SL: Tensor, seed: int = 0, **pass_options: Any) -> dict[int, Tensor]:
-    """Return the scores, [N] by decoder layer index. pass_options: `state_path` and `progress` of `gate_gradients`."""
+    """Return the scores, [N] by decoder layer index. pass_options: passed to `gate_gradients`."""
     sums, _ = gate_gradients(decoder, tokens_SL, own_samples=False, seed=seed, **pass_options)
     return {layer: total.abs() for layer, total in sums.items()}
 

@@ -20,6 +20,7 @@ Shape suffixes: T sampled tokens, P tokens of one piece, N experts of the layer,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import combinations, islice
 from math import comb
 from pathlib import Path
@@ -43,7 +44,7 @@ from engine.errors import DataError
 from engine.families.config import DecoderConfig
 from engine.passes import processes
 from engine.passes.activations import Activations, closed_on_error
-from engine.passes.memory_budget import KEPT_BYTES
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand
 from engine.passes.streaming import stream_layers
 
@@ -66,6 +67,18 @@ def held_bytes(config: DecoderConfig) -> int:
     return max(3 * OUTPUT_BYTES, 2 * weights + products) + SAMPLE_TOKENS * config.hidden_size * 4
 
 
+@dataclass(frozen=True)
+class SubsetSearch:
+    """How the subsets of every layer are compared."""
+
+    limit: int = SUBSET_LIMIT
+    """Maximum number of subsets of a layer that are all compared; a layer with more is searched greedily."""
+    seed: int = 0
+    """Seed of the sample of tokens."""
+    once: Callable[[str, Callable[[], list[int]]], list[int]] = lambda name, compute: compute()
+    """May store a layer's result under a name, so that a resumed run does not search that layer again."""
+
+
 def naee(
     checkpoint: Checkpoint,
     tokens_SL: Tensor,
@@ -73,20 +86,18 @@ def naee(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    seed: int = 0,
-    limit: int = SUBSET_LIMIT,
-    once: Callable[[str, Callable[[], list[int]]], list[int]] = lambda name, compute: compute(),
+    search: SubsetSearch = SubsetSearch(),
+    budget: MemoryBudget = UNLIMITED,
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, list[int]]:
     """Return the kept experts of each MoE layer, ascending, by decoder layer index; `kept` gives their numbers.
 
-    One layer is in memory at a time, and its inputs are those of the full model. `once` may store a layer's result under a
-    name, so that a resumed run does not search that layer again. With a `directory` the pass over the text resumes at its
-    layer too.
+    One layer is in memory at a time, and its inputs are those of the full model. With a `directory` an interrupted pass over
+    the text resumes at its layer.
     """
-    drawn = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(seed))
-    rows = processes.own_rows(*tokens_SL.shape)
+    drawn = torch.randperm(tokens_SL.numel(), generator=torch.Generator().manual_seed(search.seed))
+    rows = processes.own_rows(*tokens_SL.shape, budget=budget)
     sample_T = (drawn[:SAMPLE_TOKENS].sort().values - rows.start * tokens_SL.shape[1]).to(device)
     result: dict[int, list[int]] = {}
 
@@ -97,16 +108,20 @@ def naee(
         inputs = LayerInputs(block, sample_T)
 
         def finish() -> None:
-            result[index] = once(
-                f"naee_{index}", lambda: best_subset(block, *inputs.sampled(), keep=kept[index], limit=limit)
+            result[index] = search.once(
+                f"naee_{index}",
+                lambda: best_subset(block, *inputs.sampled(), keep=kept[index], limit=search.limit, budget=budget),
             )
 
         return finish
 
     left = None if directory is None else processes.own_directory(directory, rows)
-    stream_layers(checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, directory=left, progress=progress).close()
+    states = stream_layers(
+        checkpoint, tokens_SL[rows], visit, dtype=dtype, device=device, budget=budget, directory=left, progress=progress
+    )
+    states.close()
     for index in sorted(kept.keys() - result.keys()):  # stored before the interruption
-        result[index] = once(f"naee_{index}", list)
+        result[index] = search.once(f"naee_{index}", list)
     return dict(sorted(result.items()))
 
 
@@ -154,12 +169,20 @@ class LayerInputs:
         return torch.cat(inputs), torch.cat(logits)
 
 
-def best_subset(block: MoeBlock, x_TD: Tensor, logits_TN: Tensor, *, keep: int, limit: int = SUBSET_LIMIT) -> list[int]:
+def best_subset(
+    block: MoeBlock,
+    x_TD: Tensor,
+    logits_TN: Tensor,
+    *,
+    keep: int,
+    limit: int = SUBSET_LIMIT,
+    budget: MemoryBudget = UNLIMITED,
+) -> list[int]:
     """Return the `keep` experts, ascending, that change the block's output on x least. Ties go to the lower indices."""
     experts = len(block.experts)
     if keep >= experts:
         return list(range(experts))
-    losses = SubsetLosses(block, x_TD, logits_TN)
+    losses = SubsetLosses(block, x_TD, logits_TN, budget)
     with losses.products_TNN:
         return (exhaustive if comb(experts, keep) <= limit else greedy)(losses, experts, keep)
 
@@ -168,11 +191,11 @@ class SubsetLosses:
     """‖y_full − y_subset‖_F² for any subsets of one block's experts, summed over the sampled tokens of all processes."""
 
     @torch.no_grad()
-    def __init__(self, block: MoeBlock, x_TD: Tensor, logits_TN: Tensor) -> None:
+    def __init__(self, block: MoeBlock, x_TD: Tensor, logits_TN: Tensor, budget: MemoryBudget = UNLIMITED) -> None:
         """Run every expert once on every token. Raises DataError where an output is NaN or infinite."""
         self.routing, self.logits_TN = block.routing, logits_TN
         self.full_TN = weight_of_each(block.routing(logits_TN), len(block.experts))
-        self.products_TNN = inner_products(block, x_TD)
+        self.products_TNN = inner_products(block, x_TD, budget)
 
     @torch.no_grad()
     def __call__(self, subsets: list[tuple[int, ...]]) -> list[float]:
@@ -204,10 +227,10 @@ def weight_of_each(selection: Selection, experts: int) -> Tensor:
     return zeros_TN.scatter_add_(1, selection.experts.clamp_min(0), weights_TS)
 
 
-def inner_products(block: MoeBlock, x_TD: Tensor) -> Activations:
+def inner_products(block: MoeBlock, x_TD: Tensor, budget: MemoryBudget = UNLIMITED) -> Activations:
     """Return ⟨FFN_i(x_t), FFN_j(x_t)⟩, [T, N, N], in float32 or better. Raises DataError where one is NaN or infinite."""
     experts, dtype = len(block.experts), torch.promote_types(x_TD.dtype, torch.float32)
-    result_TNN = Activations((x_TD.shape[0], experts, experts), dtype)
+    result_TNN = Activations((x_TD.shape[0], experts, experts), dtype, budget=budget)
     piece = max(1, OUTPUT_BYTES // (experts * x_TD.shape[1] * dtype.itemsize))
     with closed_on_error(result_TNN):
         for start in range(0, x_TD.shape[0], piece):
@@ -260,9 +283,8 @@ def _plan(run: MethodRun) -> Plan:
         budget.kept_per_layer(prepared.checkpoint.config.experts_by_layer),
         dtype=prepared.dtype,
         device=run.options.device,
-        seed=run.options.calibration.seed,
-        limit=run.options.naee_limit,
-        once=run.work.once,
+        search=SubsetSearch(run.options.naee_limit, run.options.calibration.seed, run.work.once),
+        budget=run.memory_budget,
         directory=run.work.path / "naee",
         progress=run.bar("comparing subsets (layers)"),
     )
@@ -311,7 +333,7 @@ def sample_bytes(passes: Passes, tokens: int) -> float:
     sample, most = min(SAMPLE_TOKENS, tokens), max(passes.config.experts_per_layer)
     outputs = min(float(OUTPUT_BYTES), 4.0 * sample * most * passes.config.hidden_size)
     products = 4.0 * sample * most**2
-    kept = products if products <= KEPT_BYTES else 0.0
+    kept = products if products <= UNLIMITED.kept_bytes else 0.0
     return 2 * outputs + kept + passes.bytes_per_element * sample * passes.config.hidden_size
 
 

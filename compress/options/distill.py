@@ -180,14 +180,14 @@ class DistillOptions(JobOptions, StepOptions):
 
     def training(self, steps: int, length: int, hidden_size: int) -> TrainingOptions:
         """Return the options of the student's training, on sequences of about `length` tokens."""
-        from engine.passes.memory_budget import sequences_per_batch
+        from engine.passes.memory_budget import UNLIMITED
 
         turn = self.augmentation.samples if self.row.samples_experts else 1
         return TrainingOptions(
             steps,
             careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
-            self.micro_batch_size or sequences_per_batch(length),
+            self.micro_batch_size or UNLIMITED.sequences_per_batch(length),
             warm_up_steps=warm_up_steps(steps),
             clip_norm=self.clip_norm,
             seed=self.calibration.seed,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MEASURE, TASKS = "What to measure", "Tasks"
 ACCURACY = "accuracy"
-Part = Literal["held-out", "calibration", "all"]
+TextSplit = Literal["held-out", "calibration", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,10 @@ class EvaluateOptions:
         help="Tasks of lm-evaluation-harness, names or YAML files, instead of a metric.",
     )
     limit: int | None = option(None, group=TASKS, minimum=1, help="Examples per task, the first ones.")
-    split: Part = option(
+    split: TextSplit = option(
         "held-out",
         group="Text",
-        choices=get_args(Part),
+        choices=get_args(TextSplit),
         help="Part of the text; calibration never sees 'held-out'.",
     )
     memory_limit: int | None = like(JobOptions, "memory_limit")

@@ -168,13 +168,13 @@ class DenseTrainingOptions(StepOptions):
 
     def part(self, part: DensePart, length: int, hidden_size: int) -> TrainingOptions:
         """Return the options of one part, for sequences of `length` tokens."""
-        from engine.passes.memory_budget import sequences_per_batch
+        from engine.passes.memory_budget import UNLIMITED
 
         return TrainingOptions(
             part.steps,
             good_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
-            self.micro_batch_size or sequences_per_batch(length),
+            self.micro_batch_size or UNLIMITED.sequences_per_batch(length),
             warm_up_steps=warm_up_steps(part.steps),
             clip_norm=self.clip_norm,
             seed=self.seed,

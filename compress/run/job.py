@@ -29,6 +29,7 @@ from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import DataError, OptionError
 from engine.passes import processes
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.progress import Progress, no_progress
 
 
@@ -82,6 +83,8 @@ class Run(Generic[OptionsT, PreparedT]):
     progress: Progress = no_progress
     started: float = field(default_factory=time.monotonic)
     """Start of the run by time.monotonic(); `seconds` of the figures count from it."""
+    memory_budget: MemoryBudget = UNLIMITED
+    """Limits the memory of every pass of the run."""
 
     def bar(self, label: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
         """Return a progress bar with a fixed label, for functions that take an unlabeled one."""
@@ -183,6 +186,7 @@ def statistics_of(run: AnyRun) -> Statistics:
         dtype=prepared.dtype,
         device=options.device,
         seed=options.calibration.seed,
+        budget=run.memory_budget,
         directory=directory,
         progress=run.bar("calibrating (layers)"),
     )
@@ -207,6 +211,7 @@ def held_out(run: AnyRun, checkpoint: Checkpoint, when: str, directory: Path | N
         dtype=prepared.dtype,
         device=run.options.device,
         visit=routed_counts(counts, directory),
+        budget=run.memory_budget,
         directory=directory,
         progress=run.bar(f"perplexity {when} (layers)"),
     )

@@ -20,6 +20,7 @@ from engine.errors import CheckpointError
 from engine.families.rotary_embedding import Rotary
 from engine.onnx.runtime import OnnxDecoder
 from engine.passes import processes
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import Visit, stream_negative_log_likelihood
 
 PIECE = 512
@@ -33,6 +34,7 @@ def perplexity(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     visit: Visit = lambda index, layer: None,
+    budget: MemoryBudget = UNLIMITED,
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> float:
@@ -41,11 +43,18 @@ def perplexity(
     visit: may change a layer before it runs. directory: holds the state of an interrupted pass, which is continued.
     Several processes share the sequences, and all return the same value.
     """
-    rows = processes.own_rows(*tokens_SL.shape)
+    rows = processes.own_rows(*tokens_SL.shape, budget=budget)
     kept = None if directory is None else processes.own_directory(directory, rows)
     total, count = processes.added_up(
         stream_negative_log_likelihood(
-            checkpoint, tokens_SL[rows], dtype=dtype, device=device, visit=visit, directory=kept, progress=progress
+            checkpoint,
+            tokens_SL[rows],
+            dtype=dtype,
+            device=device,
+            visit=visit,
+            budget=budget,
+            directory=kept,
+            progress=progress,
         )
     )
     if not math.isfinite(total):

@@ -147,7 +147,14 @@ def _measured(run: AnyRun, result: Checkpoint) -> tuple[Statistics | None, HeldO
     options, prepared = run.options, run.prepared
     own, sample_SL = None, prepared.tokens_SL[:SKIP_TABLE_SEQUENCES]
     if result.config.moe_layers and len(sample_SL):
-        own = collect(result, sample_SL, dtype=prepared.dtype, device=options.device, seed=options.calibration.seed)
+        own = collect(
+            result,
+            sample_SL,
+            dtype=prepared.dtype,
+            device=options.device,
+            seed=options.calibration.seed,
+            budget=run.memory_budget,
+        )
     return own, held_out(run, result, "after")
 
 

@@ -18,7 +18,7 @@ from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
 from engine.kernels.cache_directory import KernelCache
-from engine.progress import Progress, no_progress
+from engine.progress import Progress, announced, no_progress
 
 _MATHS = {"reassoc", "contract", "nsz"}
 """Sums may be reordered, so that they use vector registers; NaN and infinity stay what they are. LLVM applies this to every
@@ -130,14 +130,15 @@ def kernel(
 
 
 def prepare(wanted: Iterable[Kernel], progress: Progress = no_progress) -> None:
-    """Load these kernels and those that they call. A progress bar is shown if compiling takes long.
+    """Load these kernels and those that they call.
 
-    Processes that do so at the same time share the work: each first compiles what no other process is compiling.
+    If some must be compiled first, a progress bar is shown, or one line on stderr where there is no bar. Processes that do
+    so at the same time share the work: each first compiles what no other process is compiling.
     """
     every = list(dict.fromkeys(each for kernel in wanted for each in kernel.needs))
     missing = [each for each in every if not each.is_kept]
     if missing:
-        for each in progress(missing, NOTICE):
+        for each in announced(missing, NOTICE, progress):
             each.compile_unless_busy()
     for each in every:
         each.load()

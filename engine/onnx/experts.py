@@ -248,9 +248,12 @@ def branches(graph: Graph, x_TD: str, weights_TN: str, sizes: tuple[int, int], r
             )
             rows.append(rows_R1)
             outputs.append(outputs_RD)
-    zeros_TD = cast(graph, graph.node("ConstantOfShape", graph.node("Shape", x_TD)), FLOAT, graph.element_type)
+    zeros_TD = graph.node("ConstantOfShape", graph.node("Shape", x_TD))
     rows_R1, outputs_RD = graph.node("Concat", *rows, axis=0), graph.node("Concat", *outputs, axis=0)
-    return graph.node("ScatterND", zeros_TD, rows_R1, outputs_RD, reduction="add")
+    # onnxruntime's ScatterND has no kernel that adds float16 on a CPU.
+    outputs_RD = cast(graph, outputs_RD, graph.element_type, FLOAT)
+    sums_TD = graph.node("ScatterND", zeros_TD, rows_R1, outputs_RD, reduction="add")
+    return cast(graph, sums_TD, FLOAT, graph.element_type)
 
 
 def _expert_tokens(graph: Graph, expert: int, x_TD: str, weights_TN: str, run: Callable[[int, str], str]) -> list[str]:

@@ -18,20 +18,28 @@ from torch import Tensor
 
 from engine.errors import DataError
 from engine.files.json_file import writing
-from engine.passes.memory_budget import kept_bytes
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 
 
 class Activations:
     """Hidden states of S sequences, [S, L, D], read and replaced batch by batch."""
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, path: Path | None = None, together: int = 1) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        path: Path | None = None,
+        together: int = 1,
+        budget: MemoryBudget = UNLIMITED,
+    ) -> None:
         """`path`: a file that is kept on close; if it exists already, its content is the hidden states.
 
-        together: how many Activations of this shape are held at a time. Writing raises OutputError if the disk is full.
+        together: how many Activations of this shape are held at a time. budget: decides whether they stay in memory.
+        Writing raises OutputError if the disk is full.
         """
         self.shape, self.dtype, self.path = shape, dtype, path
         self._row_bytes = shape[1] * shape[2] * dtype.itemsize
-        in_memory = path is None and together * shape[0] * self._row_bytes <= kept_bytes()
+        in_memory = path is None and together * shape[0] * self._row_bytes <= budget.kept_bytes
         self._tensor = torch.empty(shape, dtype=dtype) if in_memory else None
         # A plain file instead of a mapping: mapped pages count as resident memory, pages of the page cache do not.
         self._file: Any = None
@@ -100,16 +108,23 @@ def closed_on_error(*several: Activations) -> Iterator[None]:
 class Shelf:
     """Activations of one shape by name. With a directory they are files, which an interrupted pass finds when it resumes."""
 
-    def __init__(self, directory: Path | None, shape: tuple[int, int, int], dtype: torch.dtype, together: int = 1) -> None:
-        """together: how many are held at a time."""
-        self.directory, self._shape, self._dtype, self._together = directory, shape, dtype, together
+    def __init__(
+        self,
+        directory: Path | None,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        together: int = 1,
+        budget: MemoryBudget = UNLIMITED,
+    ) -> None:
+        """together: how many are held at a time. budget: decides whether they stay in memory without a directory."""
+        self.directory, self._shape, self._dtype, self._together, self._budget = directory, shape, dtype, together, budget
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
     def begin(self, name: str) -> Activations:
         """Return new activations, to be filled."""
         if self.directory is None:
-            return Activations(self._shape, self._dtype, together=self._together)
+            return Activations(self._shape, self._dtype, together=self._together, budget=self._budget)
         path = self.directory / f"{name}.partial"
         path.unlink(missing_ok=True)
         return Activations(self._shape, self._dtype, path)

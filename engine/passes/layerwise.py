@@ -26,7 +26,7 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.passes import heap, processes
 from engine.passes.activations import Activations, Shelf, closed_on_error
-from engine.passes.memory_budget import batches
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.streaming import embed, layer_positions, one_layer, stream_layers
 
 Route = Callable[[int, Routing, slice], Routing]
@@ -56,12 +56,14 @@ class LayerwiseDecoder:
         self.checkpoint.release()
         heap.give_back()
 
-    def layer(self, index: int) -> AbstractContextManager[DecoderLayer]:
+    def layer(self, index: int, budget: MemoryBudget = UNLIMITED) -> AbstractContextManager[DecoderLayer]:
         """Hold one layer in memory during the body."""
-        return one_layer(self.checkpoint, index, self.dtype, self.device)
+        return one_layer(self.checkpoint, index, self.dtype, self.device, budget)
 
     @torch.no_grad()
-    def hidden_states(self, tokens_SL: Tensor, directory: Path | None = None) -> Activations:
+    def hidden_states(
+        self, tokens_SL: Tensor, directory: Path | None = None, budget: MemoryBudget = UNLIMITED
+    ) -> Activations:
         """Return the final hidden states after the last norm, [S, L, D]. `directory`: as in `stream_layers`."""
         with stream_layers(
             self.checkpoint,
@@ -69,11 +71,12 @@ class LayerwiseDecoder:
             lambda index, layer: None,
             dtype=self.dtype,
             device=self.device,
+            budget=budget,
             directory=directory,
         ) as states:
-            normed = Activations(states.shape, self.dtype)
+            normed = Activations(states.shape, self.dtype, budget=budget)
             with closed_on_error(normed), self.outer() as outer:
-                for rows in batches(*tokens_SL.shape):
+                for rows in budget.batches(*tokens_SL.shape):
                     normed[rows] = outer.hidden_states(states[rows].to(self.device))
         return normed
 
@@ -90,6 +93,7 @@ def backward(
     trained: Mapping[str, Tensor],
     generator: torch.Generator | None = None,
     directory: Path | None = None,
+    budget: MemoryBudget = UNLIMITED,
 ) -> float:
     """Add the gradient of Σ loss over batches of sequences to .grad of the `trained` tensors; return the loss.
 
@@ -98,9 +102,9 @@ def backward(
     generator of `loss`.
     """
     if isinstance(model, LayerwiseDecoder):
-        return _Pass(model, tokens_SL, route, loss, trained, generator, directory).run()
+        return _Pass(model, tokens_SL, route, loss, trained, generator, directory, budget).run()
     total = 0.0
-    for rows in batches(*tokens_SL.shape):
+    for rows in budget.batches(*tokens_SL.shape):
         routings = [route(number, block.routing, rows) for number, block in enumerate(model.moe_blocks)]
         with routed_by(model, routings):  # checkpointed layers run again in the backward pass
             value = loss(model.hidden_states(tokens_SL[rows].to(model.device)), model, rows)
@@ -142,12 +146,13 @@ class _Pass:
         trained: Mapping[str, Tensor],
         generator: torch.Generator | None,
         directory: Path | None,
+        budget: MemoryBudget,
     ) -> None:
         self.model, self.tokens_SL, self.route, self.loss = model, tokens_SL, route, loss
-        self.trained, self.generator = trained, generator
+        self.trained, self.generator, self.budget = trained, generator, budget
         self.layers, self.total = len(model.config.layers), 0.0
         shape = (*tokens_SL.shape, model.config.hidden_size)
-        self.shelf = Shelf(directory, shape, model.dtype, together=self.layers + 2)
+        self.shelf = Shelf(directory, shape, model.dtype, together=self.layers + 2, budget=budget)
         self.positions = layer_positions(model.checkpoint, tokens_SL, model.dtype, model.device)
         self.kept: dict[str, Activations] = {}
 
@@ -174,11 +179,11 @@ class _Pass:
         if last is None:
             last = 0
             with self._made("input-0") as states:
-                embed(self.model.checkpoint, self.tokens_SL, states, self.model.device)
+                embed(self.model.checkpoint, self.tokens_SL, states, self.model.device, self.budget)
         first = self.model.config.moe_layers[0]
         for index in range(last, self.layers):
             states = self._get(f"input-{index}")
-            with self.model.layer(index) as layer, self._made(f"input-{index + 1}") as after:
+            with self.model.layer(index, self.budget) as layer, self._made(f"input-{index + 1}") as after:
                 self.model.checkpoint.read_ahead(index + 1)
                 for rows in self._batches():
                     # With gradients, as in the backward pass: without them some operations round differently.
@@ -203,7 +208,7 @@ class _Pass:
 
     def _back_through(self, index: int) -> None:
         states, above = self._get(f"input-{index}"), self._get(f"gradient-{index + 1}")
-        with self.model.layer(index) as layer, self._made(f"gradient-{index}") as gradients:
+        with self.model.layer(index, self.budget) as layer, self._made(f"gradient-{index}") as gradients:
             self.model.checkpoint.read_ahead(index - 1)
             for rows in self._batches():
                 x_BLD = states[rows].detach().to(self.model.device).requires_grad_()
@@ -229,7 +234,7 @@ class _Pass:
         return y_BLD
 
     def _batches(self) -> Iterator[slice]:
-        return batches(*self.tokens_SL.shape)
+        return self.budget.batches(*self.tokens_SL.shape)
 
     # Activations that are kept between layers
 

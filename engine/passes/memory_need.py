@@ -22,7 +22,7 @@ from engine.families.layer_config import LayerConfig
 from engine.families.tensor_shapes import layer_tensors
 from engine.kernels.linear import has_half_arithmetic
 from engine.passes import processes
-from engine.passes.memory_budget import KEPT_WITHIN_LIMIT_BYTES, TOKENS_PER_BATCH, MemoryBudget, resident_memory_bytes
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget, resident_memory_bytes
 from engine.passes.streaming import chunk_tokens
 
 LOADED_LATER_BYTES = 64 << 20
@@ -33,6 +33,8 @@ SCORES_BYTES = 32 << 20
 """Bytes of the attention scores of one block of queries."""
 LOGITS_AT_ONCE = 5
 """Number of logits tensors of a chunk of tokens in float32, including the tensors of the loss and its gradient."""
+KEPT_WITHIN_LIMIT_BYTES = 16 << 20
+"""Limit on activations in memory under a memory limit: several are held at a time, and the page cache holds the files."""
 KEPT_AT_ONCE = 4
 """Number of activations held at a time, each below the limit for staying in memory."""
 
@@ -57,20 +59,20 @@ class MemoryDemand:
         return replace(self, other_bytes=max(self.other_bytes, other_bytes))
 
 
-def budget_for(limit: int | None, checkpoint: Checkpoint, demand: MemoryDemand) -> MemoryBudget | None:
-    """Return the budget for a limit, or None for no limit.
+def budget_for(limit: int | None, checkpoint: Checkpoint, demand: MemoryDemand) -> MemoryBudget:
+    """Return the budget for a limit in bytes; None for no limit.
 
     Raises OptionError if the run needs a larger limit, and names that limit.
     """
     if limit is None:
-        return None
+        return UNLIMITED
     if demand.optimises:
         importlib.import_module("torch._dynamo")  # optimizers import it in their first step: 150 MB if Triton is installed
     resident = processes.largest(resident_memory_bytes())  # processes must use batches of one size
     interpreter = math.ceil((resident + LOADED_LATER_BYTES) / ROUNDED_TO) * ROUNDED_TO
     piece = _largest_piece(checkpoint, demand)
     fixed = interpreter + piece + _logits_bytes(checkpoint) + KEPT_AT_ONCE * KEPT_WITHIN_LIMIT_BYTES + demand.other_bytes
-    tokens = TOKENS_PER_BATCH
+    tokens = UNLIMITED.tokens_per_batch
     while tokens > demand.length and fixed + batch_bytes(checkpoint, demand, tokens) > limit:
         tokens = max(demand.length, tokens // 2)
     if (needed := fixed + batch_bytes(checkpoint, demand, max(tokens, demand.length))) > limit:
@@ -80,7 +82,13 @@ def budget_for(limit: int | None, checkpoint: Checkpoint, demand: MemoryDemand) 
             f"{demand.length} tokens at a time; give that much, or a shorter --sequence-length"
         )
     batch = batch_bytes(checkpoint, demand, max(tokens, demand.length))
-    return MemoryBudget(limit, batch + piece, piece + batch // 4, tokens)
+    return MemoryBudget(
+        tokens,
+        kept_bytes=KEPT_WITHIN_LIMIT_BYTES,
+        limit=limit,
+        batch_bytes=batch + piece,
+        expert_bytes=piece + batch // 4,
+    )
 
 
 def _logits_bytes(checkpoint: Checkpoint) -> int:

@@ -27,7 +27,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, DecoderLayer
 from engine.errors import OptionError
 from engine.passes import heap
-from engine.passes.memory_budget import batches
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 
 T = TypeVar("T")
 BUCKET_ELEMENTS = 1 << 24
@@ -134,14 +134,14 @@ def share(items: Sequence[T]) -> Sequence[T]:
     return items[begin:end]
 
 
-def own_rows(sequences: int, length: int) -> slice:
+def own_rows(sequences: int, length: int, *, budget: MemoryBudget = UNLIMITED) -> slice:
     """Return the slice of sequences that this process runs.
 
     If there are enough batches, these are whole batches as a single process has them, so that each product has the same
     rows and gives bit-identical results. Otherwise they are single sequences, and none if there are more processes than
     sequences.
     """
-    every = list(batches(sequences, length))
+    every = list(budget.batches(sequences, length))
     if len(every) < count():
         every = [slice(row, row + 1) for row in range(sequences)]
     own = share(every)

@@ -24,7 +24,7 @@ from engine.families.rotary_embedding import Rotary
 from engine.kernels.quantized_weight import Weight
 from engine.passes import heap, processes
 from engine.passes.activations import Activations, Shelf, closed_on_error
-from engine.passes.memory_budget import batches, relieve, relieved_between_experts
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 
 MOST_CHUNK_TOKENS = 512
 MOST_CHUNK_LOGITS = 1 << 23
@@ -47,6 +47,7 @@ def stream_layers(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    budget: MemoryBudget = UNLIMITED,
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Activations:
@@ -57,7 +58,7 @@ def stream_layers(
     Several processes resume from a common layer, each with its own directory.
     """
     layers = len(checkpoint.config.layers)
-    shelf = Shelf(directory, (*tokens_SL.shape, checkpoint.config.hidden_size), dtype)
+    shelf = Shelf(directory, (*tokens_SL.shape, checkpoint.config.hidden_size), dtype, budget=budget)
     first = next((index for index in reversed(range(layers + 1)) if shelf.has(f"layer-{index}")), -1)
     if directory is not None:
         first = int(processes.smallest(first))
@@ -66,15 +67,15 @@ def stream_layers(
     with ExitStack() as unfinished:
         unfinished.callback(lambda: states.close())
         if found is None:
-            embed(checkpoint, tokens_SL, states, device)
+            embed(checkpoint, tokens_SL, states, device, budget)
             shelf.finish("layer-0")
         positions = layer_positions(checkpoint, tokens_SL, dtype, device)
         for index in progress(range(first, layers)):
             after = states if directory is None else shelf.begin(f"layer-{index + 1}")
-            with closed_on_error(after), one_layer(checkpoint, index, dtype, device) as layer:
+            with closed_on_error(after), one_layer(checkpoint, index, dtype, device, budget) as layer:
                 checkpoint.read_ahead(index + 1)
                 finish = visit(index, layer)
-                for rows in batches(*tokens_SL.shape):
+                for rows in budget.batches(*tokens_SL.shape):
                     after[rows] = layer(states[rows].to(device), positions)
                 if finish is not None:
                     finish()
@@ -90,27 +91,39 @@ def stream_layers(
 
 
 @torch.no_grad()
-def embed(checkpoint: Checkpoint, tokens_SL: Tensor, states: Activations, device: torch.device | str) -> None:
+def embed(
+    checkpoint: Checkpoint,
+    tokens_SL: Tensor,
+    states: Activations,
+    device: torch.device | str,
+    budget: MemoryBudget = UNLIMITED,
+) -> None:
     """Fill `states` with the first layer's input."""
     embedding_VD = checkpoint.source(states.dtype, device)("model.embed_tokens.weight")
-    for rows in batches(*tokens_SL.shape):
+    for rows in budget.batches(*tokens_SL.shape):
         states[rows] = embedded(checkpoint.config, tokens_SL[rows].to(device), embedding_VD)
     del embedding_VD
     checkpoint.release()
 
 
 @contextmanager
-def one_layer(checkpoint: Checkpoint, index: int, dtype: torch.dtype, device: torch.device | str) -> Iterator[DecoderLayer]:
+def one_layer(
+    checkpoint: Checkpoint,
+    index: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    budget: MemoryBudget = UNLIMITED,
+) -> Iterator[DecoderLayer]:
     """Hold one layer in memory during the body; under a memory limit, not all of its weights at a time."""
     source = checkpoint.weights(dtype, device)
 
     def relieved(name: str) -> Weight:
-        relieve(checkpoint.release)  # converted weights are read here
+        budget.relieve(checkpoint.release)  # converted weights are read here
         return source(name)
 
     tensors: TensorSource = relieved
     layer = DecoderLayer(checkpoint.config, index, tensors)
-    relieved_between_experts(layer, Expert, checkpoint.release)
+    budget.relieve_between_experts(layer, Expert, checkpoint.release)
     yield layer
     del layer
     checkpoint.release()
@@ -130,6 +143,7 @@ def stream_negative_log_likelihood(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     visit: Visit = lambda index, layer: None,
+    budget: MemoryBudget = UNLIMITED,
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> tuple[float, int]:
@@ -138,7 +152,9 @@ def stream_negative_log_likelihood(
     `visit` may change a layer before it runs, such as its routing. `directory`: as in `stream_layers`.
     """
     total, count = 0.0, 0
-    states = stream_layers(checkpoint, tokens_SL, visit, dtype=dtype, device=device, directory=directory, progress=progress)
+    states = stream_layers(
+        checkpoint, tokens_SL, visit, dtype=dtype, device=device, budget=budget, directory=directory, progress=progress
+    )
     with states:
         outer = Outer(checkpoint.config, checkpoint.source(dtype, device))
         chunk = chunk_tokens(checkpoint.config.vocabulary_size)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import calibrate.collect
 import engine.passes.activations
-import engine.passes.memory_budget
 from calibrate.collect import collect
 from calibrate.similarity import linear_cka, rbf_cka
 from calibrate.skipping import relative_similarity, skip_tables
@@ -26,6 +25,7 @@ from engine.errors import CheckpointError, DataError, OutputError
 from engine.families.layer_config import MoeConfig
 from engine.families.tensor_names import expert_parts, expert_tensor
 from engine.families.tensor_shapes import router_tensors
+from engine.passes.memory_budget import MemoryBudget
 from engine.passes.streaming import stream_negative_log_likelihood
 
 TOKENS = torch.randint(3, 96, (5, 13), generator=torch.Generator().manual_seed(7))
@@ -179,20 +179,16 @@ def assert_same(one: Statistics, other: Statistics, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("tokens_per_batch", [1, 26])
-def test_does_not_depend_on_the_batch_size(
-    olmoe: Checkpoint, tokens_per_batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_does_not_depend_on_the_batch_size(olmoe: Checkpoint, tokens_per_batch: int) -> None:
     together = collect(olmoe, TOKENS, dtype=torch.float32)
-    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", tokens_per_batch)
-    assert_same(collect(olmoe, TOKENS, dtype=torch.float32), together, 1e-5)
+    assert_same(collect(olmoe, TOKENS, dtype=torch.float32, budget=MemoryBudget(tokens_per_batch)), together, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_does_not_depend_on_where_hidden_states_are_kept(
     olmoe: Checkpoint, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", 26)
-    in_memory = collect(olmoe, TOKENS, dtype=dtype)
+    in_memory = collect(olmoe, TOKENS, dtype=dtype, budget=MemoryBudget(26))
     files = []
     temporary_file = engine.passes.activations.tempfile.TemporaryFile
 
@@ -200,14 +196,13 @@ def test_does_not_depend_on_where_hidden_states_are_kept(
         files.append(temporary_file(**options))
         return files[-1]
 
-    monkeypatch.setattr(engine.passes.memory_budget, "KEPT_BYTES", 0)
     monkeypatch.setattr(engine.passes.activations.tempfile, "TemporaryFile", counted)
-    assert_same(collect(olmoe, TOKENS, dtype=dtype), in_memory, 0.0)
+    assert_same(collect(olmoe, TOKENS, dtype=dtype, budget=MemoryBudget(26, kept_bytes=0)), in_memory, 0.0)
     assert len(files) == 1 and files[0].closed
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "limit"),
+    ("family", "changes", "kept_bytes"),
     [
         *((family, {}, 1 << 20) for family in MOE_FAMILIES),
         ("mixtral", {}, 0),
@@ -215,12 +210,13 @@ def test_does_not_depend_on_where_hidden_states_are_kept(
     ],
 )
 def test_streamed_likelihood_equals_cross_entropy_of_full_logits(
-    family: str, changes: dict[str, Any], limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, changes: dict[str, Any], kept_bytes: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engine.passes.memory_budget, "KEPT_BYTES", limit)
     reference = save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
-    total, count = stream_negative_log_likelihood(checkpoint, TOKENS, dtype=torch.float32)
+    total, count = stream_negative_log_likelihood(
+        checkpoint, TOKENS, dtype=torch.float32, budget=MemoryBudget(kept_bytes=kept_bytes)
+    )
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
     with torch.no_grad():
         own = float(next_token_loss(decoder.hidden_states(TOKENS), decoder.head_VD, TOKENS, decoder.head_bias_V))

@@ -17,13 +17,12 @@ from torch import Tensor
 import compress.methods.diep
 import compress.methods.gate_gradients
 import engine.passes.layerwise
-import engine.passes.memory_budget
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
 from compress.methods.diep import search
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_taylor import taylor_scores
-from compress.methods.naee import naee
+from compress.methods.naee import SubsetSearch, naee
 from compress.methods.relaxations import RELAXATIONS
 from compress.options.prune import DiepOptions
 from compress.run.perplexity import perplexity, routed_counts
@@ -33,10 +32,13 @@ from engine.files.safetensors_writer import write_tensors
 from engine.passes import processes
 from engine.passes.activations import Shelf
 from engine.passes.layerwise import LayerwiseDecoder
+from engine.passes.memory_budget import MemoryBudget
 
 TOKENS = torch.randint(3, 96, (7, 12), generator=torch.Generator().manual_seed(1))
-TWO_SEQUENCES = 24
+IN_PAIRS = MemoryBudget(tokens_per_batch=24)
+"""Two sequences of TOKENS in a batch."""
 LAYERWISE = DiepOptions("gated", epochs=1, batch_size=3, start="zero")
+search_in_pairs = partial(search, budget=IN_PAIRS)
 
 
 def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -45,30 +47,39 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
     tensors = {
         f"{field.name}.{layer}.{len(text)}": getattr(own, field.name)
         for text in (TOKENS, TOKENS[:1])
-        for layer, own in collect(checkpoint, text, dtype=torch.float32).layers.items()
+        for layer, own in collect(checkpoint, text, dtype=torch.float32, budget=IN_PAIRS).layers.items()
         for field in fields(LayerStatistics)
     }
     decoder = Decoder(checkpoint.config, checkpoint.weights(torch.float32, "cpu"))
-    scored = {"fisher": fisher_scores(decoder, TOKENS, 3), "taylor": taylor_scores(decoder, TOKENS)}
+    scored = {"fisher": fisher_scores(decoder, TOKENS, 3, budget=IN_PAIRS)}
+    scored["taylor"] = taylor_scores(decoder, TOKENS, budget=IN_PAIRS)
     for relaxation in RELAXATIONS:
         options = DiepOptions(relaxation, epochs=3, batch_size=3)  # the last step of an epoch has one sequence
-        scored[relaxation] = search(decoder, TOKENS, options, state_path=place / f"{relaxation}.safetensors")
+        scored[relaxation] = search_in_pairs(decoder, TOKENS, options, state_path=place / f"{relaxation}.safetensors")
     # Five sequences are three batches: one process has one more than the other, in each step too.
     pieces = processes.load_decoder(checkpoint, torch.float32, "cpu", processes.count() > 1)
-    scored["sharded fisher"] = fisher_scores(pieces, TOKENS[:5], 3)
-    scored["sharded taylor of one sequence"] = taylor_scores(pieces, TOKENS[:1])  # one process has no sequence
-    scored["sharded gated of one sequence"] = search(pieces, TOKENS[:1], DiepOptions("gated", epochs=2, batch_size=1))
+    scored["sharded fisher"] = fisher_scores(pieces, TOKENS[:5], 3, budget=IN_PAIRS)
+    # One process has no sequence.
+    scored["sharded taylor of one sequence"] = taylor_scores(pieces, TOKENS[:1], budget=IN_PAIRS)
+    scored["sharded gated of one sequence"] = search_in_pairs(
+        pieces, TOKENS[:1], DiepOptions("gated", epochs=2, batch_size=1)
+    )
     for relaxation in RELAXATIONS:
-        scored[f"sharded {relaxation}"] = search(pieces, TOKENS[:5], DiepOptions(relaxation, epochs=4, batch_size=5))
+        scored[f"sharded {relaxation}"] = search_in_pairs(
+            pieces, TOKENS[:5], DiepOptions(relaxation, epochs=4, batch_size=5)
+        )
     layerwise = LayerwiseDecoder(checkpoint, torch.float32)
-    scored["layerwise fisher"] = fisher_scores(layerwise, TOKENS, 3)
-    scored["layerwise"] = search(layerwise, TOKENS, LAYERWISE)
+    scored["layerwise fisher"] = fisher_scores(layerwise, TOKENS, 3, budget=IN_PAIRS)
+    scored["layerwise"] = search_in_pairs(layerwise, TOKENS, LAYERWISE)
     tensors |= {f"{name}.{layer}": score for name, own in scored.items() for layer, score in own.items()}
     counts: dict[int, list[int]] = {}
-    value = perplexity(checkpoint, TOKENS[:1], dtype=torch.float32, visit=routed_counts(counts))
+    value = perplexity(checkpoint, TOKENS[:1], dtype=torch.float32, visit=routed_counts(counts), budget=IN_PAIRS)
     kept = dict.fromkeys(checkpoint.config.moe_layers, 3)
     cases = [(TOKENS, 0), (TOKENS, 100), (TOKENS[:1], 100)]
-    subsets = [naee(checkpoint, text, kept, dtype=torch.float32, limit=limit) for text, limit in cases]
+    subsets = [
+        naee(checkpoint, text, kept, dtype=torch.float32, search=SubsetSearch(limit), budget=IN_PAIRS)
+        for text, limit in cases
+    ]
     return tensors, json.loads(json.dumps({"perplexity": value, "routed": counts, "subsets": subsets}))
 
 
@@ -90,9 +101,9 @@ def resumed(place: Path) -> dict[str, dict[int, Tensor]]:
     pieces = processes.load_decoder(checkpoint, torch.float32, "cpu", shard=True)
     state = place / "sharded-again.safetensors"  # one process is done and one is not
     passes: dict[str, Callable[..., dict[int, Tensor]]] = {
-        "sharded fisher": partial(fisher_scores, pieces, TOKENS[:5], 3, state_path=state),
-        "fisher": partial(fisher_scores, decoder, TOKENS, 3, state_path=place / "fisher-again.safetensors"),
-        "gated": partial(search, decoder, TOKENS, options, state_path=place / "gated-again.safetensors"),
+        "sharded fisher": partial(fisher_scores, pieces, TOKENS[:5], 3, state_path=state, budget=IN_PAIRS),
+        "fisher": partial(fisher_scores, decoder, TOKENS, 3, state_path=place / "fisher-again.safetensors", budget=IN_PAIRS),
+        "gated": partial(search_in_pairs, decoder, TOKENS, options, state_path=place / "gated-again.safetensors"),
     }
     for name in ("sharded fisher", "fisher"):
         with suppress(Interrupted):
@@ -115,11 +126,11 @@ def calibrated_again(place: Path) -> dict[str, Tensor]:
 
     Shelf.finish = interrupted_at_its_end  # type: ignore[method-assign]
     with suppress(Interrupted):
-        collect(checkpoint, TOKENS, dtype=torch.float32, directory=place / "calibration")
+        collect(checkpoint, TOKENS, dtype=torch.float32, budget=IN_PAIRS, directory=place / "calibration")
     Shelf.finish = finish  # type: ignore[method-assign]
     (own,) = (place / "calibration").glob(f"process-{processes.rank()}-*")
     assert sorted(path.name for path in own.glob("layer-?")) == ["layer-1", "layer-2"][: 2 - processes.rank()]
-    layers = collect(checkpoint, TOKENS, dtype=torch.float32, directory=place / "calibration").layers
+    layers = collect(checkpoint, TOKENS, dtype=torch.float32, budget=IN_PAIRS, directory=place / "calibration").layers
     return {
         f"{field.name}.{layer}.{len(TOKENS)}": getattr(own, field.name)
         for layer, own in layers.items()
@@ -139,16 +150,15 @@ def searched_again(place: Path) -> dict[int, Tensor]:
 
     engine.passes.layerwise.one_layer = interrupted_later
     with suppress(Interrupted):
-        search(decoder, TOKENS, LAYERWISE, state_path=path)
+        search_in_pairs(decoder, TOKENS, LAYERWISE, state_path=path)
     engine.passes.layerwise.one_layer = one_layer
     (kept,) = (place / "layerwise" / "step-0").glob(f"process-{processes.rank()}-*")
     assert (kept / "gradient-2").exists() == bool(processes.rank()), "forward through 2 of 3 layers, or backward through one"
-    return search(decoder, TOKENS, LAYERWISE, state_path=path, resume=True)
+    return search_in_pairs(decoder, TOKENS, LAYERWISE, state_path=path, resume=True)
 
 
 def main(place: Path) -> None:
     """Write this process's results to a directory of its own."""
-    engine.passes.memory_budget.TOKENS_PER_BATCH = TWO_SEQUENCES
     processes.join("cpu")
     own = place / f"process-{processes.rank()}"
     own.mkdir()

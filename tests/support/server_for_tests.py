@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from scripted_loop import ScriptedLoop
+
 from engine.generation.generate import Engine
 from engine.server.connection_limits import Connections
 from engine.server.reading_pool import ReadingPool
 from engine.server.requests import reading_settings
 from engine.server.serve import Server, bind
-from engine.server.server import State
+from engine.server.server import Service, State
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,13 +49,20 @@ def served(state: State, connections: Connections | None = None, app: Any = None
 
 @contextmanager
 def reading_for(engine: Engine) -> Iterator[ReadingPool]:
-    """Yield the pool that reads bodies for a server of the model "tiny". Tests share it, as its processes start slowly."""
+    """Yield the pool that reads bodies for a server of the model "tiny"."""
     settings = reading_settings(engine, model_name="tiny", max_model_length=128, max_queue=256, skip_threshold=0.0)
     made = ReadingPool(settings.to_json)
     try:
         yield made
     finally:
         made.close()
+
+
+def scripted_state(engine: Engine, reading: ReadingPool, answer: str, seconds: float = 0.0) -> State:
+    """Return the state of a server of the model "tiny" that gives one answer to everything, a token every `seconds`."""
+    script = tuple(engine.encode(answer))
+    loop: Any = ScriptedLoop(script, lambda token: str(engine.tokenizer.decode([token])), seconds)
+    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny", reading=reading))
 
 
 @contextmanager

@@ -45,16 +45,28 @@ def room_of(path: Path) -> str:
     return "cli.py" if folder == "." else folder
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Return the dotted names of this project's modules that a file imports, at its top or inside a function."""
-    modules = {module_name(file) for file in source_files()}
-    found: set[str] = set()
+def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each module that a file imports, at its top or inside a function, with the names that are taken from it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            whole = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= whole & modules or {node.module}
+            yield from ((alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            yield ".".join([*above, *filter(None, [node.module])]), [alias.name for alias in node.names]
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield the dotted names of everything that a file imports; `from a import b` gives both a and a.b."""
+    for module, names in imports(path):
+        yield from (module, *(f"{module}.{name}" for name in names))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the dotted names of this project's modules that a file imports; `from a import b` gives a.b if b is one."""
+    modules = {module_name(file) for file in source_files()}
+    found: set[str] = set()
+    for module, names in imports(path):
+        found |= {f"{module}.{name}" for name in names} & modules or {module}
     return found & modules
 
 

@@ -19,6 +19,7 @@ from compress.plans.plan import pruning_plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.errors import DataError, OptionError
+from engine.passes.memory_budget import MemoryBudget
 
 TOKENS = torch.randint(3, 96, (6, 12), generator=torch.Generator().manual_seed(1))
 PLAN = pruning_plan({0: [1, 4, 5], 1: [0, 2], 2: [0, 1, 5]})
@@ -54,13 +55,13 @@ def test_recovery_comes_closer_to_the_full_model(family: str, tmp_path: Path) ->
     assert before_bytes == {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in (tmp_path / "model").iterdir()}
 
 
-def test_one_step_is_the_mean_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.passes.memory_budget.TOKENS_PER_BATCH", 24)  # the batch comes in pieces
+def test_one_step_is_the_mean_divergence(tmp_path: Path) -> None:
+    in_pieces = MemoryBudget(tokens_per_batch=24)
     save_reference("mixtral", tmp_path)
     checkpoint = Checkpoint(tmp_path)
     full = full_hidden_states(Decoder(checkpoint.config, checkpoint.source(torch.float32)), TOKENS)
     decoder = planned_decoder(PLAN, checkpoint, torch.float32)
-    trainer = recovery(decoder, TOKENS, full, RecoverOptions(8, 1e-2, 6))
+    trainer = recovery(decoder, TOKENS, full, RecoverOptions(8, 1e-2, 6), in_pieces)
     expected = divergence(checkpoint, planned_decoder(PLAN, checkpoint, torch.float32))
     assert trainer.gradients(0)["loss"] == pytest.approx(expected, rel=1e-4)
 

@@ -121,10 +121,20 @@ def test_skipping_can_be_baked_in(place: Path, tmp_path: Path, experts: str) -> 
         assert getattr(found.report(), name) == getattr(skipping.report(), name), name
 
 
-@pytest.mark.parametrize(("precision", "bits", "tolerance"), [("float16", None, 1e-2), ("int8", 8, 8e-2), ("int4", 4, 8e-2)])
-def test_fewer_bits(place: Path, tmp_path: Path, precision: str, bits: int | None, tolerance: float) -> None:
-    """Logits equal those of our engine with the same rounded weights, up to the rounding of activations."""
-    figures = export(options(place, output=tmp_path / "out", precision=precision))
+@pytest.mark.parametrize(
+    ("precision", "experts", "bits", "tolerance"),
+    [
+        ("float16", "moe", None, 1e-2),
+        ("float16", "portable", None, 1e-2),
+        ("int8", "moe", 8, 8e-2),
+        ("int4", "moe", 4, 8e-2),
+    ],
+)
+def test_low_precision(
+    place: Path, tmp_path: Path, precision: str, experts: str, bits: int | None, tolerance: float
+) -> None:
+    """Logits equal those of the engine with the same rounded weights, up to the rounding of activations."""
+    figures = export(options(place, output=tmp_path / "out", precision=precision, experts=experts))
     checkpoint = Checkpoint(place / "pruned")
 
     def rounded(name: str) -> torch.Tensor:

@@ -26,7 +26,7 @@ from calibrate.statistics import Statistics
 from compress.methods import DEFAULT_MERGE_METHOD, DEFAULT_METHOD, METHODS
 from compress.methods.criterion import Criterion, criterion_of, layer_scores
 from compress.methods.gate_gradients import _sample_next
-from compress.methods.naee import naee
+from compress.methods.naee import SubsetSearch, naee
 from compress.methods.random_scores import random_scores
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
@@ -180,7 +180,7 @@ def test_scores_by_gradients(checkpoint: Checkpoint, router: str, method: str) -
 @pytest.mark.parametrize("limit", [1000, 0], ids=["exhaustive", "greedy"])
 @pytest.mark.parametrize("kept", [{0: 2, 1: 2}, {0: 3, 1: 1}, {0: 1, 1: 3}])
 def test_naee(checkpoint: Checkpoint, router: str, kept: dict[int, int], limit: int) -> None:
-    got = naee(checkpoint, TOKENS, kept, dtype=torch.float32, limit=limit)
+    got = naee(checkpoint, TOKENS, kept, dtype=torch.float32, search=SubsetSearch(limit))
     for index, layer in naive_layers(checkpoint, router).items():
         best = tuple(range(layer.experts))
         if limit:

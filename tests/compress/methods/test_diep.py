@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from conftest import save_reference
 from torch import Tensor
 
-import engine.passes.memory_budget
 from compress.methods.diep import (
     ALPHA_STEPS,
     DiepState,
+    SearchInputs,
     discrete_scores,
     full_hidden_states,
     gradients,
@@ -33,6 +33,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, own_routing, routed_by
 from engine.decoder.routing import Gated, MixedExperts, Routing, ShiftedLogits
 from engine.errors import OutputError
+from engine.passes.memory_budget import MemoryBudget
 
 TOKENS = torch.randint(3, 96, (3, 8), generator=torch.Generator().manual_seed(1))
 STEP = 1e-5
@@ -87,11 +88,11 @@ def test_gradients_of_the_whole_loss_equal_finite_differences(decoder: Decoder, 
     state = some_state(decoder, options)
     alphas, betas = [a.detach().clone() for a in state.alphas], [b.detach().clone() for b in state.betas]
     with full_hidden_states(decoder, TOKENS) as full:
-        loss = gradients(decoder, TOKENS, full, [0, 1, 2], state, options, is_alpha=True)
+        loss = gradients(SearchInputs(decoder, TOKENS, full, options), [0, 1, 2], state, is_alpha=True)
         assert abs(loss - naive_loss(decoder, options, alphas, betas)) < 1e-6
         got = [alpha.grad.clone() for alpha in state.alphas]
         assert all(beta.grad is None for beta in state.betas), "a step of α leaves β alone"
-        gradients(decoder, TOKENS, full, [0, 1, 2], state, options, is_alpha=False)
+        gradients(SearchInputs(decoder, TOKENS, full, options), [0, 1, 2], state, is_alpha=False)
         assert all(alpha.grad is None for alpha in state.alphas), "and a step of β leaves α alone"
         got += [beta.grad.clone()[None] for beta in state.betas]
     expected = []
@@ -129,7 +130,7 @@ def test_routed_relaxation_starts_as_the_full_model(decoder: Decoder) -> None:
     with full_hidden_states(decoder, TOKENS) as full:
         with torch.no_grad(), routed_by(decoder, relaxed_routings(decoder, state, options)):
             assert torch.equal(decoder.hidden_states(TOKENS), full[slice(0, 3)]), "Φ = 0"
-        loss = gradients(decoder, TOKENS, full, [0, 1, 2], state, options, is_alpha=True)
+        loss = gradients(SearchInputs(decoder, TOKENS, full, options), [0, 1, 2], state, is_alpha=True)
     assert loss == pytest.approx(naive_loss(decoder, replace(options, reconstruction_weight=0.0), *zeros_and_ones()))
     assert all(bool(alpha.grad.isfinite().all()) for alpha in state.alphas), "the norm's kink gives no NaN"
 
@@ -152,23 +153,21 @@ def test_gradients_of_alpha_sum_to_zero_in_each_layer(decoder: Decoder, relaxati
     options = DiepOptions(relaxation).filled()
     state = some_state(decoder, options)
     with full_hidden_states(decoder, TOKENS) as full:
-        gradients(decoder, TOKENS, full, [0, 1, 2], state, options, is_alpha=True)
+        gradients(SearchInputs(decoder, TOKENS, full, options), [0, 1, 2], state, is_alpha=True)
     for alpha in state.alphas:
         assert abs(float(alpha.grad.sum())) < 1e-7 * float(alpha.grad.abs().max())
 
 
 @RELAXATIONS
-def test_recomputing_activations_and_small_groups_change_no_gradient(
-    decoder: Decoder, relaxation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputing_activations_and_small_groups_change_no_gradient(decoder: Decoder, relaxation: str) -> None:
     options = DiepOptions(relaxation).filled()
     state = some_state(decoder, options)
     grads = []
     with full_hidden_states(decoder, TOKENS) as full:
         for recompute, tokens_per_group in ((False, 4096), (True, 4096), (True, 8), (True, 16)):
             decoder.checkpoint_activations = recompute
-            monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", tokens_per_group)
-            gradients(decoder, TOKENS, full, [2, 0, 1], state, options, is_alpha=True)
+            inputs = SearchInputs(decoder, TOKENS, full, options, MemoryBudget(tokens_per_group))
+            gradients(inputs, [2, 0, 1], state, is_alpha=True)
             grads.append(torch.cat([alpha.grad for alpha in state.alphas]))
     assert torch.equal(grads[1], grads[0])
     assert all(torch.allclose(other, grads[0], rtol=1e-6) for other in grads[2:])
@@ -191,7 +190,7 @@ def test_three_alpha_steps_to_one_beta_step_and_a_rate_that_falls_to_zero(decode
     with full_hidden_states(decoder, TOKENS) as full:
         for epoch in range(4):
             before = [p.detach().clone() for p in (*state.alphas, *state.betas)]
-            run_epoch(decoder, TOKENS, full, state, options, epoch)
+            run_epoch(SearchInputs(decoder, TOKENS, full, options), state, epoch)
             history.append([not torch.equal(a, b) for a, b in zip(before, (*state.alphas, *state.betas), strict=True)])
     assert ALPHA_STEPS == 3 and moved == list("αααβαααβ"), "counted over steps, not epochs"
     assert history == [[True, True, False, False], [True] * 4] * 2, "two steps an epoch"
@@ -206,7 +205,7 @@ def test_only_the_scores_are_trained(decoder: Decoder) -> None:
     state = new_state(starting_alphas(decoder, TOKENS, options), options)
     with full_hidden_states(decoder, TOKENS) as full:
         for epoch in range(3):
-            run_epoch(decoder, TOKENS, full, state, options, epoch)
+            run_epoch(SearchInputs(decoder, TOKENS, full, options), state, epoch)
     assert all(p.grad is None and not p.requires_grad for p in decoder.parameters())
     assert all(torch.equal(value, weights[name]) for name, value in decoder.state_dict().items())
     held = [p for o in (state.alpha_optimiser, state.beta_optimiser) for g in o.param_groups for p in g["params"]]
@@ -219,7 +218,7 @@ def test_search_lowers_the_loss(decoder: Decoder) -> None:
     state = new_state(starting_alphas(decoder, TOKENS, options), options)
     with full_hidden_states(decoder, TOKENS) as full:
         for epoch in range(12):
-            run_epoch(decoder, TOKENS, full, state, options, epoch)
+            run_epoch(SearchInputs(decoder, TOKENS, full, options), state, epoch)
     assert state.losses[-1] < state.losses[0] - 0.01
 
 

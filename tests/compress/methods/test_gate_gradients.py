@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from conftest import save_reference
 from torch import Tensor
 
 import compress.methods.gate_gradients
-import engine.passes.memory_budget
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_gradients import _sample_next, gate_gradients
 from compress.methods.gate_taylor import taylor_scores
@@ -19,6 +19,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, own_routing, routed_by
 from engine.decoder.routing import Gated
 from engine.errors import DataError
+from engine.passes.memory_budget import MemoryBudget
 
 TOKENS = torch.randint(3, 96, (3, 9), generator=torch.Generator().manual_seed(1))
 STEP = 1e-5
@@ -58,17 +59,15 @@ def finite_differences(decoder: Decoder, targets_SL: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("tokens_at_once", [4096, 18, 9])
-def test_taylor_and_its_squares_equal_finite_differences(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
-) -> None:
-    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", tokens_at_once)
-    sums, squares = gate_gradients(decoder, TOKENS, own_samples=False)
+def test_taylor_and_its_squares_equal_finite_differences(decoder: Decoder, tokens_at_once: int) -> None:
+    budget = MemoryBudget(tokens_per_batch=tokens_at_once)
+    sums, squares = gate_gradients(decoder, TOKENS, own_samples=False, budget=budget)
     expected = finite_differences(decoder, TOKENS)
     assert tuple(sums) == tuple(squares) == decoder.config.moe_layers
     assert torch.allclose(torch.cat(list(sums.values())), expected.sum(0), atol=1e-5)
     assert torch.allclose(torch.cat(list(squares.values())), expected.square().sum(0), atol=1e-5), "per sequence"
     assert not torch.allclose(expected.square().sum(0), expected.sum(0).square(), rtol=0.1)
-    for layer, score in taylor_scores(decoder, TOKENS).items():
+    for layer, score in taylor_scores(decoder, TOKENS, budget=budget).items():
         assert torch.equal(score, sums[layer].abs())
 
 
@@ -107,9 +106,10 @@ def test_only_gates_get_gradients_and_the_model_routes_as_before(decoder: Decode
 def test_an_interrupted_pass_ends_in_the_same_sums(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_samples: bool
 ) -> None:
-    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", 9)  # a batch for each sequence
     monkeypatch.setattr(compress.methods.gate_gradients, "SAVE_EVERY_SECONDS", 0.0)
-    whole = gate_gradients(decoder, TOKENS, own_samples=own_samples, seed=3)
+    budget = MemoryBudget(tokens_per_batch=9)  # a batch for each sequence
+    passes = partial(gate_gradients, decoder, TOKENS, own_samples=own_samples, seed=3, budget=budget)
+    whole = passes()
 
     def stop(batches: list[slice]) -> Iterator[slice]:
         yield batches[0]
@@ -118,11 +118,9 @@ def test_an_interrupted_pass_ends_in_the_same_sums(
 
     state = tmp_path / "state.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        gate_gradients(decoder, TOKENS, own_samples=own_samples, seed=3, state_path=state, progress=stop)
+        passes(state_path=state, progress=stop)
     left: list[slice] = []
-    resumed = gate_gradients(
-        decoder, TOKENS, own_samples=own_samples, seed=3, state_path=state, progress=lambda b: left.extend(b) or b
-    )
+    resumed = passes(state_path=state, progress=lambda b: left.extend(b) or b)
     assert left == [slice(2, 3)]
     for expected, got in zip(whole, resumed, strict=True):
         assert all(torch.equal(expected[layer], got[layer]) for layer in expected)

@@ -17,12 +17,13 @@ from torch import Tensor
 import cli
 import compress.methods.naee
 import compress.prune
-from compress.methods.naee import SubsetLosses, best_subset, naee, search_used
+from compress.methods.naee import SubsetLosses, SubsetSearch, best_subset, naee, search_used
 from compress.options.prune import SUBSET_LIMIT
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert, MoeBlock, grouped
 from engine.decoder.routing import Masked, Routing, SigmoidTopK, TopK
 from engine.errors import DataError
+from engine.passes.memory_budget import MemoryBudget
 
 TOKENS = torch.randint(3, 96, (5, 13), generator=torch.Generator().manual_seed(7))
 GROUPED = SigmoidTopK(2, True, torch.linspace(-0.5, 0.5, 6), 2.0, ((0, 1, 2), (3, 4), (5,)), 2)
@@ -138,8 +139,9 @@ def test_only_sampled_tokens_count_and_batches_do_not_matter(
     assert list(whole) == [0, 2] and [len(whole[0]), len(whole[2])] == [3, 2]
     assert [x.shape for x, _ in seen] == [(65, 32), (65, 32)], "there are fewer than SAMPLE_TOKENS"
     monkeypatch.setattr(compress.methods.naee, "SAMPLE_TOKENS", 20)
-    monkeypatch.setattr("engine.passes.memory_budget.TOKENS_PER_BATCH", 26)
-    naee(checkpoint, TOKENS, kept, dtype=torch.float32, seed=1)
+    naee(
+        checkpoint, TOKENS, kept, dtype=torch.float32, search=SubsetSearch(seed=1), budget=MemoryBudget(tokens_per_batch=26)
+    )
     rows = torch.randperm(65, generator=torch.Generator().manual_seed(1))[:20].sort().values
     for (every, _), (x, logits) in zip(seen[:2], seen[2:], strict=True):
         assert torch.allclose(x, every[rows], atol=1e-5) and logits.shape == (20, 6)
@@ -151,7 +153,7 @@ def test_layers_that_are_remembered_are_not_searched_again(checkpoint: Checkpoin
     def once(name: str, compute: Any) -> list[int]:
         return remembered.setdefault(name, [] if name in remembered else compute())
 
-    result = naee(checkpoint, TOKENS, {0: 3, 2: 3}, dtype=torch.float32, once=once)
+    result = naee(checkpoint, TOKENS, {0: 3, 2: 3}, dtype=torch.float32, search=SubsetSearch(once=once))
     assert result[0] == [1, 3, 5] and remembered == {"naee_0": [1, 3, 5], "naee_2": result[2]}
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from artifacts_for_tests import CALIBRATION, make_workplace
 from click.testing import CliRunner
 from memory_limit import run_watched
 from random_model import shape, write_random_weights, write_tokenizer
@@ -18,6 +20,8 @@ import cli
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.files.safetensors_file import SafetensorsFile
 from engine.kernels.linear import has_half_arithmetic
+from engine.passes.activations import Activations
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 
 LIMIT = 800_000_000
 SEARCH_LIMIT = LIMIT if has_half_arithmetic() else 1_300_000_000
@@ -80,6 +84,49 @@ def test_calibration_within_a_limit(model: Path, tmp_path: Path) -> None:
         assert free.metadata == limited.metadata
         assert all(torch.equal(free.tensor(name), limited.tensor(name)) for name in free.entries)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in files}, "nothing is left of the work"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["prune", "model", "--sparsity", "0.5", "--method", "reap", "--evaluation-samples", "2", "-o", "out"],
+        ["prune", "model", "--sparsity", "0.5", "--method", "naee", "--evaluation-samples", "2", "-o", "out"],
+        ["prune", "model", "--sparsity", "0.5", "--method", "taylor", "--evaluation-samples", "2", "-o", "out"],
+        ["prune", "model", "--sparsity", "0.5", *SEARCH[:-2], "--evaluation-samples", "2", "-o", "out"],
+        ["calibrate", "model", "-o", "statistics.safetensors"],
+        ["evaluate", "model"],
+    ],
+    ids=lambda command: " ".join(command[:1] + command[5:6]),
+)
+def test_every_pass_of_a_job_is_given_its_budget(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_workplace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    seen: dict[str, set[MemoryBudget]] = {"batches": set(), "relieve": set(), "kept": set()}
+
+    def noted(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: MemoryBudget, *arguments: Any, **options: Any) -> Any:
+            seen[name].add(self)
+            return own(self, *arguments, **options)
+
+        return called
+
+    monkeypatch.setattr(MemoryBudget, "batches", noted("batches", MemoryBudget.batches))
+    monkeypatch.setattr(MemoryBudget, "relieve", noted("relieve", MemoryBudget.relieve))
+    begin = Activations.__init__
+
+    def begun(self: Activations, *arguments: Any, **options: Any) -> None:
+        if arguments[2:3] == () and options.get("path") is None:  # a file that is kept needs no budget
+            seen["kept"].add(options.get("budget", UNLIMITED))
+        begin(self, *arguments, **options)
+
+    monkeypatch.setattr(Activations, "__init__", begun)
+    result = CliRunner().invoke(cli.main, [*command, *CALIBRATION, "--memory-limit", "1000GB"])
+    assert result.exit_code == 0, result.output
+    (budget,) = seen["batches"]
+    assert budget.limit == 1000 * 10**9
+    assert seen["relieve"] == {budget} and seen["kept"] <= {budget}
 
 
 @pytest.mark.parametrize(

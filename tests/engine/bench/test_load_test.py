@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from conftest import save_reference
-from scripted_loop import ScriptedLoop
-from server_for_tests import reading_for, served
-from tokenizers_for_tests import VOCABULARY, add_tokenizer
+from server_for_tests import scripted_state, served
 
 import cli
 from engine.bench.load_test import Outcome, figures, load_test, result_block
@@ -20,32 +17,12 @@ from engine.bench.options import LoadOptions
 from engine.errors import CompressError, OptionError
 from engine.generation.generate import Engine
 from engine.server.reading_pool import ReadingPool
-from engine.server.server import Service, State
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_reference("mixtral", path, vocab_size=VOCABULARY)
-    add_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Engine:
-    return Engine.open(directory, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def reading(engine: Engine) -> Iterator[ReadingPool]:
-    with reading_for(engine) as made:
-        yield made
+from engine.server.server import State
 
 
 @pytest.fixture
-def state(engine: Engine, reading: ReadingPool) -> State:
-    loop: Any = ScriptedLoop(tuple(engine.encode("abcdefghij")), lambda token: str(engine.tokenizer.decode([token])))
-    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny", reading=reading))
+def state(tiny_engine: Engine, reading_pool: ReadingPool) -> State:
+    return scripted_state(tiny_engine, reading_pool, "abcdefghij")
 
 
 @pytest.fixture
@@ -135,10 +112,10 @@ def test_a_key_is_sent(state: State) -> None:
         )
 
 
-def test_the_scheduler_at_several_numbers_of_requests(directory: Path) -> None:
+def test_the_scheduler_at_several_numbers_of_requests(tiny_model: Path) -> None:
     arguments = [
         "bench",
-        str(directory),
+        str(tiny_model),
         "--concurrency",
         "1,3",
         "-p",
@@ -156,5 +133,5 @@ def test_the_scheduler_at_several_numbers_of_requests(directory: Path) -> None:
     assert [row["concurrency"] for row in rows] == [1, 3] and rows[0]["ratio_to_first"] == 1
     assert all(row["tokens_per_second"] > 0 and row["prefill_tokens_per_second"] > 0 for row in rows)
     assert rows[1]["ratio_to_first"] == pytest.approx(rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"])
-    for wrong in (["--server", "http://a", str(directory)], ["--concurrency", "2", "-n", "1"], ["--concurrency", "0"]):
+    for wrong in (["--server", "http://a", str(tiny_model)], ["--concurrency", "2", "-n", "1"], ["--concurrency", "0"]):
         assert CliRunner().invoke(cli.main, ["bench", *wrong]).exit_code in (1, 2)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, FINE_GRAINED, GROUPS, reference_model
+from shape import ROOT, source_files
 
 from compress.plans.apply import apply
 from compress.plans.plan import pruning_plan
@@ -24,7 +25,6 @@ from engine.families.resolve import decoder_config
 from engine.families.table import ARCHITECTURES
 from engine.families.wrappers import WRAPPERS
 
-ROOT = Path(__file__).resolve().parents[3]
 ROOM = ROOT / "engine" / "families"
 MOST_LINES = 15
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -154,8 +154,7 @@ def test_a_part_is_exchanged_by_itself() -> None:
 
 
 def outside_the_room() -> list[Path]:
-    folders = [path for folder in ("engine", "compress", "calibrate") for path in (ROOT / folder).rglob("*.py")]
-    return [path for path in (*folders, ROOT / "cli.py") if path.parent != ROOM]
+    return [path for path in source_files() if path.parent != ROOM]
 
 
 def named_families(source: str) -> set[str]:

@@ -17,6 +17,7 @@ from classifiers_for_tests import classifier
 from click.testing import CliRunner
 from packages_for_tests import needs_lm_eval
 from safetensors.torch import load_file, save_file
+from shape import source_files
 from test_encoder_decoder import make_model
 
 import cli
@@ -88,9 +89,7 @@ def test_kernels_of_the_hub_are_refused(place: Path, key: str) -> None:
 
 
 def test_the_flag_is_passed_nowhere() -> None:
-    root = Path(cli.__file__).parent
-    files = [path for folder in ("engine", "compress", "calibrate") for path in (root / folder).rglob("*.py")]
-    for path in (*files, root / "cli.py"):
+    for path in source_files():
         passed = [line for line in path.read_text().splitlines() if "trust_remote_code=" in line and '"' not in line]
         assert all("trust_remote_code=False" in line or "`" in line for line in passed), path
 

@@ -15,9 +15,13 @@ from kernels_for_tests import kernels
 from packages_for_tests import needs_numba
 from support.artifacts_for_tests import ROOT
 
+from compress.commands.output import progress_bar
+from engine.progress import no_progress
+
 if kernels is not None:
     from engine.kernels import cache_directory as places
     from engine.kernels import compiling
+
 
 pytestmark = needs_numba  # all files that are tested here are written with Numba
 ROUND = """
@@ -165,6 +169,22 @@ def test_only_what_is_compiled_is_shown() -> None:
     done.clear()
     compiling.prepare(fakes[:1], lambda *_: pytest.fail("nothing is compiled"))
     assert done == ["kept"]
+
+
+def test_compiling_is_announced_once_where_no_bar_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command line's bar shows nothing where stderr is no terminal; a server has no bar at all."""
+    fakes: Any = [Fake(False, [], "one"), Fake(False, [], "two"), Fake(True, [], "kept")]
+    for progress in (no_progress, progress_bar):
+        compiling.prepare(fakes, progress)
+        assert capfd.readouterr() == ("", f"{compiling.NOTICE}\n")
+        compiling.prepare(fakes[2:], progress)
+        assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_that_is_shown_needs_no_line(capfd: pytest.CaptureFixture[str]) -> None:
+    fakes: Any = [Fake(False, [], "one")]
+    compiling.prepare(fakes, lambda iterable, _: iter(iterable))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_each_form_of_weights_has_kernels_of_its_own() -> None:

@@ -277,10 +277,18 @@ def test_weights_are_in_the_data_file_once(place: Path) -> None:
     assert len(biases) == 2 and figures["weights_bytes"] == kept + tables
 
 
-@pytest.mark.parametrize(("precision", "bits", "share"), [("float16", None, 0.51), ("int8", 8, 0.32), ("int4", 4, 0.25)])
-def test_fewer_bits(place: Path, precision: str, bits: int | None, share: float) -> None:
+@pytest.mark.parametrize(
+    ("precision", "experts", "bits", "share"),
+    [
+        ("float16", "moe", None, 0.51),
+        ("float16", "portable", None, 0.51),
+        ("int8", "moe", 8, 0.32),
+        ("int4", "moe", 4, 0.25),
+    ],
+)
+def test_low_precision(place: Path, precision: str, experts: str, bits: int | None, share: float) -> None:
     """Logits equal those of the same rounded weights, up to the rounding of activations."""
-    figures = run("export", "model", "-o", "onnx", "--precision", precision, "--threads", "1")
+    figures = run("export", "model", "-o", "onnx", "--precision", precision, "--experts", experts, "--threads", "1")
     checkpoint = EncoderDecoderCheckpoint(place / "model")
     model = checkpoint.load(torch.float32)
     if bits:

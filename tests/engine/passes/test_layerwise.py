@@ -13,14 +13,13 @@ import torch
 from conftest import save_reference
 
 import engine.passes.layerwise
-import engine.passes.memory_budget
 import engine.passes.streaming
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
-from compress.methods.diep import full_hidden_states, gradients, new_state, search
+from compress.methods.diep import SearchInputs, full_hidden_states, gradients, new_state, search
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_gradients import gate_gradients
-from compress.methods.naee import naee
+from compress.methods.naee import SubsetSearch, naee
 from compress.options.prune import DiepOptions
 from compress.run.perplexity import perplexity, routed_counts
 from engine.checkpoint.checkpoint import Checkpoint
@@ -28,7 +27,7 @@ from engine.decoder.model import Decoder, DecoderLayer
 from engine.errors import DataError, OptionError
 from engine.passes.activations import Activations, Shelf
 from engine.passes.layerwise import LayerwiseDecoder
-from engine.passes.memory_budget import MemoryBudget, limited
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand, budget_for
 
 TOKENS = torch.randint(3, 96, (5, 8), generator=torch.Generator().manual_seed(1))
@@ -56,9 +55,9 @@ def whole(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
 @RELAXATIONS
 @pytest.mark.parametrize("tokens_per_batch", [4096, 16])
 def test_gradients_of_alpha_and_beta_equal_those_with_all_weights_in_memory(
-    checkpoint: Checkpoint, relaxation: str, tokens_per_batch: int, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, relaxation: str, tokens_per_batch: int
 ) -> None:
-    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", tokens_per_batch)
+    budget = MemoryBudget(tokens_per_batch)
     options, rows = DiepOptions(relaxation, reconstruction_weight=0.1).filled(), [3, 0, 4, 1]
     found = []
     for decoder in (whole(checkpoint, torch.float32), LayerwiseDecoder(checkpoint, torch.float32)):
@@ -66,10 +65,11 @@ def test_gradients_of_alpha_and_beta_equal_those_with_all_weights_in_memory(
         counts = checkpoint.config.experts_per_layer
         state = new_state([0.3 * torch.randn(count, generator=generator) for count in counts], options)
         state.betas = [torch.tensor(value, requires_grad=True) for value in (0.8, 1.3)]
-        with full_hidden_states(decoder, TOKENS) as full:
-            losses = [gradients(decoder, TOKENS, full, rows, state, options, is_alpha=True)]
+        with full_hidden_states(decoder, TOKENS, budget=budget) as full:
+            inputs = SearchInputs(decoder, TOKENS, full, options, budget)
+            losses = [gradients(inputs, rows, state, is_alpha=True)]
             grads = [alpha.grad.clone() for alpha in state.alphas]
-            losses.append(gradients(decoder, TOKENS, full, rows, state, options, is_alpha=False))
+            losses.append(gradients(inputs, rows, state, is_alpha=False))
             grads += [beta.grad.clone()[None] for beta in state.betas]
         found.append((torch.tensor(losses), torch.cat(grads)))
     (loss, expected), (own_loss, own) = found
@@ -82,10 +82,10 @@ def test_gradients_of_alpha_and_beta_equal_those_with_all_weights_in_memory(
 def test_gate_gradients_equal_those_with_all_weights_in_memory(
     checkpoint: Checkpoint, own_samples: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.passes.memory_budget.TOKENS_PER_BATCH", 16)
+    options: dict[str, Any] = {"own_samples": own_samples, "seed": 4, "budget": MemoryBudget(tokens_per_batch=16)}
     monkeypatch.setattr("compress.methods.gate_gradients.SWEEP_TOKENS", 32)  # a sweep of two batches, one of half a batch
     models = whole(checkpoint, torch.float32), LayerwiseDecoder(checkpoint, torch.float32)
-    (sums, squares), (own_sums, own_squares) = (gate_gradients(m, TOKENS, own_samples=own_samples, seed=4) for m in models)
+    (sums, squares), (own_sums, own_squares) = (gate_gradients(m, TOKENS, **options) for m in models)
     for one, other in ((sums, own_sums), (squares, own_squares)):
         assert one.keys() == other.keys()
         assert all(torch.allclose(one[layer], other[layer], rtol=1e-5, atol=1e-10) for layer in one)
@@ -175,7 +175,7 @@ def interrupt_in_layer(monkeypatch: pytest.MonkeyPatch, index: int, run: Callabl
 def test_passes_go_on_from_the_layer_where_they_were(
     checkpoint: Checkpoint, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", 16)
+    options: dict[str, Any] = {"dtype": torch.float32, "budget": MemoryBudget(tokens_per_batch=16)}
     kept = dict.fromkeys(checkpoint.config.moe_layers, 3)
     remembered: dict[str, Any] = {}
 
@@ -186,17 +186,17 @@ def test_passes_go_on_from_the_layer_where_they_were(
     def count(directory: Path | None) -> tuple[float, dict[int, list[int]]]:
         counts: dict[int, list[int]] = {}
         visit = routed_counts(counts, directory)
-        return perplexity(checkpoint, TOKENS, dtype=torch.float32, visit=visit, directory=directory), counts
+        return perplexity(checkpoint, TOKENS, visit=visit, directory=directory, **options), counts
 
     runs: dict[str, Callable[[Path | None], Any]] = {
-        "collect": lambda directory: collect(checkpoint, TOKENS, dtype=torch.float32, directory=directory),
+        "collect": lambda directory: collect(checkpoint, TOKENS, directory=directory, **options),
         "naee": lambda directory: naee(
             checkpoint,
             TOKENS,
             kept,
-            dtype=torch.float32,
+            search=SubsetSearch() if directory is None else SubsetSearch(once=once),
             directory=directory,
-            **({} if directory is None else {"once": once}),
+            **options,
         ),
         "perplexity": count,
     }
@@ -254,20 +254,19 @@ def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_batches_shrink_and_activations_leave_memory_within_a_limit(checkpoint: Checkpoint) -> None:
     work = MemoryDemand(torch.float32, 8, gradients=True)
-    assert budget_for(None, checkpoint, work) is None
+    assert budget_for(None, checkpoint, work) == UNLIMITED
     ample = budget_for(1 << 40, checkpoint, work)
-    assert ample is not None and ample.tokens_per_batch == 4096
+    assert ample.tokens_per_batch == UNLIMITED.tokens_per_batch
     wide = replace(work, experts_per_token=3000)  # large enough that batches matter
     with pytest.raises(OptionError, match=r"needs \d\.\d\dGB at least: .* give that much") as refused:
         budget_for(100 << 20, checkpoint, wide)
     least = float(str(refused.value).split("needs ")[1].split("GB")[0])
     tight = budget_for(int((least + 0.04) * 1e9), checkpoint, wide)  # resident memory varies by one step of rounding
-    assert tight is not None and 8 <= tight.tokens_per_batch < 4096
-    with limited(tight):
-        assert next(engine.passes.streaming.batches(1000, 8)).stop == max(1, tight.tokens_per_batch // 8)
-        with Activations((1, 1, 5 << 20), torch.float32) as large, Activations((1, 1, 8), torch.float32) as small:
-            assert large._file is not None and small._file is None
-    assert engine.passes.memory_budget.current() is None
+    assert 8 <= tight.tokens_per_batch < UNLIMITED.tokens_per_batch
+    assert next(tight.batches(1000, 8)).stop == max(1, tight.tokens_per_batch // 8)
+    for length, in_file in ((5 << 20, True), (8, False)):
+        with Activations((1, 1, length), torch.float32, budget=tight) as kept:
+            assert (kept._file is not None) == in_file
 
 
 def test_pages_go_back_between_experts_where_the_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,8 +277,7 @@ def test_pages_go_back_between_experts_where_the_limit_is_near(tmp_path: Path, m
     unlimited = fisher_scores(LayerwiseDecoder(checkpoint, torch.float32), TOKENS)
     between_layers = len(released)
     released.clear()
-    with limited(MemoryBudget(limit=1, batch=0, piece=0)):
-        scores = fisher_scores(LayerwiseDecoder(checkpoint, torch.float32), TOKENS)
+    scores = fisher_scores(LayerwiseDecoder(checkpoint, torch.float32), TOKENS, budget=MemoryBudget(limit=1))
     assert all(torch.equal(scores[layer], unlimited[layer]) for layer in scores)
     experts, passes, layers = 6, 3, 3  # forward, forward again, backward
     assert len(released) >= between_layers + experts * passes * layers

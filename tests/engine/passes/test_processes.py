@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from artifacts_for_tests import CALIBRATION, make_workplace
-from calibration_in_processes import TWO_SEQUENCES, calibrated
+from calibration_in_processes import calibrated
 from click.testing import CliRunner
 from conftest import save_reference
 from safetensors import safe_open
@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from training_in_processes import OPTIONS, TOKENS, train
 
 import cli
-import engine.passes.memory_budget
 from calibrate.collect import collect
 from compress.dense.dense_plan import choose, dense_plan
 from compress.methods.relaxations import RELAXATIONS
@@ -115,12 +114,11 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
     assert [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)] == [{"from": 0}] * 2
 
 
-def test_two_processes_calibrate_and_search_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_calibrate_and_search_as_one(tmp_path: Path) -> None:
     """Counts, medians, similarities, figures and subsets are equal, sums agree to 1e-12 and searched values to 1e-6."""
     save_reference("qwen2_moe", tmp_path / "model", mlp_only_layers=[1])
     done = two_processes(str(ROOT / "tests" / "support" / "calibration_in_processes.py"), str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(engine.passes.memory_budget, "TOKENS_PER_BATCH", TWO_SEQUENCES)
     tensors, values = calibrated(tmp_path / "model", tmp_path)
     exact = {"tokens", "tokens_routed", "weight_ratio_median", "output_mean", "linear_cka", "rbf_cka", "rbf_cka_before"}
     searched = {*RELAXATIONS, *(f"sharded {name}" for name in RELAXATIONS), "sharded gated of one sequence"}

@@ -9,26 +9,15 @@ from typing import Any
 
 import pytest
 from browser_for_tests import CHROMIUM, Browser
-from conftest import save_reference
-from scripted_loop import ScriptedLoop
-from server_for_tests import reading_for, served, wait_for
-from tokenizers_for_tests import VOCABULARY, add_tokenizer
+from server_for_tests import scripted_state, served, wait_for
 
 from engine.generation.generate import Engine
 from engine.server.reading_pool import ReadingPool
-from engine.server.server import Service, State
+from engine.server.server import State
 
 SOURCE = Path(__file__).resolve().parents[3] / "engine" / "server" / "chat_page.html"
 ANSWER = "an answer, <b>in pieces</b>"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    path = tmp_path_factory.mktemp("model")
-    save_reference("mixtral", path, vocab_size=VOCABULARY)
-    add_tokenizer(path)
-    return Engine.open(path, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +26,9 @@ def browser() -> Iterator[Browser]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def reading(engine: Engine) -> Iterator[ReadingPool]:
-    with reading_for(engine) as made:
-        yield made
-
-
 @pytest.fixture
-def state(engine: Engine, reading: ReadingPool) -> State:
-    loop: Any = ScriptedLoop(tuple(engine.encode(ANSWER)), lambda token: str(engine.tokenizer.decode([token])), seconds=0.01)
-    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny", reading=reading))
+def state(tiny_engine: Engine, reading_pool: ReadingPool) -> State:
+    return scripted_state(tiny_engine, reading_pool, ANSWER, seconds=0.01)
 
 
 def say(browser: Browser, text: str) -> None:
@@ -89,8 +71,8 @@ def test_a_base_model_continues_text_and_the_figures_move(browser: Browser, stat
 
 
 @needs_browser
-def test_a_chat_has_turns_and_can_be_stopped(browser: Browser, state: State, engine: Engine) -> None:
-    engine.tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+def test_a_chat_has_turns_and_can_be_stopped(browser: Browser, state: State, tiny_engine: Engine) -> None:
+    tiny_engine.tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
     try:
         with served(state) as url:
             browser.open(url)
@@ -100,7 +82,7 @@ def test_a_chat_has_turns_and_can_be_stopped(browser: Browser, state: State, eng
                 browser.wait_for(f"running === null && turns.length === {turns}")
             assert shown(browser, ".turn") == ["one", ANSWER, "two", ANSWER]
             loop: Any = state.service.engine_loop
-            prompt = engine.tokenizer.decode(loop.requests[-1].prompt)
+            prompt = tiny_engine.tokenizer.decode(loop.requests[-1].prompt)
             assert prompt == f"[one][{ANSWER}][two]"
             loop.seconds = 0.2
             say(browser, "three")
@@ -112,7 +94,7 @@ def test_a_chat_has_turns_and_can_be_stopped(browser: Browser, state: State, eng
             assert shown(browser, ".turn") == []
             wait_for(lambda: loop.cancelled == [2])
     finally:
-        engine.tokenizer.chat_template = None
+        tiny_engine.tokenizer.chat_template = None
 
 
 @needs_browser

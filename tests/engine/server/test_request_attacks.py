@@ -12,13 +12,10 @@ from typing import Any
 import httpx2
 import pytest
 from attacks_for_tests import attack_files, load_attack
-from conftest import save_reference
-from scripted_loop import ScriptedLoop
-from server_for_tests import reading_for, served
-from tokenizers_for_tests import VOCABULARY, add_tokenizer
+from server_for_tests import scripted_state, served
 
 from engine.generation.generate import Engine
-from engine.server.server import Service, State
+from engine.server.reading_pool import ReadingPool
 
 ATTACKS = attack_files("requests")
 HUNG_SECONDS = 30
@@ -50,18 +47,9 @@ class Watching:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("model")
-    save_reference("mixtral", path, vocab_size=VOCABULARY)
-    add_tokenizer(path)
-    engine = Engine.open(path, device="cpu")
-    loop: Any = ScriptedLoop(
-        tuple(engine.encode("answer" * 20)), lambda token: str(engine.tokenizer.decode([token])), seconds=0.005
-    )
-    with reading_for(engine) as reading:
-        service = Service(engine, loop, model_name="tiny", reading=reading)
-        with served(State(phase="ready", loaded=service)) as address:
-            yield address
+def url(tiny_engine: Engine, reading_pool: ReadingPool) -> Iterator[str]:
+    with served(scripted_state(tiny_engine, reading_pool, "answer" * 20, seconds=0.005)) as address:
+        yield address
 
 
 def test_there_are_attacks() -> None:

@@ -11,42 +11,27 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
-from conftest import save_reference
 from scripted_loop import ScriptedLoop
-from server_for_tests import reading_for, served, wait_for
-from tokenizers_for_tests import VOCABULARY, add_tokenizer
+from server_for_tests import scripted_state, served, wait_for
 
 from engine.generation.generate import Engine
 from engine.server.connection import MOST_BODY_BYTES
 from engine.server.reading_pool import ReadingPool
-from engine.server.server import Service, State
+from engine.server.server import State
 
 TEXT = "answer"
 ASKED = {"prompt": "ab", "max_tokens": 6}
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    path = tmp_path_factory.mktemp("model")
-    save_reference("mixtral", path, vocab_size=VOCABULARY)
-    add_tokenizer(path)
-    return Engine.open(path, device="cpu")
+@pytest.fixture
+def state(tiny_engine: Engine, reading_pool: ReadingPool) -> State:
+    return scripted_state(tiny_engine, reading_pool, TEXT)
 
 
 @pytest.fixture
-def loop(engine: Engine) -> ScriptedLoop:
-    return ScriptedLoop(tuple(engine.encode(TEXT)), lambda token: str(engine.tokenizer.decode([token])))
-
-
-@pytest.fixture(scope="module")
-def reading(engine: Engine) -> Iterator[ReadingPool]:
-    with reading_for(engine) as made:
-        yield made
-
-
-@pytest.fixture
-def state(engine: Engine, loop: ScriptedLoop, reading: ReadingPool) -> State:
-    return State(phase="ready", loaded=Service(engine, loop, model_name="tiny", reading=reading))  # type: ignore[arg-type]
+def loop(state: State) -> ScriptedLoop:
+    loop: Any = state.service.engine_loop
+    return loop
 
 
 @pytest.fixture
