@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from naive_deepseek import NaiveDeepseek
 from naive_llama_moe import NaiveLlamaMoe
+from pictures_for_tests import drawing, hide
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from engine.checkpoint.stacks import joined, stored_tensors
 from engine.families.table import ARCHITECTURES
 from engine.generation.generate import Engine
 
+hide()
 # Test files use each other's helpers, from any folder.
 sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("test_*.py")}))
 pytest_plugins = ["allowed_skips"]
@@ -148,6 +150,13 @@ NOT_DENSE = ("phimoe", "llama4_text")
 DENSIFIED = tuple(family for family in EVERY_MOE_FAMILY if family not in NOT_DENSE)
 
 
+def others_slow(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Return these parameters of a test. `make test` runs only those that are `kept`, and `make test-all` every one."""
+    every = list(values)
+    assert set(kept) <= set(every)
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in every]
+
+
 def reference_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """Return a tiny random transformers model, with weights large enough that differences show in the logits.
 
@@ -271,6 +280,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for (family, variant), row in cells.items():
             shown = "".join(f"{row[column]:>20.1e}" if column in row else f"{'':>20}" for column in columns)
             terminalreporter.line(f"{family:<13}{variant:<32}{shown}".rstrip())
+
+
+@pytest.fixture
+def pictures() -> Iterator[None]:
+    """Let commands draw pictures, which they do in no other test."""
+    with drawing():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from tokenizers_for_tests import add_tokenizer
 
 import cli
-import compress.run.result
 from compress.methods import methods_of
 
 FIGURES = (
@@ -35,12 +34,6 @@ KEYS = {
     "kv_cache_bytes experts_skipped_share",
 }
 TEXT = ["--data", "{text}", "--samples", "4", "--sequence-length", "32"]
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no pictures of artifacts: other tests check them, and drawing takes longer than everything else here."""
-    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])
 
 
 @pytest.fixture(scope="module")

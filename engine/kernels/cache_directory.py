@@ -4,17 +4,23 @@ Numba's own cache checks only the file of a function, but kernels are made of fu
 the directory contains a digest of every file of this package and of Numba's version, and a digest of the processor. A change
 of any of them leads to a new directory, and directories of older digests are removed.
 
+Processes that start together compile each kernel once: a process that compiles one holds a lock on a file beside its code.
+
 The directory lies where Numba would keep its own cache: in `NUMBA_CACHE_DIR` if that is set, else beside the package's
 files, else in the user's cache directory. The first of these places that is writable is taken.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +34,9 @@ from engine.kernels.processor import FEATURES, NAME
 
 _ROOM = Path(__file__).resolve().parent
 _PREFIX = "moe_compress_kernels"
+_LONGEST_WAIT = 60.0
+"""Seconds to wait for another process that compiles a kernel. No kernel takes so long; the process may have been stopped."""
+_RETRY_SECONDS = 0.02
 
 
 def _digest(*parts: bytes) -> str:
@@ -117,3 +126,42 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
         context.refresh()
         name = self._cache_file._load_index().get(self._index_key(signature, context.codegen()))
         return name is not None and Path(self._cache_file._data_path(name)).exists()
+
+    @contextmanager
+    def locked(self, *, waits: bool = True) -> Iterator[bool]:
+        """Hold the function's lock, which excludes other processes. Yields whether the caller may compile the function.
+
+        The value is False only if another process holds the lock and `waits` is False. A lock only saves work, so the
+        caller may also go on without it: after a minute, or on a file system that has no locks.
+        """
+        path = Path(self._cache_path) / f"{self._impl.filename_base}.lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            yield True
+            return
+        try:
+            is_ours = _wait(descriptor, _LONGEST_WAIT if waits else 0.0)
+            yield is_ours or waits
+            if is_ours:  # whoever waits for this file, or makes a new one, finds the code on disk
+                path.unlink(missing_ok=True)
+        finally:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have a copy of the descriptor
+            os.close(descriptor)
+
+
+def _wait(descriptor: int, seconds: float) -> bool:
+    """Lock the file within so many seconds. Return False if another process kept it locked."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_RETRY_SECONDS)
+        except OSError:
+            return True
+        else:
+            return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numba
@@ -52,6 +53,7 @@ class Kernel:
         self._calls = calls
         self._function: Any = CFunc(function, normalize_signature(signature), locals={}, options=options)
         self._lock = threading.RLock()
+        self._has_code = False
         self._is_loaded = False
 
     def load(self) -> None:
@@ -62,11 +64,27 @@ class Kernel:
             if not self._is_loaded:
                 for name in self._calls:
                     KERNELS[name].load()
-                self._function._cache = KernelCache(self._function.__wrapped__)
-                self._function.compile()
+                self._build()
                 if self.name in (TABLE.dtype.names or ()):
                     TABLE[0][self.name] = self._function.address
                 self._is_loaded = True
+
+    def compile_unless_busy(self) -> None:
+        """Compile the kernel, so that it lies on disk, unless another process is compiling it at this moment."""
+        with self._lock:
+            self._build(waits=False)
+
+    def _build(self, *, waits: bool = True) -> None:
+        """Take the kernel's own code from disk, or compile it and keep it there."""
+        function = self._function
+        if self._has_code:
+            return
+        function._cache = KernelCache(function.__wrapped__)
+        is_kept = function._cache.holds(function._sig, function._targetdescr.target_context)
+        with nullcontext(True) if is_kept else function._cache.locked(waits=waits) as may_compile:
+            if may_compile:
+                function.compile()  # takes the code from disk if another process has compiled it in the meantime
+                self._has_code = True
 
     @property
     def is_kept(self) -> bool:
@@ -114,13 +132,14 @@ def kernel(
 def prepare(wanted: Iterable[Kernel], progress: Progress = no_progress) -> None:
     """Load these kernels and those that they call.
 
-    If some must be compiled first, a progress bar is shown, or one line on stderr where there is no bar.
+    If some must be compiled first, a progress bar is shown, or one line on stderr where there is no bar. Processes that do
+    so at the same time share the work: each first compiles what no other process is compiling.
     """
     every = list(dict.fromkeys(each for kernel in wanted for each in kernel.needs))
     missing = [each for each in every if not each.is_kept]
     if missing:
         for each in announced(missing, NOTICE, progress):
-            each.load()
+            each.compile_unless_busy()
     for each in every:
         each.load()
 

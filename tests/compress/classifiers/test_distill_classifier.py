@@ -14,6 +14,7 @@ from artifacts_for_tests import listing, run
 from classifiers_for_tests import CLASSES, SIZE, classifier, sentences, shades
 from click.testing import CliRunner
 from conftest import save_reference
+from pictures_for_tests import drawing
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,7 +30,6 @@ from compress.classifiers.recipes import ABLATIONS, AUGMENTATIONS
 from compress.classifiers.training import ClassifierTrainer
 from compress.options.distill_classifier import ClassifierOptions
 from compress.options.training import TrainingOptions
-from compress.report import plots
 from compress.training.training import batch_rows
 from engine.transformers_models.classifier import MIXTURE_NAME, ClassifierCheckpoint
 
@@ -53,14 +53,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sentences(path / "rows.jsonl")
     untrained, recipe = str(path / "untrained"), {"recipe": "sft", "epochs": 10, "batch_size": 12, "optimiser": "adamw"}
     options = ClassifierOptions(model=untrained, output=path / "teacher", calibration=data, learning_rate=0.01, **recipe)
-    assert distill_classifier(options)["metric_after"] > 0.9
+    with drawing():
+        assert distill_classifier(options)["metric_after"] > 0.9
     return path
 
 
 @pytest.fixture(autouse=True)
 def inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    monkeypatch.setattr(plots, "available", lambda: False)  # the fixture that trains draws them once
 
 
 def refused(command: str, *arguments: str) -> str:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from artifacts_for_tests import CALIBRATION, kill_while_it_trains, listing, make_workplace, refused, run
 from click.testing import CliRunner
-from conftest import DENSIFIED, save_tensors
+from conftest import DENSIFIED, others_slow, save_tensors
+from packages_for_tests import needs_matplotlib
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -72,7 +73,7 @@ def transformers_logits(path: Path) -> Tensor:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(TOKENS).logits
 
 
-@pytest.mark.parametrize("family", DENSIFIED)
+@pytest.mark.parametrize("family", others_slow(DENSIFIED, "mixtral", "qwen2_moe", "gpt_oss", "llama_moe"))
 @pytest.mark.parametrize("options", [["--ffns", "1"], ["--ffns", "3", "--select", "average"]], ids=["one", "averages"])
 def test_experts_that_are_alike_become_dense_without_a_difference(
     family: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,9 +111,7 @@ def test_weights_that_the_model_does_not_normalise_are_folded_too(tmp_path: Path
 
 
 @pytest.mark.parametrize("select", SELECTIONS)
-def test_every_selection_from_one_statistics_file(place: Path, select: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if select != "usage":
-        monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # drawn once, because it takes seconds
+def test_every_selection_from_one_statistics_file(place: Path, select: str) -> None:
     run("calibrate", "model", *CALIBRATION, "-o", "statistics")
     figures = run(*DENSIFY, "--ffns", "2", "--select", select, "--statistics", "statistics")
     assert set(KEYS.split()) <= set(figures)
@@ -120,16 +119,8 @@ def test_every_selection_from_one_statistics_file(place: Path, select: str, monk
     assert {len(experts) for experts in figures["selected_experts"].values()} == {6 if select == "average" else 2}
     assert (figures["experts_after"], figures["experts_per_layer"], figures["sparsity"]) == (0, [], 1.0)
     assert run("inspect", "out", "--checksums")["provenance"]["figures"] == figures
-    compared = run(
-        "compare", "model", "out", "--data", "text.txt", "--samples", "2", "--sequence-length", "16", "--no-speed"
-    )
-    assert len(compared["rows"]) == 2
-    assert run("generate", "out", "-p", "the", "-n", "4")["generated_tokens"] == 4
-    assert run("bench", "out", "-p", "4", "-n", "2", "-r", "1")["rows"]
     card = (place / "out" / "README.md").read_text()
     assert "an ordinary mistral" in card and "trust_remote_code" not in card and "2 experts of each layer as one FFN" in card
-    if figures["plots"]:
-        assert "usage_histogram.png" in card and (place / "out" / "usage_histogram.png").is_file()
 
 
 def test_people_are_told_how_far_it_is_from_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +132,26 @@ def test_people_are_told_how_far_it_is_from_exact(tmp_path: Path, monkeypatch: p
     said = CliRunner().invoke(cli.main, [*DENSIFY, "--overwrite"], catch_exceptions=False).stdout
     assert "olmoe has no dense sibling" in said and "one expert in each layer" in said
     assert run("inspect", "out")["experts_per_layer"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("select", others_slow(SELECTIONS, "usage"))
+def test_commands_take_a_dense_model(place: Path, select: str) -> None:
+    run(*DENSIFY, "--ffns", "2", "--select", select)
+    compared = run(
+        "compare", "model", "out", "--data", "text.txt", "--samples", "2", "--sequence-length", "16", "--no-speed"
+    )
+    assert len(compared["rows"]) == 2
+    assert run("generate", "out", "-p", "the", "-n", "4")["generated_tokens"] == 4
+    assert run("bench", "out", "-p", "4", "-n", "2", "-r", "1")["rows"]
+
+
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
+def test_usage_and_training_are_drawn(place: Path) -> None:
+    run(*TRAIN)
+    card = (place / "out" / "README.md").read_text()
+    for name in ("usage_histogram.png", "training_distill.png", "training_finetune.png"):
+        assert name in card and (place / "out" / name).is_file()
 
 
 def test_the_plan_can_be_carried_out_again(place: Path) -> None:
@@ -157,8 +168,6 @@ def test_training_is_recorded_and_what_is_written_is_what_was_trained(place: Pat
     assert len(scales) == 3 and all(len(row) == 2 for row in scales)
     card = (place / "out" / "README.md").read_text()
     assert "Kept is the state of step" in card
-    if figures["plots"]:
-        assert "training_distill.png" in card and (place / "out" / "training_finetune.png").is_file()
     assert float((transformers_logits(place / "out") - logits(place / "out")).abs().max()) <= 1e-4
     assert not list(place.glob(".*")), "nothing temporary is left"
 

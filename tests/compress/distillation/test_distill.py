@@ -12,7 +12,8 @@ import pytest
 import torch
 from artifacts_for_tests import kill_while_it_trains, listing, make_workplace
 from click.testing import CliRunner
-from conftest import save_reference
+from conftest import others_slow, save_reference
+from packages_for_tests import needs_matplotlib
 from safetensors.torch import load_file
 from test_processes import two_processes
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
@@ -65,8 +66,15 @@ def test_the_command_knows_every_recipe() -> None:
     assert isinstance(recipe.type, click.Choice) and set(recipe.type.choices) == {*RECIPES, *CLASSIFIER_RECIPES}
 
 
-@pytest.mark.parametrize("data", [TEXT, PAIRS], ids=["text", "pairs"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "data"),
+    [
+        *((recipe, PAIRS) for recipe in RECIPES),
+        ("sft", TEXT),
+        *(pytest.param(recipe, TEXT, marks=pytest.mark.slow) for recipe in RECIPES if recipe != "sft"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "text" if value is TEXT else "pairs",
+)
 def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
     teacher = [] if recipe == "sft" else ["--teacher", "model"]
     figures = run(
@@ -83,12 +91,20 @@ def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
     moved, unselected = (figures[f"{name}_per_layer"] for name in ("router_divergence", "teacher_unselected_share"))
     assert (moved is not None and min(moved) > 0) == RECIPES[recipe].trains_router
     assert (unselected is None) == (recipe == "sft") and (recipe == "sft" or 0 < min(unselected) < max(unselected) < 1)
-    if figures["plots"]:
-        assert (place / "out" / "routers.png").exists() == (recipe != "sft")
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(place / "out").config.model_type == "llama"
     assert "recipe" in (place / "out" / "README.md").read_text() and not list(place.glob(".*"))
+
+
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
+@pytest.mark.parametrize("recipe", ["sft", "sar"])
+def test_training_and_routers_are_drawn(place: Path, recipe: str) -> None:
+    teacher = [] if recipe == "sft" else ["--teacher", "model"]
+    figures = run(*teacher, "--student", "student", "--recipe", recipe, *TEXT, *SMALL, "--steps", "4")
+    assert figures["plots"] and all((place / "out" / name).is_file() for name in figures["plots"])
+    assert ("routers.png" in figures["plots"]) == (recipe != "sft")
 
 
 def test_a_pruned_mixture_comes_back_towards_the_full_one(place: Path) -> None:
@@ -105,7 +121,7 @@ def test_a_pruned_mixture_comes_back_towards_the_full_one(place: Path) -> None:
     assert {name for name in before if "expert" not in name} <= changed
 
 
-@pytest.mark.parametrize("recipe", ["kd", "ka", "sar"])
+@pytest.mark.parametrize("recipe", others_slow(["kd", "ka", "sar"], "sar"))
 def test_interrupted_and_resumed_it_ends_in_the_same_weights(
     place: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EVERY_MOE_FAMILY, save_reference
+from conftest import EVERY_MOE_FAMILY, others_slow, save_reference
 
 import compress.distillation.recover
 from compress.distillation.recover import recover, recovery, trained_parameters
@@ -34,7 +34,7 @@ def divergence(checkpoint: Checkpoint, decoder: Decoder) -> float:
     return float((full.exp() * (full - own)).sum() / TOKENS.numel())
 
 
-@pytest.mark.parametrize("family", EVERY_MOE_FAMILY)
+@pytest.mark.parametrize("family", others_slow(EVERY_MOE_FAMILY, "mixtral", "gpt_oss", "qwen2_moe"))
 def test_recovery_comes_closer_to_the_full_model(family: str, tmp_path: Path) -> None:
     save_reference(family, tmp_path / "model")
     checkpoint = Checkpoint(tmp_path / "model")

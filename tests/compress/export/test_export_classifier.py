@@ -17,7 +17,6 @@ from calibrate.options import CalibrationOptions
 from compress.classifiers.distill import distill_classifier
 from compress.export.classifier import _Ranges
 from compress.options.distill_classifier import ClassifierOptions
-from compress.report import plots
 from engine.errors import CheckpointError
 from engine.onnx.classifier import OnnxClassifier
 from engine.transformers_models.classifier import ClassifierCheckpoint, ClassifierDirectory
@@ -30,24 +29,22 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     classifier("resnet", path / "untrained")
     classifier("bert", path / "untrained-texts", num_hidden_layers=1)
     given = {"epochs": 15, "batch_size": 12, "optimiser": "adamw", "learning_rate": 0.01}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "available", lambda: False)
-        for suffix, data in (("", shades(path / "shades.npz")), ("-texts", sentences(path / "rows.jsonl"))):
-            calibration = CalibrationOptions(str(data))
-            for name, model, recipe in (
-                ("teacher", "untrained", {}),
-                ("mixture", "untrained", {"teacher": str(path / f"teacher{suffix}")}),
-            ):
-                distill_classifier(
-                    ClassifierOptions(
-                        model=str(path / f"{model}{suffix}"),
-                        output=path / f"{name}{suffix}",
-                        recipe="moe-kd" if recipe else "sft",
-                        calibration=calibration,
-                        **recipe,
-                        **given,
-                    )
+    for suffix, data in (("", shades(path / "shades.npz")), ("-texts", sentences(path / "rows.jsonl"))):
+        calibration = CalibrationOptions(str(data))
+        for name, model, recipe in (
+            ("teacher", "untrained", {}),
+            ("mixture", "untrained", {"teacher": str(path / f"teacher{suffix}")}),
+        ):
+            distill_classifier(
+                ClassifierOptions(
+                    model=str(path / f"{model}{suffix}"),
+                    output=path / f"{name}{suffix}",
+                    recipe="moe-kd" if recipe else "sft",
+                    calibration=calibration,
+                    **recipe,
+                    **given,
                 )
+            )
     return path
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from artifacts_for_tests import make_pruned, make_workplace
 from click.testing import CliRunner
+from packages_for_tests import needs_matplotlib
 from server_for_tests import served, wait_for
 from serving_for_tests import Served, run_to_end, scheduler_for, serve
 
@@ -321,8 +322,9 @@ def comparison(place: Path, *names: str, **changes: Any) -> CompareOptions:
     return replace(asked, **changes)
 
 
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
 def test_a_comparison_measures_exports_beside_checkpoints(place: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     result = compare(comparison(place, "pruned", "onnx", "skipping", output=tmp_path / "report"))
     pruned, plain, skipping = result["rows"]
     assert [row["kind"] for row in result["rows"]] == ["checkpoint", "onnx", "onnx"] and plain["method"] == "export"

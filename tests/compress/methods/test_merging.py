@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EVERY_MOE_FAMILY, save_reference
+from conftest import EVERY_MOE_FAMILY, others_slow, save_reference
 from formulas_for_tests import GROUPS
 from scipy.optimize import linear_sum_assignment
 from test_apply import TOKENS, logits, transformers_logits, worst
@@ -276,7 +276,7 @@ def models_fixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
 
 @METHODS
 @pytest.mark.parametrize("family", EVERY_MOE_FAMILY)
-@pytest.mark.parametrize("experts", [1, 4])
+@pytest.mark.parametrize("experts", others_slow([1, 4], 4))
 def test_the_artifact_is_the_naive_merged_model(
     models: dict[str, tuple[Checkpoint, Statistics]], method: str, family: str, experts: int, tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ import torch
 from artifacts_for_tests import make_workplace
 from click.testing import CliRunner
 from conftest import save_reference
+from packages_for_tests import needs_lm_eval, needs_matplotlib
+from pictures_for_tests import drawing
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
@@ -37,7 +39,6 @@ from engine.generation.generate import Engine
 from engine.inspect import inspect
 from engine.progress import no_progress
 
-pytest.importorskip("matplotlib")
 SIZES = ["--samples", "3", "--sequence-length", "32"]
 
 
@@ -47,7 +48,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("compare")
     make_workplace(path)
     pruned = ["prune", str(path / "model"), "-o", str(path / "pruned"), "--sparsity", "0.5", "--epochs", "1", *SIZES]
-    result = CliRunner().invoke(cli.main, [*pruned, "--data", str(path / "text.txt"), "--evaluation-samples", "2", "--json"])
+    with drawing():
+        result = CliRunner().invoke(
+            cli.main, [*pruned, "--data", str(path / "text.txt"), "--evaluation-samples", "2", "--json"]
+        )
     assert result.exit_code == 0, result.output
     save_reference("llama", path / "dense", vocab_size=VOCABULARY)
     add_tokenizer(path / "dense")
@@ -123,10 +127,13 @@ def test_other_tokenizers_are_flagged(place: Path) -> None:
 @pytest.fixture(scope="module")
 def report(place: Path) -> Path:
     output = place / "report"
-    compare(options(place, "model", "pruned", "dense", output=output))
+    with drawing():
+        compare(options(place, "model", "pruned", "dense", output=output))
     return output
 
 
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
 def test_the_report_is_complete(report: Path) -> None:
     assert sorted(path.name for path in report.iterdir()) == [
         "comparison.csv",
@@ -153,6 +160,8 @@ def test_the_report_is_complete(report: Path) -> None:
     )
 
 
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
 def test_an_existing_report_is_replaced_only_when_asked(place: Path, report: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="exists already"):
         compare(options(place, "model", output=report))
@@ -163,6 +172,8 @@ def test_an_existing_report_is_replaced_only_when_asked(place: Path, report: Pat
         compare(options(place, "model", output=place / "dense", overwrite=True))
 
 
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
 def test_a_failure_leaves_nothing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **named: Any) -> str:
         raise OSError(28, "No space left on device")
@@ -257,8 +268,10 @@ def accuracy(directory: Path, task: Path) -> float:
     return sum(right) / len(right)
 
 
+@needs_lm_eval
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
 def test_a_real_task_reaches_table_files_and_page(place: Path, task: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
     names, output = [str(place / "model"), str(place / "pruned")], tmp_path / "report"
     common = ["--no-speed", "--samples", "0", "--calibration-samples", "0", "--data", str(place / "text.txt")]
     result = CliRunner().invoke(cli.main, ["compare", *names, *common, "--tasks", str(task), "-o", str(output)])
@@ -310,6 +323,8 @@ def test_one_object_or_one_table(place: Path) -> None:
 # Files that `prune` writes beside the model card
 
 
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
 def test_an_artifact_carries_its_plots_and_scores(place: Path) -> None:
     pruned = place / "pruned"
     inspected = inspect(str(pruned), checksums=True, progress=no_progress)
@@ -327,6 +342,8 @@ def test_an_artifact_carries_its_plots_and_scores(place: Path) -> None:
     assert Engine.open(str(pruned), device="cpu").generate(["fox"], max_new_tokens=2)
 
 
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("method", ["taylor", "frequency"])
 def test_usage_before_and_after_is_of_the_held_out_text(
     method: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packages_for_tests import needs_matplotlib
 
 from compress.report import plots
 from compress.report.scatter import Point, scatter
 from engine.errors import OptionError
-
-pytest.importorskip("matplotlib")
 
 
 def drawn(figure: Any) -> Any:
@@ -46,6 +45,7 @@ def usage(name: str, layers: int, experts: int, kept: int) -> plots.UsageShares:
 LONG = "an-organisation/a-model-with-a-very-long-name-8x7B-instruct-v0.1"
 
 
+@needs_matplotlib
 @pytest.mark.parametrize(("layers", "experts"), [(1, 2), (6, 8), pytest.param(48, 128, marks=pytest.mark.slow)])
 def test_every_picture_fits_its_page(layers: int, experts: int) -> None:
     counts = {LONG: dict.fromkeys(range(layers), experts), "b": {layer: 1 + layer % 2 for layer in range(1, layers)}}
@@ -68,11 +68,13 @@ def test_every_picture_fits_its_page(layers: int, experts: int) -> None:
     )
 
 
+@needs_matplotlib
 def test_cells_carry_the_counts() -> None:
     figure = plots.experts_per_layer({"a": {0: 8, 2: 6}, "b": {0: 3}})
     assert [text.get_text() for text in figure.axes[0].texts] == ["8", "6", "3", "–"]
 
 
+@needs_matplotlib
 def test_removed_experts_are_grey_and_crossed_out() -> None:
     grid = plots.expert_usage([plots.UsageShares("a", {4: [0.25, 0.75]}, {4: [0, 3]})]).axes[0].images[0].get_array()
     assert grid.mask.tolist() == [[False, True, True, False]] and grid[0, 3] == 0.75
@@ -82,6 +84,7 @@ def test_removed_experts_are_grey_and_crossed_out() -> None:
     assert [bar.get_x() + bar.get_width() for panel in axes for bar in panel.patches] == [0.5]
 
 
+@needs_matplotlib
 @pytest.mark.parametrize("name", ["a$b$_{x}", r"\frac{", "模型", "two\nlines", "🙂"])
 def test_names_are_never_formulas(name: str, tmp_path: Path) -> None:
     plots.save(scatter([Point(name, 1, 2)], "size", "perplexity"), tmp_path / "a.png")
@@ -90,6 +93,7 @@ def test_names_are_never_formulas(name: str, tmp_path: Path) -> None:
     plots.save(plots.experts_per_layer({name: {0: 1}}), tmp_path / "b.png")
 
 
+@needs_matplotlib
 def test_the_same_figures_give_the_same_file(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         plots.save(scatter([Point("m", 1, 2), Point("n", 1, 2)], "x", "y"), tmp_path / name)

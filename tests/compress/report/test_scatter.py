@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from packages_for_tests import needs_matplotlib
 from test_plots import LONG, check_nothing_is_cut_off, drawn, texts
 
 from compress.report import plots
 from compress.report.scatter import Point, is_sweep, scatter, spread
 
-pytest.importorskip("matplotlib")
 METHODS = [f"method-{letter}" for letter in "abcdefgh"]
 FULL = Point("full", 26.1, 9.4)
 
@@ -42,6 +42,7 @@ def named(figure: Any, points: list[Point]) -> dict[str, Any]:
     return {text.get_text(): text.get_window_extent(renderer) for text in texts(figure) if text.get_text() in names}
 
 
+@needs_matplotlib
 @pytest.mark.parametrize(
     "points",
     [
@@ -73,6 +74,7 @@ def test_no_name_lies_on_another_or_on_a_point(points: list[Point]) -> None:
     assert not [place for place in places for box in boxes if box.contains(*place)]
 
 
+@needs_matplotlib
 def test_a_column_is_listed_beside_it_in_its_order() -> None:
     points = column(10, spacing=0.001)
     boxes = named(scatter([FULL, *points], "size", "perplexity"), points)
@@ -80,6 +82,7 @@ def test_a_column_is_listed_beside_it_in_its_order() -> None:
     assert heights == sorted(heights) and len({round(box.x0) for box in boxes.values()}) == 1
 
 
+@needs_matplotlib
 def test_a_large_sweep_has_a_line_for_each_method_and_a_legend() -> None:
     points = sweep(8)
     figure = scatter(points, "size", "perplexity")
@@ -103,6 +106,7 @@ def test_what_a_legend_cannot_tell_apart_keeps_its_names() -> None:
     assert not is_sweep([FULL, *(Point(str(x), x, 9.0, series="one") for x in range(20))]), "one method"
 
 
+@needs_matplotlib
 def test_models_that_cannot_be_compared_have_panels_of_their_own() -> None:
     points = [Point("a", 1, 5), Point("b", 2, 6), Point("c", 1, 50, group=2)]
     panels = scatter(points, "size", "perplexity").axes
@@ -110,6 +114,7 @@ def test_models_that_cannot_be_compared_have_panels_of_their_own() -> None:
     assert [{text.get_text() for text in panel.texts} for panel in panels] == [{"a", "b"}, {"c"}]
 
 
+@needs_matplotlib
 @pytest.mark.parametrize(("highest", "scale"), [(20.0, "linear"), (2000.0, "log")])
 def test_a_broken_model_does_not_hide_the_others(highest: float, scale: str) -> None:
     axes = scatter([FULL, Point("b", 14, highest)], "size", "perplexity").axes[0]

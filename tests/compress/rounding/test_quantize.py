@@ -12,7 +12,7 @@ import pytest
 import torch
 from artifacts_for_tests import CALIBRATION, PRUNE, listing, make_workplace
 from click.testing import CliRunner
-from conftest import save_reference
+from conftest import others_slow, save_reference
 from safetensors.torch import load_file, save_file
 from test_quantized_weight import DIVISIBLE, KINDS
 from torch import Tensor
@@ -259,7 +259,7 @@ def test_errors_are_those_of_the_outputs() -> None:
         assert error == pytest.approx(float((x / s_D @ rounded.T - x @ weight.T).square().sum()), rel=1e-4)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", others_slow(KINDS, "mixtral", "gpt_oss"))
 def test_folding_changes_nothing_and_helps_rounding(family: str, tmp_path: Path) -> None:
     """The model has some large channels, as large models have."""
     save_reference(family, tmp_path / "full", **DIVISIBLE.get(family, {}))

@@ -32,7 +32,7 @@ def test_killed_runs_leave_the_old_state_or_the_new_one() -> None:
     assert f"{KILLS} kills" in result.stdout
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "replacing"])
+@pytest.mark.parametrize("overwrite", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["new", "replacing"])
 def test_keyboard_interrupt_is_one_word_and_130(tmp_path: Path, overwrite: bool) -> None:
     make_workplace(tmp_path)
     output = "model" if overwrite else "out"

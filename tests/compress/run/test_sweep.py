@@ -21,10 +21,10 @@ SWEEP = [*MODEL, "--sparsity", "0.25,0.5", "--method", "reap,diep,fisher,naee", 
 
 
 @pytest.fixture(name="place")
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path: Path, pictures: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # drawing takes longer than everything else here
+    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])  # only the comparison of a sweep is drawn
     return tmp_path
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
+from conftest import FAMILIES, FURTHER_FAMILIES, others_slow, save_reference
 from serving_for_tests import Served, assert_all_free, run_to_end, scheduler_for, serve
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
@@ -89,7 +89,14 @@ def random_request(choose: random.Random) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [*((family, {}) for family in EVERY_FAMILY), ("mixtral", WINDOW), ("minimax", {})]
+    ("family", "changes"),
+    [
+        *((family, {}) for family in FAMILIES),
+        *(pytest.param(family, {}, marks=pytest.mark.slow) for family in FURTHER_FAMILIES),
+        ("mixtral", WINDOW),
+        ("deepseek_v3", {}),
+        ("minimax", {}),
+    ],
 )
 def test_greedy_tokens_are_those_of_generate(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     save_model(tmp_path, family, **changes)
@@ -102,7 +109,7 @@ def test_greedy_tokens_are_those_of_generate(family: str, changes: dict[str, Any
         assert (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", others_slow(range(4), 0))
 def test_random_schedules_give_each_request_what_it_gets_alone(engine: Engine, seed: int) -> None:
     check_random_schedule(engine, seed, shares=isinstance(engine.decoder, Decoder))
 

@@ -455,7 +455,7 @@ def same_size_but_other(path: Path) -> None:
     path.write_text(path.read_text().replace("Keep the first", "Drop the first"))
 
 
-@pytest.mark.parametrize("change", ["modeling file", "auto_map", "tokenizer"])
+@pytest.mark.parametrize("change", ["modeling file", "auto_map", pytest.param("tokenizer", marks=pytest.mark.slow)])
 def test_code_that_is_not_ours_is_not_run(place: Path, change: str) -> None:
     if change == "modeling file":
         same_size_but_other(place / "artifact" / "modeling_compressed.py")
@@ -509,9 +509,9 @@ def test_full_disk_for_statistics(place: Path) -> None:
     [
         (nothing, ["inspect", "./nowhere"], "nowhere"),
         (nothing, ["inspect", "nobody/no-such-model"], "nobody/no-such-model"),
-        (truncate(SINGLE_NAME, 0.5), [*PRUNE, "-o", "out"], SINGLE_NAME),
+        pytest.param(truncate(SINGLE_NAME, 0.5), [*PRUNE, "-o", "out"], SINGLE_NAME, marks=pytest.mark.slow),
         (config(rope_parameters=ROPE | {"rope_type": "linear", "factor": 0}), GENERATE, "rope_parameters"),
-        (nothing, [*PRUNE, "-o", "model"], "exists already"),
+        pytest.param(nothing, [*PRUNE, "-o", "model"], "exists already", marks=pytest.mark.slow),
     ],
     ids=["missing path", "unknown hub id", "truncated", "what transformers warns of", "output exists"],
 )

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 import cli
 from compress import prune, push
-from compress.report import plots
 from engine.checkpoint import hub as reading
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.errors import CheckpointError, CompressError, HubError, OptionError
@@ -29,7 +28,6 @@ from engine.generation.generate import Engine
 from engine.inspect import inspect
 
 NAME = "ada/tiny"
-DRAWS = plots.available
 # huggingface_hub's uploads over plain HTTP, without hf_xet.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
@@ -287,7 +285,6 @@ def test_a_revision_of_what_has_none_is_refused(model: str, revision: str, fragm
 def writer(hub: Hub, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """Return the hub for a user with write access, in a workplace of its own."""
     monkeypatch.setenv("HF_TOKEN", "writer")
-    monkeypatch.setattr(plots, "available", lambda: False)  # drawing takes longer than everything else here
     for name in ("model", "text.txt"):
         (shutil.copytree if name == "model" else shutil.copy)(made / name, tmp_path / name)
     (tmp_path / "plan.json").write_text(json.dumps({"schema_version": 1, "kind": "moe", "layers": KEPT}))
@@ -302,8 +299,8 @@ def contents(directory: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
+@pytest.mark.usefixtures("pictures")
 def test_what_is_pushed_runs_by_its_name_as_it_does_here(writer: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "available", DRAWS)
     figures = run(*WITH_PLAN, "-o", "small", "--push-to-hub", "small")
     repository = writer.repositories["ada/small"]
     assert figures["pushed"]["repository"] == "ada/small" and figures["pushed"]["commit"] == repository.revisions["main"]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
+from kernels_for_tests import needs_integers
+from packages_for_tests import needs_numba
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -19,7 +21,6 @@ from engine.decoder.routing import Selection, Skipping
 from engine.kernels.kernel_choice import DECODING
 from engine.kernels.quantized_weight import QuantizedWeight, quantise
 
-pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
 TOKENS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(1))
 NOT_WHOLE = {"llama_moe", "ernie4_5", "deepseek_v2", "deepseek_v3", "kimi_k2", "ernie4_5_moe", "minimax_m2", "llama4_text"}
 """Families with features that only the layers implement."""
@@ -54,6 +55,7 @@ def decoded(decoder: Decoder, tokens_BL: Tensor, at_once: int = 1) -> Tensor:
         return torch.cat([decoder.step_logits(part, cache, DECODING) for part in parts], dim=1)
 
 
+@needs_numba
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -75,12 +77,9 @@ def test_a_step_gives_the_bits_of_the_layers(
     assert taken and all(taken)
 
 
+@needs_integers
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_of_few_bits(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import engine.kernels.compiled
-
-    if not engine.kernels.compiled.MULTIPLIES_INTEGERS:
-        pytest.skip("needs a processor with VNNI")
     wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     save_reference("mixtral", tmp_path, **wide)
     checkpoint = Checkpoint(tmp_path)
@@ -99,6 +98,7 @@ def test_weights_of_few_bits(bits: int, tmp_path: Path, monkeypatch: pytest.Monk
     assert taken and all(taken)
 
 
+@needs_numba
 @pytest.mark.parametrize("threshold", [0.7, torch.tensor([0.0, 0.9, 2.0])])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_skipping_and_what_observers_see(
@@ -149,6 +149,7 @@ def observer(seen: list[tuple[Tensor, Tensor, Selection]]) -> Callable[[Tensor, 
     return lambda x_TD, logits_TN, selection: seen.append((x_TD.clone(), logits_TN.clone(), selection))
 
 
+@needs_numba
 def test_what_the_kernels_do_not_know_goes_through_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_reference("mixtral", tmp_path)
     checkpoint = Checkpoint(tmp_path)

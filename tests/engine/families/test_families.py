@@ -48,6 +48,9 @@ from engine.generation.generate import Engine
 from engine.inspect import inspect
 
 ROOT = Path(__file__).resolve().parents[3]
+QUICK_COLUMNS = ("as it is", "pruned, non-uniform")
+QUICK_ROWS = ("mixtral", "deepseek_v3", "gpt_oss", "llama_moe")
+"""Columns and rows of the matrix that `make test` checks. `make test-all` checks every cell."""
 
 
 @pytest.fixture(name="made_of", scope="session")
@@ -63,8 +66,14 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place))
 
 
-@pytest.mark.parametrize("family", ROWS)
-@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize(
+    ("family", "column"),
+    [
+        pytest.param(family, column, marks=() if column in QUICK_COLUMNS or family in QUICK_ROWS else pytest.mark.slow)
+        for column in COLUMNS
+        for family in ROWS
+    ],
+)
 def test_what_a_family_can_become(family: str, column: str, made_of: Any, matrix: Any) -> None:
     if (reason := REFUSED.get((family, column))) is not None:
         with pytest.raises(UnsupportedError, match=reason):

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from conftest import FURTHER_FAMILIES, SIZES, save_reference
 
 import cli
-import compress.report.plots
 from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import pruning_plan
 from compress.plans.selection import Budget
@@ -32,9 +31,6 @@ TEXT = [*CALIBRATION, "--evaluation-samples", "2"]
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_workplace(tmp_path, "deepseek_v3")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        compress.report.plots, "available", lambda: False
-    )  # pictures do not depend on families and take seconds
     return tmp_path
 
 

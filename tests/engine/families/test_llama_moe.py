@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import cli
-import compress.report.plots
 from calibrate.collect import collect
 from calibrate.instructions import Example
 from compress.distillation.recover import trained_parameters
@@ -331,9 +330,6 @@ def test_statistics_equal_a_naive_count(tmp_path: Path) -> None:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_workplace(tmp_path, FAMILY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        compress.report.plots, "available", lambda: False
-    )  # pictures do not depend on families and take seconds
     return tmp_path
 
 

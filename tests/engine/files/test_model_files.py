@@ -15,6 +15,7 @@ import torch
 from artifacts_for_tests import CALIBRATION, PRUNE, kill_while_it_trains, make_workplace, refused, run
 from classifiers_for_tests import classifier
 from click.testing import CliRunner
+from packages_for_tests import needs_lm_eval
 from safetensors.torch import load_file, save_file
 from shape import source_files
 from test_encoder_decoder import make_model
@@ -108,8 +109,11 @@ def test_a_classifier_far_larger_than_its_file_takes_no_memory(tmp_path: Path) -
         ClassifierCheckpoint(tmp_path).load()
 
 
+@pytest.mark.slow
+@needs_lm_eval
 def test_tasks_have_the_results_of_a_path(place: Path) -> None:
-    lm_eval = pytest.importorskip("lm_eval")
+    import lm_eval
+
     (place / "rows.json").write_text(json.dumps([{"q": "the quick", "a": number % 2} for number in range(6)]))
     task = {"task": "own", "dataset_path": "json", "dataset_kwargs": {"data_files": str(place / "rows.json")}}
     task |= {"test_split": "train", "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_target": "{{a}}"}

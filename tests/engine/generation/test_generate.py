@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, save_reference
+from conftest import FAMILIES, others_slow, save_reference
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import engine as package
@@ -48,7 +48,7 @@ def tables(experts: int = 6, layers: int = 3) -> SkipTables:
     return SkipTables((torch.ones(1),) * layers, (torch.ones(experts, experts),) * layers)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_slow(FAMILIES, "mixtral", "gpt_oss", "granitemoe", "llama_moe", "qwen2"))
 def test_greedy_equals_transformers_alone_and_in_a_batch(family: str, tmp_path: Path) -> None:
     reference = save_model(tmp_path, family)
     engine = Engine.open(tmp_path, device="cpu")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import FAMILIES, FURTHER_FAMILIES, NAIVE, save_reference
+from packages_for_tests import needs_numba
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from torch import Tensor
 
@@ -121,11 +122,15 @@ def test_draw_never_gives_what_has_no_probability() -> None:
 
 # The models
 
+QUICK = ("mixtral", "gpt_oss", "granitemoe", "qwen3")
+"""Families that `make test` runs."""
+
 
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        *((family, {}) for family in FAMILIES if family not in NAIVE),
+        *((family, {}) for family in QUICK),
+        *(pytest.param(family, {}, marks=pytest.mark.slow) for family in FAMILIES if family not in {*QUICK, *NAIVE}),
         ("deepseek_v3", {}),
         ("mixtral", {"sliding_window": 6}),
         ("mixtral", LONGROPE),
@@ -141,7 +146,7 @@ def test_greedy_text_is_that_of_the_target(family: str, changes: dict[str, Any],
         assert rate is not None and 0 < rate < 1, "accepted and rejected tokens are both needed for this to test anything"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=needs_numba), "float32"])
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -156,8 +161,6 @@ def test_several_steps_at_once_give_the_logits_of_single_ones(
     family: str, dtype: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Logits are bit-identical through the compiled kernels. The tokens go past the point where the frequencies switch."""
-    if dtype == "bfloat16":
-        pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
     number = getattr(torch, dtype)
@@ -178,8 +181,8 @@ def test_several_steps_at_once_give_the_logits_of_single_ones(
         assert torch.allclose(together, each, rtol=0, atol=1e-5)
 
 
+@needs_numba
 def test_half_precision_writes_what_it_writes_alone(pair: tuple[Path, Path]) -> None:
-    pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     target, draft = pair
     plain = Engine.open(target, dtype="bfloat16", device="cpu").generate(PROMPT, max_new_tokens=60)
     engine = Engine.open(target, dtype="bfloat16", device="cpu", draft=draft)

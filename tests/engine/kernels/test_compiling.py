@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernels_for_tests import kernels
+from packages_for_tests import needs_numba
 from support.artifacts_for_tests import ROOT
 
-pytest.importorskip("numba", reason="needs the extra `fast`")
 from compress.commands.output import progress_bar
-from engine.kernels import cache_directory as places
-from engine.kernels import compiled, compiling
 from engine.progress import no_progress
 
+if kernels is not None:
+    from engine.kernels import cache_directory as places
+    from engine.kernels import compiling
+
+
+pytestmark = needs_numba  # all files that are tested here are written with Numba
 ROUND = """
 import numpy as np
 from engine.kernels.compiled import KERNELS
@@ -88,6 +93,51 @@ def test_a_place_that_cannot_be_written_is_passed_over(tmp_path: Path, monkeypat
         places.cache_directory.__wrapped__()
 
 
+COMPILE_SLOWLY = """
+import time
+from numba.core.ccallback import CFunc
+from engine.kernels.compiled import KERNELS, prepare
+compile_it = CFunc._compile_uncached
+def slowly(function):
+    print(function.__name__)
+    time.sleep(1)
+    return compile_it(function)
+CFunc._compile_uncached = slowly
+wanted = [KERNELS[name] for name in ("prepare_pairs", "add_weighted", "rms_norm")]
+prepare(wanted)
+assert all(kernel.address for kernel in wanted)
+"""
+"""Program that prints the names of the kernels that it compiles itself."""
+
+
+def test_processes_that_start_together_share_the_work(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILE_SLOWLY]
+    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    compiled = [process.communicate()[0].split() for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert sorted(compiled[0] + compiled[1]) == ["add_weighted", "prepare_pairs", "rms_norm"], "each once"
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_a_lock_is_for_one_and_nobody_waits_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(places, "_LONGEST_WAIT", 0.1)
+    first, second = (places.KernelCache(kernels.KERNELS["prepare_pairs"]._function.__wrapped__) for _ in range(2))
+    with first.locked() as may_compile:
+        assert may_compile
+        with second.locked(waits=False) as may_compile:
+            assert not may_compile
+        with second.locked() as may_compile:
+            assert may_compile, "the process that holds the lock may have been stopped"
+        assert len(list(tmp_path.iterdir())) == 1, "the file belongs to the first"
+    with second.locked(waits=False) as may_compile:
+        assert may_compile
+    monkeypatch.setattr(places, "cache_directory", lambda: tmp_path / "missing")
+    with places.KernelCache(kernels.KERNELS["prepare_pairs"]._function.__wrapped__).locked() as may_compile:
+        assert may_compile, "without a lock, the kernel is compiled all the same"
+
+
 class Fake:
     """A kernel that only says what is done to it."""
 
@@ -98,46 +148,49 @@ class Fake:
     def needs(self) -> list[Fake]:
         return [self]
 
+    def compile_unless_busy(self) -> None:
+        self.done.append(f"compiled {self.name}")
+
     def load(self) -> None:
         self.done.append(self.name)
 
 
 def test_only_what_is_compiled_is_shown() -> None:
     done: list[str] = []
-    kernels: Any = [Fake(True, done, "kept"), Fake(False, done, "missing"), Fake(True, done, "another")]
+    fakes: Any = [Fake(True, done, "kept"), Fake(False, done, "missing"), Fake(True, done, "another")]
 
     def progress(iterable: Iterable[Any], description: str) -> Iterable[Any]:
         for each in iterable:
             done.append(f"{description}: {each.name}")
             yield each
 
-    compiling.prepare(kernels, progress)
-    assert done == [f"{compiling.NOTICE}: missing", "missing", "kept", "missing", "another"]
+    compiling.prepare(fakes, progress)
+    assert done == [f"{compiling.NOTICE}: missing", "compiled missing", "kept", "missing", "another"]
     done.clear()
-    compiling.prepare(kernels[:1], lambda *_: pytest.fail("nothing is compiled"))
+    compiling.prepare(fakes[:1], lambda *_: pytest.fail("nothing is compiled"))
     assert done == ["kept"]
 
 
 def test_compiling_is_announced_once_where_no_bar_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     """The command line's bar shows nothing where stderr is no terminal; a server has no bar at all."""
-    kernels: Any = [Fake(False, [], "one"), Fake(False, [], "two"), Fake(True, [], "kept")]
+    fakes: Any = [Fake(False, [], "one"), Fake(False, [], "two"), Fake(True, [], "kept")]
     for progress in (no_progress, progress_bar):
-        compiling.prepare(kernels, progress)
+        compiling.prepare(fakes, progress)
         assert capfd.readouterr() == ("", f"{compiling.NOTICE}\n")
-        compiling.prepare(kernels[2:], progress)
+        compiling.prepare(fakes[2:], progress)
         assert capfd.readouterr() == ("", "")
 
 
 def test_a_bar_that_is_shown_needs_no_line(capfd: pytest.CaptureFixture[str]) -> None:
-    kernels: Any = [Fake(False, [], "one")]
-    compiling.prepare(kernels, lambda iterable, _: iter(iterable))
+    fakes: Any = [Fake(False, [], "one")]
+    compiling.prepare(fakes, lambda iterable, _: iter(iterable))
     assert capfd.readouterr() == ("", "")
 
 
 def test_each_form_of_weights_has_kernels_of_its_own() -> None:
-    plain, low_bit = ({kernel.name for kernel in compiled.needed(bits)} for bits in ((), (8,)))
+    plain, low_bit = ({kernel.name for kernel in kernels.needed(bits)} for bits in ((), (8,)))
     assert low_bit - plain == {"multiply_8", "prepare_8", "widen_8"} and plain < low_bit
-    assert "decode" in plain and "decode" not in {kernel.name for kernel in compiled.needed((), is_whole=False)}
+    assert "decode" in plain and "decode" not in {kernel.name for kernel in kernels.needed((), is_whole=False)}
 
 
 def test_every_kernel_that_another_calls_has_a_place_in_the_table() -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, save_reference
+from kernels_for_tests import kernels
+from packages_for_tests import needs_numba
 from torch import Tensor
 
 import engine.kernels.kernel_choice
@@ -25,7 +27,6 @@ from engine.kernels.kernel_choice import DECODING, PROMPT
 from engine.kernels.linear import as_bfloat16, has_half_arithmetic
 
 EVERY_FAMILY = (*FAMILIES, *FURTHER_FAMILIES)
-kernels: Any = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in EVERY_FAMILY),
     ("llama4_text", {"floor_scale": 2}),
@@ -52,6 +53,7 @@ def read(decoder: Decoder, config: Any, dtype: torch.dtype) -> Tensor:
         return decoder(prompt, None, KeyValueCache(config, 1, prompt.shape[1], dtype), PROMPT)[0]
 
 
+@needs_numba
 @pytest.mark.parametrize("logits", [decoded, read])
 @pytest.mark.parametrize(
     ("family", "changes"),
@@ -91,6 +93,7 @@ def test_norm_equals_torch_to_the_bit() -> None:
         assert torch.equal(several, alone) and torch.equal(several, together)
 
 
+@needs_numba
 @pytest.mark.parametrize("window", [None, 3, -4])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("past", [[0], [6], [3, 0, 11, 4]])
@@ -137,6 +140,7 @@ def test_attention_equals_the_textbook(past: list[int], window: int | None, thre
     assert torch.equal(keys[:, others], before[0][:, others]) and torch.equal(values[:, others], before[1][:, others])
 
 
+@needs_numba
 @pytest.mark.parametrize(
     ("family", "changes"),
     CASES,

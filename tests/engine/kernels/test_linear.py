@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels_for_tests import kernels, needs_integers, needs_pairs
+from packages_for_tests import needs_numba
 
 import engine.decoder.experts
 import engine.kernels.kernel_choice
@@ -42,11 +44,11 @@ def test_equals_float64(arithmetic: bool, dtype: torch.dtype, shape: tuple[int, 
     assert torch.allclose(got.double(), expected, rtol=2e-2, atol=5e-2)
 
 
+@needs_numba
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("inputs", [51, 64 * 2 + 32 + 7])  # all widths that a step of a product has
 def test_compiled_products_equal_float64(threads: int, rows: int, inputs: int) -> None:
-    kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     torch.manual_seed(0)
     kernels.use_threads(threads)
     x, weights = torch.randn(rows, inputs).bfloat16(), [torch.randn(count, inputs).bfloat16() for count in (37, 1, 8)]
@@ -59,10 +61,10 @@ def test_compiled_products_equal_float64(threads: int, rows: int, inputs: int) -
         assert torch.equal(as_bfloat16(alone)[0], y[row])
 
 
+@needs_numba
 @pytest.mark.parametrize("slots", [0, 1, 3])
 @pytest.mark.parametrize("tokens", [1, 2, 9])
 def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
-    kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     torch.manual_seed(0)
     hidden, width = 24, 77  # no multiple of a block of rows
     shapes = ((width, hidden), (width, hidden), (hidden, width))
@@ -95,20 +97,11 @@ def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
     return ((groups * inverse).round().double() * (largest / 127).double()).flatten(-2)
 
 
-needs_integers = pytest.mark.skipif(
-    not getattr(
-        pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`"), "MULTIPLIES_INTEGERS", False
-    ),
-    reason="this processor does not multiply 8-bit integers four at a time",
-)
-
-
 @needs_integers
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("inputs", [128, 640, 1536])  # less than a chunk, a chunk and a rest, whole chunks
 def test_compiled_products_of_few_bits(bits: int, group: int, inputs: int) -> None:
-    kernels = pytest.importorskip("engine.kernels.compiled")
     torch.manual_seed(0)
     x, outputs = torch.randn(7, inputs).bfloat16(), [36, 4, 64]
     weights = [quantise(torch.randn(count, inputs), bits, group, torch.bfloat16) for count in outputs]
@@ -157,21 +150,12 @@ def test_compiled_products_of_few_bits_hide_no_overflow(value: float) -> None:
     assert not linear(x, quantise(torch.ones(4, 64), 8, 32, torch.bfloat16), choice=DECODING).isfinite().any()
 
 
-needs_pairs = pytest.mark.skipif(
-    not getattr(
-        pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`"), "MULTIPLIES_BFLOAT16", False
-    ),
-    reason="this processor does not multiply pairs of bfloat16",
-)
-
-
 @needs_pairs
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 32), (16, 64), (97, 96), (113, 2048 + 32), (200, 160)])
 def test_compiled_products_of_many_rows(rows: int, inputs: int, threads: int, bits: int) -> None:
     """The rows give panels of each width, empty places in the last one, and inputs that exceed one block."""
-    kernels = pytest.importorskip("engine.kernels.compiled")
     torch.manual_seed(0)
     kernels.use_threads(threads)
     x, outputs = torch.randn(rows, inputs).bfloat16(), [36, 4, 300]
@@ -266,10 +250,10 @@ def test_matrices_that_panels_do_not_take_go_through_torch() -> None:
     assert torch.equal(linear(x, weight, choice=DECODING), F.linear(x, weight))
 
 
+@needs_numba
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiled_dequantising_is_the_plain_one(bits: int, group: int) -> None:
-    pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     torch.manual_seed(0)
     weight = quantise(torch.randn(5, 256), bits, group, torch.bfloat16)
     engine.kernels.kernel_choice.prepare_decoding(torch.bfloat16, torch.device("cpu"))
@@ -286,9 +270,9 @@ def test_few_bits_that_the_kernels_do_not_know(change: str) -> None:
     assert torch.equal(linear(x, weight, choice=DECODING), linear(x, wide, choice=DECODING))
 
 
+@needs_numba
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40])
 def test_the_compiled_kernel_hides_no_overflow(value: float) -> None:
-    kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     x, weight = torch.tensor([value, 1.0]).bfloat16(), torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16()
     y = as_bfloat16(kernels.products(x.data_ptr(), 1, [addresses(weight)], [2], 2))[0]
     expected = (weight.double() @ x.double()).float().bfloat16()
@@ -370,8 +354,8 @@ def test_outside_decoding_the_kernels_are_not_loaded(monkeypatch: pytest.MonkeyP
         linear(torch.randn(1, 16).bfloat16(), torch.randn(21, 16).bfloat16())
 
 
+@needs_numba
 def test_what_decodes_is_tried_and_can_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("engine.kernels.compiled", reason="needs the extra `fast`")
     load = engine.kernels.kernel_choice._load_kernels.__wrapped__
     right = kernels.products
 

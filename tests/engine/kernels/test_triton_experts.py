@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from packages_for_tests import needs_triton
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,8 +30,8 @@ SHARED_MEMORY = 99 * 1024
 
 
 @pytest.mark.slow
+@needs_triton
 def test_equals_torch_where_it_is_interpreted() -> None:
-    pytest.importorskip("triton", reason="needs Triton")
     made = subprocess.run(
         [
             sys.executable,
@@ -80,7 +81,8 @@ def some_experts(sizes: tuple[int, int], dtype: torch.dtype, swiglu: ClampedSwig
     return nn.ModuleList(Expert(*(torch.zeros(shape, dtype=dtype) for shape in shapes), swiglu=swiglu) for _ in range(3))
 
 
-@pytest.mark.parametrize("card", [80, 90])
+@needs_triton
+@pytest.mark.parametrize("card", [80, pytest.param(90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("sizes", "dtype", "swiglu"),
     [
@@ -100,7 +102,7 @@ def test_compiles_for_cards_that_are_not_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kernels are compiled with the launches' arguments. Matrices are read 16 bytes at a time and use tensor cores."""
-    triton = pytest.importorskip("triton", reason="needs Triton")
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -201,9 +203,9 @@ def a_block() -> MoeBlock:
     return MoeBlock(torch.randn(3, 32), list(some_experts((32, 64), torch.float32)), TopK(2, True))
 
 
+@needs_triton
 def test_kernels_that_fail_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """This machine has no GPU to launch kernels on, so Triton raises an exception."""
-    pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setenv("COMPRESS_KERNELS", "compiled")
     block = a_block()
     with caplog.at_level(logging.WARNING):

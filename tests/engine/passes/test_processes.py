@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from training_in_processes import OPTIONS, TOKENS, train
 
 import cli
-import compress.run.result
 from calibrate.collect import collect
 from compress.dense.dense_plan import choose, dense_plan
 from compress.methods.relaxations import RELAXATIONS
@@ -144,7 +143,6 @@ def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.Monke
     command += ["--recover-steps", "1"]
     done = two_processes("-m", "cli", *command, "-o", "together", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(compress.run.result, "draw", lambda *given: [])
     result = CliRunner().invoke(cli.main, [*command, "-o", "alone"])
     figures = json.loads(done.stdout)["runs"], json.loads(result.stdout)["runs"]
     for together, alone in zip(*figures, strict=True):
