@@ -26,7 +26,7 @@ from results import ROOT, markdown, save
 PROMPT, GENERATED = 256, 64
 TESTS = ("prefill", "decode")
 BITS = (8, 4)
-LOADS = 7
+LOADS = 5
 RESAMPLES = 2000
 
 WORKER = f"""

@@ -52,6 +52,8 @@ GROUP_SIZES = (32, 128)
 """Group sizes, in weights that share a scale, that the kernels support."""
 MULTIPLE_OF_OUTPUTS = 4
 """The number of rows of a low-bit matrix, and of a matrix that is multiplied with many rows, is a multiple of this."""
+WIDENED_ROWS = 16
+"""Number of matrix rows that are widened in one call."""
 _CHUNK = 512
 """Number of weights in one step of a product. Their scales fill a vector register, or a quarter of one."""
 WIDENED = np.dtype([(name, np.int64) for name in ("kernels", "form", "values", "scales", "outputs", "inputs", "results")])
@@ -365,8 +367,10 @@ def widen_8(weights: Any, scales: Any, group: Any, first: Any, count: Any, input
     for row in range(count):
         stored, own = weights + (first + row) * inputs, target + 2 * row * inputs
         scales_C = numba.carray(halves(scales + (first + row) * (inputs // group) * 2), (inputs // group,))
-        for place in range(inputs // ROUNDED):
-            _WIDE_OF_8(stored + ROUNDED * place, widen(scales_C[place * ROUNDED // group]), own + 2 * ROUNDED * place)
+        for index in range(inputs // group):
+            scale = widen(scales_C[index])
+            for place in range(index * group, (index + 1) * group, ROUNDED):
+                _WIDE_OF_8(stored + place, scale, own + 2 * place)
 
 
 @kernel(WIDEN)
@@ -375,22 +379,25 @@ def widen_4(weights: Any, scales: Any, group: Any, first: Any, count: Any, input
     for row in range(count):
         stored, own = weights + (first + row) * (inputs // 2), target + 2 * row * inputs
         scales_C = numba.carray(halves(scales + (first + row) * (inputs // group) * 2), (inputs // group,))
-        for place in range(inputs // ROUNDED):
-            _WIDE_OF_4(stored + ROUNDED // 2 * place, widen(scales_C[place * ROUNDED // group]), own + 2 * ROUNDED * place)
+        for index in range(inputs // group):
+            scale = widen(scales_C[index])
+            for place in range(index * group, (index + 1) * group, ROUNDED):
+                _WIDE_OF_4(stored + place // 2, scale, own + 2 * place)
 
 
 @kernel(JOB, calls=("parallel_for", "widen_block"))
 def widen_matrix(address: Any) -> None:
-    """Widen the whole matrix, row by row."""
+    """Widen the whole matrix, in blocks of rows."""
     job = widened_at(address)
     table = kernels_at(job.kernels)
-    call(table.parallel_for, (table.widen_block, address, job.outputs))
+    call(table.parallel_for, (table.widen_block, address, (job.outputs + WIDENED_ROWS - 1) // WIDENED_ROWS))
 
 
 @kernel(BLOCK)
-def widen_block(address: Any, row: Any) -> None:
-    """Widen one row of the matrix."""
+def widen_block(address: Any, block: Any) -> None:
+    """Widen a few rows of the matrix."""
     job = widened_at(address)
     form = form_at(job.form)
-    target = job.results + 2 * row * job.inputs
-    call(form.widen, (job.values, job.scales, form.group, row, 1, job.inputs, target))
+    first = block * WIDENED_ROWS
+    count = min(WIDENED_ROWS, job.outputs - first)
+    call(form.widen, (job.values, job.scales, form.group, first, count, job.inputs, job.results + 2 * first * job.inputs))
