@@ -10,7 +10,7 @@ Shape suffixes: S sequences, L positions, N experts of a layer, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -24,7 +24,6 @@ from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
 from calibrate.statistics import Statistics
 from calibrate.text import Split, token_batches
-from compress.evaluate import tasks
 from compress.options.compare import CompareOptions
 from compress.plans.plan import plan_from_json
 from compress.report import plots
@@ -35,19 +34,19 @@ from compress.report.pictures import Picture, Pictured, kept_experts, save
 from compress.report.pictures import draw as draw_experts
 from compress.report.scatter import Point, scatter
 from compress.run.claims import claims_output
-from compress.run.perplexity import exported_perplexity, perplexity
+from compress.run.perplexity import SkippedSlots, exported_perplexity, perplexity, routed_by
+from compress.tasks.run import require, run_tasks
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
 from engine.checkpoint.artifact import check_output, whole_or_nothing
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.kinds import is_exported
 from engine.checkpoint.tokenizer import load_tokenizer
-from engine.decoder.experts import MoeBlock
-from engine.decoder.model import DecoderLayer, own_routings
-from engine.decoder.routing import NO_EXPERT, Selection
+from engine.decoder.model import own_routings
 from engine.decoder.skip_tables import SkipTables, load_skip_tables, skipping_routings
 from engine.errors import OptionError, PlanError
 from engine.files.json_file import write_json, writing
+from engine.generation.generate import Engine
 from engine.generation.report import ExportedSkipCounter
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import open_exported
@@ -115,6 +114,8 @@ def prepare(options: CompareOptions) -> list[Subject]:
         cases_for(options.prompt_tokens, options.generated_tokens)
         if options.repetitions < 1:
             raise OptionError(f"repetitions is {options.repetitions}; it must be at least 1")
+    if options.tasks:
+        require()
     resolve_device(options.device)
     subjects = [_subject(*names, options) for names in zip(options.models, labels(options.models), strict=True)]
     if options.skip_threshold and not any(each.skip_threshold for each in subjects if not each.is_exported):
@@ -138,10 +139,6 @@ def _subject(name: str, label: str, options: CompareOptions) -> Subject:
 
 def _exported_subject(name: str, label: str, directory: Path, options: CompareOptions) -> Subject:
     """Open an export: load it once as a check, then release it, because models are in memory one after the other."""
-    if options.tasks:
-        raise OptionError(
-            f"{directory}: is an ONNX export, and tasks are measured through transformers; leave one of them out"
-        )
     model = ModelDirectory(directory)
     exported = open_exported(model, options.device, options.dtype)
     return Subject(name, label, model, exported.weights_bytes, None, exported.skip_threshold)
@@ -201,9 +198,11 @@ def describe(subject: Subject) -> dict[str, Any]:
         "parameters": model.parameters,
         "active_parameters": model.active_parameters,
         "perplexity": None,
+        "perplexity_without_skipping": None,
         "perplexity_tokens": None,
         "perplexity_group": None,
         "tasks": None,
+        "tasks_without_skipping": None,
         "prefill_tokens_per_second_mean": None,
         "prefill_tokens_per_second_sd": None,
         "decode_tokens_per_second_mean": None,
@@ -228,14 +227,17 @@ def _measure_quality(
 ) -> None:
     groups: list[Tensor] = []
     for row, subject, tokens_SL in zip(rows, subjects, held_out, strict=True):
+        threshold = 0.0 if subject.is_exported else subject.skip_threshold or 0.0
         if tokens_SL is not None:
             row["perplexity_group"] = _group(tokens_SL, groups)
             row["perplexity_tokens"] = tokens_SL.numel() - len(tokens_SL)
-            row["perplexity"], row["experts_skipped_share"] = _perplexity(subject, tokens_SL, options, progress)
+            row["perplexity"], row["experts_skipped_share"] = _perplexity(subject, tokens_SL, threshold, options, progress)
+            if threshold:
+                row["perplexity_without_skipping"], _ = _perplexity(subject, tokens_SL, 0.0, options, progress)
         if options.tasks:
-            assert isinstance(subject.model, Checkpoint), "exports are refused before"
-            found = tasks(subject.model, list(options.tasks), limit=options.limit, device=options.device)
-            row["tasks"] = task_figures(found)
+            row["tasks"] = _tasks(subject, threshold, options, progress)
+            if threshold:
+                row["tasks_without_skipping"] = _tasks(subject, 0.0, options, progress)
 
 
 def _group(tokens_SL: Tensor, groups: list[Tensor]) -> int:
@@ -247,37 +249,38 @@ def _group(tokens_SL: Tensor, groups: list[Tensor]) -> int:
     return len(groups)
 
 
+def _tasks(subject: Subject, threshold: float, options: CompareOptions, progress: Progress) -> dict[str, dict[str, float]]:
+    """Return the metrics of every task at this skip threshold."""
+    engine = Engine.open(
+        subject.name,
+        device="auto" if subject.is_exported else options.device,
+        dtype=options.dtype,
+        skip_threshold=threshold,
+        skip_rule=options.skip_rule,
+        progress=progress,
+    )
+    return task_figures(run_tasks(engine, list(options.tasks), limit=options.limit, progress=progress))
+
+
 def _perplexity(
-    subject: Subject, tokens_SL: Tensor, options: CompareOptions, progress: Progress
+    subject: Subject, tokens_SL: Tensor, threshold: float, options: CompareOptions, progress: Progress
 ) -> tuple[float, float | None]:
-    """Return (perplexity, share of skipped expert evaluations or None for a dense model) at the model's skip threshold."""
+    """Return (perplexity, share of skipped expert evaluations or None for a dense model) at this skip threshold."""
     checkpoint, config = subject.model, subject.model.config
     if not isinstance(checkpoint, Checkpoint):
         return _exported_perplexity(subject, tokens_SL, progress)
     own = own_routings(config, checkpoint.source(torch.float32, options.device))
-    skipping = skipping_routings(config, subject.tables, subject.skip_threshold or 0.0, device=options.device, own=own)
-    routings = dict(zip(config.moe_layers, skipping, strict=True))
-    skipped, slots = [], []
-
-    def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
-        skipped.append(int((selection.experts == NO_EXPERT).sum()))
-        slots.append(selection.experts.numel())
-
-    def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
-        block = layer.feed_forward
-        if isinstance(block, MoeBlock):
-            block.routing, block.observer = routings[index], observe
-        return None
-
+    skipping = skipping_routings(config, subject.tables, threshold, device=options.device, own=own, rule=options.skip_rule)
+    counted = SkippedSlots()
     value = perplexity(
         checkpoint,
         tokens_SL,
         dtype=_dtype(checkpoint, options.dtype),
         device=options.device,
-        visit=visit,
+        visit=routed_by(checkpoint, skipping, counted),
         progress=lambda layers: progress(layers, f"perplexity of {subject.label} (layers)"),
     )
-    return value, sum(skipped) / sum(slots) if slots else None
+    return value, counted.share
 
 
 def _exported_perplexity(subject: Subject, tokens_SL: Tensor, progress: Progress) -> tuple[float, float | None]:
@@ -317,6 +320,7 @@ def _measure_speed(
             dtype=options.dtype,
             threads=options.threads,
             skip_threshold=0.0 if subject.is_exported else subject.skip_threshold or 0.0,
+            skip_rule=options.skip_rule,
             seed=options.text.seed,
         )
         for subject in subjects
@@ -356,8 +360,6 @@ def _skipping_notes(rows: Sequence[dict[str, Any]], options: CompareOptions) -> 
     notes = []
     if without:
         notes.append(f"Without tables for skipping, so with threshold 0: {', '.join(without)}.")
-    if options.skip_threshold and options.tasks:
-        notes.append("Tasks are measured through transformers, which skips nothing.")
     return notes
 
 

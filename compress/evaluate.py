@@ -1,57 +1,24 @@
-"""Evaluation: perplexity by this project's streaming forward pass, and tasks by lm-evaluation-harness."""
+"""Evaluation: perplexity by this project's streaming forward pass, and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import time
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 from calibrate.text import token_batches
 from compress.options.evaluate import EvaluateOptions
 from compress.report.figures import EvaluateFigures, TaskFigures
-from compress.run.perplexity import exported_perplexity, perplexity
+from compress.run.perplexity import SkippedSlots, exported_perplexity, perplexity, routed_by
+from compress.tasks.run import require, run_tasks
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
-from engine.checkpoint.remote_code import check_loadable
-from engine.checkpoint.tokenizer import load_tokenizer, load_transformers_tokenizer
-from engine.errors import DataError, OptionError
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.decoder.model import own_routings
+from engine.decoder.skip_tables import load_skip_tables, skipping_routings
+from engine.errors import OptionError
+from engine.generation.generate import Engine
 from engine.kernels.devices import resolve_device
 from engine.onnx.runtime import backend_of, open_exported
 from engine.passes.memory_need import MemoryDemand, budget_for
 from engine.progress import Progress, no_progress
-from engine.transformers_models.transformers_model import load_decoder
-
-
-def tasks(checkpoint: Checkpoint, names: list[str], *, limit: int | None = None, device: str = "cpu") -> dict[str, Any]:
-    """Return the results of lm-evaluation-harness tasks, given by name or as YAML files, run through transformers."""
-    check_loadable(checkpoint.directory, checkpoint.raw_config)
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise OptionError("tasks need lm-evaluation-harness; install it with `pip install moe-compress[tasks]`") from error
-    loaded = load_decoder(checkpoint.directory, checkpoint.raw_config).to(device)
-    tokenizer = load_transformers_tokenizer(checkpoint)
-    try:
-        known = _task_manager(all(Path(name).is_file() for name in names))
-        # Loaded objects instead of a path, so that this project decides which code transformers runs.
-        model = HFLM(pretrained=loaded, tokenizer=tokenizer, device=device)
-        results = lm_eval.simple_evaluate(model=model, tasks=names, task_manager=known, limit=limit)
-    except Exception as error:  # several libraries raise errors for unknown names and data that cannot be downloaded
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise DataError(
-            f"tasks {','.join(names)}: lm-evaluation-harness failed ({reason}); check names and network"
-        ) from error
-    scores: dict[str, Any] = results["results"]
-    return scores
-
-
-@cache
-def _task_manager(only_files: bool) -> Any:
-    """Return the available tasks, cached for all models: the harness reads thousands of files for its own tasks."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_defaults=not only_files)
 
 
 def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -> EvaluateFigures:
@@ -64,6 +31,8 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
     exported = backend_of(directory, options.backend) == "onnx"
     if exported and memory_limit is not None:
         raise OptionError(f"{options.model}: an exported model is read whole by onnxruntime; leave out --memory-limit")
+    if exported and options.skip_threshold:
+        raise OptionError("an exported model has a fixed skip threshold; give the skip threshold to the export")
     described = ModelDirectory(directory) if exported else Checkpoint(directory)
     filled = options.calibration.filled(described)
     assert filled.data is not None and filled.sequence_length is not None
@@ -75,34 +44,63 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
         seed=filled.seed,
         split=options.split,
     )
+    counted = SkippedSlots()
     if isinstance(described, Checkpoint):
         dtype = dtype or described.model_dtype
+        device, config = resolve_device(options.device), described.config
         budget = budget_for(memory_limit, described, MemoryDemand(dtype, tokens.shape[1]))
+        tables = load_skip_tables(directory, config) if options.skip_threshold else None
+        own = own_routings(config, described.source(dtype, device))
+        threshold, kept, rule = options.skip_threshold, options.skip_min_experts, options.skip_rule
+        routings = skipping_routings(config, tables, threshold, kept, device, own=own, rule=rule)
         value = perplexity(
             described,
             tokens,
             dtype=dtype,
-            device=resolve_device(options.device),
+            device=device,
+            visit=routed_by(described, routings, counted),
             budget=budget,
             progress=lambda layers: progress(layers, "perplexity (layers)"),
         )
     else:
-        asked = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-        decoder = open_exported(described, options.device, asked)
+        decoder = open_exported(described, options.device, _dtype_name(options))
         value = exported_perplexity(described, decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
     return {
         "metric": "perplexity",
         "value": value,
         "tokens": tokens.numel() - len(tokens),
+        "skip_threshold": options.skip_threshold,
+        "experts_skipped_share": counted.share,
         "seconds": time.monotonic() - started,
         "data": filled.data,
         "split": options.split,
     }
 
 
-def evaluate_tasks(model: str, names: list[str], *, limit: int | None, device: str) -> TaskFigures:
-    """Run `compress evaluate --tasks` with lm-evaluation-harness."""
+def evaluate_tasks(options: EvaluateOptions, progress: Progress = no_progress) -> TaskFigures:
+    """Run `compress evaluate --tasks`: the tasks of lm-evaluation-harness, on our engine."""
     started = time.monotonic()
-    checkpoint = Checkpoint(resolve(model))
-    results = tasks(checkpoint, names, limit=limit, device=device)
-    return {"metric": "tasks", "value": results, "tokens": None, "seconds": time.monotonic() - started}
+    require()
+    engine = Engine.open(
+        options.model,
+        device=options.device,
+        dtype=_dtype_name(options),
+        skip_threshold=options.skip_threshold,
+        skip_min_experts=options.skip_min_experts,
+        skip_rule=options.skip_rule,
+        backend=options.backend,
+        progress=progress,
+    )
+    results = run_tasks(engine, list(options.tasks), limit=options.limit, progress=progress)
+    return {
+        "metric": "tasks",
+        "value": results,
+        "tokens": None,
+        "skip_threshold": options.skip_threshold,
+        "experts_skipped_share": None if engine.skip_counter is None else engine.skip_counter.share,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def _dtype_name(options: EvaluateOptions) -> str:
+    return "auto" if options.dtype is None else str(options.dtype).removeprefix("torch.")

@@ -38,6 +38,7 @@ COMPRESS = (
     "training",
     "report",
     "run",
+    "tasks",
     "cost",
     "methods",
     "dense",

@@ -44,6 +44,7 @@ def _bench_models(given: Given, options: BenchOptions) -> Figures:
         batch=options.batch,
         skip_threshold=options.skip_threshold,
         skip_min_experts=options.skip_min_experts,
+        skip_rule=options.skip_rule,
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,
@@ -58,7 +59,7 @@ def _bench_classifiers(given: Given, options: BenchOptions) -> Figures:
     from engine.bench.classifiers import HEAD, bench_classifiers, cells
     from engine.bench.side_by_side import format_rows
 
-    given.refuse(("generated_tokens", "depth", "skip_threshold", "skip_min_experts"), "not for classifiers")
+    given.refuse(("generated_tokens", "depth", "skip_threshold", "skip_min_experts", "skip_rule"), "not for classifiers")
     rows = bench_classifiers(
         options.models,
         options.backend,
@@ -100,6 +101,7 @@ def _bench_concurrency(given: Given, options: BenchOptions) -> Figures:
         threads=options.threads,
         skip_threshold=options.skip_threshold,
         skip_min_experts=options.skip_min_experts,
+        skip_rule=options.skip_rule,
         kv_cache_dtype=options.kv_cache_dtype,
         progress=progress_bar,
     )

@@ -32,8 +32,10 @@ def _evaluate_language_model(given: Given, options: EvaluateOptions) -> Figures:
         given.refuse(["memory_limit"], NO_LIMIT)
     if options.metric == ACCURACY or options.probe:
         raise OptionError(f"{options.model}: is no classifier, so it has no accuracy; take --metric perplexity or rouge-l")
-    if options.backend != "auto" and not is_perplexity:
-        raise OptionError("--backend is for perplexity and accuracy; leave it out")
+    if not is_perplexity and not options.tasks:
+        given.refuse(["skip_threshold", "skip_min_experts", "skip_rule"], "for perplexity and tasks")
+        if options.backend != "auto":
+            raise OptionError("--backend is for perplexity, tasks and accuracy; leave it out")
     return _evaluate_tasks(given, options) if options.tasks else MEASURES[options.metric](given, options)
 
 
@@ -49,7 +51,8 @@ def _evaluate_perplexity(given: Given, options: EvaluateOptions) -> Figures:
 def _evaluate_tasks(given: Given, options: EvaluateOptions) -> Figures:
     from compress.evaluate import evaluate_tasks
 
-    figures = evaluate_tasks(options.model, list(options.tasks), limit=options.limit, device=given.chosen_device())
+    given.chosen_device()  # raises OptionError for CUDA on a machine without it
+    figures = evaluate_tasks(options, progress_bar)
     given.say(table([["task", "value"], *([name, str(value)] for name, value in figures["value"].items())]))
     return figures
 
@@ -67,6 +70,7 @@ def _evaluate_classifier(given: Given, options: EvaluateOptions) -> Figures:
     from compress.classifiers.accuracy import evaluate_accuracy
 
     given.refuse(["memory_limit"], NO_LIMIT)
+    given.refuse(["skip_threshold", "skip_min_experts", "skip_rule"], "for language models")
     if options.tasks or ("metric" in given.named and options.metric != ACCURACY):
         raise OptionError(f"{options.model}: is a classifier; its metric is {ACCURACY}")
     samples = options.calibration.samples if "samples" in given.named else None

@@ -42,9 +42,8 @@ class DecoderExport(Export[ExportOptions]):
         FORMATS[options.format].check(checkpoint, options.is_portable)
         tables = load_skip_tables(checkpoint.directory, checkpoint.config) if options.skip_threshold else None
         own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
-        self._routings = skipping_routings(
-            checkpoint.config, tables, options.skip_threshold, options.skip_min_experts, own=own
-        )
+        threshold, kept, rule = options.skip_threshold, options.skip_min_experts, options.skip_rule
+        self._routings = skipping_routings(checkpoint.config, tables, threshold, kept, own=own, rule=rule)
 
     def write(self, directory: Path) -> None:
         # Imported here, since `--help` and every other command work without onnx.

@@ -56,6 +56,7 @@ class CompareOptions:
         help="Skip unneeded experts, in perplexity and in speed, of the models that have tables for it.",
     )
     """Skip threshold of checkpoints; an export has the threshold that it was exported with."""
+    skip_rule: str = like(OpenOptions, "skip_rule")
     dtype: str = like(OpenOptions, "dtype")
     device: str = like(OpenOptions, "device")
     """Device of checkpoints; exports run on the CPU where this is "auto"."""

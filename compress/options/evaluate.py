@@ -39,6 +39,9 @@ class EvaluateOptions:
         False, group=MEASURE, help="For classifiers: accuracy of a linear classifier trained on the features."
     )
     backend: str = like(OpenOptions, "backend")
+    skip_threshold: float = like(OpenOptions, "skip_threshold", help="Skip unneeded experts; 1 for the calibrated rule.")
+    skip_min_experts: int = like(OpenOptions, "skip_min_experts")
+    skip_rule: str = like(OpenOptions, "skip_rule")
     limits: Limits = part(Limits)
     template: str | None = like(DistillOptions, "template")
     seeds: int = option(5, group="Prompts and responses", minimum=1, help="For rouge-l: times to sample responses.")

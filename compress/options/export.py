@@ -40,6 +40,7 @@ class ExportOptions:
     )
     skip_threshold: float = like(OpenOptions, "skip_threshold", help="Skip unneeded experts in the graph.")
     skip_min_experts: int = like(OpenOptions, "skip_min_experts")
+    skip_rule: str = like(OpenOptions, "skip_rule")
     threads: int | None = None
     overwrite: bool = like(JobOptions, "overwrite")
 

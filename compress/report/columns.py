@@ -15,6 +15,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 DASH = "–"
+TASKS, TASKS_WITHOUT = "tasks", "tasks_without_skipping"
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def to_csv(rows: Sequence[Row]) -> str:
 def _flat(row: Row) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in row.items():
-        if key == "tasks":
-            flat |= {f"tasks.{task}.{name}": figure for task, own in (value or {}).items() for name, figure in own.items()}
+        if key in (TASKS, TASKS_WITHOUT):
+            flat |= {f"{key}.{task}.{name}": figure for task, own in (value or {}).items() for name, figure in own.items()}
         elif isinstance(value, list):
             flat[key] = " ".join(value if all(isinstance(part, str) for part in value) else map(json.dumps, value))
         else:
@@ -98,16 +99,20 @@ def _quality(rows: Sequence[Row]) -> list[Column]:
     if several:
         about += " Only figures with the same mark in brackets are of the same tokens and may be compared."
     found = Column("perplexity", lambda row: row.get("perplexity"), perplexity, about, relative=not several)
-    tasks = {task: own for row in rows for task, own in (row.get("tasks") or {}).items() if own}
-    return [found, *(_task(task, next(iter(own))) for task, own in tasks.items())]
+    tasks = {task: own for row in rows for task, own in (row.get(TASKS) or {}).items() if own}
+    measured = [_task(task, next(iter(own)), key) for task, own in tasks.items() for key in (TASKS, TASKS_WITHOUT)]
+    return [found, _UNSKIPPED, *measured]
 
 
-def _task(task: str, metric: str) -> Column:
+def _task(task: str, metric: str, key: str) -> Column:
     def value(row: Row) -> float | None:
-        figure: float | None = (row.get("tasks") or {}).get(task, {}).get(metric)
+        figure: float | None = (row.get(key) or {}).get(task, {}).get(metric)
         return figure
 
-    return Column(task, value, lambda row: number(value(row), 4), f"{metric} of lm-evaluation-harness.")
+    title, about = task, f"{metric} of lm-evaluation-harness."
+    if key == TASKS_WITHOUT:
+        title, about = f"{task}, nothing skipped", f"{metric} of lm-evaluation-harness with all chosen experts."
+    return Column(title, value, lambda row: number(value(row), 4), about)
 
 
 def _parameters(count: int | None) -> str:
@@ -142,6 +147,12 @@ def _share(value: float | None) -> str:
     return DASH if value is None else f"{value:.1%}"
 
 
+_UNSKIPPED = _figure(
+    "nothing skipped",
+    "perplexity_without_skipping",
+    number,
+    "Perplexity with all chosen experts, for models whose perplexity is measured with skipping.",
+)
 _MODEL = Column("model", lambda row: str(row["label"]), lambda row: str(row["label"]), "As it was given.", relative=False)
 _SIZE = [
     _figure("weights", "bytes", size, "Bytes of the stored tensors."),

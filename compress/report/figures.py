@@ -208,6 +208,9 @@ class EvaluateFigures(TypedDict):
     metric: str
     value: float
     tokens: int
+    skip_threshold: float
+    experts_skipped_share: float | None
+    """Share of expert evaluations that were skipped; None for a dense or an exported model."""
     seconds: float
     data: str
     split: str
@@ -220,6 +223,9 @@ class TaskFigures(TypedDict):
     value: dict[str, Any]
     """The harness's own results by task."""
     tokens: None
+    skip_threshold: float
+    experts_skipped_share: float | None
+    """Share of expert evaluations that were skipped; None without a threshold."""
     seconds: float
 
 

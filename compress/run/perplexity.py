@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
 from engine.decoder.experts import MoeBlock
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import DecoderLayer
-from engine.decoder.routing import NO_EXPERT, Selection
+from engine.decoder.routing import NO_EXPERT, Routing, Selection
 from engine.errors import CheckpointError
 from engine.families.rotary_embedding import Rotary
 from engine.onnx.runtime import OnnxDecoder
@@ -85,6 +86,35 @@ def exported_perplexity(
     if not math.isfinite(total):
         raise CheckpointError(f"{model.directory}: the loss is not finite; activations overflow, export it in float32")
     return math.exp(min(total / (sequences * (length - 1)), 700.0))
+
+
+@dataclass
+class SkippedSlots:
+    """Number of expert evaluations of a pass, and how many of them were skipped."""
+
+    slots: int = 0
+    skipped: int = 0
+
+    @property
+    def share(self) -> float | None:
+        """Share of skipped evaluations; None for a dense model."""
+        return self.skipped / self.slots if self.slots else None
+
+
+def routed_by(checkpoint: Checkpoint, routings: Sequence[Routing], counted: SkippedSlots) -> Visit:
+    """Return a `visit` that gives each MoE layer its Routing of `routings`, and adds its empty slots to `counted`."""
+    of_layer = dict(zip(checkpoint.config.moe_layers, routings, strict=True))
+
+    def observe(x_TD: Tensor, logits_TN: Tensor, selection: Selection) -> None:
+        counted.slots += selection.experts.numel()
+        counted.skipped += int((selection.experts == NO_EXPERT).sum())
+
+    def visit(index: int, layer: DecoderLayer) -> Callable[[], None] | None:
+        if isinstance(layer.feed_forward, MoeBlock):
+            layer.feed_forward.routing, layer.feed_forward.observer = of_layer[index], observe
+        return None
+
+    return visit
 
 
 def routed_counts(counts: dict[int, list[int]], directory: Path | None = None) -> Visit:

@@ -33,7 +33,7 @@ class TokenSkipping:
         self.own_threshold = _number(self._skipping[0].threshold) if self._skipping else 0.0
         """Threshold for requests that give none."""
         if not self._skipping and own and (tables := load_skip_tables(engine.checkpoint.directory, config)) is not None:
-            made = skipping_routings(config, tables, 1.0, device=engine.device, own=self._plain)
+            made = skipping_routings(config, tables, 1.0, device=engine.device, own=self._plain, rule=engine.skip_rule)
             self._skipping = [routing for routing in made if isinstance(routing, Skipping)]
         layers = [layer.moe for layer in config.layers if layer.moe is not None]
         self._slots = [min(moe.experts_per_token, moe.experts) for moe in layers]

@@ -59,6 +59,7 @@ class BenchSpec(Spec):
 
     skip_threshold: float = OpenOptions.skip_threshold
     skip_min_experts: int = OpenOptions.skip_min_experts
+    skip_rule: str = OpenOptions.skip_rule
     kv_cache_dtype: str = OpenOptions.kv_cache_dtype
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class TorchBackend:
             threads=spec.threads,
             skip_threshold=spec.skip_threshold,
             skip_min_experts=spec.skip_min_experts,
+            skip_rule=spec.skip_rule,
             kv_cache_dtype=spec.kv_cache_dtype,
         )
         self.load_seconds = self._engine.load_seconds

@@ -57,6 +57,7 @@ class BenchOptions:
     output_format: str = option("md", group="Output", short="-o", choices=FORMATS, help="Format of the printed rows.")
     skip_threshold: float = like(OpenOptions, "skip_threshold")
     skip_min_experts: int = like(OpenOptions, "skip_min_experts")
+    skip_rule: str = like(OpenOptions, "skip_rule")
     backend: tuple[str, ...] = option(
         (),
         group=MEASURE,

@@ -14,6 +14,8 @@ from engine.files.finite import is_finite
 from engine.files.safetensors_file import SafetensorsFile
 
 FILE_NAME = "skip_tables.safetensors"
+SKIP_RULES = ("diep", "naee")
+"""Names of the rules of skipping (engine/decoder/skip_tables.py)."""
 _RELEASE_EVERY_BYTES = 64 << 20
 
 

@@ -15,12 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.checkpoint.skip_table_file import FILE_NAME, check_skip_tables, table_name
+from engine.checkpoint.skip_table_file import FILE_NAME, SKIP_RULES, check_skip_tables, table_name
 from engine.decoder.routing import Routing, Skipping
 from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.files.json_file import writing
 from engine.files.safetensors_file import SafetensorsFile
+
+_SIMILARITY_COUNTS = {"diep": True, "naee": False}
+"""The rules of skipping, each with whether γ2 is the experts' similarity (DiEP §4.3) or 1 (NAEE, arXiv 2402.14800)."""
+assert tuple(_SIMILARITY_COUNTS) == SKIP_RULES
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,15 @@ def skipping_routings(
     device: torch.device | str = "cpu",
     *,
     own: Sequence[Routing],
+    rule: str = SKIP_RULES[0],
 ) -> list[Routing]:
     """Return each MoE layer's own Routing with skipping; a threshold of 0 returns the own Routings unchanged.
 
-    own: these Routings (`model.own_routings`). `minimum_experts` of each token are never skipped. Raises OptionError
-    for a threshold that is negative or that the model does not support.
+    own: these Routings (`model.own_routings`). `minimum_experts` of each token are never skipped. rule: one of SKIP_RULES.
+    Raises OptionError for a threshold that is negative or that the model does not support, and for an unknown rule.
     """
+    if rule not in _SIMILARITY_COUNTS:
+        raise OptionError(f"skip rule {rule!r} is not known; choose {' or '.join(SKIP_RULES)}")
     if not 0 <= threshold < float("inf"):
         raise OptionError(f"skip threshold is {threshold}; it must be 0 (off) or more, 1 is the calibrated rule")
     if minimum_experts < 1:
@@ -91,9 +98,10 @@ def skipping_routings(
             f"a skip threshold above 0 needs calibrated tables, and the checkpoint has no {FILE_NAME}; "
             "`compress prune` calibrates and stores them"
         )
+    similarities = [each if _SIMILARITY_COUNTS[rule] else torch.ones_like(each) for each in tables.gamma2_NN]
     return [
         Skipping(base, gamma1_J.to(device), gamma2_NN.to(device), threshold, moe.normalise_top_k, minimum_experts)
-        for base, moe, gamma1_J, gamma2_NN in zip(own, layers, tables.gamma1_J, tables.gamma2_NN, strict=True)
+        for base, moe, gamma1_J, gamma2_NN in zip(own, layers, tables.gamma1_J, similarities, strict=True)
     ]
 
 

@@ -84,6 +84,8 @@ class Engine:
         self.draft: Engine | None = None
         """Engine of the draft model, whose tokens this one verifies; None without a draft."""
         self.draft_tokens = OpenOptions.draft_tokens
+        self.skip_rule = OpenOptions.skip_rule
+        """Rule by which requests skip experts (engine/decoder/skip_tables.py)."""
         self.kv_cache_dtype = decoder.dtype
         """Dtype of the KV cache."""
         self.load_seconds = 0.0
@@ -104,6 +106,7 @@ class Engine:
         threads: int | None = OpenOptions.threads,
         skip_threshold: float = OpenOptions.skip_threshold,
         skip_min_experts: int = OpenOptions.skip_min_experts,
+        skip_rule: str = OpenOptions.skip_rule,
         backend: str = OpenOptions.backend,
         checksums: bool = OpenOptions.checksums,
         draft: str | Path | None = OpenOptions.draft,
@@ -147,7 +150,7 @@ class Engine:
         computed = resolve_dtype(dtype, checkpoint)
         kept = resolve_kv_cache_dtype(kv_cache_dtype, computed, checkpoint)
         own = own_routings(config, checkpoint.source(computed, place))
-        routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own)
+        routings = skipping_routings(config, tables, skip_threshold, skip_min_experts, place, own=own, rule=skip_rule)
         decoder = Decoder(config, checkpoint.weights(computed, place)).eval()
         if computed != checkpoint.model_dtype or place.type != "cpu":
             checkpoint.release()  # all weights were copied
@@ -156,7 +159,7 @@ class Engine:
         if place.type == "cuda":
             use_triton(decoder.moe_blocks)
         engine = cls(checkpoint, decoder, skipping=skip_threshold > 0)
-        engine.kv_cache_dtype, engine.progress = kept, progress
+        engine.kv_cache_dtype, engine.progress, engine.skip_rule = kept, progress, skip_rule
         engine.prompt_kernels, engine.decoding_kernels = PROMPT.with_threads(threads), DECODING.with_threads(threads)
         engine.load_seconds = time.perf_counter() - started
         if drafting is not None:

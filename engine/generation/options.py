@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.checkpoint.skip_table_file import SKIP_RULES
 from engine.errors import OptionError
 from engine.options import check, declared, option, part
 
@@ -31,6 +32,12 @@ class OpenOptions:
         0.0, group=SKIP, help="Skip unneeded experts: 0 for none, 1 for the calibrated rule; higher values skip more."
     )
     skip_min_experts: int = option(1, group=SKIP, help="Experts that a token never skips.")
+    skip_rule: str = option(
+        SKIP_RULES[0],
+        group=SKIP,
+        choices=SKIP_RULES,
+        help="diep weighs the similarity of experts; naee compares routing weights alone.",
+    )
     backend: str = option(
         "auto",
         group=MACHINE,

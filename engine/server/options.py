@@ -72,6 +72,7 @@ class ServeOptions:
         minimum=0,
         help="Skip unneeded experts: 0 for none, 1 for the calibrated rule. A request may ask for less.",
     )
+    skip_rule: str = like(OpenOptions, "skip_rule")
     device: str = like(OpenOptions, "device")
     dtype: str = like(OpenOptions, "dtype")
     threads: int | None = like(OpenOptions, "threads")

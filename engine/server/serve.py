@@ -89,6 +89,7 @@ def load(options: ServeOptions) -> Service:
         dtype=options.dtype,
         threads=options.threads,
         skip_threshold=options.skip_threshold,
+        skip_rule=options.skip_rule,
         kv_cache_dtype=options.kv_cache_dtype,
     )
     engine_loop = EngineLoop(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-REFUSED_BY = ("bench --backend transformers", "evaluate --tasks")
+REFUSED_BY = ("bench --backend transformers",)
 SAYS = "trust_remote_code"
 SIGNED = True
 

@@ -352,7 +352,6 @@ def test_a_comparison_measures_the_speed_of_exports(place: Path) -> None:
     ("changes", "said"),
     [
         ({"dtype": "bfloat16"}, "was exported in"),
-        ({"tasks": ("any",)}, "tasks are measured through transformers"),
         ({"skip_threshold": 1.0, "models": ("onnx", "skipping")}, "none of these models"),
     ],
 )

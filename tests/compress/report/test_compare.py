@@ -221,9 +221,9 @@ def test_tasks_are_one_figure_each(place: Path, monkeypatch: pytest.MonkeyPatch)
     found = {"arc": {"alias": "arc", "sample_len": 40, "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": float("nan")}}
     assert task_figures(found) == {"arc": {"acc": 0.5}}
     asked: list[Any] = []
-    monkeypatch.setattr(module, "tasks", lambda checkpoint, names, **own: asked.append((names, own)) or found)
+    monkeypatch.setattr(module, "run_tasks", lambda engine, names, *, limit, progress: asked.append((names, limit)) or found)
     rows = compare(options(place, "model", tasks=("arc",), limit=7))["rows"]
-    assert rows[0]["tasks"] == {"arc": {"acc": 0.5}} and asked == [(["arc"], {"limit": 7, "device": "cpu"})]
+    assert rows[0]["tasks"] == {"arc": {"acc": 0.5}} and asked == [(["arc"], 7)]
 
 
 CHOICES = ["o", "e", "i", "y"]

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME
-from engine.decoder.model import own_routing
+from engine.decoder.model import own_routing, own_routings
 from engine.decoder.routing import NO_EXPERT, Routing, TopK
 from engine.decoder.skip_tables import SkipTables, load_skip_tables, skipping_routings
 from engine.errors import CheckpointError, OptionError, OutputError
@@ -118,6 +118,21 @@ def test_an_expert_is_skipped_below_the_threshold(checkpoint: Checkpoint) -> Non
     assert weights.tolist() == [[1.0, 0.0]]
     experts, _ = routings_of(checkpoint.config, tables, 0.4, minimum_experts=2)[0](logits)
     assert experts.tolist() == [[0, 1]]
+
+
+def test_the_rule_of_naee_compares_weights_alone(checkpoint: Checkpoint) -> None:
+    """γ2 = 1 for every pair of experts, so a token's second expert goes where w_1 < S · γ1_1 · w_0."""
+    own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
+    tables = SkipTables((torch.full((1,), 0.8),) * len(own), tuple(torch.zeros(6, 6) for _ in own))
+    logits_TN = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    diep, naee = (skipping_routings(checkpoint.config, tables, 1.0, own=own, rule=rule)[0] for rule in ("diep", "naee"))
+    plain = own[0](logits_TN)
+    expected_T = plain.weights[:, 1] < 0.8 * plain.weights[:, 0]
+    assert 0 < int(expected_T.sum()) < 40
+    assert torch.equal(naee(logits_TN).experts[:, 1] == NO_EXPERT, expected_T)
+    assert not (diep(logits_TN).experts == NO_EXPERT).any(), "similarities of zero skip nothing"
+    with pytest.raises(OptionError, match="skip rule 'moe' is not known; choose diep or naee"):
+        skipping_routings(checkpoint.config, tables, 1.0, own=own, rule="moe")
 
 
 def test_bad_options_are_refused(checkpoint: Checkpoint) -> None:
