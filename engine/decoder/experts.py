@@ -81,7 +81,7 @@ class Expert(nn.Module):
     def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
         """Map [T, D] to [T, D]."""
         tokens = x_TD.shape[0]
-        if choice.may_compile:
+        if choice.for_products(tokens, x_TD) is not None:
             alone = Selection(torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1))
             if (y_TD := self._compiled(x_TD, (self,), alone, choice=choice)) is not None:
                 return y_TD

@@ -7,6 +7,7 @@ be kept on disk. Weights are read in place, without a copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from ctypes import addressof, c_char
 from itertools import accumulate
 from typing import Any
 
@@ -62,15 +63,15 @@ cache_directory()
 
 def _record(kind: Any, **fields: Any) -> Any:
     """Return an array of one record with these fields. The other fields are zero."""
-    made = np.zeros(1, kind)
-    own = made[0]
-    for name, value in fields.items():
-        own[name] = value
-    return made
+    value = fields.get
+    return np.array([tuple([value(name, 0) for name in kind.names])], kind)  # half the time of setting them one by one
 
 
 def _address(array: Any) -> Address:
-    return int(array.ctypes.data)
+    try:
+        return addressof(c_char.from_buffer(array))  # a third of the time of `ctypes.data`
+    except (TypeError, ValueError):  # a read-only array, or one without elements
+        return int(array.ctypes.data)
 
 
 def products(

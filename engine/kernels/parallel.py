@@ -38,7 +38,9 @@ def loop_for(table: Any, size: Any) -> Any:
 
 def use_threads(count: int) -> None:
     """Set the number of threads of this thread's later calls, at most the number that Numba started with."""
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    count = min(count, numba.config.NUMBA_NUM_THREADS)
+    if numba.get_num_threads() != count:  # half the time of setting it
+        numba.set_num_threads(count)
 
 
 def threads_used() -> int:
