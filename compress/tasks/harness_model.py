@@ -115,7 +115,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if isinstance(decoder, OnnxDecoder):
             for read in batch:
                 logits_LV = decoder(torch.tensor([read]))[0]
-                yield lambda count, logits_LV=logits_LV: logits_LV[-count:]
+                yield partial(_last_rows, logits_LV)
             return
         choice, longest = self._engine.prompt_kernels, max(lengths)
         tokens_BL = torch.zeros(len(batch), longest, dtype=torch.int64)
@@ -196,6 +196,10 @@ def _batches(inputs: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         size = max(1, TOKENS_PER_BATCH // max(1, len(ordered[0])))
         yield ordered[:size]
         del ordered[:size]
+
+
+def _last_rows(logits_LV: Tensor, count: int) -> Tensor:
+    return logits_LV[-count:]
 
 
 def _last_logits(decoder: Decoder, hidden_LD: Tensor, count: int) -> Tensor:
