@@ -3,10 +3,7 @@
 import json
 from pathlib import Path
 
-REFUSED_BY = (
-    "bench --backend transformers",
-    "evaluate --tasks",
-)
+REFUSED_BY = ("bench --backend transformers",)
 SAYS = "attn_implementation"
 SIGNED = True
 

@@ -464,7 +464,6 @@ def test_code_that_is_not_ours_is_not_run(place: Path, change: str) -> None:
         name, key = ("config.json", "AutoModelForCausalLM") if change == "auto_map" else ("tokenizer_config.json", "A")
         edit_json(name, lambda values: values.update(auto_map={key: "evil.Evil"}))(place / "artifact")
         (place / "artifact" / "evil.py").write_text("raise SystemExit('ran')")
-    refused(place, ["evaluate", "artifact", "--tasks", "arc_easy"], "artifact", "trust_remote_code")
     refused(place, ["bench", "artifact", "--backend", "transformers", "-p", "4", "-n", "0"], "trust_remote_code")
 
 

@@ -134,7 +134,7 @@ def test_two_processes_calibrate_and_search_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning_runs_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pictures: None) -> None:
     """A sweep is compared: the contents of each artifact, its tensors and its figures."""
     make_workplace(tmp_path)
     monkeypatch.chdir(tmp_path)
