@@ -34,7 +34,7 @@ from compress.report.pictures import Picture, Pictured, kept_experts, save
 from compress.report.pictures import draw as draw_experts
 from compress.report.scatter import Point, scatter
 from compress.run.claims import claims_output
-from compress.run.perplexity import SkippedSlots, exported_perplexity, perplexity, routed_by
+from compress.run.perplexity import SkippedSlots, exported_perplexity, layers_routed_by, perplexity
 from compress.tasks.run import require, run_tasks
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
@@ -277,7 +277,7 @@ def _perplexity(
         tokens_SL,
         dtype=_dtype(checkpoint, options.dtype),
         device=options.device,
-        visit=routed_by(checkpoint, skipping, counted),
+        visit=layers_routed_by(checkpoint, skipping, counted),
         progress=lambda layers: progress(layers, f"perplexity of {subject.label} (layers)"),
     )
     return value, counted.share

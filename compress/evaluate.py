@@ -7,7 +7,7 @@ import time
 from calibrate.text import token_batches
 from compress.options.evaluate import EvaluateOptions
 from compress.report.figures import EvaluateFigures, TaskFigures
-from compress.run.perplexity import SkippedSlots, exported_perplexity, perplexity, routed_by
+from compress.run.perplexity import SkippedSlots, exported_perplexity, layers_routed_by, perplexity
 from compress.tasks.run import require, run_tasks
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
@@ -58,7 +58,7 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
             tokens,
             dtype=dtype,
             device=device,
-            visit=routed_by(described, routings, counted),
+            visit=layers_routed_by(described, routings, counted),
             budget=budget,
             progress=lambda layers: progress(layers, "perplexity (layers)"),
         )

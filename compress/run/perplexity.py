@@ -101,7 +101,7 @@ class SkippedSlots:
         return self.skipped / self.slots if self.slots else None
 
 
-def routed_by(checkpoint: Checkpoint, routings: Sequence[Routing], counted: SkippedSlots) -> Visit:
+def layers_routed_by(checkpoint: Checkpoint, routings: Sequence[Routing], counted: SkippedSlots) -> Visit:
     """Return a `visit` that gives each MoE layer its Routing of `routings`, and adds its empty slots to `counted`."""
     of_layer = dict(zip(checkpoint.config.moe_layers, routings, strict=True))
 
