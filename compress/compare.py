@@ -34,7 +34,7 @@ from compress.report.pictures import Picture, Pictured, kept_experts, save
 from compress.report.pictures import draw as draw_experts
 from compress.report.scatter import Point, scatter
 from compress.run.claims import claims_output
-from compress.run.perplexity import SkippedSlots, exported_perplexity, layers_routed_by, perplexity
+from compress.run.perplexity import exported_perplexity, routed_perplexity
 from compress.tasks.run import require, run_tasks
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
@@ -271,16 +271,14 @@ def _perplexity(
         return _exported_perplexity(subject, tokens_SL, progress)
     own = own_routings(config, checkpoint.source(torch.float32, options.device))
     skipping = skipping_routings(config, subject.tables, threshold, device=options.device, own=own, rule=options.skip_rule)
-    counted = SkippedSlots()
-    value = perplexity(
+    return routed_perplexity(
         checkpoint,
         tokens_SL,
+        skipping,
         dtype=_dtype(checkpoint, options.dtype),
         device=options.device,
-        visit=layers_routed_by(checkpoint, skipping, counted),
         progress=lambda layers: progress(layers, f"perplexity of {subject.label} (layers)"),
     )
-    return value, counted.share
 
 
 def _exported_perplexity(subject: Subject, tokens_SL: Tensor, progress: Progress) -> tuple[float, float | None]:

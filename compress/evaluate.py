@@ -7,7 +7,7 @@ import time
 from calibrate.text import token_batches
 from compress.options.evaluate import EvaluateOptions
 from compress.report.figures import EvaluateFigures, TaskFigures
-from compress.run.perplexity import SkippedSlots, exported_perplexity, layers_routed_by, perplexity
+from compress.run.perplexity import exported_perplexity, routed_perplexity
 from compress.tasks.run import require, run_tasks
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
@@ -44,7 +44,7 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
         seed=filled.seed,
         split=options.split,
     )
-    counted = SkippedSlots()
+    share = None
     if isinstance(described, Checkpoint):
         dtype = dtype or described.model_dtype
         device, config = resolve_device(options.device), described.config
@@ -53,12 +53,12 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
         own = own_routings(config, described.source(dtype, device))
         threshold, kept, rule = options.skip_threshold, options.skip_min_experts, options.skip_rule
         routings = skipping_routings(config, tables, threshold, kept, device, own=own, rule=rule)
-        value = perplexity(
+        value, share = routed_perplexity(
             described,
             tokens,
+            routings,
             dtype=dtype,
             device=device,
-            visit=layers_routed_by(described, routings, counted),
             budget=budget,
             progress=lambda layers: progress(layers, "perplexity (layers)"),
         )
@@ -70,7 +70,7 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
         "value": value,
         "tokens": tokens.numel() - len(tokens),
         "skip_threshold": options.skip_threshold,
-        "experts_skipped_share": counted.share,
+        "experts_skipped_share": share,
         "seconds": time.monotonic() - started,
         "data": filled.data,
         "split": options.split,

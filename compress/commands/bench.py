@@ -8,6 +8,7 @@ from compress.commands.output import progress_bar, table
 from compress.report.columns import size
 from engine.bench.options import BenchOptions, LoadOptions
 from engine.errors import OptionError
+from engine.generation.options import SKIP_OPTIONS
 
 
 def bench(given: Given) -> Figures:
@@ -59,7 +60,7 @@ def _bench_classifiers(given: Given, options: BenchOptions) -> Figures:
     from engine.bench.classifiers import HEAD, bench_classifiers, cells
     from engine.bench.side_by_side import format_rows
 
-    given.refuse(("generated_tokens", "depth", "skip_threshold", "skip_min_experts", "skip_rule"), "not for classifiers")
+    given.refuse(("generated_tokens", "depth", *SKIP_OPTIONS), "not for classifiers")
     rows = bench_classifiers(
         options.models,
         options.backend,

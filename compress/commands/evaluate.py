@@ -10,6 +10,7 @@ from compress.commands.output import progress_bar, table
 from compress.distillation.recipes import PERPLEXITY, ROUGE
 from compress.options.evaluate import ACCURACY, MEASURE, EvaluateOptions
 from engine.errors import OptionError
+from engine.generation.options import SKIP_OPTIONS
 
 NO_LIMIT = "for perplexity, which is measured layer by layer"
 
@@ -33,7 +34,7 @@ def _evaluate_language_model(given: Given, options: EvaluateOptions) -> Figures:
     if options.metric == ACCURACY or options.probe:
         raise OptionError(f"{options.model}: is no classifier, so it has no accuracy; take --metric perplexity or rouge-l")
     if not is_perplexity and not options.tasks:
-        given.refuse(["skip_threshold", "skip_min_experts", "skip_rule"], "for perplexity and tasks")
+        given.refuse(SKIP_OPTIONS, "for perplexity and tasks")
         if options.backend != "auto":
             raise OptionError("--backend is for perplexity, tasks and accuracy; leave it out")
     return _evaluate_tasks(given, options) if options.tasks else MEASURES[options.metric](given, options)
@@ -70,7 +71,7 @@ def _evaluate_classifier(given: Given, options: EvaluateOptions) -> Figures:
     from compress.classifiers.accuracy import evaluate_accuracy
 
     given.refuse(["memory_limit"], NO_LIMIT)
-    given.refuse(["skip_threshold", "skip_min_experts", "skip_rule"], "for language models")
+    given.refuse(SKIP_OPTIONS, "for language models")
     if options.tasks or ("metric" in given.named and options.metric != ACCURACY):
         raise OptionError(f"{options.model}: is a classifier; its metric is {ACCURACY}")
     samples = options.calibration.samples if "samples" in given.named else None

@@ -11,6 +11,7 @@ from compress.commands.output import progress_bar
 from compress.options.export import ClassifierExportOptions, ExportOptions
 from compress.report.columns import size
 from engine.errors import OptionError
+from engine.generation.options import SKIP_OPTIONS
 from engine.progress import Progress
 
 
@@ -47,7 +48,7 @@ def _export_language_model(given: Given, run: Callable[[ExportOptions, Progress]
 def _export_classifier(given: Given) -> Figures:
     from compress.export.classifier import export_classifier
 
-    given.refuse(("experts", "skip_threshold", "skip_min_experts", "skip_rule"), "not for classifiers")
+    given.refuse(("experts", *SKIP_OPTIONS), "not for classifiers")
     if given.values["format"] != "onnx":
         raise OptionError(f"{given.values['model']}: is a classifier; its format is onnx")
     figures = export_classifier(given.make(ClassifierExportOptions, output=_output(given, "onnx")))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +89,20 @@ def exported_perplexity(
     return math.exp(min(total / (sequences * (length - 1)), 700.0))
 
 
+def routed_perplexity(
+    checkpoint: Checkpoint, tokens_SL: Tensor, routings: Sequence[Routing], **options: Any
+) -> tuple[float, float | None]:
+    """Return `perplexity` with these Routings of the MoE layers, and the share of skipped expert evaluations.
+
+    options: of `perplexity`. The share is None for a dense model.
+    """
+    counted = _SkippedSlots()
+    value = perplexity(checkpoint, tokens_SL, visit=_layers_routed_by(checkpoint, routings, counted), **options)
+    return value, counted.share
+
+
 @dataclass
-class SkippedSlots:
+class _SkippedSlots:
     """Number of expert evaluations of a pass, and how many of them were skipped."""
 
     slots: int = 0
@@ -101,7 +114,7 @@ class SkippedSlots:
         return self.skipped / self.slots if self.slots else None
 
 
-def layers_routed_by(checkpoint: Checkpoint, routings: Sequence[Routing], counted: SkippedSlots) -> Visit:
+def _layers_routed_by(checkpoint: Checkpoint, routings: Sequence[Routing], counted: _SkippedSlots) -> Visit:
     """Return a `visit` that gives each MoE layer its Routing of `routings`, and adds its empty slots to `counted`."""
     of_layer = dict(zip(checkpoint.config.moe_layers, routings, strict=True))
 

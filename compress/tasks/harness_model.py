@@ -19,6 +19,7 @@ from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
+from engine.batching.loop import PREFILL_CHUNK
 from engine.batching.request import Request, Update
 from engine.batching.request_state import RequestState, Surroundings
 from engine.batching.scheduler import Scheduler
@@ -37,7 +38,6 @@ TOKENS_PER_BATCH = 2048
 """Number of tokens, padding included, that are read together for log-likelihoods; at least one sequence is."""
 SEQUENCES = 16
 """Maximum number of sequences that generate at the same time."""
-PREFILL_CHUNK = 256
 MAX_NEW_TOKENS = 256
 """Number of new tokens of a request that names none, as in the harness's own models."""
 

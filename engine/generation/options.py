@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 GENERATE, SKIP, DRAFT = "What to generate", "Skipping experts", "Drafting"
 MACHINE = "Machine"
+SKIP_OPTIONS = ("skip_threshold", "skip_min_experts", "skip_rule")
+"""Fields of OpenOptions for adaptive expert skipping."""
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MOST_DRAFT_TOKENS = 63
