@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from calibrate.instructions import Example
@@ -18,7 +19,13 @@ from compress.distillation.recipes import METRICS
 from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
 from compress.distillation.response_perplexity import response_perplexity
 from compress.distillation.rouge import rouge_l
-from compress.distillation.router_report import RouterReport, draw_routers, old_routers, router_report
+from compress.distillation.router_report import (
+    RouterReport,
+    draw_routers,
+    old_routers,
+    router_drift,
+    router_report,
+)
 from compress.distillation.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
 from compress.distillation.teacher_cache import cached_teacher
 from compress.options.distill import DistillOptions
@@ -159,9 +166,16 @@ def _teacher_side(run: DistillRun, student: Decoder, responses: Responses, group
         return router_report(decoder, old, examples, group_size) if decoder.moe_blocks else None
 
     if options.teacher_cache is None:
-        first = _router_trainer(options, prepared, decoder, student, responses) if options.row.trains_router else None
         teaching = ResponseTeacher(decoder, options.row, options.augmentation, responses.clock)
-        return _TeacherSide(teaching, first, report)
+        if not options.row.trains_router:
+            return _TeacherSide(teaching, report=report)
+        gates = teaching.gates(torch.Generator())
+
+        def report_with_drift() -> RouterReport:
+            drift = router_drift(decoder, old, examples, group_size, gates)
+            return replace(router_report(decoder, old, examples, group_size), drift=drift)
+
+        return _TeacherSide(teaching, _router_trainer(options, prepared, decoder, student, responses), report_with_drift)
     cached = cached_teacher(
         decoder,
         prepared.training,
@@ -201,7 +215,7 @@ def _make(run: DistillRun) -> Made:
         tuple(_card(options, own)),
         draw=lambda directory: [
             *draw_training(directory, options.output.name, history, options.select_by),
-            *draw_routers(directory, str(options.teacher), done.routers, done.trainer.first is not None),
+            *draw_routers(directory, str(options.teacher), done.routers),
         ],
     )
 
@@ -211,6 +225,7 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
     first = done.trainer.first
     if first is not None:
         own["router"] = {"loss_first": first.history[0]["loss"], "loss_last": first.history[-1]["loss"]}
+    drift = None if done.routers is None else done.routers.drift
     metric = METRICS[options.select_by]
     metrics = list(done.metrics)
     if metric.writes:  # the minimized metric is 1 − ROUGE-L
@@ -230,7 +245,9 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
             "response_perplexity_after": done.perplexities[1],
             "time_share": done.clock.shares,
             "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
-            "router_divergence_per_layer": list(done.routers.moved.values()) if first is not None and done.routers else None,
+            "router_divergence_per_layer": list(done.routers.moved.values()) if drift and done.routers else None,
+            "router_drift_mean_per_layer": list(drift.mean.values()) if drift else None,
+            "router_drift_max_per_layer": list(drift.largest.values()) if drift else None,
             "prompts_left_out": prepared.prompts_left_out,
             "responses_cut": prepared.responses_cut,
         },

@@ -159,6 +159,10 @@ class DistillationFigures(TrainingFigures):
     time_share: dict[str, float]
     teacher_unselected_share_per_layer: list[float] | None
     router_divergence_per_layer: list[float] | None
+    """KL(old ‖ new) of the trained routers on the same inputs, the mean over tokens."""
+    router_drift_mean_per_layer: list[float] | None
+    """KL(old ‖ new) where the old and the new teacher each route their own hidden states; the next field is the maximum."""
+    router_drift_max_per_layer: list[float] | None
     prompts_left_out: int
     responses_cut: int
 

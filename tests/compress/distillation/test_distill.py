@@ -90,6 +90,9 @@ def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
     assert (figures["perplexity_after"] is None) == (data is PAIRS)
     moved, unselected = (figures[f"{name}_per_layer"] for name in ("router_divergence", "teacher_unselected_share"))
     assert (moved is not None and min(moved) > 0) == RECIPES[recipe].trains_router
+    mean, largest = (figures[f"router_drift_{name}_per_layer"] for name in ("mean", "max"))
+    assert (mean is not None and min(mean) > 0) == RECIPES[recipe].trains_router
+    assert mean is None or all(most >= usual for usual, most in zip(mean, largest, strict=True))
     assert (unselected is None) == (recipe == "sft") and (recipe == "sft" or 0 < min(unselected) < max(unselected) < 1)
     from transformers import AutoModelForCausalLM
 
@@ -105,6 +108,7 @@ def test_training_and_routers_are_drawn(place: Path, recipe: str) -> None:
     figures = run(*teacher, "--student", "student", "--recipe", recipe, *TEXT, *SMALL, "--steps", "4")
     assert figures["plots"] and all((place / "out" / name).is_file() for name in figures["plots"])
     assert ("routers.png" in figures["plots"]) == (recipe != "sft")
+    assert ("router_drift.png" in figures["plots"]) == (recipe == "sar")
 
 
 def test_a_pruned_mixture_comes_back_towards_the_full_one(place: Path) -> None:
