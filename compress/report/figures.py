@@ -154,6 +154,10 @@ class DistillationFigures(TrainingFigures):
     metric_name: str
     metric_before: float
     metric_after: float
+    teacher_experts: int | None
+    """Experts that each token of the teacher uses; None for its own number."""
+    teacher_metric: float | None
+    """The teacher's own value of the metric with so many experts; None unless a number is given."""
     response_perplexity_before: float
     response_perplexity_after: float
     time_share: dict[str, float]
@@ -172,6 +176,17 @@ class DistillFigures(ModelFigures, DistillationFigures):
 
     With --select-by rouge-l, validation_rouge_l replaces validation_perplexity.
     """
+
+
+class TeacherExpertsFigures(TypedDict):
+    """Figures of `compress distill` with several --teacher-experts."""
+
+    output: str
+    runs: list[DistillFigures]
+    rows: list[dict[str, Any]]
+    """The metric of each student and of its teacher."""
+    seconds: float
+    peak_memory_bytes: int
 
 
 class ClassifierFigures(TypedDict):
