@@ -30,7 +30,10 @@ def _distill_language_model(given: Given) -> Figures:
 
     own = names(ClassifierOptions) - names(DistillOptions)
     given.refuse(own, "for classifiers, and the student is a language model")
-    figures = run(given.job(DistillOptions, given.values["recipe"]), progress_bar)
+    counts = given.values["teacher_experts"]
+    if counts is not None and len(counts) > 1:
+        return _sweep(given, counts)
+    figures = run(_options(given, None if counts is None else counts[0]), progress_bar)
     show_figures(given, figures)
     _show_training(given, figures)
     before, after = figures["metric_before"], figures["metric_after"]
@@ -38,6 +41,27 @@ def _distill_language_model(given: Given) -> Figures:
     given.say("time: " + ", ".join(f"{name} {share:.0%}" for name, share in figures["time_share"].items()))
     if left := figures["prompts_left_out"]:
         given.say(f"{left} prompts are longer than --max-prompt-length and were left out")
+    return figures
+
+
+def _options(given: Given, teacher_experts: int | None, name: str | None = None) -> DistillOptions:
+    return given.job(DistillOptions, name or given.values["recipe"], teacher_experts=teacher_experts)
+
+
+def _sweep(given: Given, counts: tuple[int, ...]) -> Figures:
+    from compress.distill_sweep import cells, sweep_teacher_experts
+
+    given.refuse(["push_to_hub"], "for one artifact, and a sweep makes several; `compress push` them afterwards")
+    base = _options(given, counts[0], f"{given.values['recipe']}-teacher-experts")
+    figures = sweep_teacher_experts(cells(base, counts), progress_bar)
+    if figures is None:
+        return {}  # in a process that is not the first
+    name = figures["rows"][0]["metric_name"]
+    rows = [["experts of the teacher", f"{name} of the student", f"{name} of the teacher"]]
+    for row in figures["rows"]:
+        rows.append([str(row["teacher_experts"]), *(number(row[f"{whose}_metric"], 3) for whose in ("student", "teacher"))])
+    given.say(table(rows))
+    given.say(f"{figures['output']}: {len(figures['runs'])} students in {figures['seconds']:.1f} s")
     return figures
 
 

@@ -154,11 +154,19 @@ class DistillationFigures(TrainingFigures):
     metric_name: str
     metric_before: float
     metric_after: float
+    teacher_experts: int | None
+    """Experts that each token of the teacher uses; None for its own number."""
+    teacher_metric: float | None
+    """The teacher's own value of the metric with so many experts; None unless a number is given."""
     response_perplexity_before: float
     response_perplexity_after: float
     time_share: dict[str, float]
     teacher_unselected_share_per_layer: list[float] | None
     router_divergence_per_layer: list[float] | None
+    """KL(old ‖ new) of the trained routers on the same inputs, the mean over tokens."""
+    router_drift_mean_per_layer: list[float] | None
+    """KL(old ‖ new) where the old and the new teacher each route their own hidden states; the next field is the maximum."""
+    router_drift_max_per_layer: list[float] | None
     prompts_left_out: int
     responses_cut: int
 
@@ -168,6 +176,17 @@ class DistillFigures(ModelFigures, DistillationFigures):
 
     With --select-by rouge-l, validation_rouge_l replaces validation_perplexity.
     """
+
+
+class TeacherExpertsFigures(TypedDict):
+    """Figures of `compress distill` with several --teacher-experts."""
+
+    output: str
+    runs: list[DistillFigures]
+    rows: list[dict[str, Any]]
+    """The metric of each student and of its teacher."""
+    seconds: float
+    peak_memory_bytes: int
 
 
 class ClassifierFigures(TypedDict):
