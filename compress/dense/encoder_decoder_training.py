@@ -27,9 +27,12 @@ from compress.options.training import DenseTrainingOptions, LossWeights
 from compress.training.divergences import forward_kl
 from compress.training.layer_distillation import outputs_of
 from compress.training.losses import layer_distance
-from compress.training.training import Batch, Trained
+from compress.training.training import Batch, Trained, Validated
 from engine.progress import Progress, no_progress
 from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
+
+TOKEN_ACCURACY = "token_accuracy"
+"""Name of the figure of each validation that the paper's figure 3 shows."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +151,12 @@ def train(
         len(training),
         max(1, training.tokens // len(training)),
         checkpoint.config.d_model,
-        validate=lambda: measure(student, validation, checkpoint.config).perplexity,
+        validate=lambda: _validated(measure(student, validation, checkpoint.config)),
         directory=directory,
         resume=resume,
         progress=progress,
     )
+
+
+def _validated(found: Measured) -> Validated:
+    return Validated(found.perplexity, {TOKEN_ACCURACY: found.token_accuracy})

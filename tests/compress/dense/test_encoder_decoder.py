@@ -18,7 +18,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from torch import Tensor, nn
 
 import cli
-from calibrate.pairs import PADDING, SPLITS, STDLIB, Pairs, split_of, text_pairs, tokenised
+from calibrate.pairs import DEFAULT_LENGTH, PADDING, SPLITS, STDLIB, Pairs, split_of, text_pairs, tokenised
 from compress.dense.dense_plan import choose
 from compress.dense.encoder_decoder import (
     check_nothing_is_lost,
@@ -314,6 +314,24 @@ def test_training_is_recorded_and_what_is_written_is_what_was_trained(place: Pat
     tensors = load_file(place / "out" / "model.safetensors")
     assert not tensors["encoder.block.0.layer.1.DenseReluDense.wi.weight"][24:].any(), "zeros stay zeros"
     assert "Kept is the state of step" in (place / "out" / "README.md").read_text()
+
+
+@pytest.mark.usefixtures("pictures")
+def test_the_papers_figures_are_drawn(place: Path) -> None:
+    """Figure 3 is the token accuracy of validations beside the mixture's, figure 4 the usage of experts in both stacks."""
+    figures = run(*TRAIN, "--lambda-prediction", "1")
+    checkpoint, teacher, _ = opened(place)
+    curves = {name: part["validation_token_accuracy"] for name, part in figures["training"].items()}
+    assert [[step for step, _ in pairs] for pairs in curves.values()] == [[0, 3, 6], [0, 3, 4]]
+    tokenizer, texts = load_tokenizer_of(place / "model", VOCABULARY), text_pairs("pairs.jsonl")
+    pairs = tokenised(texts, "validation", 4, tokenizer, DEFAULT_LENGTH, 2, "pairs.jsonl")
+    assert figures["mixture_validation_token_accuracy"] == measure(teacher, pairs, checkpoint.config).token_accuracy
+    kept = EncoderDecoderCheckpoint(place / "out")
+    written = measure(kept.load(torch.float32), pairs, kept.config).token_accuracy
+    assert written == dict(map(tuple, curves["finetune"]))[figures["training"]["finetune"]["best_step"]]
+    card = (place / "out" / "README.md").read_text()
+    for name in ("usage_histogram", "training_distill", "training_finetune", "token_accuracy"):
+        assert (place / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG") and f"({name}.png)" in card
 
 
 def test_every_layer_is_distilled_unless_only_sparse_ones_are_asked_for(place: Path) -> None:
