@@ -188,6 +188,10 @@ class ClassifierFigures(TypedDict):
     metric_name: str
     metric_before: float
     metric_after: float
+    top5_before: float | None
+    """Top-5 accuracy; None for five classes or fewer."""
+    top5_after: float | None
+    teacher_top5: float | None
     accuracy_without_mixture: float | None
     teacher_accuracy: float | None
     probe_before: float | None
