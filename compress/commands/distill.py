@@ -75,7 +75,8 @@ def _distill_classifier(given: Given) -> Figures:
     figures = distill_classifier(options, progress_bar)
     given.say(table(_classifier_rows(figures)))
     if figures["teacher_accuracy"] is not None:
-        given.say(f"teacher: {figures['teacher_accuracy']:.4f}; all on {figures['evaluation']}")
+        top_5 = "" if figures["teacher_top5"] is None else f", top-5 {figures['teacher_top5']:.4f}"
+        given.say(f"teacher: {figures['teacher_accuracy']:.4f}{top_5}; all on {figures['evaluation']}")
     if figures["experts"]:
         given.say(f"without its {figures['experts']} experts: {figures['accuracy_without_mixture']:.4f}")
     _show_training(given, figures)
@@ -87,6 +88,8 @@ def _distill_classifier(given: Given) -> Figures:
 
 def _classifier_rows(figures: Figures) -> list[list[str]]:
     rows = [["", "before", "after"], ["accuracy", *(number(figures[f"metric_{when}"], 4) for when in ("before", "after"))]]
+    if figures["top5_after"] is not None:
+        rows.append(["top-5 accuracy", *(number(figures[f"top5_{when}"], 4) for when in ("before", "after"))])
     if figures["probe_after"] is not None:
         rows.append(["linear probe", *(number(figures[f"probe_{when}"], 4) for when in ("before", "after"))])
     rows.append(["parameters", *(f"{figures[f'parameters_{when}']:,}" for when in ("before", "after"))])

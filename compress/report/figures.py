@@ -19,6 +19,8 @@ class TrainingFigures(TypedDict):
     tokens_per_second: float | None
     validation_perplexity: list[list[float]]
     """Pairs of a step and the perplexity after it."""
+    validation_token_accuracy: NotRequired[list[list[float]]]
+    """Pairs of a step and the token accuracy after it, for an encoder-decoder."""
     best_step: int | None
 
 
@@ -137,6 +139,8 @@ class PairsChoiceFigures(ChoiceFigures):
     router_weight_per_layer: list[float]
     dropped_share_per_layer: list[float]
     scales_per_layer: list[list[float]]
+    mixture_validation_token_accuracy: float | None
+    """Token accuracy of the mixture on the pairs that the best state is chosen by; None where nothing is trained."""
 
 
 class DensifyPairsFigures(ModelFigures, PairsChoiceFigures):
@@ -203,6 +207,10 @@ class ClassifierFigures(TypedDict):
     metric_name: str
     metric_before: float
     metric_after: float
+    top5_before: float | None
+    """Top-5 accuracy; None for five classes or fewer."""
+    top5_after: float | None
+    teacher_top5: float | None
     accuracy_without_mixture: float | None
     teacher_accuracy: float | None
     probe_before: float | None
