@@ -79,7 +79,6 @@ RESPONSES = {
     "epochs": (10, "appendix A"),
     "max_length": (512, "appendix A"),
     "max_prompt_length": (256, "appendix A"),
-    "temperature": (1.0, "appendix A"),
     "select_by": ("rouge-l", "appendix A"),
 }
 AUGMENTATION = {"ka_samples": (2, "§5.1"), "ka_probability": (0.05, "§5.1")}
@@ -89,8 +88,8 @@ ROUTER = {"router_learning_rate": (1e-5, "appendix A"), "load_balance_weight": (
 def _every_expert_matters(own: Mapping[str, tuple[Any, str]]) -> Preset:
     """Return the row of a recipe, with its own settings."""
     note = (
-        "AdamW; the schedule of the learning rate is not stated; the paper repeats each run with five seeds, and fine-tunes "
-        "teacher and student on the training set first (--recipe sft)"
+        "AdamW; responses are sampled at temperature 1; the schedule of the learning rate is not stated; the paper repeats "
+        "each run with five seeds, and fine-tunes teacher and student on the training set first (--recipe sft)"
     )
     return Preset("Every Expert Matters", {**RESPONSES, **own}, note)
 
