@@ -6,8 +6,10 @@ from compress.commands.command import Figures, Given, Push, command
 from compress.commands.figures import show_figures
 from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar, table
+from compress.commands.preset import with_preset
 from compress.options.distill import DistillOptions
 from compress.options.distill_classifier import ClassifierOptions
+from compress.options.presets import CLASSIFIER, PresetOptions
 from compress.report.columns import number, size
 from engine.options import names
 
@@ -30,6 +32,7 @@ def _distill_language_model(given: Given) -> Figures:
 
     own = names(ClassifierOptions) - names(DistillOptions)
     given.refuse(own, "for classifiers, and the student is a language model")
+    given = with_preset(given, (DistillOptions,), "distill", given.values["recipe"])
     counts = given.values["teacher_experts"]
     if counts is not None and len(counts) > 1:
         return _sweep(given, counts)
@@ -70,6 +73,7 @@ def _distill_classifier(given: Given) -> Figures:
 
     own = names(DistillOptions) - names(ClassifierOptions)
     given.refuse(own, "for language models, and the student is a classifier")
+    given = with_preset(given, (ClassifierOptions,), CLASSIFIER, given.values["recipe"])
     # Options that are not on the command line have the defaults of classifiers.
     options = given.make_named(ClassifierOptions, **given.of_job(given.values["recipe"]))
     figures = distill_classifier(options, progress_bar)
@@ -107,4 +111,4 @@ DISTILLATIONS: dict[Kind, Callable[[Given], Figures]] = {
     "encoder-decoder": _distill_language_model,
     "classifier": _distill_classifier,
 }
-COMMAND = command("distill", distill, DistillOptions, ClassifierOptions, Push, is_shared=True)
+COMMAND = command("distill", distill, DistillOptions, ClassifierOptions, PresetOptions, Push, is_shared=True)
