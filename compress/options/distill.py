@@ -132,7 +132,7 @@ class DistillOptions(JobOptions, StepOptions):
         data=changed(
             group="Text",
             unset=None,
-            help="Prompts with responses (.jsonl), or text: a file, a folder, a .jsonl, 'stdlib' or a dataset id.",
+            help="Prompts with responses (.jsonl or .json), or text: a file, a folder, rows, 'stdlib' or a dataset id.",
         ),
         samples=changed(group="Text", help="Sequences that skip tables of a mixture are made from."),
         sequence_length=changed(group="Text", help="Tokens per sequence of text."),
