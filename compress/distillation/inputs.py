@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -21,6 +22,7 @@ from compress.run.job import Prepared, check_plain, prepare, teacher_identity
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import check_same_tokens, load_tokenizer
 from engine.errors import OptionError
+from engine.families.layer_config import MoeConfig
 from engine.passes import processes
 
 
@@ -101,6 +103,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
     teacher = _teacher(options)
     if teacher is not None:
         check_pair(teacher, student, options.row, options.recipe)
+        check_teacher_experts(teacher, options.teacher_experts)
         if (options.cached_tokens or 0) >= teacher.config.vocabulary_size:
             raise OptionError(
                 f"teacher-cache is {options.cached_tokens}, and the models have {teacher.config.vocabulary_size} tokens; "
@@ -147,6 +150,27 @@ def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: s
             f"{shapes[1][1]}; recipe {name} compares them one by one, so take kd or a student of the teacher's shape"
         )
     check_same_tokens(teacher, student)
+
+
+def check_teacher_experts(teacher: Checkpoint, count: int | None) -> None:
+    """Raise OptionError unless a token of the teacher can use so many experts; None is the teacher's own number."""
+    if count is None:
+        return
+    moes = [layer.moe for layer in teacher.config.layers if layer.moe is not None]
+    if not moes:
+        raise OptionError(f"{teacher.directory}: has no experts; leave out --teacher-experts")
+    most = min(_reachable_experts(moe) for moe in moes)
+    if count > most:
+        raise OptionError(
+            f"teacher-experts is {count}; a token of {teacher.directory} can use {most} in every layer, so give at most that"
+        )
+
+
+def _reachable_experts(moe: MoeConfig) -> int:
+    """Return the number of experts from which a token's router chooses, at least."""
+    if not moe.groups:
+        return moe.experts
+    return sum(sorted(Counter(moe.groups).values())[: moe.groups_per_token])
 
 
 def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None, source: str) -> Distillable:
