@@ -133,7 +133,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
         teacher=teacher,
         training=training,
         validation=validation,
-        measured=() if prepared.held_out_SL is None else TextExamples(prepared.held_out_SL, 1),
+        measured=() if prepared.held_out is None else TextExamples(prepared.held_out.tokens_SL, 1),
         steps=steps,
         limit=length,
     )

@@ -12,7 +12,7 @@ from compress.distillation.recipes import METRICS, RECIPES, Recipe
 from compress.options.job import JobOptions
 from compress.options.training import TRAINING, StepOptions, TrainingOptions, careful_rate, warm_up_steps
 from engine.errors import OptionError
-from engine.options import changed, check, declared, like, option, part, unlisted
+from engine.options import changed, check, declared, left_out, like, option, part, unlisted
 
 TRAIN, PAPER = "What to train", "Every Expert Matters"
 DIVERGENCE_NAMES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
@@ -137,6 +137,7 @@ class DistillOptions(JobOptions, StepOptions):
         samples=changed(group="Text", help="Sequences that skip tables of a mixture are made from."),
         sequence_length=changed(group="Text", help="Tokens per sequence of text."),
         evaluation_samples=changed(64, group="Text", help="Held-out sequences or examples of the figures."),
+        windows=left_out(),
     )
     statistics: Path | None = unlisted(JobOptions, "statistics")
     plan_output: Path | None = unlisted(JobOptions, "plan_output")
