@@ -22,7 +22,7 @@ class CalibrationOptions:
         None,
         group=TEXT,
         unset="stdlib for the demo model, else allenai/c4",
-        help="Text: a file, a folder, a .jsonl, 'stdlib' (the source of Python's library) or a dataset id.",
+        help="Text: a file, a folder, rows (.jsonl or .json), 'stdlib' (the source of Python's library) or a dataset id.",
     )
     samples: int = option(128, group=TEXT, help="Number of sequences.")
     sequence_length: int | None = option(

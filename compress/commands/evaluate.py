@@ -77,8 +77,9 @@ def _evaluate_classifier(given: Given, options: EvaluateOptions) -> Figures:
     samples = options.calibration.samples if "samples" in given.named else None
     figures = evaluate_accuracy(options, samples, progress_bar)
     part = "" if figures["split"] == "all" else f"{figures['split']} "
+    top_5 = "" if figures["top5"] is None else f", top-5 {figures['top5']:.4f},"
     given.say(
-        f"{figures['metric']} {figures['value']:.4f} on {figures['examples']} {part}examples of {figures['data']} in "
+        f"{figures['metric']} {figures['value']:.4f}{top_5} on {figures['examples']} {part}examples of {figures['data']} in "
         f"{figures['seconds']:.1f} s"
     )
     return figures
