@@ -138,7 +138,7 @@ def test_skipping_in_the_graph_equals_the_engine_with_skipping(
     assert shares[0] == 0.0 and all(0.05 < share < 0.7 for share in shares[1:]), "the tables skip some and not all"
     found = exported(checkpoint, tmp_path / "onnx", routings, portable=portable)
     for what, difference in differences(checkpoint, found, routings).items():
-        onnx_parity(family, f"skipping by {rule}, keep {keep}, {'portable' if portable else 'moe'}", what, difference)
+        onnx_parity(family, f"skip {rule}, keep {keep}, {'portable' if portable else 'moe'}", what, difference)
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
