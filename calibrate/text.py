@@ -28,9 +28,10 @@ from tqdm import tqdm
 from calibrate.rows import parse_line, row_text, text_rows
 from engine.errors import DataError, OptionError
 
-Split = Literal["calibration", "training", "validation", "held-out", "all"]
+Split = Literal["calibration", "training", "validation", "held-out", "selection", "report", "all"]
 """Names of splits. Training and validation are the two parts of calibration, so that the best state of a training is
-chosen on documents that the training did not read.
+chosen on documents that the training did not read. Selection and report are the halves of held-out, so that a method that
+was chosen on one half is reported on the other.
 """
 
 DOCUMENT_BYTES = 32 * 1024
@@ -145,6 +146,9 @@ def split_of(document: str) -> Split:
 
 def belongs(document: str, split: Split) -> bool:
     """Whether a document belongs to a split."""
+    if split in ("selection", "report"):
+        is_reported = _number(document) // HELD_OUT_ONE_IN % 2 == 0
+        return split_of(document) == "held-out" and is_reported == (split == "report")
     if split not in ("training", "validation"):
         return split in ("all", split_of(document))
     validates = _number(document) // HELD_OUT_ONE_IN % VALIDATION_ONE_IN == 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MEASURE, TASKS = "What to measure", "Tasks"
 ACCURACY = "accuracy"
-TextSplit = Literal["held-out", "calibration", "all"]
+TextSplit = Literal["held-out", "selection", "report", "calibration", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class EvaluateOptions:
         "held-out",
         group="Text",
         choices=get_args(TextSplit),
-        help="Part of the text; calibration never sees 'held-out'.",
+        help="Part of the text; calibration never sees 'held-out', whose halves are 'selection' and 'report'.",
     )
     memory_limit: int | None = like(JobOptions, "memory_limit")
     dtype: torch.dtype | None = None
