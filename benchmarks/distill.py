@@ -27,15 +27,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
+from results import BUILD, RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
 from safetensors.torch import load_file, save_file
 
 from calibrate.text import load_documents
 
 RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar")
+BATCH_SIZE = 16
 LIMITS = ["--max-length", "160", "--max-prompt-length", "96"]
 KEPT = ("response_perplexity_before", "response_perplexity_after", "time_share", "peak_memory_bytes", "seconds")
-SELECT = ["--select-by", "rouge-l", "--validate-every", "100", "--validation-samples", "256", "--evaluation-samples", "512"]
+SELECT = ["--select-by", "rouge-l", "--validate-every", "100", "--batch-size", str(BATCH_SIZE)]
 INSTRUCTION = "Write the signature of this function."
 
 
@@ -84,11 +85,12 @@ class Benchmark:
         self.arguments = arguments
         self.lines = RESULTS / f"{arguments.name}.jsonl"
         self.done = remembered(self.lines)
-        self.work = ROOT / "build" / "distill"
+        self.work = BUILD / "distill"
         self.work.mkdir(parents=True, exist_ok=True)
         self.data = self.work / "signatures.jsonl"
         if not self.data.exists():
             self.data.write_text("".join(json.dumps(row) + "\n" for row in examples()))
+        self.samples = ["--validation-samples", str(arguments.samples // 2), "--evaluation-samples", str(arguments.samples)]
         self.common = ["--data", str(self.data), *LIMITS, "--threads", str(arguments.threads)]
 
     def pair(self) -> tuple[Path, Path]:
@@ -109,7 +111,7 @@ class Benchmark:
         ):
             made.append(self.work / name)
             if not made[-1].exists():
-                own = ["--learning-rate", "0.002", "--steps", str(steps), "--evaluation-samples", "512"]
+                own = ["--learning-rate", "0.002", "--steps", str(steps), *self.samples[2:]]
                 figures = run("distill", "--student", model, "--recipe", "sft", *own, *self.common, "-o", str(made[-1]))
                 self.figures_of(name).write_text(json.dumps(figures))
         return made[0], made[1]
@@ -161,7 +163,9 @@ class Benchmark:
                 if row["router"] is not None:
                     recipe += ["--router-learning-rate", str(row["router"])]
                 steps = ["--steps", str(self.arguments.steps), "--learning-rate", str(self.arguments.learning_rate)]
-                figures = run("distill", *recipe, *steps, *SELECT, *self.common, "-o", str(output), "--overwrite")
+                figures = run(
+                    "distill", *recipe, *steps, *SELECT, *self.samples, *self.common, "-o", str(output), "--overwrite"
+                )
                 self.record(row, seed, output, figures)
                 shutil.rmtree(output)
 
@@ -171,7 +175,7 @@ class Benchmark:
 
     def record(self, row: dict[str, Any], seed: int, model: Path, figures: dict[str, Any]) -> None:
         """Measure a run's model and append a line to the file."""
-        rouge = run("evaluate", str(model), "--metric", "rouge-l", "--samples", "512", *self.common)
+        rouge = run("evaluate", str(model), "--metric", "rouge-l", "--samples", str(self.arguments.samples), *self.common)
         kept = {name: figures.get(name) for name in KEPT}
         line = row | {"seed": seed, "rouge_l": rouge["value"], "rouge_l_values": rouge["values"]} | kept
         self.done.append(line)
@@ -191,9 +195,9 @@ def label(line: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def table(done: list[dict[str, Any]], steps: int) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return ROUGE-L in percent and perplexity, mean ± standard deviation over seeds, and the split of the time."""
-    rows = []
+    rows, done = [], figures["lines"]
     for name in dict.fromkeys(map(label, done)):
         own = [line for line in done if label(line) == name]
         after = [line["response_perplexity_after"] for line in own if line["response_perplexity_after"] is not None]
@@ -217,10 +221,12 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
         )
     header = ["recipe", "ROUGE-L", "perplexity of responses", "seconds", "share of the time", "peak GB"]
     seeds = len({line["seed"] for line in done})
-    note = (
-        f"Signatures of functions from name and docstring; {steps} updates of 16 prompts, {seeds} seed(s), one thread.\n\n"
-    )
-    return note + markdown(header, rows)
+    threads = "one thread" if figures["threads"] == 1 else f"{figures['threads']} threads"
+    note = f"Signatures of functions from name and docstring; {figures['steps']} updates of {figures['batch_size']} "
+    return f"{note}prompts, {seeds} seed(s), {threads}.\n\n{markdown(header, rows)}"
+
+
+TABLES = dict.fromkeys(("distill", "distill_k", "distill_ka", "distill_sar"), table)
 
 
 def numbers(kind: type) -> Any:
@@ -241,12 +247,14 @@ def main() -> None:
     parser.add_argument("--student-steps", type=int, default=100)
     parser.add_argument("--text-steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=512, help="held-out prompts; half as many select the best state")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", default="distill")
+    parser.add_argument("--name", default="distill", choices=TABLES)
     arguments = parser.parse_args()
     benchmark = Benchmark(arguments)
     benchmark.run()
-    save(arguments.name, benchmark.done, table(benchmark.done, arguments.steps))
+    figures = {"steps": arguments.steps, "batch_size": BATCH_SIZE, "threads": arguments.threads, "lines": benchmark.done}
+    save(arguments.name, figures)
 
 
 if __name__ == "__main__":

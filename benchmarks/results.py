@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -30,8 +31,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(os.environ.get("COMPRESS_BENCHMARK_RESULTS", ROOT / "benchmarks" / "results"))
+STORE = ROOT / "benchmarks" / "results"
+RESULTS = Path(os.environ.get("COMPRESS_BENCHMARK_RESULTS", STORE))
 """Where results are written; a trial run names another directory."""
+BUILD = ROOT / "build" if RESULTS == STORE else RESULTS / "build"
+"""Where models and interrupted trainings are kept; a trial run never sees those of a real one."""
+NOT_POSSIBLE_HERE = 77
+"""Exit status of a benchmark that needs what this machine does not have."""
 PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md")))
 STALE = " The code that it measures has changed since."
 PACKAGES = (
@@ -77,6 +83,14 @@ def record() -> dict[str, Any]:
     }
 
 
+def require(*modules: str) -> None:
+    """End the script with the status for "not possible here" if a module that only this benchmark needs is not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"not installed: {', '.join(missing)}", file=sys.stderr)
+        sys.exit(NOT_POSSIBLE_HERE)
+
+
 def remembered(path: Path) -> list[dict[str, Any]]:
     """Return the lines of an interrupted run's file, one JSON object each, without a last line that was cut off."""
     lines = []
@@ -91,6 +105,14 @@ def remember(path: Path, line: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def times(ratio: float, new: Sequence[float] = (), old: Sequence[float] = ()) -> str:
+    """Return a ratio as text, with the range of the ratios of paired rounds if there are several: 2.59× (2.41 to 2.70)."""
+    if len(new) != len(old) or len(new) < 2:
+        return f"{ratio:.2f}×"
+    ratios = [a / b for a, b in zip(new, old, strict=True)]
+    return f"{ratio:.2f}× ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def mean_and_spread(found: Sequence[float]) -> str:
@@ -144,7 +166,7 @@ def with_results(page: str) -> str:
     for name, stored in results().items():
         block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if block.search(page):
-            text = f"\n{table_of(name, stored['figures']).rstrip()}\n\n{measured(stored, name)}\n\n"
+            text = f"{table_of(name, stored['figures']).rstrip()}\n\n{measured(stored, name)}\n"
             page = block.sub(lambda match, text=text: f"{match[1]}{text}{match[2]}", page)
         if f"<!--{name}." in page:
             for key, number in numbers_of(name, stored["figures"]).items():
