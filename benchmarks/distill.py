@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
-from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
+from results import BUILD, RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
 from safetensors.torch import load_file, save_file
 
 import cli
@@ -112,7 +112,7 @@ class Benchmark:
         self.lines = RESULTS / f"{arguments.name}.jsonl"
         self.done = remembered(self.lines)
         steps = (arguments.text_steps, arguments.teacher_steps, arguments.student_steps)
-        self.work = ROOT / "build" / "-".join(["distill-by-document", *map(str, steps)])
+        self.work = BUILD / "-".join(["distill-by-document", *map(str, steps)])
         self.work.mkdir(parents=True, exist_ok=True)
         self.files = {name: self.work / f"{name}.jsonl" for name in FILES}
         if not all(path.exists() for path in self.files.values()):
@@ -238,9 +238,9 @@ def label(line: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def table(done: list[dict[str, Any]], steps: int) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return ROUGE-L in percent and perplexity, mean ± standard deviation over seeds, and the split of the time."""
-    rows = []
+    rows, done = [], figures["lines"]
     for name in dict.fromkeys(map(label, done)):
         own = [line for line in done if label(line) == name]
         after = [line["response_perplexity_after"] for line in own if line["response_perplexity_after"] is not None]
@@ -264,14 +264,14 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
         )
     header = ["recipe", "ROUGE-L", "perplexity of responses", "seconds", "share of the time", "peak GB"]
     seeds = len({line["seed"] for line in done})
-    note = (
-        f"Signatures of functions from name and docstring; {steps} updates of 16 prompts, {seeds} seed(s), one thread.\n\n"
-    )
-    return note + markdown(header, rows)
+    threads = "one thread" if figures["threads"] == 1 else f"{figures['threads']} threads"
+    note = f"Signatures of functions from name and docstring; {figures['steps']} updates of {figures['batch_size']} "
+    return f"{note}prompts, {seeds} seed(s), {threads}.\n\n{markdown(header, rows)}"
 
 
-def search_table(done: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+def search_table(figures: dict[str, Any]) -> str:
     """Return ROUGE-L in percent beside that of ALL with the same seed, and the drift of the routers in nats."""
+    done = figures["lines"]
     every = {line["seed"]: line for line in done if line["recipe"] == "all"}
     before = [100 * line["rouge_l_before"] for line in every.values()]
     rows = [["student before", mean_and_spread(before), "–", "–", "–", "–"]]
@@ -292,10 +292,13 @@ def search_table(done: list[dict[str, Any]], arguments: argparse.Namespace) -> s
         )
     header = ["recipe", "ROUGE-L", "above all", "seeds above all", "drift, first layer", "drift, last layer"]
     note = (
-        f"Signatures of functions from name and docstring; {arguments.steps} updates of {arguments.batch_size} prompts, "
-        f"{len(every)} seeds; ROUGE-L of greedy responses to {arguments.prompts} prompts.\n\n"
+        f"Signatures of functions from name and docstring; {figures['steps']} updates of {figures['batch_size']} prompts, "
+        f"{len(every)} seeds; ROUGE-L of greedy responses to {figures['prompts']} prompts.\n\n"
     )
     return note + markdown(header, rows)
+
+
+TABLES = dict.fromkeys(("distill", "distill_k", "distill_ka"), table) | {"distill_sar": search_table}
 
 
 def numbers(kind: type) -> Any:
@@ -321,16 +324,14 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=512, help="held-out prompts of ROUGE-L")
     parser.add_argument("--validation-prompts", type=int, default=256)
-    parser.add_argument("--name", default="distill")
+    parser.add_argument("--name", default="distill", choices=TABLES)
     arguments = parser.parse_args()
     if arguments.search_router_rate:
         arguments.recipes, arguments.router_learning_rate = ["all", "sar"], arguments.search_router_rate
     benchmark = Benchmark(arguments)
     benchmark.run()
-    shown = (
-        search_table(benchmark.done, arguments) if arguments.search_router_rate else table(benchmark.done, arguments.steps)
-    )
-    save(arguments.name, benchmark.done, shown)
+    names = ("steps", "batch_size", "threads", "prompts")
+    save(arguments.name, {name: getattr(arguments, name) for name in names} | {"lines": benchmark.done})
 
 
 if __name__ == "__main__":
