@@ -47,7 +47,7 @@ class Benchmark:
     trial: tuple[str, ...] = ()
     """Its arguments for a run of seconds."""
     needs: str = ""
-    """What must be installed or allowed beside the development environment. A script that lacks it exits with status 77."""
+    """Packages or rights that a run takes beside the development environment. A script that lacks it exits with status 77."""
 
 
 SHORT = ("--repetitions", "1", "--layers", "1")
@@ -107,6 +107,10 @@ BENCHMARKS = (
     Benchmark(
         *("methods", ("methods", "methods_demo", "methods_shared-expert"), PRUNING),
         trial=("--models", "demo", "--methods", "frequency", "--seeds", "1"),
+    ),
+    Benchmark(
+        *("default_method", ("default_method",), PRUNING),
+        trial=("--models", "demo", "--methods", "fisher,reap", "--seeds", "1", "--windows", "8"),
     ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
