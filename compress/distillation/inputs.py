@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from calibrate.batches import training_text
-from calibrate.instructions import Example, Instructions, instructions, is_instructions
+from calibrate.instructions import Example, ExampleMaker, Instructions, instructions, is_instructions
 from calibrate.options import CalibrationOptions
 from compress.distillation.recipes import METRICS, Recipe
 from compress.distillation.rouge import scorer
@@ -21,6 +22,7 @@ from compress.run.job import Prepared, check_plain, prepare, teacher_identity
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import check_same_tokens, load_tokenizer
 from engine.errors import OptionError
+from engine.families.layer_config import MoeConfig
 from engine.passes import processes
 
 
@@ -101,6 +103,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
     teacher = _teacher(options)
     if teacher is not None:
         check_pair(teacher, student, options.row, options.recipe)
+        check_teacher_experts(teacher, options.teacher_experts)
         if (options.cached_tokens or 0) >= teacher.config.vocabulary_size:
             raise OptionError(
                 f"teacher-cache is {options.cached_tokens}, and the models have {teacher.config.vocabulary_size} tokens; "
@@ -130,7 +133,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
         teacher=teacher,
         training=training,
         validation=validation,
-        measured=() if prepared.held_out_SL is None else TextExamples(prepared.held_out_SL, 1),
+        measured=() if prepared.held_out is None else TextExamples(prepared.held_out.tokens_SL, 1),
         steps=steps,
         limit=length,
     )
@@ -149,6 +152,27 @@ def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: s
     check_same_tokens(teacher, student)
 
 
+def check_teacher_experts(teacher: Checkpoint, count: int | None) -> None:
+    """Raise OptionError unless a token of the teacher can use so many experts; None is the teacher's own number."""
+    if count is None:
+        return
+    moes = [layer.moe for layer in teacher.config.layers if layer.moe is not None]
+    if not moes:
+        raise OptionError(f"{teacher.directory}: has no experts; leave out --teacher-experts")
+    most = min(_reachable_experts(moe) for moe in moes)
+    if count > most:
+        raise OptionError(
+            f"teacher-experts is {count}; a token of {teacher.directory} can use {most} in every layer, so give at most that"
+        )
+
+
+def _reachable_experts(moe: MoeConfig) -> int:
+    """Return the number of experts from which a token's router chooses, at least."""
+    if not moe.groups:
+        return moe.experts
+    return sum(sorted(Counter(moe.groups).values())[: moe.groups_per_token])
+
+
 def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None, source: str) -> Distillable:
     if options.calibration.evaluation_samples < 0 or options.calibration.sequence_length is not None:
         raise OptionError(
@@ -158,7 +182,7 @@ def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Chec
     limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
     if METRICS[options.select_by].writes:
         scorer()
-    found: dict[str, Instructions] = instructions(source, tokenizer, limits, template=options.template, seed=seed)
+    found: dict[str, Instructions] = instructions(source, ExampleMaker(tokenizer, limits, options.template), seed=seed)
     training = found["training"].examples
     per_turn = min(options.batch_size * processes.count(), len(training))
     turns = math.ceil(options.epochs * len(training) / per_turn)

@@ -27,7 +27,7 @@ class RunOptions:
     device: str = option("cpu", group="Machine", choices=DEVICE_NAMES, help="Where the run would compute.")
     method: str = like(PruneOptions, "method", several=None, help="Criterion.")
     sparsity: float = like(Budget, "sparsity", 0.5)
-    calibration: CalibrationOptions = part(CalibrationOptions, data=left_out())
+    calibration: CalibrationOptions = part(CalibrationOptions, data=left_out(), windows=left_out())
     diep: DiepOptions = part(
         DiepOptions,
         batch_size=left_out(),

@@ -140,6 +140,14 @@ class DenseTrainingOptions(StepOptions):
     lambda_supervised: float = option(0.0, group=TRAINING, help="Weight of the loss on the text's own next tokens.")
     """Default 0: the paper's weight is positive, but beside the teacher's predictions this term did harm (docs/LOG.md)."""
     lambda_layer: float = option(1.0, group=TRAINING, help="Weight of the loss on the layers' outputs.")
+    distill_layers: str | None = option(
+        None,
+        group=TRAINING,
+        choices=("all", "sparse"),
+        unset="all",
+        help="Layers of an encoder-decoder whose outputs are distilled: all, or those of experts only.",
+    )
+    """A decoder's dense layers are never distilled, because the option is refused there."""
     lambda_prediction: float = option(1.0, group=TRAINING, help="Weight of the distance to MODEL's next-token predictions.")
     """The weight of a term that the paper's loss does not have."""
     learning_rate: float | None = option(
