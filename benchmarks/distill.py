@@ -7,11 +7,13 @@
 
 The teacher is the demo model. The student has every second layer of the dense model of the teacher's most used experts (1
 FFN a layer), distilled from it on text. Both are first fine-tuned on prompts with responses that the script makes from the
-standard library: a function's name and the first sentence of its docstring; its signature. Then every recipe has the same
-number of updates of the student. ROUGE-L is measured on sampled responses to held-out prompts, perplexity on the data's
-responses. `--experts-per-token` gives the teacher other numbers of experts (the paper's figure 2). `--search-router-rate`
-looks for the rate of SAR's router at which SAR is above ALL: both with every seed, ROUGE-L of greedy responses, differences
-by seed, and the drift of the routers. Each finished run is a line of results/NAME.jsonl and is not repeated.
+standard library: a function's name and the first sentence of its docstring; its signature. Prompts are held out with their
+documents: those of the figures are from documents that the demo model never read, those that choose a state are from others
+of its training text, and none is asked twice. Then every recipe has the same number of updates of the student. ROUGE-L is
+measured on sampled responses to held-out prompts, perplexity on the data's responses. `--experts-per-token` gives the
+teacher other numbers of experts (the paper's figure 2). `--search-router-rate` looks for the rate of SAR's router at which
+SAR is above ALL: both with every seed, ROUGE-L of greedy responses, differences by seed, and the drift of the routers. Each
+finished run is a line of results/NAME.jsonl and is not repeated.
 """
 
 from __future__ import annotations
@@ -33,18 +35,20 @@ from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remember
 from safetensors.torch import load_file, save_file
 
 import cli
-from calibrate.text import load_documents
+from calibrate.text import Split, load_documents
 
 RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar")
 LIMITS = ["--max-length", "160", "--max-prompt-length", "96"]
 KEPT = ("response_perplexity_before", "response_perplexity_after", "time_share", "peak_memory_bytes", "seconds")
 DRIFT = ("router_divergence_per_layer", "router_drift_mean_per_layer", "router_drift_max_per_layer")
+FILES: dict[str, Split] = {"test": "held-out", "validation": "validation", "train": "training"}
+"""Files of prompts, by the option that takes each, and the split of the documents that they are from."""
 INSTRUCTION = "Write the signature of this function."
 
 
-def examples() -> Iterator[dict[str, str]]:
-    """Yield public functions of the standard library that have a docstring."""
-    for text in load_documents("stdlib"):
+def examples(split: Split) -> Iterator[dict[str, str]]:
+    """Yield public functions that have a docstring, from the standard library's documents of a split."""
+    for text in load_documents("stdlib", split=split):
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError):
@@ -55,6 +59,17 @@ def examples() -> Iterator[dict[str, str]]:
                 signature = f"def {node.name}({ast.unparse(node.args)}):"
                 if sentence and len(sentence) <= 200 and len(signature) <= 120:
                     yield {"instruction": INSTRUCTION, "input": f"{node.name}: {sentence}", "output": signature}
+
+
+def examples_by_file() -> dict[str, list[dict[str, str]]]:
+    """Return the rows of each of FILES. A prompt that is in documents of several splits is in one file, the first."""
+    asked: set[str] = set()
+    rows: dict[str, list[dict[str, str]]] = {}
+    for name, split in FILES.items():
+        own = {row["input"]: row for row in examples(split) if row["input"] not in asked}
+        asked |= own.keys()
+        rows[name] = list(own.values())
+    return rows
 
 
 def every_second_layer(model: Path, made: Path) -> None:
@@ -98,12 +113,14 @@ class Benchmark:
         self.lines = RESULTS / f"{arguments.name}.jsonl"
         self.done = remembered(self.lines)
         steps = (arguments.text_steps, arguments.teacher_steps, arguments.student_steps)
-        self.work = ROOT / "build" / "-".join(["distill", *map(str, steps)])
+        self.work = ROOT / "build" / "-".join(["distill-by-document", *map(str, steps)])
         self.work.mkdir(parents=True, exist_ok=True)
-        self.data = self.work / "signatures.jsonl"
-        if not self.data.exists():
-            self.data.write_text("".join(json.dumps(row) + "\n" for row in examples()))
-        self.common = ["--data", str(self.data), *LIMITS, "--threads", str(arguments.threads)]
+        self.files = {name: self.work / f"{name}.jsonl" for name in FILES}
+        if not all(path.exists() for path in self.files.values()):
+            for name, rows in examples_by_file().items():
+                self.files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.data = [part for name, path in self.files.items() for part in (f"--{name}", str(path))]
+        self.common = [*LIMITS, "--threads", str(arguments.threads)]
 
     def pair(self) -> tuple[Path, Path]:
         """Return (teacher, student), both fine-tuned on the data."""
@@ -127,7 +144,8 @@ class Benchmark:
             made.append(self.work / name)
             if not made[-1].exists():
                 own = ["--learning-rate", "0.002", "--steps", str(steps), "--evaluation-samples", "512"]
-                figures = run("distill", "--student", model, "--recipe", "sft", *own, *self.common, "-o", str(made[-1]))
+                sft = ["--student", model, "--recipe", "sft", *own, *self.data, *self.common]
+                figures = run("distill", *sft, "-o", str(made[-1]))
                 self.figures_of(name).write_text(json.dumps(figures))
         return made[0], made[1]
 
@@ -187,7 +205,7 @@ class Benchmark:
         ]
         command += ["--select-by", "rouge-l", "--validate-every", str(min(100, own.steps))]
         command += ["--validation-samples", str(own.validation_prompts), "--evaluation-samples", str(own.prompts)]
-        return [*command, *self.common]
+        return [*command, *self.data, *self.common]
 
     def known(self, row: dict[str, Any], seed: int) -> bool:
         """Return whether a run is finished."""
@@ -200,9 +218,8 @@ class Benchmark:
             kept |= {"rouge_l_before": figures["metric_before"], "rouge_l": figures["metric_after"]}
             kept |= {name: figures[name] for name in DRIFT}
         else:
-            rouge = run(
-                "evaluate", str(model), "--metric", "rouge-l", "--samples", str(self.arguments.prompts), *self.common
-            )
+            test = ["--test", str(self.files["test"]), "--samples", str(self.arguments.prompts)]
+            rouge = run("evaluate", str(model), "--metric", "rouge-l", *test, *self.common)
             kept |= {"rouge_l": rouge["value"], "rouge_l_values": rouge["values"]}
         line = row | {"seed": seed} | kept
         self.done.append(line)

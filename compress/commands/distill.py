@@ -6,8 +6,10 @@ from compress.commands.command import Figures, Given, Push, command
 from compress.commands.figures import show_figures
 from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar, table
+from compress.commands.preset import with_preset
 from compress.options.distill import DistillOptions
 from compress.options.distill_classifier import ClassifierOptions
+from compress.options.presets import CLASSIFIER, PresetOptions
 from compress.report.columns import number, size
 from engine.options import names
 
@@ -30,6 +32,7 @@ def _distill_language_model(given: Given) -> Figures:
 
     own = names(ClassifierOptions) - names(DistillOptions)
     given.refuse(own, "for classifiers, and the student is a language model")
+    given = with_preset(given, (DistillOptions,), "distill", given.values["recipe"])
     counts = given.values["teacher_experts"]
     if counts is not None and len(counts) > 1:
         return _sweep(given, counts)
@@ -70,12 +73,14 @@ def _distill_classifier(given: Given) -> Figures:
 
     own = names(DistillOptions) - names(ClassifierOptions)
     given.refuse(own, "for language models, and the student is a classifier")
+    given = with_preset(given, (ClassifierOptions,), CLASSIFIER, given.values["recipe"])
     # Options that are not on the command line have the defaults of classifiers.
     options = given.make_named(ClassifierOptions, **given.of_job(given.values["recipe"]))
     figures = distill_classifier(options, progress_bar)
     given.say(table(_classifier_rows(figures)))
     if figures["teacher_accuracy"] is not None:
-        given.say(f"teacher: {figures['teacher_accuracy']:.4f}; all on {figures['evaluation']}")
+        top_5 = "" if figures["teacher_top5"] is None else f", top-5 {figures['teacher_top5']:.4f}"
+        given.say(f"teacher: {figures['teacher_accuracy']:.4f}{top_5}; all on {figures['evaluation']}")
     if figures["experts"]:
         given.say(f"without its {figures['experts']} experts: {figures['accuracy_without_mixture']:.4f}")
     _show_training(given, figures)
@@ -87,6 +92,8 @@ def _distill_classifier(given: Given) -> Figures:
 
 def _classifier_rows(figures: Figures) -> list[list[str]]:
     rows = [["", "before", "after"], ["accuracy", *(number(figures[f"metric_{when}"], 4) for when in ("before", "after"))]]
+    if figures["top5_after"] is not None:
+        rows.append(["top-5 accuracy", *(number(figures[f"top5_{when}"], 4) for when in ("before", "after"))])
     if figures["probe_after"] is not None:
         rows.append(["linear probe", *(number(figures[f"probe_{when}"], 4) for when in ("before", "after"))])
     rows.append(["parameters", *(f"{figures[f'parameters_{when}']:,}" for when in ("before", "after"))])
@@ -104,4 +111,4 @@ DISTILLATIONS: dict[Kind, Callable[[Given], Figures]] = {
     "encoder-decoder": _distill_language_model,
     "classifier": _distill_classifier,
 }
-COMMAND = command("distill", distill, DistillOptions, ClassifierOptions, Push, is_shared=True)
+COMMAND = command("distill", distill, DistillOptions, ClassifierOptions, PresetOptions, Push, is_shared=True)

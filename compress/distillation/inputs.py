@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from calibrate.batches import training_text
-from calibrate.instructions import Example, Instructions, instructions, is_instructions
+from calibrate.instructions import Example, ExampleMaker, Instructions, instructions, is_instructions
 from calibrate.options import CalibrationOptions
 from compress.distillation.recipes import METRICS, Recipe
 from compress.distillation.rouge import scorer
@@ -133,7 +133,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
         teacher=teacher,
         training=training,
         validation=validation,
-        measured=() if prepared.held_out_SL is None else TextExamples(prepared.held_out_SL, 1),
+        measured=() if prepared.held_out is None else TextExamples(prepared.held_out.tokens_SL, 1),
         steps=steps,
         limit=length,
     )
@@ -182,7 +182,7 @@ def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Chec
     limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
     if METRICS[options.select_by].writes:
         scorer()
-    found: dict[str, Instructions] = instructions(source, tokenizer, limits, template=options.template, seed=seed)
+    found: dict[str, Instructions] = instructions(source, ExampleMaker(tokenizer, limits, options.template), seed=seed)
     training = found["training"].examples
     per_turn = min(options.batch_size * processes.count(), len(training))
     turns = math.ceil(options.epochs * len(training) / per_turn)

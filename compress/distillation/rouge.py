@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from calibrate.instructions import Example, instructions
+from calibrate.instructions import Example, ExampleMaker, instructions_of
 from compress.distillation.responses import write_responses
 from compress.options.evaluate import EvaluateOptions
 from engine.checkpoint.checkpoint import Checkpoint, resolve
@@ -66,7 +66,8 @@ def evaluate_rouge(options: EvaluateOptions, device: str, progress: Progress = n
     checkpoint = Checkpoint(resolve(options.model))
     limits.check(checkpoint.config.max_positions)
     tokenizer = load_tokenizer(checkpoint)
-    examples = instructions(data, tokenizer, limits, template=options.template, seed=seed)["held-out"].examples[:samples]
+    maker = ExampleMaker(tokenizer, limits, options.template, keeps_long_prompts=True)
+    examples = instructions_of(data, maker, "held-out", seed=seed).examples[:samples]
     decoder = Decoder(checkpoint.config, checkpoint.weights(options.dtype or checkpoint.model_dtype, device))
     ends = end_tokens(checkpoint)
     values = []

@@ -12,7 +12,7 @@ from compress.distillation.recipes import METRICS, RECIPES, Recipe
 from compress.options.job import JobOptions
 from compress.options.training import TRAINING, StepOptions, TrainingOptions, careful_rate, warm_up_steps
 from engine.errors import OptionError
-from engine.options import changed, check, declared, like, option, part, unlisted
+from engine.options import changed, check, declared, left_out, like, option, part, unlisted
 
 TRAIN, PAPER = "What to train", "Every Expert Matters"
 DIVERGENCE_NAMES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
@@ -132,11 +132,12 @@ class DistillOptions(JobOptions, StepOptions):
         data=changed(
             group="Text",
             unset=None,
-            help="Prompts with responses (.jsonl), or text: a file, a folder, a .jsonl, 'stdlib' or a dataset id.",
+            help="Prompts with responses (.jsonl or .json), or text: a file, a folder, rows, 'stdlib' or a dataset id.",
         ),
         samples=changed(group="Text", help="Sequences that skip tables of a mixture are made from."),
         sequence_length=changed(group="Text", help="Tokens per sequence of text."),
         evaluation_samples=changed(64, group="Text", help="Held-out sequences or examples of the figures."),
+        windows=left_out(),
     )
     statistics: Path | None = unlisted(JobOptions, "statistics")
     plan_output: Path | None = unlisted(JobOptions, "plan_output")
@@ -202,7 +203,8 @@ class DistillOptions(JobOptions, StepOptions):
             careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
             self.micro_batch_size or UNLIMITED.sequences_per_batch(length),
-            warm_up_steps=warm_up_steps(steps),
+            warm_up_steps=self.warm_up_steps or warm_up_steps(steps),
+            schedule=self.schedule,
             clip_norm=self.clip_norm,
             seed=self.calibration.seed,
             save_every=turn * max(1, self.save_every // turn),

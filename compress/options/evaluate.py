@@ -31,6 +31,7 @@ class EvaluateOptions:
         samples=changed(32, group="Text"),
         sequence_length=changed(group="Text"),
         evaluation_samples=left_out(0),
+        windows=changed(group="Text"),
     )
     metric: str = option(
         PERPLEXITY, group=MEASURE, choices=(*METRICS, ACCURACY), help="Figure; for a classifier it is always accuracy."
