@@ -2,7 +2,7 @@
 
     python benchmarks/default_method.py [--models demo,shared-expert] [--seeds 3] [--windows 256] [--jobs 2]
 
-Each (model, method, seed) is pruned at 25 and 50 % with the method's default scope, from 128 × 256 tokens that the seed draws.
+Each (model, method, seed) is pruned at 25 and 50 % with the method's default scope, on 128 × 256 tokens that the seed draws.
 All are measured on the same windows: 256 of the half that choices are made on ("selection") and 256 of the half for reports,
 spread over all documents of each. Models are compared document by document: for each window the losses of both methods are
 averaged over the seeds, and documents are drawn with replacement (compress/run/losses.py). Finished runs are saved in

@@ -47,7 +47,7 @@ class Benchmark:
     trial: tuple[str, ...] = ()
     """Its arguments for a run of seconds."""
     needs: str = ""
-    """Packages or rights that a run takes beside the development environment. A script that lacks it exits with status 77."""
+    """Packages or rights beside the development environment. A script that lacks them exits with status 77."""
 
 
 SHORT = ("--repetitions", "1", "--layers", "1")
