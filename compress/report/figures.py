@@ -160,7 +160,11 @@ class DistillationFigures(TrainingFigures):
     teacher_unselected_share_per_layer: list[float] | None
     router_divergence_per_layer: list[float] | None
     prompts_left_out: int
+    prompts_cut: int
     responses_cut: int
+    rows_left_out: int
+    examples: int
+    """Number of examples that the metrics before and after are measured on."""
 
 
 class DistillFigures(ModelFigures, DistillationFigures):
