@@ -75,7 +75,7 @@ def test_every_result_says_when_and_where_it_was_measured(name: str) -> None:
 def changed(value: Any, draw: random.Random) -> Any:
     """Return figures with every measured number, fractions and counts of bytes alike, multiplied by its own factor."""
     if isinstance(value, dict):
-        return {key: own if key in OPTIONS else changed(own, draw) for key, own in value.items()}
+        return {key: own if isinstance(own, float) and key in OPTIONS else changed(own, draw) for key, own in value.items()}
     if isinstance(value, list):
         return [changed(own, draw) for own in value]
     if isinstance(value, float):
