@@ -226,6 +226,22 @@ def table(figures: dict[str, Any]) -> str:
     return f"{note}prompts, {seeds} seed(s), {threads}.\n\n{markdown(header, rows)}"
 
 
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return ROUGE-L in percent: how far recipes in which the student writes are above `kd`, and two of seed 0."""
+    lines = [line for line in figures["lines"] if not line.get("router")]
+    by_recipe = {name: [100 * line["rouge_l"] for line in lines if line["recipe"] == name] for name in RECIPES}
+    means = {name: statistics.mean(found) for name, found in by_recipe.items() if found}
+    above = [means[name] - means["kd"] for name in ("gkd", "all", "ka", "sar") if name in means]
+    first = {line["recipe"]: 100 * line["rouge_l"] for line in lines if line["seed"] == 0}
+    return {
+        "written_low": f"{min(above):.1f}",
+        "written_high": f"{max(above):.1f}",
+        "ka_seed_0": f"{first['ka']:.1f}",
+        "kd_seed_0": f"{first['kd']:.1f}",
+    }
+
+
+IN_TEXT = {"distill": quoted}
 TABLES = dict.fromkeys(("distill", "distill_k", "distill_ka", "distill_sar"), table)
 
 
