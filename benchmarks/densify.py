@@ -118,7 +118,7 @@ class Texts:
         calibration = CalibrationOptions("stdlib", 128, LENGTH, HELD_OUT, seed)
         self.tokens_SL, held_out = calibration_texts(calibration, tokenizer, checkpoint.config.vocabulary_size)
         assert held_out is not None
-        self.held_out_SL = held_out
+        self.held_out_SL = held_out.tokens_SL
         sequences = 2 * arguments.steps * arguments.batch_size
         self.training_SL, self.validation_VL = training_text(calibration, tokenizer, sequences, 32)
         self.checkpoint, self.seed = checkpoint, seed

@@ -95,7 +95,7 @@ class TeacherLoss(PairLoss):
     @property
     def blocks(self) -> Mapping[str, str]:
         """Prefix of each sparse layer's MoE block."""
-        return {name: self.checkpoint.block(name) for name in self.names}
+        return {name: self.checkpoint.block(name) for name in self.checkpoint.experts}
 
 
 def random_teacher(directory: Path) -> None:

@@ -89,8 +89,9 @@ def main() -> None:
     arguments = parser.parse_args()
     checkpoint = Checkpoint(DEMO_DIRECTORY)
     text = CalibrationOptions(samples=1, evaluation_samples=arguments.samples).filled(checkpoint)
-    _, tokens_SL = calibration_texts(text, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
-    assert tokens_SL is not None
+    _, held_out = calibration_texts(text, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
+    assert held_out is not None
+    tokens_SL = held_out.tokens_SL
     full = Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
     rows: list[dict[str, Any]] = []
 

@@ -29,6 +29,7 @@ PRUNING = ("calibrate", "compress/methods", "compress/plans", "compress/prune.py
 DENSE = ("calibrate", "compress/dense", "compress/training", "engine/decoder")
 RECIPES = ("compress/distill.py", "compress/distillation", "compress/training", "engine/decoder", "engine/generation")
 CLASSIFIERS = ("compress/classifiers", "compress/training", "engine/transformers_models")
+PAPERS = ("diep", "every-expert-matters", "moe-kd", "speech-recognition")
 ONNX = ("engine/onnx", "compress/export")
 
 
@@ -46,12 +47,12 @@ class Benchmark:
     trial: tuple[str, ...] = ()
     """Its arguments for a run of seconds."""
     needs: str = ""
-    """What must be installed or allowed beside the development environment. A script that lacks it exits with status 77."""
+    """Packages or rights beside the development environment. A script that lacks them exits with status 77."""
 
 
 SHORT = ("--repetitions", "1", "--layers", "1")
-TINY_DISTILL = ("--steps", "2", "--teacher-steps", "2", "--student-steps", "2", "--text-steps", "2", "--samples", "4")
-TINY_DISTILL += ("--seeds", "1", "--recipes")
+TINY_DISTILL = ("--steps", "2", "--teacher-steps", "2", "--student-steps", "2", "--text-steps", "2", "--prompts", "4")
+TINY_DISTILL += ("--validation-prompts", "4", "--seeds", "1", "--recipes")
 BENCHMARKS = (
     Benchmark("demo", ("demo",), ("cli.py", "compress", "calibrate", "engine"), trial=("--samples", "2")),
     Benchmark("engine_speed", ("engine_speed",), ENGINE, trial=SHORT),
@@ -107,6 +108,14 @@ BENCHMARKS = (
         *("methods", ("methods", "methods_demo", "methods_shared-expert"), PRUNING),
         trial=("--models", "demo", "--methods", "frequency", "--seeds", "1"),
     ),
+    Benchmark(
+        *("default_method", ("default_method",), PRUNING),
+        trial=("--models", "demo", "--methods", "fisher,reap", "--seeds", "1", "--windows", "8"),
+    ),
+    Benchmark(
+        *("layer_scores", ("layer_scores",), ("compress/methods", "calibrate")),
+        trial=("--rates", "0.005", "--sequences", "2"),
+    ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),
@@ -126,6 +135,14 @@ BENCHMARKS = (
         *("distill", ("distill_ka",), RECIPES),
         arguments=("--name", "distill_ka", "--recipes", "ka", "--ka-probability", "0.2", "--seeds", "1"),
         trial=("--name", "distill_ka", *TINY_DISTILL, "ka", "--ka-probability", "0.2"),
+    ),
+    Benchmark(
+        *("reproduce", tuple(f"reproduce_{page}" for page in PAPERS), ("cli.py", "calibrate", "compress", "engine")),
+        trial=("--tiny",),
+    ),
+    Benchmark(
+        *("skipping", ("skipping",), ("calibrate/skipping.py", "engine/decoder")),
+        trial=("--models", "demo", "--samples", "8", "--limit", "8"),
     ),
     Benchmark("moe_kd", ("moe_kd",), CLASSIFIERS, trial=("--seeds", "1", "--epochs", "1")),
     Benchmark(
