@@ -162,6 +162,24 @@ def test_a_number_in_a_sentence_is_written_from_its_result(monkeypatch: pytest.M
     assert results.with_results(page) == shown
 
 
+def test_a_result_that_is_older_than_its_code_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_git", lambda *words: "0123456 Later")
+    line = results.measured(STORED["startup"], "startup")
+    assert results.STALE in line and STORED["startup"]["date"] in line and STORED["startup"]["commit"][:7] in line
+    monkeypatch.setattr(results, "_git", lambda *words: "")
+    assert results.measured(STORED["startup"], "startup") == results.without_age(line)
+
+
+def test_what_a_machine_lacks_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The others go on, and a script that fails is named with its arguments."""
+    for name, status in (("lacks", results.NOT_POSSIBLE_HERE), ("fails", 1), ("works", 0)):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit({status})\n")
+    monkeypatch.setattr(registry, "HERE", tmp_path)
+    rows = [registry.Benchmark(name, (), (), trial=("--layers", "1"), needs="a GPU") for name in ("lacks", "fails", "works")]
+    assert registry.run(rows, {}, is_trial=True) == ["fails --layers 1"]
+    assert "not possible here: needs a GPU" in capsys.readouterr().err
+
+
 def test_ratios_come_with_the_range_of_paired_rounds() -> None:
     assert results.times(2.0) == "2.00×"
     assert results.times(2.0, [10.0], [5.0]) == "2.00×"
