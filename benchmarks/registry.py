@@ -108,6 +108,10 @@ BENCHMARKS = (
         *("methods", ("methods", "methods_demo", "methods_shared-expert"), PRUNING),
         trial=("--models", "demo", "--methods", "frequency", "--seeds", "1"),
     ),
+    Benchmark(
+        *("layer_scores", ("layer_scores",), ("compress/methods/diep.py", "compress/methods/relaxations.py")),
+        trial=("--rates", "0,0.005", "--sequences", "4", "--length", "16"),
+    ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),
