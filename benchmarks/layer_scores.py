@@ -113,10 +113,10 @@ def table(figures: Mapping[str, Any]) -> str:
         body.append(cells)
     intro = (
         f"{figures['sequences']} sequences of {figures['length']} tokens, {figures['epochs']} epochs, one seed, "
-        f"{figures['experts']} experts in {figures['layers']} layers. Each cell: the number of experts that are kept although "
+        f"{figures['experts']} experts in {figures['layers']} layers. Each cell:\nexperts that are kept although "
         f"η_β = {first['rate']} removes them, and the perplexity on {figures['held_out']} × {figures['window']} held-out "
-        f"tokens of {figures['documents']} documents, with the 95 % interval of its ratio to that of η_β = {first['rate']} "
-        "(paired by document).\n\n"
+        f"tokens of {figures['documents']} documents,\nwith the 95 % interval of its ratio to that of "
+        f"η_β = {first['rate']}, paired by document.\n\n"
     )
     return intro + markdown(header, body)
 
