@@ -81,7 +81,8 @@ def every_second_layer(model: Path, made: Path) -> None:
             kept[name] = tensor
         elif int(layer) % 2 == 0:
             kept[f"{prefix}{int(layer) // 2}.{rest}"] = tensor
-    shutil.copytree(model, made, ignore=shutil.ignore_patterns("*.safetensors", "compression.json", "*.png", "README.md"))
+    left = ("*.safetensors", "*.index.json", "compression.json", "*.png", "README.md")
+    shutil.copytree(model, made, ignore=shutil.ignore_patterns(*left))
     save_file(kept, made / "model.safetensors", {"format": "pt"})
     config = json.loads((made / "config.json").read_text())
     config["num_hidden_layers"] = (config["num_hidden_layers"] + 1) // 2

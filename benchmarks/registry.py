@@ -47,7 +47,7 @@ class Benchmark:
     trial: tuple[str, ...] = ()
     """Its arguments for a run of seconds."""
     needs: str = ""
-    """What must be installed or allowed beside the development environment. A script that lacks it exits with status 77."""
+    """Packages or rights beside the development environment. A script that lacks them exits with status 77."""
 
 
 SHORT = ("--repetitions", "1", "--layers", "1")
@@ -111,6 +111,10 @@ BENCHMARKS = (
     Benchmark(
         *("layer_scores", ("layer_scores",), ("compress/methods/diep.py", "compress/methods/relaxations.py")),
         trial=("--rates", "0,0.005", "--sequences", "4", "--length", "16"),
+    ),
+    Benchmark(
+        *("default_method", ("default_method",), PRUNING),
+        trial=("--models", "demo", "--methods", "fisher,reap", "--seeds", "1", "--windows", "8"),
     ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(

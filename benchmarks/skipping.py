@@ -1,4 +1,4 @@
-"""What skipping costs: perplexity, accuracy and the share of skipped experts of two trained models, by rule and threshold.
+"""The cost of skipping: perplexity, accuracy and the share of skipped experts of two trained models, by rule and threshold.
 
     python benchmarks/skipping.py [--models demo,shared-expert] [--samples 256] [--limit N]
 

@@ -9,7 +9,7 @@ sets have, are left out and counted.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class Instructions:
     responses_cut: int = 0
     rows_left_out: int = 0
     """Number of rows without a prompt or a response."""
+    rows: int = 0
+    """Number of rows of the source that have both, in all parts of it."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -132,14 +134,19 @@ def read_rows(source: str) -> tuple[list[Row], int]:
     return rows, left_out
 
 
-def instructions(source: str, maker: ExampleMaker, *, seed: int = 0) -> dict[str, Instructions]:
-    """Return the examples by split. Raises DataError for malformed rows, and where a split has no example left."""
+def instructions(
+    source: str, maker: ExampleMaker, *, seed: int = 0, wanted: Sequence[str] = SPLITS
+) -> dict[str, Instructions]:
+    """Return the examples of the wanted splits, by split.
+
+    Raises DataError for malformed rows, and where one of the splits has no example left.
+    """
     rows, left_out = read_rows(source)
     splits = by_split(rows, source, seed, lambda row: row.question)
     # nothing is calibrated, so the calibration split joins the training split
     splits["training"] = splits.pop("calibration") + splits["training"]
-    made = {split: maker.examples(splits[split], f"{source}: its {split} part") for split in SPLITS}
-    made["training"].rows_left_out = left_out
+    made = {split: maker.examples(splits[split], f"{source}: its {split} part") for split in wanted}
+    made[wanted[0]].rows_left_out = left_out
     return made
 
 
@@ -149,10 +156,11 @@ def instructions_of(source: str, maker: ExampleMaker, split: str = WHOLE, *, see
     split: `all`, `held-out`, or `calibration` for everything that is not held out.
     """
     rows, left_out = read_rows(source)
+    count = len(rows)
     if split != WHOLE:
         splits = by_split(rows, source, seed, lambda row: row.question)
         held_out = splits.pop("held-out")
         rows = held_out if split == "held-out" else [row for own in splits.values() for row in own]
     made = maker.examples(rows, source if split == WHOLE else f"{source}: its {split} part")
-    made.rows_left_out = left_out
+    made.rows_left_out, made.rows = left_out, count
     return made

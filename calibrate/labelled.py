@@ -63,8 +63,8 @@ class Labelled:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def part(self, split: Part) -> Labelled:
-        """Return the examples of one split. Raises DataError where there are none."""
+    def part(self, split: str) -> Labelled:
+        """Return the examples of one split of PARTS. Raises OptionError for another, and DataError where there are none."""
         if split not in PARTS:
             raise OptionError(f"split {split!r} is for text; examples have {', '.join(PARTS)}")
         own = self.held_out or [int.from_bytes(hashlib.sha256(key).digest()[:8]) % HELD_OUT_ONE_IN == 0 for key in self.keys]

@@ -31,6 +31,7 @@ from compress.plans.plan import plan_from_json
 from compress.report import plots
 from compress.report.columns import to_csv
 from compress.report.diep_scores import load_scores
+from compress.report.expert_record import load_record
 from compress.report.page import page
 from compress.report.pictures import Picture, Pictured, kept_experts, save
 from compress.report.pictures import draw as draw_experts
@@ -498,7 +499,8 @@ def draw(
         figure = scatter(points, "decode, tokens per second", y_label)
         about = "Down and to the right is better; bars are standard deviations."
         pictures.append(save(directory, "quality_and_speed", figure, "Quality against speed", about))
-    return pictures + draw_experts(directory, [_pictured(*pair) for pair in zip(subjects, statistics, strict=True)])
+    pairs = zip(subjects, statistics, strict=True)
+    return pictures + draw_experts(directory, [model for pair in pairs for model in _pictured(*pair)])
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: float = 1.0) -> list[Point]:
@@ -520,10 +522,15 @@ def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: flo
     ]
 
 
-def _pictured(subject: Subject, statistics: Statistics | None) -> Pictured:
+def _pictured(subject: Subject, statistics: Statistics | None) -> list[Pictured]:
+    """Return the experts of a model as measured now, or else as its artifact recorded them, after those of its source."""
     model, kept = subject.model, None
     # the plan of an artifact of a later version, for example; its experts are then numbered from 0
     with suppress(PlanError):
         kept = kept_experts(plan_from_json((model.provenance or {}).get("plan")), model.config)
-    scores = load_scores(model.directory)
-    return Pictured(subject.label, model.config.experts_by_layer, statistics, kept, scores)
+    scores, counts = load_scores(model.directory), model.config.experts_by_layer
+    record = load_record(model.directory) if statistics is None and counts else None
+    if record is None or {layer: len(own) for layer, own in record.after.routed.items()} != counts:
+        return [Pictured(subject.label, counts, statistics, kept, scores)]
+    source = Pictured(f"{subject.label} (before)", {}, recorded=record.before)
+    return [source, Pictured(subject.label, counts, None, kept, scores, recorded=record.after)]

@@ -122,7 +122,7 @@ class Measure:
 
     def __init__(self, options: DistillOptions, prepared: Distillable, student: Decoder, group_size: int) -> None:
         self.student, self.group_size, self.limit = student, group_size, prepared.limit
-        self.ends = end_tokens(prepared.checkpoint)
+        self.ends, self.stemming = end_tokens(prepared.checkpoint), options.stemming
         self._tokenizer = load_tokenizer(prepared.checkpoint) if METRICS[options.select_by].writes else None
 
     def __call__(self, examples: Sequence[Example]) -> float:
@@ -130,7 +130,9 @@ class Measure:
         if self._tokenizer is None:
             return self.perplexity(examples)
         greedy = SamplingOptions()
-        value = 1.0 - rouge_l(self.student, self._tokenizer, examples, self.limit, self.ends, sampling=greedy)
+        value = 1.0 - rouge_l(
+            self.student, self._tokenizer, examples, self.limit, self.ends, sampling=greedy, stemming=self.stemming
+        )
         processes.let_go(self.student)
         return value
 
@@ -259,8 +261,9 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
             "router_divergence_per_layer": list(done.routers.moved.values()) if drift and done.routers else None,
             "router_drift_mean_per_layer": list(drift.mean.values()) if drift else None,
             "router_drift_max_per_layer": list(drift.largest.values()) if drift else None,
-            "prompts_left_out": prepared.prompts_left_out,
-            "responses_cut": prepared.responses_cut,
+            **prepared.counts,
+            "examples": len(prepared.measured or prepared.validation),
+            **({} if prepared.evaluation is None else {"evaluation": prepared.evaluation}),
         },
     )
 

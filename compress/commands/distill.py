@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from compress.commands.command import Figures, Given, Push, command
-from compress.commands.figures import show_figures
+from compress.commands.figures import show_figures, show_left_out
 from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar, table
 from compress.commands.preset import with_preset
@@ -33,6 +33,9 @@ def _distill_language_model(given: Given) -> Figures:
     own = names(ClassifierOptions) - names(DistillOptions)
     given.refuse(own, "for classifiers, and the student is a language model")
     given = with_preset(given, (DistillOptions,), "distill", given.values["recipe"])
+    for file, samples in (("validation", "validation_samples"), ("test", "evaluation_samples")):
+        if given.values[file] is not None:
+            given.refuse([samples], f"for a part of --data, and all of --{file} is used")
     counts = given.values["teacher_experts"]
     if counts is not None and len(counts) > 1:
         return _sweep(given, counts)
@@ -42,8 +45,7 @@ def _distill_language_model(given: Given) -> Figures:
     before, after = figures["metric_before"], figures["metric_after"]
     given.say(f"{figures['metric_name']} of responses: {before:.3f} to {after:.3f}")
     given.say("time: " + ", ".join(f"{name} {share:.0%}" for name, share in figures["time_share"].items()))
-    if left := figures["prompts_left_out"]:
-        given.say(f"{left} prompts are longer than --max-prompt-length and were left out")
+    show_left_out(given, figures)
     return figures
 
 

@@ -45,3 +45,18 @@ def _rows(figures: Figures) -> list[list[str]]:
 
 def _perplexity(figures: Figures, when: str) -> str:
     return with_error(figures[f"perplexity_{when}"], figures.get(f"perplexity_{when}_stderr"))
+
+
+LEFT_OUT = {
+    "rows_left_out": "rows have no prompt or no response and were left out",
+    "prompts_left_out": "prompts are longer than --max-prompt-length and were left out",
+    "prompts_cut": "prompts are longer than --max-prompt-length and were cut to it",
+}
+"""Figures of prompts with responses that are not used as they are, each with the end of the sentence that says so."""
+
+
+def show_left_out(given: Given, figures: Figures) -> None:
+    """Print how many prompts with responses were left out or cut, and why."""
+    for key, why in LEFT_OUT.items():
+        if figures.get(key):
+            given.say(f"{figures[key]} {why}")

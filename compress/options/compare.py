@@ -35,7 +35,7 @@ class CompareOptions:
             group=TEXT,
             flag="calibration-samples",
             minimum=0,
-            help="Sequences for the plots of expert usage and similarity, with --output; 0 for none.",
+            help="Sequences for the plots of expert usage and similarity, with --output; 0 draws what artifacts recorded.",
         ),
         sequence_length=changed(group=TEXT, unset="the shortest default of the models"),
         evaluation_samples=changed(

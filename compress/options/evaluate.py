@@ -28,7 +28,7 @@ class EvaluateOptions:
     calibration: CalibrationOptions = part(
         CalibrationOptions,
         data=changed(group="Text"),
-        samples=changed(32, group="Text"),
+        samples=changed(32, group="Text", help="Sequences; for rouge-l and accuracy the most examples, all if not given."),
         sequence_length=changed(group="Text"),
         evaluation_samples=left_out(0),
         windows=changed(group="Text"),
@@ -45,6 +45,14 @@ class EvaluateOptions:
     skip_rule: str = like(OpenOptions, "skip_rule")
     limits: Limits = part(Limits)
     template: str | None = like(DistillOptions, "template")
+    test: str | None = like(
+        DistillOptions,
+        "test",
+        group="Prompts and responses",
+        unset=None,
+        help="For rouge-l: prompts with responses of which every row is scored, instead of --data and --split.",
+    )
+    stemming: bool = like(DistillOptions, "stemming")
     seeds: int = option(5, group="Prompts and responses", minimum=1, help="For rouge-l: times to sample responses.")
     sampling: SamplingOptions = part(
         SamplingOptions,

@@ -187,7 +187,11 @@ class DistillationFigures(TrainingFigures):
     """KL(old ‖ new) where the old and the new teacher each route their own hidden states; the next field is the maximum."""
     router_drift_max_per_layer: list[float] | None
     prompts_left_out: int
+    prompts_cut: int
     responses_cut: int
+    rows_left_out: int
+    examples: int
+    """Number of examples that the metrics before and after are measured on."""
 
 
 class DistillFigures(ModelFigures, DistillationFigures):

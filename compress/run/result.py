@@ -24,6 +24,7 @@ from compress.plans.plan import plan_to_json
 from compress.report import plots
 from compress.report.card import model_card
 from compress.report.diep_scores import load_scores
+from compress.report.expert_record import ExpertRecord, save_record
 from compress.report.figures import ModelFigures, PerplexityFigures
 from compress.report.pictures import Pictured, draw, kept_experts
 from compress.run.job import AnyRun, HeldOut, Made, fingerprints, held_out
@@ -135,6 +136,9 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
             skip_tables(own).save(directory / SKIP_TABLES)
         made.add_files(directory)
         models = [_before(run, before), _after(options, made, result, own, after)]
+        record = ExpertRecord(*(model.seen for model in models))
+        if record.after.routed or record.after.within:
+            save_record(record, directory)
         pictures = [*made.draw(directory), *draw(directory, models)] if plots.available() else []
         figures = _figures(run, made, result, perplexity_figures(run.prepared.held_out, before, after))
         figures["plots"] = [picture.path.name for picture in pictures]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect as inspect_module
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pictures_for_tests import drawing
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
+import compress.report.pictures
 import compress.run.result
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
@@ -27,8 +29,9 @@ from calibrate.windows import Windows, text_windows
 from compress import compare as module
 from compress.compare import compare, heading, labels, task_figures
 from compress.options.compare import CompareOptions
-from compress.report import plots
+from compress.report import expert_record, plots
 from compress.report.diep_scores import FILE_NAME, load_scores
+from compress.report.expert_record import ExpertRecord, Experts, load_record, save_record
 from compress.report.pictures import Pictured
 from compress.run.perplexity import losses, perplexity
 from engine.checkpoint.checkpoint import Checkpoint
@@ -393,6 +396,63 @@ def test_without_matplotlib_pruning_goes_on_and_says_so(
     )
     assert result.exit_code == 0 and "no plots: matplotlib is not installed" in result.stdout
     assert not list((tmp_path / "out").glob("*.png")) and not (tmp_path / "out" / FILE_NAME).exists()
+
+
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
+def test_pictures_are_drawn_from_what_a_run_has_recorded(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without samples nothing is calibrated; usage and similarity of source and result are those of the run's pictures."""
+    made: list[Pictured] = []
+    draw = compress.run.result.draw
+    monkeypatch.setattr(
+        compress.run.result, "draw", lambda directory, models: made.extend(models) or draw(directory, models)
+    )
+    arguments = ["prune", str(place / "model"), "-o", str(tmp_path / "out"), "--sparsity", "0.5", "--method", "frequency"]
+    result = CliRunner().invoke(
+        cli.main, [*arguments, *SIZES, "--data", str(place / "text.txt"), "--evaluation-samples", "3"]
+    )
+    assert result.exit_code == 0, result.output
+    drawn: list[Pictured] = []
+    monkeypatch.setattr(
+        module,
+        "draw_experts",
+        lambda directory, models: drawn.extend(models) or compress.report.pictures.draw(directory, models),
+    )
+    monkeypatch.setattr(module, "collect", None)
+    asked = options(tmp_path, "out", output=tmp_path / "report")
+    compare(replace(asked, text=replace(asked.text, data=str(place / "text.txt"), samples=0)))
+    assert [model.label for model in drawn] == ["out (before)", "out"] and len(made) == 2
+    for found, expected in zip(drawn, made, strict=True):
+        assert found.tokens_routed == expected.tokens_routed and sum(found.tokens_routed[0]) == 3 * 32 * 2
+        for kind in ("within", "between"):
+            own, other = getattr(found.seen, kind), getattr(expected.seen, kind)
+            assert own.keys() == other.keys() and own
+            for layer, matrix in own.items():
+                assert torch.allclose(torch.tensor(matrix), torch.tensor(other[layer]).float(), atol=1e-4, equal_nan=True)
+    names = {path.name for path in (tmp_path / "report").glob("*.png")}
+    assert {f"{kind}_similarity_{place}.png" for kind in ("expert", "layer") for place in (1, 2)} < names
+    assert "expert_usage.png" in names
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{}, {"schema_version": 1}, {"routed": {"0": [-1]}}, {"similarity": {"0": [[1.0], [1.0, 0.5]]}}, {"routed": []}],
+)
+def test_a_damaged_record_of_experts_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    assert load_record(tmp_path) is None
+    whole = ExpertRecord(Experts({0: [3, 4]}, {0: [[1.0, 0.123456], [math.nan, 1.0]]}), Experts({0: [5]}))
+    save_record(whole, tmp_path)
+    again = load_record(tmp_path)
+    assert again is not None and again.after == whole.after and again.before.routed == whole.before.routed
+    assert again.before.within[0][0] == [1.0, 0.1235] and math.isnan(again.before.within[0][1][0])
+    path = tmp_path / expert_record.FILE_NAME
+    values = json.loads(path.read_text())
+    values = values | {"before": values["before"] | content} if "schema_version" not in content and content else content
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="copy the artifact again"):
+        load_record(tmp_path)
 
 
 @pytest.mark.parametrize(
