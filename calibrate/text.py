@@ -28,9 +28,10 @@ from tqdm import tqdm
 from calibrate.rows import parse_line, row_text, text_rows
 from engine.errors import DataError, OptionError
 
-Split = Literal["calibration", "training", "validation", "held-out", "all"]
+Split = Literal["calibration", "training", "validation", "held-out", "selection", "report", "all"]
 """Names of splits. Training and validation are the two parts of calibration, so that the best state of a training is
-chosen on documents that the training did not read.
+chosen on documents that the training did not read. Selection and report are the halves of held-out, so that a method that
+was chosen on one half is reported on the other.
 """
 
 DOCUMENT_BYTES = 32 * 1024
@@ -100,7 +101,7 @@ def token_batches(
     ids = _packed(source, tokenizer, samples, sequence_length, seed, split)
     if len(ids) < samples * sequence_length:
         raise DataError(
-            f"{source}: too short: {_named(split)} has {len(ids)} tokens, and {samples} sequences of {sequence_length} "
+            f"{source}: too short: {named(split)} has {len(ids)} tokens, and {samples} sequences of {sequence_length} "
             f"need {samples * sequence_length}; give more text, or ask for fewer samples or a shorter sequence length"
         )
     return torch.tensor(ids, dtype=torch.long).view(samples, sequence_length)
@@ -120,18 +121,22 @@ def _packed(source: str, tokenizer: Tokenizer, samples: int, length: int, seed: 
     if samples < 1 or length < 1:
         raise OptionError(f"{samples} samples of {length} tokens cannot be taken: both must be at least 1")
     needed = samples * length
-    end = tokenizer.eos_token_id
     ids: list[int] = []
     with tqdm(total=needed, unit=" tokens", desc="reading text", delay=2, leave=False, disable=None) as progress:
-        for text in load_documents(source, seed, split=split):
+        for own in tokenized_documents(source, tokenizer, seed, split):
             before = len(ids)
-            ids.extend(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-            if end is not None:
-                ids.append(end)
+            ids.extend(own)
             progress.update(min(len(ids), needed) - before)
             if len(ids) >= needed:
                 break
     return ids[:needed]
+
+
+def tokenized_documents(source: str, tokenizer: Tokenizer, seed: int, split: Split) -> Iterator[list[int]]:
+    """Yield the token ids of each document of a split, in the order of the seed, followed by the end token, if any."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in load_documents(source, seed, split=split):
+        yield [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
 
 
 def split_of(document: str) -> Split:
@@ -141,6 +146,9 @@ def split_of(document: str) -> Split:
 
 def belongs(document: str, split: Split) -> bool:
     """Whether a document belongs to a split."""
+    if split in ("selection", "report"):
+        is_reported = _number(document) // HELD_OUT_ONE_IN % 2 == 0
+        return split_of(document) == "held-out" and is_reported == (split == "report")
     if split not in ("training", "validation"):
         return split in ("all", split_of(document))
     validates = _number(document) // HELD_OUT_ONE_IN % VALIDATION_ONE_IN == 0
@@ -163,10 +171,11 @@ def _of_split(texts: Iterator[str], source: str, split: Split, limit_bytes: int 
         given_bytes += len(text.encode())
         yield text
     if not found:
-        raise DataError(f"{source}: {_named(split)} has no text; give a source with more of it")
+        raise DataError(f"{source}: {named(split)} has no text; give a source with more of it")
 
 
-def _named(split: Split) -> str:
+def named(split: Split) -> str:
+    """Return a split in words, for messages about a source."""
     return "the source" if split == "all" else f"its {split} part"
 
 

@@ -77,6 +77,8 @@ def densify(options: DensifyOptions, progress: Progress = no_progress) -> Densif
 def prepare_dense(options: DensifyOptions) -> Trainable:
     """Open and check every input of the run, and write nothing. Raises a CompressError for invalid input."""
     options.training.check()
+    if options.training.distill_layers is not None:
+        raise OptionError("--distill-layers is for encoder-decoders; a decoder's MoE layers are distilled")
     prepared = prepare(options, checked_mixture(options))
     nothing = prepared.tokens_SL[:0]
     texts = (nothing, nothing)

@@ -28,12 +28,14 @@ from compress.dense.encoder_decoder import (
     saved_tensors,
     usage,
 )
-from compress.dense.encoder_decoder_training import Measured, measure, train
+from compress.dense.encoder_decoder_training import TOKEN_ACCURACY, Measured, measure, train
 from compress.options.densify import SELECTIONS, DensifyOptions
 from compress.plans.apply import carried_files
 from compress.plans.plan import Plan, plan_from_json, plan_to_json
+from compress.report import plots
 from compress.report.card import model_card, training_lines
 from compress.report.figures import DensifyPairsFigures
+from compress.report.pictures import Picture, draw_token_accuracy, draw_training, draw_usage
 from compress.run.claims import claims_output
 from compress.run.job import Run
 from compress.run.result import check_outputs, finished_before
@@ -179,6 +181,8 @@ class Student:
     parameters: Mapping[str, Tensor]
     """Parameters by name, tied ones once; FFNs of sparse layers are not yet folded."""
     figures: dict[str, Any]
+    trained: Trained
+    seen: Usage
 
 
 def _student(run: PairsRun) -> Student:
@@ -190,18 +194,27 @@ def _student(run: PairsRun) -> Student:
     student = dense_student(plan, teacher, checkpoint, options.dtype or checkpoint.model_dtype, options.device)
     errors = layer_errors(student, teacher, checkpoint, seen, calibration.take(slice(ERROR_PAIRS)))
     parameters: Mapping[str, Tensor] = dict(student.named_parameters())
-    parts: dict[str, Any] = {}
+    trained = Trained()
     if options.training.steps:
         trained = _trained(run, student)
-        parameters, parts = trained.tensors, trained.parts
+        parameters = trained.tensors
     own = {
         "selected_experts": _selected(plan, checkpoint),
         "block_error_per_layer": [error.whole for error in errors],
         "router_weight_error_per_layer": [error.weight for error in errors],
-        "training": parts,
+        "training": trained.parts,
         "scales_per_layer": learned_scales(parameters, checkpoint),
+        "mixture_validation_token_accuracy": _mixture_accuracy(run),
     }
-    return Student(plan, parameters, own | _usage_figures(seen))
+    return Student(plan, parameters, own | _usage_figures(seen), trained, seen)
+
+
+def _mixture_accuracy(run: PairsRun) -> float | None:
+    """Return the mixture's token accuracy on the pairs that the best state is chosen by; None where there are none."""
+    prepared = run.prepared
+    if "validation" not in prepared.pairs:
+        return None
+    return measure(prepared.teacher, prepared.pairs["validation"], prepared.checkpoint.config).token_accuracy
 
 
 def _trained(run: PairsRun, student: nn.Module) -> Trained:
@@ -230,12 +243,31 @@ def _write(run: PairsRun, made: Student, before: Mapping[str, float | None]) -> 
         own |= {"seconds": time.monotonic() - run.started, "peak_memory_bytes": peak_memory_bytes()}
         figures = cast(DensifyPairsFigures, own)
         title = f"{options.model}, dense: {prepared.ffns} experts of each layer as one FFN"
-        card = model_card(figures, options.model, (), False, (), title, _card(figures), loader="AutoModelForSeq2SeqLM")
+        pictures = _draw(run, made, directory) if plots.available() else []
+        card = model_card(figures, options.model, (), False, pictures, title, _card(figures), loader="AutoModelForSeq2SeqLM")
         (directory / "README.md").write_text(card, encoding="utf-8")
         write_provenance(directory, _provenance(options, checkpoint, made.plan, figures))
     if options.plan_output is not None:
         write_json(options.plan_output, plan_to_json(made.plan))
     return figures
+
+
+def _draw(run: PairsRun, made: Student, directory: Path) -> list[Picture]:
+    """Draw usage of experts, the training, and its token accuracy beside that of the mixture."""
+    checkpoint, label = run.prepared.checkpoint, run.options.output.name
+    layers = {index: _layer_name(name) for index, name in enumerate(checkpoint.experts)}
+    chosen = dict(enumerate(_selected(made.plan, checkpoint).values()))
+    pictures = [draw_usage(directory, Path(run.options.model).name, made.seen.statistics, chosen, layers)]
+    pictures += draw_training(directory, label, made.trained.histories)
+    curves = {part: further[TOKEN_ACCURACY] for part, further in made.trained.further.items() if further}
+    mixture = made.figures["mixture_validation_token_accuracy"]
+    return [*pictures, draw_token_accuracy(directory, label, curves, mixture)] if curves else pictures
+
+
+def _layer_name(name: str) -> str:
+    """Return "encoder layer 1" for "encoder.1"."""
+    stack, layer = name.split(".")
+    return f"{stack} layer {layer}"
 
 
 def _plan(options: DensifyOptions, prepared: PreparedPairs, seen: Usage) -> Plan:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ from engine.transformers_models.classifier_inputs import Examples, ImageInputs, 
 
 GROUP = 64
 """Number of examples per forward pass where nothing is trained."""
+TOP = 5
+"""Number of classes among which the correct one has to be for top-5 accuracy."""
 Inputs = ImageInputs | TextInputs
 Bar = Callable[[Iterable[int]], Iterable[int]]
 
@@ -54,6 +56,14 @@ def groups(examples: Labelled, inputs: Inputs, device: torch.device | str, bar: 
         yield on(inputs, examples.read(range(start, min(start + GROUP, len(examples)))), device)
 
 
+class Accuracy(NamedTuple):
+    """Shares of the examples whose correct class is the most probable, and among the five most probable."""
+
+    top_1: float
+    top_5: float | None
+    """None for five classes or fewer, among which the correct one always is."""
+
+
 @torch.no_grad()
 def accuracy(
     classify: Callable[..., Tensor],
@@ -62,16 +72,19 @@ def accuracy(
     labels_N: Tensor,
     device: torch.device | str = "cpu",
     bar: Bar = iter,
-) -> float:
-    """Return the share of examples whose most probable class is correct. Raises CheckpointError for NaN logits."""
-    right, start = 0, 0
+) -> Accuracy:
+    """Return top-1 and top-5 accuracy on all examples. Raises CheckpointError for NaN logits."""
+    right, among, start, classes = 0, 0, 0, 0
     for given in groups(examples, inputs, device, bar):
         logits_BC = classify(**given)
         if not bool(logits_BC.isfinite().all()):
             raise CheckpointError(f"{examples.name}: the model's logits are not finite; try --dtype float32")
-        right += int((logits_BC.argmax(dim=-1).cpu() == labels_N[start : start + len(logits_BC)]).sum())
+        labels_B, classes = labels_N[start : start + len(logits_BC)], logits_BC.shape[1]
+        right += int((logits_BC.argmax(dim=-1).cpu() == labels_B).sum())
+        best_BT = logits_BC.topk(min(TOP, classes), dim=-1).indices.cpu()
+        among += int((best_BT == labels_B[:, None]).any(dim=-1).sum())
         start += len(logits_BC)
-    return right / len(examples)
+    return Accuracy(right / len(examples), among / len(examples) if classes > TOP else None)
 
 
 def evaluate_accuracy(options: EvaluateOptions, samples: int | None, progress: Progress = no_progress) -> dict[str, Any]:
@@ -82,13 +95,16 @@ def evaluate_accuracy(options: EvaluateOptions, samples: int | None, progress: P
     """
     started = time.monotonic()
     model, split, probes = options.model, options.split, options.probe
+    if split == "selection" or split == "report":
+        raise OptionError(f"--split {split} is for text and for prompts with responses; take held-out for a classifier")
     described, classify, where = open_classifier(resolve(model), options.backend, options.device, options.dtype)
     found, inputs = examples_for(described, options.calibration.data or described.data, options.limits.length)
     part = found.part("held-out" if probes else split)
     part = part if samples is None else part.only(range(min(samples, len(part))))
+    top_5 = None
     if not probes:
         labels_N = part.numbers(described.class_names)
-        value = accuracy(classify, part, inputs, labels_N, where, lambda rows: progress(rows, "accuracy (batches)"))
+        value, top_5 = accuracy(classify, part, inputs, labels_N, where, lambda rows: progress(rows, "accuracy (batches)"))
     elif isinstance(classify, Classifier):
         value = probe(classify, found.name, inputs, where, options.calibration.seed)
     else:
@@ -96,6 +112,7 @@ def evaluate_accuracy(options: EvaluateOptions, samples: int | None, progress: P
     return {
         "metric": "probe" if probes else "accuracy",
         "value": value,
+        "top5": top_5,
         "tokens": None,
         "examples": len(part),
         "seconds": time.monotonic() - started,

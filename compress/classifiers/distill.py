@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from calibrate.labelled import DIGITS, Labelled, is_nameless
-from compress.classifiers.accuracy import Inputs, accuracy, examples_for, on, probe
+from compress.classifiers.accuracy import Accuracy, Inputs, accuracy, examples_for, on, probe
 from compress.classifiers.distillation import ClassifierLoss, Mixture, Side, TeacherPass, ask, mixture_for
 from compress.classifiers.recipes import ABLATIONS
 from compress.classifiers.training import ClassifierTrainer
@@ -137,8 +137,8 @@ class TrainedClassifier:
     mixture: Mixture | None
     taught: TeacherPass | None
     trainer: ClassifierTrainer
-    before: dict[str, float | None]
-    """Figures before the first step."""
+    before: dict[str, Any]
+    """Figures before the first step, as JSON: `accuracy` and `teacher` have top-1 and top-5 accuracy."""
 
 
 def _train(run: ClassifierRun) -> TrainedClassifier:
@@ -170,7 +170,8 @@ def _train(run: ClassifierRun) -> TrainedClassifier:
     )
     steps = options.epochs * max(1, len(pair.training) // options.batch_size)
     momentum = options.momentum if OPTIMISERS[options.optimiser] else None
-    trainer = ClassifierTrainer(parameters, buffers, loss, options.training(steps), len(pair.training), momentum)
+    training, falls = options.training(steps), options.falls(steps)
+    trainer = ClassifierTrainer(parameters, buffers, loss, training, len(pair.training), momentum, falls)
     for module in (student, mixture):
         if module is not None:
             module.train()
@@ -191,16 +192,16 @@ def _gated(student: Classifier, pair: Pair, device: str) -> Tensor:
     return student.split(**on(pair.inputs, pair.training.read([0]), device)).gated
 
 
-def _before(run: ClassifierRun, student: Classifier, teacher: Side | None) -> dict[str, float | None]:
+def _before(run: ClassifierRun, student: Classifier, teacher: Side | None) -> dict[str, Any]:
     options, pair = run.options, run.prepared
 
-    def of(side: Side, name: str) -> float:
+    def of(side: Side, name: str) -> Accuracy:
         return accuracy(side.model, pair.held_out, side.inputs, pair.held_out_N, options.device, run.bar(name))
 
     own = Side(student, pair.inputs)
     return {
         "accuracy": of(own, "accuracy before"),
-        "teacher": None if teacher is None else of(teacher, "accuracy of the teacher"),
+        "teacher": (None, None) if teacher is None else of(teacher, "accuracy of the teacher"),
         "probe": _probe(options, own),
     }
 
@@ -276,6 +277,7 @@ def _figures(run: ClassifierRun, done: TrainedClassifier, result: ClassifierChec
         made.mixture, mixture = None, made.mixture
         alone = accuracy(made, pair.held_out, pair.inputs, pair.held_out_N, options.device)
         made.mixture = mixture
+    (before, top5_before), (teacher, teacher_top5) = done.before["accuracy"], done.before["teacher"]
     first, last = history[0], history[-1]
     return {
         "artifact": str(options.output),
@@ -286,10 +288,13 @@ def _figures(run: ClassifierRun, done: TrainedClassifier, result: ClassifierChec
         "epochs": options.epochs,
         **{f"{name}_{when}": terms[name] for name in first for when, terms in (("first", first), ("last", last))},
         "metric_name": "accuracy",
-        "metric_before": done.before["accuracy"],
-        "metric_after": after,
-        "accuracy_without_mixture": alone,
-        "teacher_accuracy": done.before["teacher"],
+        "metric_before": before,
+        "metric_after": after.top_1,
+        "top5_before": top5_before,
+        "top5_after": after.top_5,
+        "accuracy_without_mixture": None if alone is None else alone.top_1,
+        "teacher_accuracy": teacher,
+        "teacher_top5": teacher_top5,
         "probe_before": done.before["probe"],
         "probe_after": _probe(options, side),
         "training_examples": len(pair.training),
@@ -308,11 +313,14 @@ def _figures(run: ClassifierRun, done: TrainedClassifier, result: ClassifierChec
 def _card(options: ClassifierOptions, figures: Mapping[str, Any]) -> str:
     """Return the artifact's README.md."""
     rows = [("accuracy", figures["metric_before"], figures["metric_after"])]
+    if figures["top5_after"] is not None:
+        rows.append(("top-5 accuracy", figures["top5_before"], figures["top5_after"]))
     if options.probe is not None:
         rows.append((f"linear probe on {options.probe}", figures["probe_before"], figures["probe_after"]))
     whom = "on the labels alone" if options.teacher is None else f"from `{options.teacher}`"
     ablation = f", ablation ({options.ablation}): {ABLATIONS[options.ablation].about}" if options.ablation else ""
-    teacher = figures["teacher_accuracy"]
+    teacher, teacher_top_5 = figures["teacher_accuracy"], figures["teacher_top5"]
+    top_5 = "" if teacher_top_5 is None else f", top-5 {teacher_top_5:.4f}"
     return "\n".join(
         [
             *front_matter(["classifier", "distilled", "moe-compress"], library="transformers"),
@@ -326,7 +334,7 @@ def _card(options: ClassifierOptions, figures: Mapping[str, Any]) -> str:
             "| --- | ---: | ---: |",
             *(f"| {name} | {before:.4f} | {after:.4f} |" for name, before, after in rows),
             "",
-            f"On {figures['evaluation']}" + (f"; the teacher has {teacher:.4f}." if teacher is not None else "."),
+            f"On {figures['evaluation']}" + (f"; the teacher has {teacher:.4f}{top_5}." if teacher is not None else "."),
             f"It took {figures['seconds']:.0f} s and at most {figures['peak_memory_bytes'] / 1e9:.2f} GB of memory.",
             "",
             *(_mixture_lines(figures) if figures["experts"] else []),

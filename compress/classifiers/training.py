@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ from compress.options.training import TrainingOptions
 from compress.training.training import Loss, State, Trainer
 from engine.files.safetensors_file import SafetensorsFile
 
-FALLS = (5 / 8, 6 / 8, 7 / 8)
-"""Shares of the training after which the rate is divided by 10: epochs 150, 180 and 210 of 240."""
 BUFFER = "buffer."
 
 
@@ -30,14 +28,18 @@ class ClassifierTrainer(Trainer):
         options: TrainingOptions,
         examples: int,
         momentum: float | None = 0.9,
+        falls: Sequence[float] = (),
     ) -> None:
         """Create the trainer.
 
         buffers: updated in place by the loss's forward passes, and saved with the parameters.
 
         momentum: of SGD; None for AdamW.
+
+        falls: numbers of steps after each of which the learning rate is divided by 10.
         """
         super().__init__(parameters, loss, options, examples, 1)
+        self.falls = falls
         self.buffers = dict(buffers)
         if momentum is not None:
             self.optimiser = torch.optim.SGD(
@@ -46,7 +48,7 @@ class ClassifierTrainer(Trainer):
 
     def update(self, step: int) -> None:
         """Update the parameters against the gradients."""
-        passed = sum(step >= share * self.options.steps for share in FALLS)
+        passed = sum(step >= fall for fall in self.falls)
         for group in self.optimiser.param_groups:
             group["lr"] = self.options.learning_rate * 0.1**passed
         self.optimiser.step()

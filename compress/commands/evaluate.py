@@ -34,6 +34,7 @@ def _evaluate_language_model(given: Given, options: EvaluateOptions) -> Figures:
         given.refuse(["test", "stemming"], "for rouge-l")
     if not is_perplexity:
         given.refuse(["memory_limit"], NO_LIMIT)
+        given.refuse(["windows"], "for perplexity")
     if options.metric == ACCURACY or options.probe:
         raise OptionError(f"{options.model}: is no classifier, so it has no accuracy; take --metric perplexity or rouge-l")
     if not is_perplexity and not options.tasks:
@@ -48,7 +49,11 @@ def _evaluate_perplexity(given: Given, options: EvaluateOptions) -> Figures:
 
     given.chosen_device()  # raises OptionError for CUDA on a machine without it
     figures = evaluate_model(options, progress_bar)
-    given.say(f"{figures['metric']} {figures['value']:.4f} on {figures['tokens']:,} tokens in {figures['seconds']:.1f} s")
+    spread = "" if figures["value_stderr"] is None else f" ± {figures['value_stderr']:.4f}"
+    given.say(
+        f"{figures['metric']} {figures['value']:.4f}{spread} on {figures['tokens']:,} tokens of {figures['documents']} "
+        f"documents in {figures['seconds']:.1f} s"
+    )
     return figures
 
 
@@ -84,6 +89,7 @@ def _evaluate_classifier(given: Given, options: EvaluateOptions) -> Figures:
     from compress.classifiers.accuracy import evaluate_accuracy
 
     given.refuse(["memory_limit"], NO_LIMIT)
+    given.refuse(["windows"], "for perplexity")
     given.refuse(SKIP_OPTIONS, "for language models")
     given.refuse(["test", "stemming"], "for language models")
     if options.tasks or ("metric" in given.named and options.metric != ACCURACY):
@@ -91,8 +97,9 @@ def _evaluate_classifier(given: Given, options: EvaluateOptions) -> Figures:
     samples = options.calibration.samples if "samples" in given.named else None
     figures = evaluate_accuracy(options, samples, progress_bar)
     part = "" if figures["split"] == "all" else f"{figures['split']} "
+    top_5 = "" if figures["top5"] is None else f", top-5 {figures['top5']:.4f},"
     given.say(
-        f"{figures['metric']} {figures['value']:.4f} on {figures['examples']} {part}examples of {figures['data']} in "
+        f"{figures['metric']} {figures['value']:.4f}{top_5} on {figures['examples']} {part}examples of {figures['data']} in "
         f"{figures['seconds']:.1f} s"
     )
     return figures

@@ -13,7 +13,7 @@ from compress.dense.dense_student import dense_student, scales, student_paramete
 from compress.options.training import DenseTrainingOptions, LossWeights
 from compress.plans.plan import Plan
 from compress.training.layer_distillation import DistillationLoss, Teacher, decoder_perplexity
-from compress.training.training import Loss, Trained, Trainer, figures
+from compress.training.training import Loss, Trained, Trainer, Validation, figures
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder
 from engine.passes import processes
@@ -79,7 +79,7 @@ def train_parts(
     length: int,
     hidden_size: int,
     *,
-    validate: Callable[[], float],
+    validate: Validation,
     directory: Path | None,
     resume: bool,
     progress: Progress,
@@ -103,6 +103,7 @@ def train_parts(
         )
         made.parts[name] = figures(trainer)
         made.histories[name] = trainer.history, trainer.validations
+        made.further[name] = trainer.further
     return made
 
 

@@ -261,8 +261,7 @@ def part_weights(teacher: nn.Module, checkpoint: EncoderDecoderCheckpoint, name:
 
 def dense_names(checkpoint: EncoderDecoderCheckpoint) -> dict[str, str]:
     """Return the prefix in the sibling of every layer's FFN or MoE block, by its prefix in the mixture."""
-    names = [f"{stack}.{layer}" for stack, count in checkpoint.layers.items() for layer in range(count)]
-    return {checkpoint.block(name): checkpoint.block(name, dense_row(checkpoint.row)) for name in names}
+    return {checkpoint.block(name): checkpoint.block(name, dense_row(checkpoint.row)) for name in all_layers(checkpoint)}
 
 
 def empty_student(checkpoint: EncoderDecoderCheckpoint, width: int) -> nn.Module:
@@ -348,7 +347,7 @@ def saved_tensors(parameters: Mapping[str, Tensor], checkpoint: EncoderDecoderCh
     parameters: from `named_parameters`, tied ones once.
     """
     sibling = dense_row(checkpoint.row)
-    blocks = {checkpoint.block(name, sibling): name in checkpoint.experts for name in _all_layers(checkpoint)}
+    blocks = {checkpoint.block(name, sibling): name in checkpoint.experts for name in all_layers(checkpoint)}
     result = {name: tensor for name, tensor in parameters.items() if not name.startswith(tuple(f"{b}." for b in blocks))}
     scales = {block: parameters[f"{block}.a_K"].float() for block, sparse in blocks.items() if sparse}
     ffns = max(map(len, scales.values()))
@@ -369,7 +368,8 @@ def learned_scales(parameters: Mapping[str, Tensor], checkpoint: EncoderDecoderC
     return [parameters[f"{checkpoint.block(name, sibling)}.a_K"].tolist() for name in checkpoint.experts]
 
 
-def _all_layers(checkpoint: EncoderDecoderCheckpoint) -> list[str]:
+def all_layers(checkpoint: EncoderDecoderCheckpoint) -> list[str]:
+    """Return the names of the layers of both stacks, such as "encoder.0", in their order."""
     return [f"{stack}.{layer}" for stack, count in checkpoint.layers.items() for layer in range(count)]
 
 

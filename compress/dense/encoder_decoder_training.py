@@ -1,8 +1,9 @@
 """Training and evaluation of an encoder-decoder on pairs: layer distillation, then fine-tuning (Cruz Salinas et al. §3).
 
-L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S) over the sparse layers l of both stacks. The last term
-is an addition of this project (layer_distillation.py). No term includes padding. The model stays in eval mode, without
-dropout, so that a resumed training has bit-identical results.
+L = λ_sup·CE + λ_L·Σ_l MSE(LN(y_l^T), LN(y_l^S)) + λ_p·KL(p^T ‖ p^S) over the layers l of both stacks: all of them, as in the
+paper's figure 1 ("each Transformer layer"), or the sparse ones alone. y_l is the output of a layer's MoE block or dense FFN.
+The last term is an addition of this project (layer_distillation.py). No term includes padding. The model stays in eval mode,
+without dropout, so that a resumed training has bit-identical results.
 
 Shape suffixes: B pairs of a batch, L positions, V vocabulary, T tokens without padding, D hidden.
 """
@@ -10,6 +11,7 @@ Shape suffixes: B pairs of a batch, L positions, V vocabulary, T tokens without 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,17 @@ from torch import Tensor, nn
 
 from calibrate.pairs import PADDING, Pairs
 from compress.dense.dense_training import train_parts
-from compress.dense.encoder_decoder import GROUP, dense_row, logits, without_padding
+from compress.dense.encoder_decoder import GROUP, all_layers, dense_row, logits, without_padding
 from compress.options.training import DenseTrainingOptions, LossWeights
 from compress.training.divergences import forward_kl
 from compress.training.layer_distillation import outputs_of
 from compress.training.losses import layer_distance
-from compress.training.training import Batch, Trained
+from compress.training.training import Batch, Trained, Validated
 from engine.progress import Progress, no_progress
 from engine.transformers_models.encoder_decoder import EncoderDecoderCheckpoint
+
+TOKEN_ACCURACY = "token_accuracy"
+"""Name of the figure of each validation that the paper's figure 3 shows."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,13 @@ def predictions(model: nn.Module, pairs: Pairs, config: Any) -> tuple[Tensor, Te
     return logits_BLV[kept_BL.to(logits_BLV.device)].float(), pairs.target_PM[kept_BL].to(logits_BLV.device)
 
 
+DISTILLED: dict[str, Callable[[EncoderDecoderCheckpoint], list[str]]] = {
+    "all": all_layers,
+    "sparse": lambda checkpoint: list(checkpoint.experts),
+}
+"""The layers whose outputs are distilled, by the value of the option."""
+
+
 class PairLoss:
     """The loss of a student as its terms; without a teacher, the loss of plain fine-tuning."""
 
@@ -69,13 +81,14 @@ class PairLoss:
         checkpoint: EncoderDecoderCheckpoint,
         pairs: Pairs,
         weights: LossWeights,
+        layers: str = "all",
     ) -> None:
-        """Create the loss. checkpoint: the mixture, whose sparse layers the two models share."""
+        """Create the loss. checkpoint: the mixture. layers: those whose outputs are compared, "all" or "sparse"."""
         self.student, self.teacher, self.checkpoint, self.pairs = student, teacher, checkpoint, pairs
         self.weights = weights
-        self.names = list(checkpoint.experts)
-        self._sparse = [checkpoint.block(name) for name in self.names]
-        self._dense = [checkpoint.block(name, dense_row(checkpoint.row)) for name in self.names]
+        self.names = DISTILLED[layers](checkpoint)
+        self._taught = [checkpoint.block(name) for name in self.names]
+        self._own = [checkpoint.block(name, dense_row(checkpoint.row)) for name in self.names]
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """Return the group's part of the means over the step.
@@ -83,8 +96,8 @@ class PairLoss:
         The means are of cross-entropy per token, of squared distance per element, and of divergence per token.
         """
         step, group, weights = self.pairs.take(batch.rows_B), self.pairs.take(batch.group_G), self.weights
-        targets, taught_TV = self._taught(group)
-        with outputs_of({index: self.student.get_submodule(self._dense[index]) for index in targets}) as outputs:
+        targets, taught_TV = self._teach(group)
+        with outputs_of({index: self.student.get_submodule(self._own[index]) for index in targets}) as outputs:
             logits_TV, targets_T = predictions(self.student, group, self.checkpoint.config)
         terms, tokens = {}, int((step.target_PM != PADDING).sum())
         if weights.supervised:
@@ -98,11 +111,11 @@ class PairLoss:
         return terms
 
     @torch.no_grad()
-    def _taught(self, group: Pairs) -> tuple[dict[int, Tensor], Tensor | None]:
-        """Return y_l^T, [B, L, D], by number of the sparse layer, and the teacher's logits [T, V]."""
+    def _teach(self, group: Pairs) -> tuple[dict[int, Tensor], Tensor | None]:
+        """Return y_l^T, [B, L, D], by position of the layer in `names`, and the teacher's logits [T, V]."""
         if self.teacher is None:
             return {}, None
-        with outputs_of({i: self.teacher.get_submodule(block) for i, block in enumerate(self._sparse)}) as outputs:
+        with outputs_of({i: self.teacher.get_submodule(block) for i, block in enumerate(self._taught)}) as outputs:
             logits_TV, _ = predictions(self.teacher, group, self.checkpoint.config)
         return outputs, logits_TV
 
@@ -128,7 +141,8 @@ def train(
     """Distill from the mixture, then fine-tune. `directory`: where states are saved, from which `resume` continues."""
 
     def loss_of(weights: LossWeights) -> PairLoss:
-        return PairLoss(student, teacher if weights.needs_teacher else None, checkpoint, training, weights)
+        own_teacher = teacher if weights.needs_teacher else None
+        return PairLoss(student, own_teacher, checkpoint, training, weights, options.distill_layers or "all")
 
     return train_parts(
         dict(student.named_parameters()),
@@ -137,8 +151,12 @@ def train(
         len(training),
         max(1, training.tokens // len(training)),
         checkpoint.config.d_model,
-        validate=lambda: measure(student, validation, checkpoint.config).perplexity,
+        validate=lambda: _validated(measure(student, validation, checkpoint.config)),
         directory=directory,
         resume=resume,
         progress=progress,
     )
+
+
+def _validated(found: Measured) -> Validated:
+    return Validated(found.perplexity, {TOKEN_ACCURACY: found.token_accuracy})

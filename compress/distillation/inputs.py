@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
@@ -28,6 +29,7 @@ from compress.run.job import Prepared, check_plain, prepare, teacher_identity
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import check_same_tokens, load_tokenizer
 from engine.errors import OptionError
+from engine.families.layer_config import MoeConfig
 from engine.passes import processes
 
 COUNTS = ("rows_left_out", "prompts_left_out", "prompts_cut", "responses_cut")
@@ -118,6 +120,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
     teacher = _teacher(options)
     if teacher is not None:
         check_pair(teacher, student, options.row, options.recipe)
+        check_teacher_experts(teacher, options.teacher_experts)
         if (options.cached_tokens or 0) >= teacher.config.vocabulary_size:
             raise OptionError(
                 f"teacher-cache is {options.cached_tokens}, and the models have {teacher.config.vocabulary_size} tokens; "
@@ -147,7 +150,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
         teacher=teacher,
         training=training,
         validation=validation,
-        measured=() if prepared.held_out_SL is None else TextExamples(prepared.held_out_SL, 1),
+        measured=() if prepared.held_out is None else TextExamples(prepared.held_out.tokens_SL, 1),
         steps=steps,
         limit=length,
     )
@@ -183,6 +186,27 @@ def _parts(options: DistillOptions, tokenizer: Any) -> dict[str, Instructions]:
         if file is not None:
             found[split] = instructions_of(file, replace(maker, keeps_long_prompts=split != "training"))
     return found
+
+
+def check_teacher_experts(teacher: Checkpoint, count: int | None) -> None:
+    """Raise OptionError unless a token of the teacher can use so many experts; None is the teacher's own number."""
+    if count is None:
+        return
+    moes = [layer.moe for layer in teacher.config.layers if layer.moe is not None]
+    if not moes:
+        raise OptionError(f"{teacher.directory}: has no experts; leave out --teacher-experts")
+    most = min(_reachable_experts(moe) for moe in moes)
+    if count > most:
+        raise OptionError(
+            f"teacher-experts is {count}; a token of {teacher.directory} can use {most} in every layer, so give at most that"
+        )
+
+
+def _reachable_experts(moe: MoeConfig) -> int:
+    """Return the number of experts from which a token's router chooses, at least."""
+    if not moe.groups:
+        return moe.experts
+    return sum(sorted(Counter(moe.groups).values())[: moe.groups_per_token])
 
 
 def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None) -> Distillable:

@@ -41,6 +41,7 @@ class CompareOptions:
         evaluation_samples=changed(
             group=TEXT, flag="samples", minimum=0, help="Held-out sequences that perplexity is measured on; 0 for none."
         ),
+        windows=changed(group=TEXT),
     )
     tasks: tuple[str, ...] = like(
         EvaluateOptions, "tasks", help="Tasks of lm-evaluation-harness, names or YAML files, besides perplexity."

@@ -12,7 +12,7 @@ from compress.distillation.recipes import METRICS, RECIPES, Recipe
 from compress.options.job import JobOptions
 from compress.options.training import TRAINING, StepOptions, TrainingOptions, careful_rate, warm_up_steps
 from engine.errors import OptionError
-from engine.options import changed, check, declared, like, option, part, unlisted
+from engine.options import changed, check, declared, left_out, like, option, part, unlisted
 
 TRAIN, PAPER, TEXT_GROUP = "What to train", "Every Expert Matters", "Text"
 DIVERGENCE_NAMES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
@@ -88,6 +88,16 @@ class DistillOptions(JobOptions, StepOptions):
         unset="1/4 over the hidden size, at most 1/640",
         help="Highest learning rate of AdamW.",
     )
+    teacher_experts: int | None = option(
+        None,
+        group=PAPER,
+        minimum=1,
+        several="commas",
+        metavar="K",
+        unset="the teacher's own number",
+        help="For kd, gkd and layer-mse: experts that the teacher uses for each token. Several make a sweep: a student for "
+        "each, and a table and a plot of them.",
+    )
     router_learning_rate: float = option(1e-5, group=PAPER, help="For sar: learning rate of the teacher's routers.")
     load_balance_weight: float = option(
         0.01, group=PAPER, help="For sar: weight β of the loss L_b that balances the load of the experts."
@@ -146,6 +156,7 @@ class DistillOptions(JobOptions, StepOptions):
         samples=changed(group=TEXT_GROUP, help="Sequences that skip tables of a mixture are made from."),
         sequence_length=changed(group=TEXT_GROUP, help="Tokens per sequence of text."),
         evaluation_samples=changed(64, group=TEXT_GROUP, help="Held-out sequences or examples of the figures."),
+        windows=left_out(),
     )
     statistics: Path | None = unlisted(JobOptions, "statistics")
     plan_output: Path | None = unlisted(JobOptions, "plan_output")
@@ -161,6 +172,10 @@ class DistillOptions(JobOptions, StepOptions):
             raise OptionError(f"recipe {self.recipe} compares no predictions; leave out --divergence")
         if self.teacher is None and self.row.needs_teacher:
             raise OptionError(f"recipe {self.recipe} has a teacher; give --teacher, or --recipe sft for none")
+        if self.teacher_experts is not None and (self.row.needs_experts or not self.row.needs_teacher):
+            raise OptionError(
+                f"recipe {self.recipe} chooses the teacher's experts itself or has no teacher; leave out --teacher-experts"
+            )
         if not 0.0 < self.temperature < math.inf or not 0.0 <= self.load_balance_weight < math.inf:
             raise OptionError("temperature must be above 0, and load-balance-weight at least 0")
         if self.teacher_cache is not None:
@@ -222,7 +237,8 @@ class DistillOptions(JobOptions, StepOptions):
             careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
             self.micro_batch_size or UNLIMITED.sequences_per_batch(length),
-            warm_up_steps=warm_up_steps(steps),
+            warm_up_steps=self.warm_up_steps or warm_up_steps(steps),
+            schedule=self.schedule,
             clip_norm=self.clip_norm,
             seed=self.calibration.seed,
             save_every=turn * max(1, self.save_every // turn),

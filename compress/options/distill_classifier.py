@@ -18,6 +18,9 @@ CLASSIFIERS = "Classifiers"
 OPTIMISERS = {"sgd": True, "adamw": False}
 """Whether each optimizer has momentum: stochastic gradient descent has; AdamW has not."""
 
+FALLS = (5 / 8, 6 / 8, 7 / 8)
+"""Default shares of the training after which the rate is divided by 10: epochs 150, 180 and 210 of 240."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierOptions(JobOptions):
@@ -41,6 +44,14 @@ class ClassifierOptions(JobOptions):
     optimiser: str = option("sgd", group=CLASSIFIERS, choices=tuple(OPTIMISERS), help="Optimizer; adamw suits encoders.")
     learning_rate: float = like(DistillOptions, "learning_rate", 0.05)
     momentum: float = option(0.9, group=CLASSIFIERS, help="Momentum of gradient descent.")
+    milestones: tuple[int, ...] = option(
+        (),
+        group=CLASSIFIERS,
+        several="commas",
+        metavar="EPOCHS",
+        minimum=1,
+        help="Epochs after which the rate is divided by 10, such as 30,60,90; without any, 5/8, 6/8 and 7/8 of all epochs.",
+    )
     weight_decay: float = option(5e-4, group=CLASSIFIERS, help="Weight decay of all parameters.")
     augment: str = option(
         "none", group=CLASSIFIERS, choices=tuple(AUGMENTATIONS), help="Random changes of the images in training."
@@ -53,7 +64,11 @@ class ClassifierOptions(JobOptions):
     )
     save_every: int = like(DistillOptions, "save_every", 200)
     calibration: CalibrationOptions = part(
-        CalibrationOptions, samples=left_out(), sequence_length=left_out(), evaluation_samples=changed(64)
+        CalibrationOptions,
+        samples=left_out(),
+        sequence_length=left_out(),
+        evaluation_samples=changed(64),
+        windows=left_out(),
     )
     statistics: Path | None = unlisted(JobOptions, "statistics")
     plan_output: Path | None = unlisted(JobOptions, "plan_output")
@@ -80,7 +95,14 @@ class ClassifierOptions(JobOptions):
             raise OptionError("temperature must be above 0, momentum from 0 to below 1, weight-decay at least 0")
         if self.epochs < 1 or self.batch_size < 2 or (self.evaluation_samples is not None and self.evaluation_samples < 1):
             raise OptionError("epochs and evaluation-samples must be at least 1, and batch-size 2, for norms of a batch")
+        if list(self.milestones) != sorted(set(self.milestones)) or max(self.milestones, default=0) >= self.epochs:
+            given = ", ".join(map(str, self.milestones))
+            raise OptionError(f"milestones are {given}; they must ascend and be below the {self.epochs} epochs")
         self.training(1).check()
+
+    def falls(self, steps: int) -> list[float]:
+        """Return the numbers of steps, of all `steps`, after which the learning rate is divided by 10."""
+        return [epoch * steps / self.epochs for epoch in self.milestones] or [share * steps for share in FALLS]
 
     def training(self, steps: int) -> TrainingOptions:
         """Return the options of the training loop."""

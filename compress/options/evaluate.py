@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MEASURE, TASKS = "What to measure", "Tasks"
 ACCURACY = "accuracy"
-TextSplit = Literal["held-out", "calibration", "all"]
+TextSplit = Literal["held-out", "selection", "report", "calibration", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class EvaluateOptions:
         samples=changed(32, group="Text", help="Sequences; for rouge-l and accuracy the most examples, all if not given."),
         sequence_length=changed(group="Text"),
         evaluation_samples=left_out(0),
+        windows=changed(group="Text"),
     )
     metric: str = option(
         PERPLEXITY, group=MEASURE, choices=(*METRICS, ACCURACY), help="Figure; for a classifier it is always accuracy."
@@ -72,7 +73,7 @@ class EvaluateOptions:
         "held-out",
         group="Text",
         choices=get_args(TextSplit),
-        help="Part of the text; calibration never sees 'held-out'.",
+        help="Part of the text; calibration never sees 'held-out', whose halves are 'selection' and 'report'.",
     )
     memory_limit: int | None = like(JobOptions, "memory_limit")
     dtype: torch.dtype | None = None

@@ -107,11 +107,20 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
     return pictures
 
 
-def draw_usage(directory: Path, label: str, statistics: Statistics, chosen: Mapping[int, Sequence[int]]) -> Picture:
-    """Draw how concentrated usage is in each layer, with the selected experts. Raises OutputError."""
+def draw_usage(
+    directory: Path,
+    label: str,
+    statistics: Statistics,
+    chosen: Mapping[int, Sequence[int]],
+    layers: Mapping[int, str] | None = None,
+) -> Picture:
+    """Draw how concentrated usage is in each layer, with the selected experts. Raises OutputError.
+
+    layers: names of the layers; None for their numbers.
+    """
     shares = {layer: usage_shares(own).tolist() for layer, own in statistics.layers.items()}
     alike = {layer: effective_experts(own) for layer, own in statistics.layers.items()}
-    figure = plots.usage_histogram(label, shares, alike, chosen)
+    figure = plots.usage_histogram(label, shares, alike, chosen, layers)
     about = (
         "Share of tokens routed to each expert before, by layer; orange: those that this model is made of. The dashed line "
         "is where all would stand if they were used alike; a title says how many experts used alike would be as spread out."
@@ -134,6 +143,15 @@ def draw_training(
         about = f"Terms of the loss, and {name_of_measure} on data that was set aside to tell the best state by."
         pictures.append(save(directory, f"training_{name}", figure, f"Training: {name}", about))
     return pictures
+
+
+def draw_token_accuracy(
+    directory: Path, label: str, curves: Mapping[str, Sequence[tuple[int, float]]], mixture: float
+) -> Picture:
+    """Draw the token accuracy of each validation beside that of the mixture. Raises OutputError."""
+    figure = plots.token_accuracy(label, curves, mixture)
+    about = "Share of target tokens predicted correctly, on pairs that were set aside; the dashed line is the mixture."
+    return save(directory, "token_accuracy", figure, "Token accuracy in training", about)
 
 
 def save(directory: Path, name: str, figure: Any, title: str, about: str, model: str = "") -> Picture:

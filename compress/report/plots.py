@@ -228,12 +228,16 @@ def _similarities(title: str, panels: Sequence[_Similarity]) -> Any:
 
 
 def usage_histogram(
-    name: str, shares: Mapping[int, Sequence[float]], alike: Mapping[int, float], chosen: Mapping[int, Sequence[int]]
+    name: str,
+    shares: Mapping[int, Sequence[float]],
+    alike: Mapping[int, float],
+    chosen: Mapping[int, Sequence[int]],
+    layers: Mapping[int, str] | None = None,
 ) -> Any:
     """Draw the share of routed tokens of each expert, by layer (Cruz Salinas et al., fig. 4).
 
-    Selected experts have another color. alike: effective number of experts by layer. A dashed line shows the share under
-    uniform usage.
+    Selected experts have another color. alike: effective number of experts by layer. layers: their names; None for their
+    numbers. A dashed line shows the share under uniform usage.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -253,7 +257,8 @@ def usage_histogram(
             colours = [COLOURS[1] if expert in chosen.get(layer, ()) else COLOURS[0] for expert in range(len(own))]
             axes.bar(range(len(own)), own, color=colours, width=0.8)
             axes.axhline(1.0 / len(own), color="#606060", linewidth=0.8, linestyle="--")
-            axes.set_title(f"layer {layer}, like {alike[layer]:.1f} of {len(own)}", fontsize=9, pad=3)
+            named = f"layer {layer}" if layers is None else layers[layer]
+            axes.set_title(f"{named}, like {alike[layer]:.1f} of {len(own)}", fontsize=9, pad=3)
             axes.set_xlim(-0.6, experts - 0.4)
             axes.set_ylim(0.0, 1.05 * highest)
             _whole_ticks(axes.set_xticks, range(len(own)), across)
@@ -279,6 +284,26 @@ def by_layer(title: str, panels: Mapping[str, Mapping[int, float]]) -> Any:
             axes.set_title(name)
             axes.set_xlabel("layer")
             _whole_ticks(axes.set_xticks, list(own), across)
+        page.title(figure, title, left)
+    return figure
+
+
+def by_number(title: str, x_label: str, panels: Mapping[str, Mapping[int, float]]) -> Any:
+    """Draw values over whole numbers as points joined by a line, in a panel for each quantity."""
+    from matplotlib.figure import Figure
+
+    across, gap, left = 3.2, 0.8, 0.75
+    with style():
+        page = _Page(_width(left + len(panels) * (across + gap), title, left), 1, 2.2, title=0.36, below=0.62)
+        figure = Figure(figsize=page.size)
+        for place, (name, own) in enumerate(panels.items()):
+            axes = page.axes(figure, 0, left + place * (across + gap), across)
+            numbers = sorted(own)
+            axes.plot(numbers, [own[number] for number in numbers], marker="o", color=COLOURS[place % len(COLOURS)])
+            axes.set_title(name)
+            axes.set_xlabel(x_label)
+            axes.set_xticks(numbers)
+            axes.grid(color="#e6e6e6", linewidth=0.8)
         page.title(figure, title, left)
     return figure
 
@@ -316,6 +341,33 @@ def training(name: str, terms: Mapping[str, Sequence[float]], validations: Seque
             axes.set_title(f"{measure} on text set aside")
             axes.set_xlabel("step")
             axes.legend(frameon=False, fontsize=8)
+        page.title(figure, title, left)
+    return figure
+
+
+def token_accuracy(name: str, curves: Mapping[str, Sequence[tuple[int, float]]], mixture: float) -> Any:
+    """Draw token accuracy by step, a curve for each part of a training (Cruz Salinas et al., fig. 3).
+
+    Each part begins where the part before ends. A dashed line shows the mixture.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    across, left = 4.4, 0.75
+    with style():
+        title = f"Token accuracy on pairs set aside, {short(name)}"
+        page = _Page(_width(left + across + 0.2, title, left), 1, 2.6, title=0.36, below=0.62)
+        figure = Figure(figsize=page.size)
+        axes = page.axes(figure, 0, left, across)
+        first = 0
+        for place, (part, pairs) in enumerate(curves.items()):
+            steps, values = [first + step for step, _ in pairs], [value for _, value in pairs]
+            axes.plot(steps, values, marker="o", markersize=3, color=COLOURS[place], label=part)
+            first = steps[-1]
+        axes.axhline(mixture, color="#606060", linewidth=0.8, linestyle="--", label="mixture")
+        axes.set_xlabel("step")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.legend(frameon=False, fontsize=8)
         page.title(figure, title, left)
     return figure
 

@@ -22,12 +22,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from compress.options.training import TrainingOptions
+from compress.options.training import SCHEDULE_NAMES, TrainingOptions
 from compress.report.figures import TrainingFigures
 from compress.training.moments import restore, with_moments
 from engine.errors import CheckpointError, DataError, TrainingError
@@ -61,6 +61,18 @@ Loss = Callable[[Batch], Mapping[str, Tensor]]
 """Returns the named terms of the step's loss. Their sum over terms and groups is the loss, so each is divided by the amount
 of `rows_B`.
 """
+
+
+class Validated(NamedTuple):
+    """Result of a validation that has further figures."""
+
+    value: float
+    """The metric by which the best state is chosen; lower is better."""
+    further: Mapping[str, float]
+    """Further figures by name, which are recorded."""
+
+
+Validation = Callable[[], float | Validated]
 
 
 class Trainer:
@@ -109,6 +121,8 @@ class Trainer:
         """For each step, its loss terms and their sum, `loss`."""
         self.validations: list[tuple[int, float]] = []
         """Pairs of (steps taken, validation metric); lower is better."""
+        self.further: dict[str, list[tuple[int, float]]] = {}
+        """Pairs of (steps taken, figure) for each further figure of the validations."""
         self.best: dict[str, Tensor] = {}
         self.tokens_per_second = 0.0
         self._saved: Path | None = None
@@ -118,7 +132,7 @@ class Trainer:
         *,
         state_path: Path | None = None,
         resume: bool = False,
-        validate: Callable[[], float] | None = None,
+        validate: Validation | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> dict[str, Tensor]:
         """Take all steps; return the trained tensors by name, float32, on the CPU: the best state with `validate`.
@@ -190,7 +204,7 @@ class Trainer:
     def update(self, step: int) -> None:
         """Update the parameters by the gradients."""
         for group in self.optimiser.param_groups:
-            group["lr"] = self.options.learning_rate * rate_at(step, self.options.steps, self.options.warm_up_steps)
+            group["lr"] = self.options.learning_rate * rate_at(step, self.options)
         self.optimiser.step()
         self.take(self.masters)
 
@@ -199,6 +213,7 @@ class Trainer:
         tensors = with_moments(self.masters, self.optimiser, self._copy)
         tensors |= {f"{BEST}{name}": self._copy(name, own) for name, own in self.best.items()}
         header: dict[str, Any] = {"step": step, "history": list(self.history), "validations": list(self.validations)}
+        header["further"] = {name: list(pairs) for name, pairs in self.further.items()}
         if self.first is not None:
             others, header["first"] = self.first.state(step)
             tensors |= {f"{FIRST}{name}": tensor for name, tensor in others.items()}
@@ -237,6 +252,7 @@ class Trainer:
         self.take(self.masters)
         self.history = header["history"]
         self.validations = [(step, value) for step, value in header["validations"]]
+        self.further = {name: [(step, value) for step, value in pairs] for name, pairs in header.get("further", {}).items()}
         if self.first is not None:
             self.first._restore(file, header["first"], f"{prefix}{FIRST}")
 
@@ -302,19 +318,22 @@ class Trainer:
             processes.piece(self.parameters[name]).copy_(self.masters[name])
 
     @torch.no_grad()
-    def _validate(self, measure: Callable[[], float], step: int) -> None:
+    def _validate(self, measure: Validation, step: int) -> None:
         if self.validations and self.validations[-1][0] == step:
             return  # taken before the interruption
         try:
             own = measure()
         except CheckpointError as error:
             raise self._broken(step, str(error)) from error
-        value = processes.added_up([own])[0] / processes.count()
+        value, further = own if isinstance(own, Validated) else (own, {})
+        value, *others = (total / processes.count() for total in processes.added_up([value, *further.values()]))
         if not math.isfinite(value):
             raise self._broken(step, f"the measure of validation is {value}")
         if value < min((old for _, old in self.validations), default=math.inf):
             self.best = {name: master.detach().cpu().clone() for name, master in self.masters.items()}
         self.validations.append((step, value))
+        for name, other in zip(further, others, strict=True):
+            self.further.setdefault(name, []).append((step, other))
 
     def _generator(self, step: int, place: int) -> torch.Generator:
         mixed = (self.options.seed * 1_000_003 + step + self.options.earlier_steps) * 1_009 + place
@@ -337,6 +356,8 @@ class Trained:
     """Figures of each part, such as "distill" and "finetune"."""
     histories: dict[str, tuple[list[dict[str, float]], list[tuple[int, float]]]] = field(default_factory=dict)
     """For each part, the loss terms of each step, and (step, perplexity) of each validation."""
+    further: dict[str, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
+    """For each part, (step, figure) of each validation for each further figure."""
 
 
 def figures(trainer: Trainer) -> TrainingFigures:
@@ -347,13 +368,29 @@ def figures(trainer: Trainer) -> TrainingFigures:
         values |= {f"{name}_first": first[name], f"{name}_last": last[name]}
     values["tokens_per_second"] = trainer.tokens_per_second or None
     values["validation_perplexity"] = [list(pair) for pair in trainer.validations]
+    values |= {f"validation_{name}": [list(pair) for pair in pairs] for name, pairs in trainer.further.items()}
     values["best_step"] = min(trainer.validations, key=lambda pair: pair[1])[0] if trainer.validations else None
     return cast(TrainingFigures, values)
 
 
-def rate_at(step: int, steps: int, warm_up_steps: int = 10) -> float:
-    """Return the factor of the learning rate: a short linear warm-up, then a cosine decay to zero."""
-    return min(1.0, (step + 1) / warm_up_steps) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+def rate_at(step: int, options: TrainingOptions) -> float:
+    """Return the factor of the learning rate: a linear warm-up, and the fall of the schedule."""
+    rise = min(1.0, (step + 1) / options.warm_up_steps)
+    return rise * SCHEDULES[options.schedule](step, options.steps, options.warm_up_steps)
+
+
+def _linear(step: int, steps: int, warm_up_steps: int) -> float:
+    """Return a fall from 1 at the end of the warm-up to 0 at the last step (Cruz Salinas et al. §4.2)."""
+    return min(1.0, (steps - step) / max(1, steps - warm_up_steps + 1))
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
+    "cosine": lambda step, steps, warm_up_steps: 0.5 * (1.0 + math.cos(math.pi * step / steps)),
+    "linear": _linear,
+    "constant": lambda step, steps, warm_up_steps: 1.0,
+}
+"""Functions from (step, number of steps, steps of the warm-up) to a factor of the learning rate."""
+assert tuple(SCHEDULES) == SCHEDULE_NAMES
 
 
 def batch_rows(count: int, batch_size: int, step: int, seed: int) -> Tensor:

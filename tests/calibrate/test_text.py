@@ -333,3 +333,10 @@ def test_training_and_validation_are_the_two_parts_of_calibration() -> None:
     assert parts["all"] == parts["calibration"] | parts["held-out"] and not parts["calibration"] & parts["held-out"]
     assert parts["held-out"] == {text for text in documents if split_of(text) == "held-out"}
     assert 120 < len(parts["validation"]) < 240
+
+
+def test_selection_and_report_are_the_halves_of_held_out() -> None:
+    documents = [f"document {number}" for number in range(2000)]
+    parts = {split: {text for text in documents if belongs(text, split)} for split in get_args(Split)}
+    assert parts["selection"] | parts["report"] == parts["held-out"] and not parts["selection"] & parts["report"]
+    assert 75 < len(parts["report"]) < 125

@@ -247,7 +247,20 @@ def test_accuracy_counts_and_a_probe_is_a_linear_classifier_on_the_features(tmp_
     labels_N = examples.numbers(checkpoint.class_names)
     with torch.no_grad():
         chosen = own(**inputs(examples.read(range(150)))).argmax(dim=-1)
-    assert accuracy(own, examples, inputs, labels_N) == int((chosen == labels_N).sum()) / 150
+    assert accuracy(own, examples, inputs, labels_N) == (int((chosen == labels_N).sum()) / 150, None)
     # Random features tell the shades apart, which the random head does not.
-    assert probe(own, data, inputs, "cpu") > accuracy(own, examples, inputs, labels_N) + 0.2
+    assert probe(own, data, inputs, "cpu") > accuracy(own, examples, inputs, labels_N).top_1 + 0.2
     assert probe(own, data, inputs, "cpu") == probe(own, data, inputs, "cpu")
+
+
+def test_top_5_accuracy_counts_the_five_most_probable_classes(tmp_path: Path) -> None:
+    classifier("resnet", tmp_path / "model", classes=7)
+    checkpoint, examples = ClassifierCheckpoint(tmp_path / "model"), labelled(str(shades(tmp_path / "data.npz", 70)))
+    own, inputs = checkpoint.load(), checkpoint.inputs()
+    labels_N = torch.arange(70) % 7
+    with torch.no_grad():
+        order = own(**inputs(examples.read(range(70)))).argsort(dim=-1, descending=True).tolist()
+    places = [row.index(label) for row, label in zip(order, labels_N.tolist(), strict=True)]
+    found = accuracy(own, examples, inputs, labels_N)
+    assert found == (sum(place < 1 for place in places) / 70, sum(place < 5 for place in places) / 70)
+    assert 0 < found.top_1 < found.top_5 < 1

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from artifacts_for_tests import listing, run
@@ -169,6 +170,7 @@ def test_training_teaches_and_commands_take_the_result() -> None:
     assert taught["metric_after"] > max(0.9, taught["metric_before"]) and taught["teacher"] is None
     pair = ["--teacher", "t", "--student", "student", "--data", "shades.npz", "--recipe", "moe-kd", "--epochs", "15"]
     figures = run("distill", *pair, *longer, "-o", "m")
+    assert figures["top5_after"] is figures["teacher_top5"] is None, "there are three classes"
     assert figures["metric_after"] > 0.9 and figures["teacher_accuracy"] == taught["metric_after"]
     evaluated = run("evaluate", "m", "--data", "shades.npz")
     assert evaluated["metric"] == "accuracy" and evaluated["value"] == figures["metric_after"]
@@ -191,6 +193,22 @@ def test_training_teaches_and_commands_take_the_result() -> None:
     assert out.class_names == ("alpha", "beta", "gamma")
     given = out.inputs()(["1 alpha", "2 gamma and more"])
     assert torch.allclose(out.load()(**given), by_hand(Path("out"), **given), atol=1e-5)
+
+
+def test_top_5_accuracy_stands_beside_top_1_for_more_than_five_classes(place: Path) -> None:
+    for name, seed in (("seven", 0), ("seven-teacher", 1)):
+        classifier("resnet", place / name, seed, classes=7)
+    images = np.random.default_rng(0).integers(0, 255, (60, SIZE, SIZE), dtype=np.uint8)
+    np.savez(place / "seven.npz", images=images, labels=np.arange(60) % 7)
+    pair = ["--student", "seven", "--teacher", "seven-teacher", "--data", "seven.npz", "-o", "seven-out", *SMALL]
+    figures = run("distill", *pair, "--milestones", "1")
+    assert figures["top5_after"] > figures["metric_after"] and figures["top5_before"] > figures["metric_before"]
+    assert figures["top5_after"] == run("evaluate", "seven-out")["top5"]
+    assert figures["teacher_top5"] == run("evaluate", "seven-teacher", "--data", "seven.npz")["top5"]
+    card = (place / "seven-out" / "README.md").read_text()
+    assert "| top-5 accuracy |" in card and f"top-5 {figures['teacher_top5']:.4f}" in card
+    said = CliRunner().invoke(cli.main, ["evaluate", "seven-out"]).stdout
+    assert f"accuracy {figures['metric_after']:.4f}, top-5 {figures['top5_after']:.4f}, on " in said
 
 
 class Interrupted(KeyboardInterrupt):
@@ -232,7 +250,8 @@ def test_a_resumed_run_ends_in_the_same_bits(arguments: list[str], place: Path, 
         path.rmdir()
 
 
-def test_gradient_descent_is_the_textbooks_with_three_falls() -> None:
+@pytest.mark.parametrize(("milestones", "falls"), [((), (10, 12, 14)), ((3, 6), (6, 12))])
+def test_gradient_descent_is_the_textbooks_with_falls(milestones: tuple[int, ...], falls: tuple[int, ...]) -> None:
     """The optimizer equals momentum, decay and the schedule written out. A state restores its buffers too."""
     target, counter = torch.tensor([1.0, -2.0]), torch.zeros(())
     weight = torch.nn.Parameter(torch.zeros(2))
@@ -242,10 +261,12 @@ def test_gradient_descent_is_the_textbooks_with_three_falls() -> None:
         return {"square": (weight - target * (1 + batch.rows_B.float().mean())).square().sum()}
 
     options = TrainingOptions(16, 0.05, 2, 2, weight_decay=0.1, save_every=4)
-    ClassifierTrainer({"w": weight}, {"counter": counter}, loss, options, 6, momentum=0.8).run()
+    own = ClassifierOptions(model="s", output=Path("o"), recipe="sft", epochs=8, milestones=milestones)
+    own.check()
+    ClassifierTrainer({"w": weight}, {"counter": counter}, loss, options, 6, momentum=0.8, falls=own.falls(16)).run()
     w, velocity = torch.zeros(2), torch.zeros(2)
     for step in range(16):
-        rate = 0.05 * 0.1 ** sum(step >= fall for fall in (10, 12, 14))
+        rate = 0.05 * 0.1 ** sum(step >= fall for fall in falls)
         gradient = 2 * (w - target * (1 + batch_rows(6, 2, step, 0).float().mean())) + 0.1 * w
         velocity = 0.8 * velocity + gradient
         w = w - rate * velocity
@@ -275,6 +296,8 @@ def test_images_are_cropped_out_of_a_frame_and_mirrored() -> None:
         (["--ka-samples", "3"], "--ka-samples is for language models, and the student is a classifier"),
         (["--temperature", "0"], "temperature must be above 0"),
         (["--batch-size", "1"], "batch-size 2"),
+        (["--epochs", "90", "--milestones", "30,60,90"], "milestones are 30, 60, 90; they must ascend and be below the 90"),
+        (["--milestones", "60,30"], "they must ascend"),
         (["--teacher", "text-teacher"], "tells 3 classes of texts and student 3 of images"),
         (["--teacher", "decoder"], "no classifier; give a model of image"),
         (["--data", "rows.jsonl"], "has texts, and student classifies images"),

@@ -218,6 +218,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(place: Pat
         (["--ffns", "0"], ("ffns is 0",)),
         (["--distill-steps", "3", "--lambda-layer", "nan"], ("lambda-layer",)),
         (["--distill-steps", "3", "--learning-rate", "-1"], ("learning rate",)),
+        (["--distill-steps", "3", "--distill-layers", "all"], ("--distill-layers is for encoder-decoders",)),
         (["--distill-steps", "3", "--validation-samples", "100000"], ("text.txt", "validation part", "too short")),
         (["--data", "nowhere.txt"], ("nowhere.txt",)),
         (["-o", "model"], ("model", "exists already")),

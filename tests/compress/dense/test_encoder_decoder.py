@@ -18,7 +18,7 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 from torch import Tensor, nn
 
 import cli
-from calibrate.pairs import PADDING, SPLITS, STDLIB, Pairs, split_of, text_pairs, tokenised
+from calibrate.pairs import DEFAULT_LENGTH, PADDING, SPLITS, STDLIB, Pairs, split_of, text_pairs, tokenised
 from compress.dense.dense_plan import choose
 from compress.dense.encoder_decoder import (
     check_nothing_is_lost,
@@ -58,6 +58,7 @@ SIZES = {
     "decoder_start_token_id": 0,
 }
 SPARSE = ["encoder.1", "decoder.1", "decoder.3"]
+EVERY = ["encoder.0", "encoder.1", "decoder.0", "decoder.1", "decoder.2", "decoder.3"]
 DENSIFY = ["densify", "model", "--data", "pairs.jsonl", "--samples", "8", "--evaluation-samples", "4", "-o", "out"]
 TRAIN = [*DENSIFY, "--distill-steps", "6", "--finetune-steps", "4", "--batch-size", "4", "--validation-samples", "4"]
 TRAIN += ["--validate-every", "3", "--save-every", "2", "--learning-rate", "0.01"]
@@ -262,17 +263,18 @@ def test_usage_by_hand_without_padding_and_with_dropped_tokens(tmp_path: Path) -
 # Loss and measurement
 
 
-def test_the_loss_and_the_measure_leave_padding_out(place: Path) -> None:
+@pytest.mark.parametrize(("which", "distilled"), [("all", EVERY), ("sparse", SPARSE)])
+def test_the_loss_and_the_measure_leave_padding_out(place: Path, which: str, distilled: list[str]) -> None:
     checkpoint, teacher, pairs = opened(place)
     seen = usage(teacher, checkpoint, pairs)
     plan = planned(choose("usage", seen.statistics, 2), seen.statistics, teacher, checkpoint)
     student = dense_student(plan, teacher, checkpoint, torch.float32)
-    loss = PairLoss(student, teacher, checkpoint, pairs, LossWeights(0.7, 0.3, 0.5))
+    loss = PairLoss(student, teacher, checkpoint, pairs, LossWeights(0.7, 0.3, 0.5), which)
     rows = torch.tensor([0, 3, 5, 7, 8])
     groups = [loss(Batch(0, rows, group, torch.Generator())) for group in rows.split(2)]
     found = {name: float(sum(terms[name] for terms in groups)) for name in ("supervised", "layers", "predictions")}
-    blocks = {name: (teacher.get_submodule(checkpoint.block(name)), _dense_block(student, name)) for name in SPARSE}
-    kept: dict[tuple[str, int], list[Tensor]] = {(name, side): [] for name in SPARSE for side in (0, 1)}
+    blocks = {name: (teacher.get_submodule(checkpoint.block(name)), _dense_block(student, name)) for name in distilled}
+    kept: dict[tuple[str, int], list[Tensor]] = {(name, side): [] for name in distilled for side in (0, 1)}
     for name, both in blocks.items():
         for side, block in enumerate(both):
             block.register_forward_hook(lambda module, given, output, key=(name, side): kept[key].append(output[0]))
@@ -286,7 +288,7 @@ def test_the_loss_and_the_measure_leave_padding_out(place: Path) -> None:
         divergence += float((taught.exp() * (taught - logits.log_softmax(-1))).sum())
         right, tokens = right + int((logits.argmax(-1) == target).sum()), tokens + len(target)
     layers = 0.0
-    for name in SPARSE:
+    for name in distilled:
         sides = [F.layer_norm(torch.cat(kept[name, side]), (32,)) for side in (0, 1)]
         layers += float((sides[0] - sides[1]).square().mean())
     assert found["supervised"] == pytest.approx(0.7 * entropy / tokens, rel=1e-5)
@@ -312,6 +314,34 @@ def test_training_is_recorded_and_what_is_written_is_what_was_trained(place: Pat
     tensors = load_file(place / "out" / "model.safetensors")
     assert not tensors["encoder.block.0.layer.1.DenseReluDense.wi.weight"][24:].any(), "zeros stay zeros"
     assert "Kept is the state of step" in (place / "out" / "README.md").read_text()
+
+
+@pytest.mark.usefixtures("pictures")
+def test_the_papers_figures_are_drawn(place: Path) -> None:
+    """Figure 3 is the token accuracy of validations beside the mixture's, figure 4 the usage of experts in both stacks."""
+    figures = run(*TRAIN, "--lambda-prediction", "1")
+    checkpoint, teacher, _ = opened(place)
+    curves = {name: part["validation_token_accuracy"] for name, part in figures["training"].items()}
+    assert [[step for step, _ in pairs] for pairs in curves.values()] == [[0, 3, 6], [0, 3, 4]]
+    tokenizer, texts = load_tokenizer_of(place / "model", VOCABULARY), text_pairs("pairs.jsonl")
+    pairs = tokenised(texts, "validation", 4, tokenizer, DEFAULT_LENGTH, 2, "pairs.jsonl")
+    assert figures["mixture_validation_token_accuracy"] == measure(teacher, pairs, checkpoint.config).token_accuracy
+    kept = EncoderDecoderCheckpoint(place / "out")
+    written = measure(kept.load(torch.float32), pairs, kept.config).token_accuracy
+    assert written == dict(map(tuple, curves["finetune"]))[figures["training"]["finetune"]["best_step"]]
+    card = (place / "out" / "README.md").read_text()
+    for name in ("usage_histogram", "training_distill", "training_finetune", "token_accuracy"):
+        assert (place / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG") and f"({name}.png)" in card
+
+
+def test_every_layer_is_distilled_unless_only_sparse_ones_are_asked_for(place: Path) -> None:
+    """Dense layers start as the mixture's, but their inputs are not the mixture's, so they add to the loss."""
+    own = ["--lambda-prediction", "0", "--distill-steps", "2", "--finetune-steps", "0"]
+    losses = [
+        run(*TRAIN, "--overwrite", *own, *layers)["training"]["distill"]["layers_first"]
+        for layers in ([], ["--distill-layers", "all"], ["--distill-layers", "sparse"])
+    ]
+    assert losses[0] == losses[1] > losses[2] > 0
 
 
 def result(place: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 import compress.training.training
-from calibrate.instructions import Example
+from calibrate.instructions import Example, ExampleMaker, instructions_of
+from calibrate.options import Limits
 from compress.classifiers.recipes import CLASSIFIER_RECIPES
 from compress.distillation.recipes import RECIPES
 from compress.distillation.responses import write_responses
@@ -97,11 +99,52 @@ def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
     assert (figures["perplexity_after"] is None) == (data is PAIRS)
     moved, unselected = (figures[f"{name}_per_layer"] for name in ("router_divergence", "teacher_unselected_share"))
     assert (moved is not None and min(moved) > 0) == RECIPES[recipe].trains_router
+    mean, largest = (figures[f"router_drift_{name}_per_layer"] for name in ("mean", "max"))
+    assert (mean is not None and min(mean) > 0) == RECIPES[recipe].trains_router
+    assert mean is None or all(most >= usual for usual, most in zip(mean, largest, strict=True))
     assert (unselected is None) == (recipe == "sft") and (recipe == "sft" or 0 < min(unselected) < max(unselected) < 1)
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(place / "out").config.model_type == "llama"
     assert "recipe" in (place / "out" / "README.md").read_text() and not list(place.glob(".*"))
+
+
+def test_the_teacher_uses_another_number_of_experts(place: Path) -> None:
+    """The student equals that of a teacher whose config has the number, and the teacher's own figure is that model's."""
+    command = ["--student", "student", *PAIRS, *SMALL, "--steps", "4"]
+    asked = run("--teacher", "model", "--teacher-experts", "1", *command)
+    (place / "out").rename(place / "asked")
+    shutil.copytree(place / "model", place / "one")
+    config = json.loads((place / "one" / "config.json").read_text())
+    assert config["num_experts_per_tok"] != 1
+    (place / "one" / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
+    changed = run("--teacher", "one", *command)
+    assert (place / "asked" / "model.safetensors").read_bytes() == (place / "out" / "model.safetensors").read_bytes()
+    assert (asked["teacher_experts"], changed["teacher_experts"], changed["teacher_metric"]) == (1, None, None)
+    own = run("--student", "one", "--recipe", "sft", *PAIRS, *SMALL, "--steps", "1", "--overwrite")["metric_before"]
+    assert asked["teacher_metric"] == pytest.approx(own, rel=1e-6) and asked["divergence_last"] == changed["divergence_last"]
+
+
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
+def test_several_numbers_of_experts_make_a_sweep(place: Path) -> None:
+    command = ["--teacher", "model", "--student", "student", *PAIRS, *SMALL, "--steps", "2", "--teacher-experts"]
+    figures = run(*command, "1,3")
+    summary = json.loads((place / "out" / "teacher_experts.json").read_text())
+    assert [row["teacher_experts"] for row in summary["rows"]] == [1, 3] and summary["rows"] == figures["rows"]
+    assert (place / "out" / "teacher_experts.png").is_file() and not list(place.glob(".*"))
+    for row, own in zip(summary["rows"], figures["runs"], strict=True):
+        assert row["artifact"] == f"out/k-{row['teacher_experts']}" and (place / row["artifact"] / "config.json").is_file()
+        assert (row["student_metric"], row["teacher_metric"]) == (own["metric_after"], own["teacher_metric"])
+    assert summary["rows"][0]["teacher_metric"] != summary["rows"][1]["teacher_metric"]
+    again = run(*command, "1,3", "--resume")
+    assert [each["seconds"] for each in again["runs"]] == [each["seconds"] for each in figures["runs"]]
+    before = listing(place)
+    assert "exists already" in refused(*command, "1,3")
+    assert "twice" in refused(*command, "1,1", "-o", "other")
+    assert "can use" in refused(*command, "1,99", "-o", "other")
+    assert "leave out --teacher-experts" in refused(*command, "1,3", "--recipe", "all", "-o", "other")
+    assert listing(place) == before
 
 
 @needs_matplotlib
@@ -112,6 +155,7 @@ def test_training_and_routers_are_drawn(place: Path, recipe: str) -> None:
     figures = run(*teacher, "--student", "student", "--recipe", recipe, *TEXT, *SMALL, "--steps", "4")
     assert figures["plots"] and all((place / "out" / name).is_file() for name in figures["plots"])
     assert ("routers.png" in figures["plots"]) == (recipe != "sft")
+    assert ("router_drift.png" in figures["plots"]) == (recipe == "sar")
 
 
 def test_a_pruned_mixture_comes_back_towards_the_full_one(place: Path) -> None:
@@ -312,6 +356,17 @@ def test_rouge_l_scores_the_rows_it_is_given(place: Path) -> None:
     assert "--data is for a file that is split" in evaluate(*data, "--test", "pairs.jsonl", code=1)
     assert "--stemming is for rouge-l" in evaluate(*data, "--stemming", "--metric", "perplexity", code=1)
     assert "give --data FILE.jsonl or --test" in evaluate(code=1)
+
+
+def test_held_out_examples_have_two_halves(place: Path) -> None:
+    maker = ExampleMaker(load_tokenizer(Checkpoint(place / "student")), Limits(512, 256))
+    parts = {
+        split: {tuple(each.prompt) for each in instructions_of("pairs.jsonl", maker, split).examples}
+        for split in ("selection", "report", "held-out", "calibration", "all")
+    }
+    assert parts["selection"] and parts["report"] and not parts["selection"] & parts["report"]
+    assert parts["held-out"] == parts["selection"] | parts["report"]
+    assert parts["all"] == parts["held-out"] | parts["calibration"] and not parts["held-out"] & parts["calibration"]
 
 
 def test_rouge_l_takes_the_nearest_of_several_references(place: Path) -> None:

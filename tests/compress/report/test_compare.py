@@ -23,14 +23,14 @@ import cli
 import compress.run.result
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
-from calibrate.text import token_batches
+from calibrate.windows import Windows, text_windows
 from compress import compare as module
 from compress.compare import compare, heading, labels, task_figures
 from compress.options.compare import CompareOptions
 from compress.report import plots
 from compress.report.diep_scores import FILE_NAME, load_scores
 from compress.report.pictures import Pictured
-from compress.run.perplexity import perplexity
+from compress.run.perplexity import losses, perplexity
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
@@ -72,10 +72,11 @@ def options(place: Path, *names: str, **changes: Any) -> CompareOptions:
 
 def directly(place: Path, name: str) -> float:
     checkpoint = Checkpoint(place / name)
-    tokens = token_batches(
-        str(place / "text.txt"), load_tokenizer(checkpoint), samples=3, sequence_length=32, seed=0, split="held-out"
-    )
-    return perplexity(checkpoint, tokens, dtype=torch.float32)
+    return perplexity(checkpoint, held_out_windows(place, checkpoint).tokens_SL, dtype=torch.float32)
+
+
+def held_out_windows(place: Path, checkpoint: Checkpoint) -> Windows:
+    return text_windows(str(place / "text.txt"), load_tokenizer(checkpoint), samples=3, sequence_length=32, seed=0)
 
 
 def test_rows_hold_what_each_part_computes(place: Path) -> None:
@@ -91,6 +92,26 @@ def test_rows_hold_what_each_part_computes(place: Path) -> None:
     model, pruned, dense = result["rows"]
     assert (model["method"], pruned["method"], dense["experts_per_token"]) == (None, "diep", None)
     assert model["experts_skipped_share"] == 0.0 and dense["experts_skipped_share"] is None
+
+
+def test_perplexities_have_errors_over_documents_and_paired_ratios(place: Path) -> None:
+    rows = compare(options(place, "model", "pruned", "other"))["rows"]
+    for name, row in zip(("model", "pruned"), rows, strict=False):
+        checkpoint = Checkpoint(place / name)
+        windows = held_out_windows(place, checkpoint)
+        found = losses(checkpoint, windows.tokens_SL, dtype=torch.float32)
+        assert row["perplexity_stderr"] == pytest.approx(found.standard_error(windows.documents_S), rel=1e-5)
+        assert row["perplexity_documents"] == windows.documents > 1
+    model, pruned, other = rows
+    assert (model["perplexity_ratio"], model["perplexity_ratio_low"], model["perplexity_ratio_high"]) == (1, 1, 1)
+    assert pruned["perplexity_ratio"] == pytest.approx(pruned["perplexity"] / model["perplexity"])
+    assert pruned["perplexity_ratio_low"] < pruned["perplexity_ratio"] < pruned["perplexity_ratio_high"]
+    assert other["perplexity_group"] == 2 and other["perplexity_ratio"] == 1, "the first model of its group"
+
+
+def test_skipping_is_compared_on_the_same_documents(place: Path) -> None:
+    (row,) = compare(options(place, "pruned", skip_threshold=1e9))["rows"]
+    assert 0 < row["perplexity_without_skipping_stderr"] != row["perplexity_stderr"]
 
 
 def test_speed_comes_from_processes_of_their_own(place: Path) -> None:
@@ -315,7 +336,8 @@ def test_one_object_or_one_table(place: Path) -> None:
     assert (
         len(lines) == 3
         and lines[0].startswith("model ")
-        and lines[2].split()[:2] == ["pruned", f"{rows[1]['perplexity']:.2f}"]
+        and lines[2].split()[:4] == ["pruned", f"{rows[1]['perplexity']:.2f}", "±", f"{rows[1]['perplexity_stderr']:.2f}"]
+        and f"{rows[1]['perplexity_ratio']:.3f} ({rows[1]['perplexity_ratio_low']:.3f} to " in lines[2]
     )
     assert CliRunner().invoke(cli.main, ["compare"]).exit_code == 2
 
@@ -355,9 +377,7 @@ def test_usage_before_and_after_is_of_the_held_out_text(
     assert result.exit_code == 0, result.output
     for pictured, path in zip(drawn, (place / "model", tmp_path / "out"), strict=True):
         checkpoint = Checkpoint(path)
-        text = {"samples": 3, "sequence_length": 32, "seed": 0}
-        tokens = token_batches(str(place / "text.txt"), load_tokenizer(checkpoint), split="held-out", **text)
-        statistics = collect(checkpoint, tokens, dtype=torch.float32)
+        statistics = collect(checkpoint, held_out_windows(place, checkpoint).tokens_SL, dtype=torch.float32)
         counts = {layer: own.tokens_routed.tolist() for layer, own in statistics.layers.items()}
         assert pictured.tokens_routed == counts and sum(counts[0]) == 3 * 32 * 2
     assert (drawn[0].statistics is None) == (method == "taylor"), "no calibration only for a picture"

@@ -57,6 +57,10 @@ def test_every_picture_fits_its_page(layers: int, experts: int) -> None:
     shares = {layer: [(i + 1) / (experts * (experts + 1) / 2) for i in range(experts)] for layer in range(layers)}
     alike = dict.fromkeys(range(layers), 0.9 * experts)
     check_nothing_is_cut_off(plots.usage_histogram(LONG, shares, alike, {layer: [experts - 1] for layer in shares}))
+    named = plots.usage_histogram(LONG, shares, alike, {}, {layer: f"decoder layer {layer}" for layer in shares})
+    check_nothing_is_cut_off(named)
+    assert named.axes[0].get_title().startswith("decoder layer 0, like ")
+    check_nothing_is_cut_off(plots.token_accuracy(LONG, {"distill": [(0, 0.1), (9, 0.5)], "finetune": [(0, 0.5)]}, 0.7))
     matrix = [[1.0 if i == j else 0.3 for j in range(experts)] for i in range(experts)]
     check_nothing_is_cut_off(plots.expert_similarity(LONG, dict.fromkeys(range(layers), matrix)))
     pairs = {(layer, layer - 1): matrix[: experts - layer % 2] for layer in range(1, layers + 1)}
@@ -66,6 +70,14 @@ def test_every_picture_fits_its_page(layers: int, experts: int) -> None:
     check_nothing_is_cut_off(
         plots.search_scores(LONG, plots.SearchScores(alpha, beta, {layer: [0] for layer in range(layers)}))
     )
+
+
+@needs_matplotlib
+def test_token_accuracy_goes_on_where_the_part_before_ended() -> None:
+    (axes,) = plots.token_accuracy("a", {"distill": [(0, 0.1), (9, 0.5)], "finetune": [(0, 0.5), (4, 0.6)]}, 0.7).axes
+    distill, finetune, mixture = axes.get_lines()
+    assert list(distill.get_xdata()) == [0, 9] and list(finetune.get_xdata()) == [9, 13]
+    assert list(finetune.get_ydata()) == [0.5, 0.6] and set(mixture.get_ydata()) == {0.7}
 
 
 @needs_matplotlib
