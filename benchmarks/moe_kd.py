@@ -53,7 +53,7 @@ WHOLE = "MoE-KD"
 METHODS: dict[str, dict[str, str]] = {
     "student alone": {"recipe": "sft"},
     "KD": {"recipe": "kd"},
-    "SRRL": {"recipe": "srrl"},
+    "SRRL": {"recipe": "srrl", "feature_weight": 0.0},  # the form of MoE-KD §4.4
     WHOLE: {"recipe": "moe-kd"},
     **{f"({name}) {row.about}": {"recipe": "moe-kd", "ablation": name} for name, row in ABLATIONS.items()},
 }

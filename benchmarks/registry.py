@@ -109,6 +109,10 @@ BENCHMARKS = (
         trial=("--models", "demo", "--methods", "frequency", "--seeds", "1"),
     ),
     Benchmark(
+        *("layer_scores", ("layer_scores",), ("compress/methods/diep.py", "compress/methods/relaxations.py")),
+        trial=("--rates", "0,0.005", "--sequences", "4", "--length", "16"),
+    ),
+    Benchmark(
         *("default_method", ("default_method",), PRUNING),
         trial=("--models", "demo", "--methods", "fisher,reap", "--seeds", "1", "--windows", "8"),
     ),

@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from engine.errors import DataError, OptionError
 from engine.transformers_models.classifier_inputs import Examples
+from engine.transformers_models.image_frame import Frame
 
 DIGITS = "digits"
 DIGIT_SIZE = 32
@@ -40,7 +41,6 @@ FOLDER_SIZE = (224, 224)
 _HELD_OUT_NAMES = ("val", "validation", "test")
 _GENERIC = "LABEL_"
 """Prefix of the names that transformers gives to unnamed classes."""
-Part = Literal["calibration", "held-out", "all"]
 PARTS: dict[str, tuple[bool, ...]] = {"calibration": (False,), "held-out": (True,), "all": (False, True)}
 """By split, whether its examples are held out."""
 
@@ -57,6 +57,10 @@ class Labelled:
     """Reads the examples of the given rows: uint8 [B, C, H, W], or texts."""
     keys: Sequence[bytes]
     """The bytes whose hash decides the split of each example."""
+    frame: Frame | None = None
+    """How `read` makes the files of a folder images of one size; None for other sources."""
+    whole: Callable[[Sequence[int]], list[Tensor]] | None = None
+    """Reads images of the given rows as they are stored, uint8 [C, H, W], each of its own size; None for texts."""
     held_out: Sequence[bool] | None = None
     """Whether each example is held out, where the source gives the splits itself."""
 
@@ -75,11 +79,13 @@ class Labelled:
 
     def only(self, rows: Sequence[int]) -> Labelled:
         """Return the examples of these rows, in this order."""
+        whole = self.whole
         return replace(
             self,
             labels=[self.labels[row] for row in rows],
             read=lambda own: self.read([rows[row] for row in own]),
             keys=[self.keys[row] for row in rows],
+            whole=None if whole is None else lambda own: whole([rows[row] for row in own]),
             held_out=None if self.held_out is None else [self.held_out[row] for row in rows],
         )
 
@@ -115,16 +121,16 @@ def is_nameless(class_names: Sequence[str]) -> bool:
     return all(name == f"{_GENERIC}{number}" for number, name in enumerate(class_names))
 
 
-def labelled(source: str, size: tuple[int, int] | None = None) -> Labelled:
+def labelled(source: str, frame: Frame | None = None) -> Labelled:
     """Return the examples of a source. Raises DataError for a source that cannot be read.
 
-    size: (height, width) to which images from a folder are resized.
+    frame: how images from a folder become images of one size.
     """
     path = Path(source).expanduser()
     if source == DIGITS:
         return _digits()
     if path.is_dir():
-        return _folder(path, size or FOLDER_SIZE)
+        return _folder(path, (frame or Frame(FOLDER_SIZE)).for_files)
     if path.suffix == ".npz" and path.is_file():
         return _arrays(path)
     if path.suffix == ".jsonl" and path.is_file():
@@ -147,7 +153,15 @@ def _digits() -> Labelled:
 
 def _of_images(name: str, images_NCHW: Tensor, labels: Sequence[int], held_out: Sequence[bool] | None = None) -> Labelled:
     keys = [image.numpy().tobytes() for image in images_NCHW]
-    return Labelled(name, "images", labels, lambda rows: images_NCHW[list(rows)], keys, held_out)
+    return Labelled(
+        name,
+        "images",
+        labels,
+        lambda rows: images_NCHW[list(rows)],
+        keys,
+        whole=lambda rows: list(images_NCHW[list(rows)]),
+        held_out=held_out,
+    )
 
 
 def _arrays(path: Path) -> Labelled:
@@ -218,7 +232,7 @@ def _row(line: str, where: str) -> tuple[str, int | str]:
     return text, label
 
 
-def _folder(path: Path, size: tuple[int, int]) -> Labelled:
+def _folder(path: Path, frame: Frame) -> Labelled:
     held = [path / name for name in _HELD_OUT_NAMES if (path / name).is_dir()]
     parts = [(path / "train", False), (held[0], True)] if held and (path / "train").is_dir() else [(path, False)]
     files: list[Path] = []
@@ -235,17 +249,20 @@ def _folder(path: Path, size: tuple[int, int]) -> Labelled:
     keys = [file.relative_to(path).as_posix().encode() for file in files]
 
     def read(rows: Sequence[int]) -> Tensor:
-        return torch.stack([_image(files[row], size) for row in rows])
+        return torch.stack([_image(files[row], frame) for row in rows])
 
-    return Labelled(str(path), "images", labels, read, keys, held_out if len(parts) > 1 else None)
+    def whole(rows: Sequence[int]) -> list[Tensor]:
+        return [_image(files[row]) for row in rows]
+
+    return Labelled(str(path), "images", labels, read, keys, frame, whole, held_out if len(parts) > 1 else None)
 
 
 def _is_hidden(path: Path) -> bool:
     return path.name.startswith(".")
 
 
-def _image(path: Path, size: tuple[int, int]) -> Tensor:
-    """Read an image as uint8 [3, H, W]."""
+def _image(path: Path, frame: Frame | None = None) -> Tensor:
+    """Read an image as uint8 [3, H, W]; in its own size without a frame."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -254,7 +271,12 @@ def _image(path: Path, size: tuple[int, int]) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as image:
-                pixels = image.convert("RGB").resize((size[1], size[0]), Image.Resampling.BILINEAR)
+                pixels = image.convert("RGB")
+                if frame is not None:
+                    height, width = frame.resized_to(pixels.height, pixels.width)
+                    pixels = pixels.resize((width, height), Image.Resampling(frame.resample))
+                    top, left = frame.corner(height, width)
+                    pixels = pixels.crop((left, top, left + frame.size[1], top + frame.size[0]))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise DataError(f"{path}: cannot be read as an image ({' '.join(str(error).split())[:200]}); remove it") from error
     return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).contiguous()

@@ -34,8 +34,7 @@ Bar = Callable[[Iterable[int]], Iterable[int]]
 def examples_for(directory: ClassifierDirectory, source: str | None, length: int | None = None) -> tuple[Labelled, Inputs]:
     """Return the examples of a source, by default the digits, and the preprocessing of a model's inputs."""
     inputs = directory.inputs(length)
-    size = inputs.size if isinstance(inputs, ImageInputs) else None
-    found = labelled(source or DIGITS, size)
+    found = labelled(source or DIGITS, inputs.frame if isinstance(inputs, ImageInputs) else None)
     if found.what != directory.what:
         raise DataError(
             f"{found.name}: has {found.what}, and {directory.directory} classifies {directory.what}; give others"
@@ -130,7 +129,7 @@ def probe(classifier: Classifier, source: str, inputs: Inputs, device: torch.dev
 
     The experiment is MoE-KD §5.3, table 5. The examples' classes are their own, not the model's.
     """
-    examples = labelled(source, inputs.size if isinstance(inputs, ImageInputs) else None)
+    examples = labelled(source, inputs.frame if isinstance(inputs, ImageInputs) else None)
     names = sorted({str(label) for label in examples.labels})
     numbers = {name: number for number, name in enumerate(names)}
     parts = []

@@ -36,6 +36,7 @@ from engine.generation.report import peak_memory_bytes
 from engine.progress import Progress, no_progress
 from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, PROTOTYPES, Classifier, ClassifierCheckpoint
 from engine.transformers_models.classifier_inputs import PREPROCESSOR, ImageInputs
+from engine.transformers_models.image_frame import Frame
 from engine.transformers_models.transformers_model import quiet_transformers
 
 
@@ -51,6 +52,10 @@ class Pair:
     labels_N: Tensor
     held_out_N: Tensor
     class_names: tuple[str, ...]
+
+    def side(self, model: Classifier) -> Side:
+        """Return the student, loaded, with its examples."""
+        return Side(model, self.inputs, self.training, self.held_out)
 
     def fingerprints(self) -> dict[str, str]:
         """Return the identity of the models and the examples, as JSON."""
@@ -98,14 +103,20 @@ def prepare(options: ClassifierOptions, student: ClassifierCheckpoint) -> Pair:
         )
     class_names = student.class_names if teacher is None else _common_names(teacher, student)
     examples, inputs = examples_for(student, options.calibration.data, options.max_length)
-    training, held_out = examples.part("calibration"), examples.part("held-out")
-    if options.evaluation_samples is not None:
-        held_out = held_out.only(range(min(options.evaluation_samples, len(held_out))))
+    training, held_out = _parts(examples, options)
     if len(training) < 2:
         raise OptionError(f"{examples.name}: has one example to train on; give more")
     labels_N, held_out_N = (part.numbers(class_names) for part in (training, held_out))
     names = _names_of(examples, class_names)
     return Pair(student, teacher, inputs, training, held_out, labels_N, held_out_N, names)
+
+
+def _parts(examples: Labelled, options: ClassifierOptions) -> tuple[Labelled, Labelled]:
+    """Return the examples to train on, and those held out for the figures."""
+    training, held_out = examples.part("calibration"), examples.part("held-out")
+    if options.evaluation_samples is not None:
+        held_out = held_out.only(range(min(options.evaluation_samples, len(held_out))))
+    return training, held_out
 
 
 def _common_names(teacher: ClassifierCheckpoint, student: ClassifierCheckpoint) -> tuple[str, ...]:
@@ -147,12 +158,13 @@ def _train(run: ClassifierRun) -> TrainedClassifier:
     student = pair.student.load(torch.float32, device)
     teacher = None
     if pair.teacher is not None:
-        _, own_inputs = examples_for(pair.teacher, options.calibration.data, options.max_length)
-        teacher = Side(pair.teacher.load(options.dtype, device), own_inputs)
+        # The teacher's own preprocessing reads the examples: its size and crop may differ from the student's.
+        examples, own_inputs = examples_for(pair.teacher, options.calibration.data, options.max_length)
+        teacher = Side(pair.teacher.load(options.dtype, device), own_inputs, *_parts(examples, options))
     before = run.work.once("before", lambda: _before(run, student, teacher))
     taught, mixture = None, None
     if teacher is not None:
-        taught = ask(teacher.model, teaching, pair.training, teacher.inputs, device, run.bar("teacher"))
+        taught = ask(teacher.model, teaching, teacher.training, teacher.inputs, device, run.bar("teacher"))
     if teaching.recipe.has_gate:
         assert teacher is not None and taught is not None
         gated = _gated(student, pair, device)
@@ -165,9 +177,7 @@ def _train(run: ClassifierRun) -> TrainedClassifier:
         own = mixture.named_parameters(prefix="mixture")
         parameters |= {name: parameter for name, parameter in own if parameter.requires_grad}
         buffers |= dict(mixture.named_buffers(prefix="mixture"))
-    loss = ClassifierLoss(
-        teaching, Side(student, pair.inputs), teacher, mixture, taught, pair.training, pair.labels_N, device
-    )
+    loss = ClassifierLoss(teaching, pair.side(student), teacher, mixture, taught, pair.labels_N, device)
     steps = options.epochs * max(1, len(pair.training) // options.batch_size)
     momentum = options.momentum if OPTIMISERS[options.optimiser] else None
     training, falls = options.training(steps), options.falls(steps)
@@ -196,9 +206,9 @@ def _before(run: ClassifierRun, student: Classifier, teacher: Side | None) -> di
     options, pair = run.options, run.prepared
 
     def of(side: Side, name: str) -> Accuracy:
-        return accuracy(side.model, pair.held_out, side.inputs, pair.held_out_N, options.device, run.bar(name))
+        return accuracy(side.model, side.held_out, side.inputs, pair.held_out_N, options.device, run.bar(name))
 
-    own = Side(student, pair.inputs)
+    own = pair.side(student)
     return {
         "accuracy": of(own, "accuracy before"),
         "teacher": (None, None) if teacher is None else of(teacher, "accuracy of the teacher"),
@@ -257,7 +267,8 @@ def _write_model(directory: Path, pair: Pair, done: TrainedClassifier) -> None:
     if isinstance(pair.inputs, ImageInputs) and not (directory / PREPROCESSOR).is_file():
         images = pair.training.read([0])
         assert isinstance(images, Tensor)
-        write_json(directory / PREPROCESSOR, pair.inputs.described((images.shape[2], images.shape[3])))
+        frame = pair.training.frame or pair.inputs.frame or Frame((images.shape[2], images.shape[3]))
+        write_json(directory / PREPROCESSOR, pair.inputs.described(frame))
 
 
 def _named(class_names: tuple[str, ...]) -> dict[str, Any]:
@@ -270,7 +281,7 @@ def _named(class_names: tuple[str, ...]) -> dict[str, Any]:
 def _figures(run: ClassifierRun, done: TrainedClassifier, result: ClassifierCheckpoint) -> dict[str, Any]:
     options, pair = run.options, run.prepared
     made, history = result.load(options.dtype, options.device), done.trainer.history
-    side = Side(made, pair.inputs)
+    side = pair.side(made)
     after = accuracy(made, pair.held_out, pair.inputs, pair.held_out_N, options.device, run.bar("accuracy after"))
     alone = None
     if made.mixture is not None:

@@ -15,15 +15,23 @@ from torch import Tensor, nn
 
 from calibrate.labelled import Labelled
 from compress.classifiers.accuracy import Inputs, groups, on
-from compress.classifiers.moe_kd import ClassMeans, class_probabilities, e_step, elbo, kd, prototype_projector, srrl
+from compress.classifiers.augmentation import training_examples
+from compress.classifiers.moe_kd import (
+    ClassMeans,
+    class_probabilities,
+    e_step,
+    elbo,
+    feature_distance,
+    kd,
+    prototype_projector,
+    srrl,
+)
 from compress.classifiers.recipes import Ablation, Augmentation, ClassifierTeaching
 from compress.training.training import Batch
 from engine.transformers_models.classifier import Classifier, Split
-from engine.transformers_models.classifier_inputs import Examples
+from engine.transformers_models.classifier_inputs import Examples, ImageInputs
 from engine.transformers_models.mixture_head import Experts, Gate, log_experts, projector
 
-PADDING = 4
-"""Pixels of padding around an image before a random crop (§5.1)."""
 CACHED_NUMBERS = 1 << 24
 """The most numbers of a teacher's logits over the training set that are cached, where they repeat in each epoch."""
 
@@ -60,6 +68,8 @@ class TeacherPass:
     """Share of each class in the training set."""
     logits_NK: Tensor | None
     """Logits, where each epoch needs them and they do not change."""
+    features_NE: Tensor | None = None
+    """Features z^T, where each epoch needs them and they do not change."""
 
 
 @torch.no_grad()
@@ -72,15 +82,18 @@ def ask(
     bar: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> TeacherPass:
     """Run the teacher over all examples, batch by batch."""
-    means, kept = ClassMeans(hard=teaching.ablation.hard_means), []
+    means, kept = ClassMeans(hard=teaching.ablation.hard_means), list[Split]()
     same = teaching.augmentation == Augmentation()
-    keeps = teaching.asks_teacher and same and len(examples) * teacher.head.out_features <= CACHED_NUMBERS
+    numbers = teacher.head.out_features + (teacher.head.in_features if teaching.asks_features else 0)
+    keeps = teaching.asks_teacher and same and len(examples) * numbers <= CACHED_NUMBERS
     for given in groups(examples, inputs, device, bar):
         split = teacher.split(**given)
         means.add(class_probabilities(split.logits_BC.float(), teaching.temperature), split.features_BD)
-        kept += [split.logits_BC.float()] if keeps else []
+        kept += [Split(split.logits_BC.float(), split.features_BD.float(), None)] if keeps else []
     means_KE = means.means() if teaching.recipe.has_prototypes else None
-    return TeacherPass(means_KE, means.shares(), torch.cat(kept) if keeps else None)
+    logits_NK = torch.cat([split.logits_BC for split in kept]) if keeps else None
+    features_NE = torch.cat([split.features_BD for split in kept]) if keeps and teaching.asks_features else None
+    return TeacherPass(means_KE, means.shares(), logits_NK, features_NE)
 
 
 def mixture_for(
@@ -106,10 +119,13 @@ def mixture_for(
 
 @dataclass
 class Side:
-    """A model and the preprocessing of its inputs."""
+    """A model, the preprocessing of its inputs, and the examples as that reads them."""
 
     model: Classifier
     inputs: Inputs
+    training: Labelled
+    """The training examples, as this model's preprocessing reads them."""
+    held_out: Labelled
 
 
 @dataclass
@@ -121,7 +137,6 @@ class ClassifierLoss:
     teacher: Side | None
     mixture: Mixture | None
     taught: TeacherPass | None
-    examples: Labelled
     labels_N: Tensor
     device: torch.device | str = "cpu"
 
@@ -131,39 +146,47 @@ class ClassifierLoss:
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         rows_B, count = batch.group_G, len(batch.rows_B)
         torch.manual_seed(int(torch.randint(2**62, (), generator=batch.generator)))  # seeds dropout
-        examples = self.examples.read(rows_B.tolist())
-        if isinstance(examples, Tensor):
-            examples = augmented(examples, self.teaching.augmentation, batch.generator)
+        own, inputs = self.student, self.student.inputs
+        size = inputs.size if isinstance(inputs, ImageInputs) else None
+        examples = training_examples(own.training, rows_B.tolist(), self.teaching.augmentation, size, batch.generator)
         outputs = BatchOutputs(
-            self.student.model.split(**on(self.student.inputs, examples, self.device)),
+            own.model.split(**on(inputs, examples, self.device)),
             self.labels_N[rows_B].to(self.device),
             self._teacher(rows_B, examples) if self.teaching.asks_teacher else None,
-            self.student.model.head.weight,
-            self.teaching.temperature,
+            own.model.head.weight,
+            self.teaching,
         )
         terms = self._terms(outputs, self.mixture)
         return {name: term_B.sum() / count for name, term_B in terms.items()}
 
     @torch.no_grad()
-    def _teacher(self, rows_B: Tensor, examples: Examples) -> Tensor:
-        """Return the teacher's logits, [B, K]."""
+    def _teacher(self, rows_B: Tensor, examples: Examples) -> Split:
+        """Return the teacher's logits and features, on its own view of an image, or on an augmented one."""
         assert self.teacher is not None and self.taught is not None
-        if self.taught.logits_NK is not None:
-            return self.taught.logits_NK[rows_B.to(self.taught.logits_NK.device)]
-        return self.teacher.model.split(**on(self.teacher.inputs, examples, self.device)).logits_BC.float()
+        if (logits_NK := self.taught.logits_NK) is not None:
+            kept_B = rows_B.to(logits_NK.device)
+            features_NE = self.taught.features_NE
+            return Split(logits_NK[kept_B], logits_NK[:0] if features_NE is None else features_NE[kept_B], None)
+        inputs = self.teacher.inputs
+        if self.teaching.augmentation == Augmentation():
+            examples = self.teacher.training.read(rows_B.tolist())
+        elif isinstance(inputs, ImageInputs):
+            inputs = inputs.of_crops
+        split = self.teacher.model.split(**on(inputs, examples, self.device))
+        return Split(split.logits_BC.float(), split.features_BD.float(), None)
 
 
 @dataclass(frozen=True)
 class BatchOutputs:
-    """Outputs of a batch: the student's outputs, the classes, and the teacher's logits."""
+    """Outputs of a batch: the student's outputs, the classes, and the teacher's outputs."""
 
     student: Split
     labels_B: Tensor
-    teacher_BK: Tensor | None
-    """The teacher's logits, where the loss needs them."""
+    teacher: Split | None
+    """The teacher's logits, where the loss needs them, and its features, where it needs those."""
     head_CD: Tensor
     """W, the weight of the student's head."""
-    temperature: float
+    teaching: ClassifierTeaching
 
     @property
     def scores_BC(self) -> Tensor:
@@ -182,18 +205,24 @@ def sft_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tenso
 
 def kd_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
     """Return the cross-entropy and the divergence from the teacher's prediction, [B] each."""
-    assert outputs.teacher_BK is not None
-    labels_loss_B, divergence_B = kd(outputs.scores_BC, outputs.labels_B, outputs.teacher_BK, outputs.temperature)
+    assert outputs.teacher is not None
+    teacher_BC, temperature = outputs.teacher.logits_BC, outputs.teaching.temperature
+    labels_loss_B, divergence_B = kd(outputs.scores_BC, outputs.labels_B, teacher_BC, temperature)
     return {"labels": labels_loss_B, "teacher": divergence_B}
 
 
 def srrl_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
-    """Return the terms of SRRL in MoE-KD's form (§4.4), [B] each."""
-    assert mixture is not None and outputs.teacher_BK is not None
-    log_gate_BK = mixture.gate(outputs.student.gated.float())
-    teacher_BK = class_probabilities(outputs.teacher_BK, outputs.temperature)
+    """Return the terms of SRRL in MoE-KD's form (§4.4) and, unless its weight is 0, Yang et al.'s feature loss, [B] each."""
+    assert mixture is not None and mixture.gate.projector is not None and outputs.teacher is not None
+    teaching = outputs.teaching
+    projected_BE = mixture.gate.projector(outputs.student.gated.float())
+    teacher_BK = class_probabilities(outputs.teacher.logits_BC, teaching.temperature)
+    log_gate_BK = mixture.gate.of_projected(projected_BE)
     likelihood_B, divergence_B = srrl(outputs.scores_BC, outputs.labels_B, teacher_BK, log_gate_BK)
-    return {"labels": -likelihood_B, "gate": divergence_B}
+    terms = {"labels": -likelihood_B, "gate": divergence_B}
+    if teaching.asks_features:
+        terms["features"] = teaching.feature_weight * feature_distance(projected_BE, outputs.teacher.features_BD)
+    return terms
 
 
 def moe_kd_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Tensor]:
@@ -202,24 +231,9 @@ def moe_kd_terms(outputs: BatchOutputs, mixture: Mixture | None) -> dict[str, Te
     log_gate_BK = mixture.gate(outputs.student.gated.float())
     experts = Experts.of(mixture.prototypes() @ outputs.head_CD.float().T)
     log_experts_BK = log_experts(outputs.scores_BC, experts, outputs.labels_B)
-    if outputs.teacher_BK is None:
+    if outputs.teacher is None:
         log_posterior_BK = e_step(log_gate_BK, log_experts_BK)
     else:
-        log_posterior_BK = F.log_softmax(outputs.teacher_BK / outputs.temperature, dim=-1)
+        log_posterior_BK = F.log_softmax(outputs.teacher.logits_BC / outputs.teaching.temperature, dim=-1)
     expected_B, divergence_B = elbo(log_posterior_BK, log_gate_BK, log_experts_BK)
     return {"experts": -expected_B, "gate": divergence_B}
-
-
-def augmented(images_BCHW: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
-    """Return each image padded, cropped to its size at random and, if allowed, mirrored with probability 1/2 (§5.1)."""
-    if not how.crops:
-        return images_BCHW
-    count, _, height, width = images_BCHW.shape
-    padded = F.pad(images_BCHW, (PADDING,) * 4)
-    tops, lefts = (torch.randint(2 * PADDING + 1, (count,), generator=generator).tolist() for _ in range(2))
-    mirrored = torch.rand(count, generator=generator).lt(0.5).tolist() if how.flips else [False] * count
-    made = []
-    for image, top, left, flips in zip(padded, tops, lefts, mirrored, strict=True):
-        cut = image[:, top : top + height, left : left + width]
-        made.append(cut.flip(-1) if flips else cut)
-    return torch.stack(made)

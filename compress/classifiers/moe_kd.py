@@ -84,11 +84,15 @@ def srrl(scores_BC: Tensor, labels_B: Tensor, teacher_BK: Tensor, log_gate_BK: T
     """Return the two terms of SRRL's objective in MoE-KD's form (§4.4, β = 1), [B] each.
 
     They are log softmax_y(Wᵀz + b) and KL(P^T ‖ P(Y^T=k|x)): the bound where all experts are equal (Assumption 1) and P̂ is
-    the teacher's own P^T. Yang et al. also minimize the squared distance of the features G(z) to the teacher's; that term
-    is left out.
+    the teacher's own P^T. Yang et al. also minimize `feature_distance`.
     """
     expected_B = F.log_softmax(scores_BC, dim=-1).gather(1, labels_B[:, None])[:, 0]
     return expected_B, F.kl_div(log_gate_BK, teacher_BK, reduction="none").sum(dim=-1)
+
+
+def feature_distance(projected_BE: Tensor, teacher_BE: Tensor) -> Tensor:
+    """Return Yang et al.'s feature loss ‖G(z) − z^T‖², as a mean over the features as in their code, [B]."""
+    return (projected_BE - teacher_BE).square().mean(dim=-1)
 
 
 KD_WEIGHT = 0.9

@@ -18,12 +18,16 @@ class ClassifierRecipe:
     """Whether experts are trained behind the student's head, from the class means of the teacher's features."""
     asks_teacher: bool = False
     """Whether the teacher's predictions are in the loss."""
+    asks_features: bool = False
+    """Whether the teacher's features are in the loss, where their weight is above 0."""
 
 
 CLASSIFIER_RECIPES = {
     "sft": ClassifierRecipe("compress.classifiers.distillation:sft_terms", has_teacher=False),
     "kd": ClassifierRecipe("compress.classifiers.distillation:kd_terms", asks_teacher=True),
-    "srrl": ClassifierRecipe("compress.classifiers.distillation:srrl_terms", has_gate=True, asks_teacher=True),
+    "srrl": ClassifierRecipe(
+        "compress.classifiers.distillation:srrl_terms", has_gate=True, asks_teacher=True, asks_features=True
+    ),
     "moe-kd": ClassifierRecipe("compress.classifiers.distillation:moe_kd_terms", has_gate=True, has_prototypes=True),
 }
 
@@ -56,6 +60,9 @@ class Augmentation:
     """One row of AUGMENTATIONS: random changes to training images."""
 
     crops: bool = False
+    """Whether an image is padded and cropped to its size (CIFAR-100)."""
+    resizes: bool = False
+    """Whether a part of the image is cropped and resized to the model's size (ImageNet)."""
     flips: bool = False
 
 
@@ -63,20 +70,28 @@ AUGMENTATIONS = {
     "none": Augmentation(),
     "crop": Augmentation(crops=True),
     "crop-flip": Augmentation(crops=True, flips=True),
+    "resized-crop-flip": Augmentation(resizes=True, flips=True),
 }
 
 
 @dataclass(frozen=True)
 class ClassifierTeaching:
-    """A recipe with its temperature, at most one ablation, and the augmentation."""
+    """A recipe with its temperature and weight, at most one ablation, and the augmentation."""
 
     recipe: ClassifierRecipe
     temperature: float
     ablation: Ablation
     """The ablation; Ablation("") for none."""
     augmentation: Augmentation
+    feature_weight: float = 1.0
+    """Weight of the distance of features, for the recipe that has it."""
 
     @property
     def asks_teacher(self) -> bool:
         """Whether the teacher's predictions are in the loss; the full MoE-KD uses them only in the prototypes."""
         return self.recipe.asks_teacher or self.ablation.teacher_is_posterior
+
+    @property
+    def asks_features(self) -> bool:
+        """Whether the teacher's features are in the loss."""
+        return self.recipe.asks_features and self.feature_weight > 0.0

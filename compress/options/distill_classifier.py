@@ -39,6 +39,12 @@ class ClassifierOptions(JobOptions):
         "scratch, hard means (iv), the teacher's prediction for the E-step (v).",
     )
     temperature: float = like(DistillOptions, "temperature", 4.0)
+    feature_weight: float = option(
+        1.0,
+        group=CLASSIFIERS,
+        minimum=0,
+        help="For srrl: weight of the distance of projected features to the teacher's.",
+    )
     epochs: int = like(DistillOptions, "epochs", 240)
     batch_size: int = like(DistillOptions, "batch_size", 64)
     optimiser: str = option("sgd", group=CLASSIFIERS, choices=tuple(OPTIMISERS), help="Optimizer; adamw suits encoders.")
@@ -54,7 +60,10 @@ class ClassifierOptions(JobOptions):
     )
     weight_decay: float = option(5e-4, group=CLASSIFIERS, help="Weight decay of all parameters.")
     augment: str = option(
-        "none", group=CLASSIFIERS, choices=tuple(AUGMENTATIONS), help="Random changes of the images in training."
+        "none",
+        group=CLASSIFIERS,
+        choices=tuple(AUGMENTATIONS),
+        help="Random changes of the images in training: crops of a padded image, or resized crops, and mirror images.",
     )
     max_length: int = like(Limits, "length")
     evaluation_samples: int | None = like(CalibrationOptions, "evaluation_samples", None)
@@ -90,9 +99,11 @@ class ClassifierOptions(JobOptions):
         if (
             not 0.0 < self.temperature < math.inf
             or not 0.0 <= self.momentum < 1.0
-            or not 0.0 <= self.weight_decay < math.inf
+            or not all(0.0 <= weight < math.inf for weight in (self.weight_decay, self.feature_weight))
         ):
-            raise OptionError("temperature must be above 0, momentum from 0 to below 1, weight-decay at least 0")
+            raise OptionError(
+                "temperature must be above 0, momentum from 0 to below 1, weight-decay and feature-weight at least 0"
+            )
         if self.epochs < 1 or self.batch_size < 2 or (self.evaluation_samples is not None and self.evaluation_samples < 1):
             raise OptionError("epochs and evaluation-samples must be at least 1, and batch-size 2, for norms of a batch")
         if list(self.milestones) != sorted(set(self.milestones)) or max(self.milestones, default=0) >= self.epochs:
@@ -120,4 +131,5 @@ class ClassifierOptions(JobOptions):
     def teaching(self) -> ClassifierTeaching:
         """Return the recipe, the ablation and the augmentation."""
         ablation = Ablation("") if self.ablation is None else ABLATIONS[self.ablation]
-        return ClassifierTeaching(CLASSIFIER_RECIPES[self.recipe], self.temperature, ablation, AUGMENTATIONS[self.augment])
+        recipe, augmentation = CLASSIFIER_RECIPES[self.recipe], AUGMENTATIONS[self.augment]
+        return ClassifierTeaching(recipe, self.temperature, ablation, augmentation, self.feature_weight)

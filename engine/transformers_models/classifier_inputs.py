@@ -6,16 +6,16 @@ Shape suffixes: B batch, C channels, H height, W width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import CheckpointError, DataError
 from engine.files.json_file import load_json, shown
+from engine.transformers_models.image_frame import Frame, image_frame
 
 PREPROCESSOR = "preprocessor_config.json"
 MIDDLE = (0.5,)
@@ -31,10 +31,20 @@ class ImageInputs:
     """Preprocessing of images to normalized pixels of one size."""
 
     channels: int
-    size: tuple[int, int] | None
-    """(height, width); None for the size of the given images."""
+    frame: Frame | None
+    """Size of the model's images, and how an image becomes one of that size; None for the size of the given images."""
     mean: tuple[float, ...] = MIDDLE
     deviation: tuple[float, ...] = MIDDLE
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(height, width); None for the size of the given images."""
+        return None if self.frame is None else self.frame.size
+
+    @property
+    def of_crops(self) -> ImageInputs:
+        """Return the preprocessing of random crops, which are not cropped again."""
+        return self if self.frame is None else replace(self, frame=self.frame.stretched)
 
     def __call__(self, images: Examples) -> dict[str, Tensor]:
         """Return `pixel_values`, float32 [B, channels, H, W]. Other numbers of channels are averaged and repeated."""
@@ -43,19 +53,17 @@ class ImageInputs:
         pixels_BCHW = images.float()
         if pixels_BCHW.shape[1] != self.channels:
             pixels_BCHW = pixels_BCHW.mean(dim=1, keepdim=True).expand(-1, self.channels, -1, -1)
-        if self.size is not None and tuple(pixels_BCHW.shape[2:]) != self.size:
-            pixels_BCHW = F.interpolate(pixels_BCHW, self.size, mode="bilinear", antialias=True)
+        if self.frame is not None and tuple(pixels_BCHW.shape[2:]) != self.size:
+            pixels_BCHW = self.frame(pixels_BCHW)
         mean, deviation = (
             torch.tensor(values, device=images.device).view(1, -1, 1, 1) for values in (self.mean, self.deviation)
         )
         return {"pixel_values": (pixels_BCHW / 255 - mean) / deviation}
 
-    def described(self, size: tuple[int, int]) -> dict[str, Any]:
-        """Return these values in the format of PREPROCESSOR. `size`: image size, if none is set."""
-        height, width = self.size or size
+    def described(self, frame: Frame) -> dict[str, Any]:
+        """Return these values in the format of PREPROCESSOR, with the frame by which images were read."""
         return {
-            "do_resize": True,
-            "size": {"height": height, "width": width},
+            **frame.described(),
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
@@ -89,17 +97,19 @@ class TextInputs:
 
 
 def image_inputs(directory: Path, config: Any) -> ImageInputs:
-    """Return the preprocessing in PREPROCESSOR and config.json. Raises CheckpointError for invalid values."""
+    """Return the preprocessing in PREPROCESSOR, with the image size of config.json where that has none.
+
+    Raises CheckpointError for invalid values.
+    """
     channels, path = int(getattr(config, "num_channels", 3)), directory / PREPROCESSOR
     said = load_json(path, "image preprocessing") if path.is_file() else {}
-    sizes = (said.get("crop_size"), said.get("size"), getattr(config, "image_size", None))
-    size = _size(path, next((value for value in sizes if value is not None), None))
+    frame = image_frame(path, said, getattr(config, "image_size", None))
     if said.get("do_normalize") is False:
-        return ImageInputs(channels, size, (0.0,), (1.0,))
+        return ImageInputs(channels, frame, (0.0,), (1.0,))
     mean, deviation = (_numbers(path, said, key, channels) for key in ("image_mean", "image_std"))
     if not all(value > 0 for value in deviation):
         raise CheckpointError(f"{path}: image_std is {shown(said['image_std'])}; its numbers must be above 0")
-    return ImageInputs(channels, size, mean, deviation)
+    return ImageInputs(channels, frame, mean, deviation)
 
 
 def _numbers(path: Path, said: Mapping[str, Any], key: str, channels: int) -> tuple[float, ...]:
@@ -111,17 +121,3 @@ def _numbers(path: Path, said: Mapping[str, Any], key: str, channels: int) -> tu
             f"{path}: {key} is {shown(value)}; it must be a number, or one for each of {channels} channels"
         )
     return values
-
-
-def _size(path: Path, value: Any) -> tuple[int, int] | None:
-    if isinstance(value, Mapping):
-        edge = value.get("shortest_edge")
-        value = [value.get("height", edge), value.get("width", edge)]
-    if value is None:
-        return None
-    height, width = value if isinstance(value, list | tuple) and len(value) == 2 else (value, value)
-    if type(height) is not int or type(width) is not int or not 1 <= min(height, width) <= max(height, width) <= 8192:
-        raise CheckpointError(
-            f"{path.parent}: the image size is {shown(value)}; it must be a number of pixels, or two of them"
-        )
-    return height, width

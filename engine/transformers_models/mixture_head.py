@@ -88,7 +88,12 @@ class Gate(nn.Module):
         """Return log P(Y^T=k|x), [B, K]. features: the projector's input, [B, D, H, W] or [B, D]."""
         if self.projector is None or self.classifier is None:
             return features.new_full((len(features), self.experts), -math.log(self.experts))
-        return F.log_softmax(self.classifier(self.projector(features)), dim=-1)
+        return self.of_projected(self.projector(features))
+
+    def of_projected(self, features_BE: Tensor) -> Tensor:
+        """Return log P(Y^T=k|x), [B, K], from projected features G(z)."""
+        assert self.classifier is not None
+        return F.log_softmax(self.classifier(features_BE), dim=-1)
 
 
 class MixtureHead(nn.Module):

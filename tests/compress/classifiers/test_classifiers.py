@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.checkpoint.kinds import is_classifier
 from engine.errors import CheckpointError, DataError, UnsupportedError
 from engine.transformers_models.classifier import MIXTURE_KEY, MIXTURE_NAME, Classifier, ClassifierCheckpoint
 from engine.transformers_models.classifier_inputs import ImageInputs, TextInputs, image_inputs
+from engine.transformers_models.image_frame import Frame
 
 
 def inputs_of(checkpoint: ClassifierCheckpoint) -> dict[str, torch.Tensor]:
@@ -122,9 +124,11 @@ def test_images_become_pixels_by_hand(tmp_path: Path) -> None:
     pixels = own(grey)["pixel_values"]
     assert pixels[0, :, 1, 0].tolist() == pytest.approx([(0.2 - 0.5) / 0.5, (0.2 - 0.25) / 0.5, 0.2 / 2])
     coloured = torch.tensor([0, 30, 60], dtype=torch.uint8).view(1, 3, 1, 1)
-    assert ImageInputs(1, (2, 3))(coloured)["pixel_values"].tolist() == [[[[pytest.approx((30 / 255 - 0.5) / 0.5)] * 3] * 2]]
+    assert ImageInputs(1, Frame((2, 3)))(coloured)["pixel_values"].tolist() == [
+        [[[pytest.approx((30 / 255 - 0.5) / 0.5)] * 3] * 2]
+    ]
     config = type("Config", (), {"num_channels": 3, "image_size": 24})()
-    assert image_inputs(tmp_path, config) == ImageInputs(3, (24, 24))
+    assert image_inputs(tmp_path, config) == ImageInputs(3, Frame((24, 24)))
     said = {
         "size": {"shortest_edge": 30},
         "crop_size": {"height": 20, "width": 28},
@@ -133,15 +137,69 @@ def test_images_become_pixels_by_hand(tmp_path: Path) -> None:
     }
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(said))
-    assert image_inputs(tmp_path, config) == ImageInputs(3, (20, 28), (0.1, 0.2, 0.3), (0.5,))
+    assert image_inputs(tmp_path, config) == ImageInputs(3, Frame((20, 28), 30), (0.1, 0.2, 0.3), (0.5,))
     path.write_text(json.dumps({"do_normalize": False, "size": 9}))
-    assert image_inputs(tmp_path, config) == ImageInputs(3, (9, 9), (0.0,), (1.0,))
-    path.write_text(json.dumps(own.described((8, 9))))
-    assert image_inputs(tmp_path, config) == ImageInputs(3, (8, 9), own.mean, own.deviation)
-    for wrong in ({"image_mean": [0.1, 0.2]}, {"image_std": 0.0}, {"size": {"height": "x"}}, {"size": 0}):
+    assert image_inputs(tmp_path, config) == ImageInputs(3, Frame((9, 9), (9, 9)), (0.0,), (1.0,))
+    for frame in (Frame((8, 9), (8, 9)), Frame((8, 9), 12, 3), Frame((8, 9), (11, 12), 0)):
+        path.write_text(json.dumps(own.described(frame)))
+        assert image_inputs(tmp_path, config) == ImageInputs(3, frame, own.mean, own.deviation)
+    for wrong in (
+        {"image_mean": [0.1, 0.2]},
+        {"image_std": 0.0},
+        {"size": {"height": "x"}},
+        {"size": 0},
+        {"size": 9, "crop_size": "x"},
+        {"size": 9, "crop_pct": 0},
+        {"resample": 4},
+    ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(CheckpointError, match="must be"):
             image_inputs(tmp_path, config)
+
+
+PROCESSORS: list[tuple[str, dict[str, Any]]] = [
+    ("mobilenet_v2.image_processing_pil_mobilenet_v2:MobileNetV2ImageProcessorPil", {"size": {"shortest_edge": 20}}),
+    ("convnext.image_processing_pil_convnext:ConvNextImageProcessorPil", {"size": {"shortest_edge": 16}, "crop_pct": 0.7}),
+    ("convnext.image_processing_pil_convnext:ConvNextImageProcessorPil", {"size": {"shortest_edge": 400}, "crop_pct": 0.7}),
+    ("deit.image_processing_pil_deit:DeiTImageProcessorPil", {"size": {"height": 21, "width": 18}}),
+    ("vit.image_processing_pil_vit:ViTImageProcessorPil", {"size": {"height": 17, "width": 13}}),
+]
+
+
+@pytest.mark.parametrize(("name", "said"), PROCESSORS)
+@pytest.mark.parametrize("shape", [(31, 50), (45, 30)])
+def test_files_are_preprocessed_as_by_the_models_own_processor(
+    name: str, said: dict[str, Any], shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """The size, crop, filter and normalization of transformers' processors, for images that are not square."""
+    module, kind = name.split(":")
+    crop = {"crop_size": {"height": 15, "width": 12}} if "crop_pct" not in said and "vit." not in name else {}
+    own = getattr(import_module(f"transformers.models.{module}"), kind)(**said, **crop)
+    own.save_pretrained(tmp_path)
+    folder = tmp_path / "images" / "a"
+    folder.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 255, (*shape, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "1.png")
+    inputs = image_inputs(tmp_path, None)
+    found = inputs(labelled(str(folder.parent), inputs.frame).read([0]))["pixel_values"]
+    wanted = own(Image.fromarray(pixels), return_tensors="pt")["pixel_values"]
+    assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
+    arrays = inputs(torch.from_numpy(pixels).permute(2, 0, 1)[None])["pixel_values"]
+    assert (arrays - wanted).abs().mean() < 1 / 255 / 0.2, "Pillow rounds and clips after each of its passes"
+
+
+def test_the_aspect_is_kept_where_a_model_does_not_say(tmp_path: Path) -> None:
+    """As is usual on ImageNet, the shorter side becomes 8/7 of the crop. A wide image loses its sides, which are black."""
+    (tmp_path / "a").mkdir()
+    pixels = np.zeros((64, 128, 3), np.uint8)
+    pixels[:, 36:92] = 255
+    Image.fromarray(pixels).save(tmp_path / "a" / "1.png")
+    found = labelled(str(tmp_path), Frame((56, 56)))
+    assert found.frame == Frame((56, 56), 64) and (found.read([0]) == 255).all()
+    (whole,) = found.only([0]).whole([0])
+    assert torch.equal(whole, torch.from_numpy(pixels).permute(2, 0, 1))
+    assert labelled(str(tmp_path)).read([0]).shape == (1, 3, 224, 224)
+    assert not (labelled(str(tmp_path), Frame((56, 56), (56, 56))).read([0]) == 255).all(), "stretched, as a model may say"
 
 
 def test_texts_are_cut_and_padded(tmp_path: Path) -> None:
@@ -181,7 +239,7 @@ def test_folders_arrays_and_rows_give_the_same_kind_of_thing(tmp_path: Path) -> 
         (folder / ".DS_Store").write_bytes(b"no image")
     (tmp_path / "images" / "train" / ".cache").mkdir()
     (tmp_path / "images" / "train" / ".cache" / "2.png").write_bytes(b"no image either")
-    folder = labelled(str(tmp_path / "images"), (8, 8))
+    folder = labelled(str(tmp_path / "images"), Frame((8, 8)))
     assert folder.labels == ["a", "b", "a"] and folder.part("held-out").labels == ["a"]
     assert folder.read([1]).shape == (1, 3, 8, 8) and folder.read([1])[0, 0, 0, 0] == 200
     assert folder.numbers(["b", "a"]).tolist() == [1, 0, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from classifiers_for_tests import CLASSES, SIZE, classifier, sentences, shades
 from click.testing import CliRunner
 from conftest import save_reference
 from pictures_for_tests import drawing
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,8 +26,8 @@ import cli
 from calibrate.labelled import labelled
 from calibrate.options import CalibrationOptions
 from compress.classifiers.accuracy import examples_for, probe
+from compress.classifiers.augmentation import augmented, crop_box, resized_crop, training_examples
 from compress.classifiers.distill import distill_classifier
-from compress.classifiers.distillation import augmented
 from compress.classifiers.moe_kd import class_probabilities
 from compress.classifiers.recipes import ABLATIONS, AUGMENTATIONS
 from compress.classifiers.training import ClassifierTrainer
@@ -33,6 +35,8 @@ from compress.options.distill_classifier import ClassifierOptions
 from compress.options.training import TrainingOptions
 from compress.training.training import batch_rows
 from engine.transformers_models.classifier import MIXTURE_NAME, ClassifierCheckpoint
+from engine.transformers_models.classifier_inputs import image_inputs
+from engine.transformers_models.image_frame import Frame
 
 KEYS = "artifact recipe steps loss_first loss_last metric_name metric_before metric_after seconds peak_memory_bytes"
 IMAGES = ["--teacher", "teacher", "--student", "student", "--data", "shades.npz", "-o", "out", "--learning-rate", "0.02"]
@@ -152,7 +156,7 @@ def test_other_recipes_end_in_plain_checkpoints(recipe: str) -> None:
     figures = run("distill", *given, *SMALL, "--recipe", recipe, "--overwrite", "--augment", "crop-flip")
     assert figures["experts"] == 0 and figures["accuracy_without_mixture"] is None
     assert not (Path("out") / MIXTURE_NAME).exists()
-    terms = {"sft": ["labels"], "kd": ["labels", "teacher"], "srrl": ["labels", "gate"]}[recipe]
+    terms = {"sft": ["labels"], "kd": ["labels", "teacher"], "srrl": ["labels", "gate", "features"]}[recipe]
     assert figures["loss_first"] == pytest.approx(sum(figures[f"{term}_first"] for term in terms), rel=1e-6)
     out = ClassifierCheckpoint(Path("out"))
     pixels = out.inputs()(torch.randint(256, (2, 1, SIZE, SIZE), dtype=torch.uint8))
@@ -285,6 +289,87 @@ def test_images_are_cropped_out_of_a_frame_and_mirrored() -> None:
     flipped = augmented(images, AUGMENTATIONS["crop-flip"], torch.Generator().manual_seed(0))
     kinds = {(torch.equal(own, cut), torch.equal(own, cut.flip(-1))) for own, cut in zip(flipped, made, strict=True)}
     assert kinds == {(True, False), (False, True)}
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 60), (50, 50), (60, 40)])
+def test_parts_of_an_image_are_within_it_and_have_the_usual_areas_and_ratios(height: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    boxes = [crop_box(height, width, generator) for _ in range(2000)]
+    assert all(0 <= top <= height - h and 0 <= left <= width - w for top, left, h, w in boxes)
+    shares = [h * w / (height * width) for _, _, h, w in boxes]
+    ratios = [w / h for _, _, h, w in boxes]
+    assert 0.05 < min(shares) < 0.15 and 0.75 < max(shares) <= 1.0, "rounding moves a side by half a pixel"
+    assert 0.7 < min(ratios) < 0.8 and 1.25 < max(ratios) < 1.43
+    assert height != width or abs(sum(map(math.log, ratios))) / len(ratios) < 0.03, "as many are wide as high"
+    assert crop_box(4, 100, generator) == (0, 47, 4, 5), "a strip has no such part; this is the largest in its middle"
+
+
+def test_resized_parts_come_from_the_whole_file_and_are_mirrored(tmp_path: Path) -> None:
+    """A center crop would never show the sides of a wide image; some of its parts do."""
+    (tmp_path / "a").mkdir()
+    pixels = np.zeros((20, 60, 3), np.uint8)
+    pixels[:, :20] = 255
+    Image.fromarray(pixels).save(tmp_path / "a" / "1.png")
+    examples, how = labelled(str(tmp_path), Frame((8, 8), 8)), AUGMENTATIONS["resized-crop-flip"]
+    assert int(examples.read([0]).max()) < 255
+    made = training_examples(examples, [0] * 64, how, None, torch.Generator().manual_seed(0))
+    again = training_examples(examples, [0] * 64, how, None, torch.Generator().manual_seed(0))
+    assert made.shape == (64, 3, 8, 8) and torch.equal(made, again)
+    assert training_examples(examples, [0], how, (5, 6), torch.Generator()).shape == (1, 3, 5, 6)
+    assert 5 < sum(bool((image == 255).any()) for image in made) < 64
+    rise = torch.arange(100, 180, 2, dtype=torch.uint8).expand(3, 40, 40)
+    steps = [resized_crop(rise, (8, 8), True, torch.Generator().manual_seed(seed)).float().diff() for seed in range(64)]
+    assert all(bool((one >= 0).all()) or bool((one <= 0).all()) for one in steps)
+    assert 16 < sum(bool((one >= 0).all()) for one in steps) < 48
+
+
+def wide_images(place: Path) -> Path:
+    """Write a folder of wide images, whose class is the brightness of their middle; their sides have another class's."""
+    for number in range(60):
+        shade = 40 + 80 * (number % CLASSES)
+        pixels = np.full((32, 96), 40 + 80 * ((number + 1) % CLASSES), np.uint8)
+        pixels[:, 32:64] = shade
+        pixels += np.random.default_rng(number).integers(0, 30, pixels.shape, dtype=np.uint8)
+        path = place / "wide" / ("train" if number % 2 else "val") / "abc"[number % CLASSES] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return place / "wide"
+
+
+@pytest.mark.parametrize("augmentation", ["none", "crop"])
+def test_srrl_pulls_projected_features_towards_the_teachers(augmentation: str, place: Path) -> None:
+    """The first step's feature loss by hand for cached features, and a weight that scales it or leaves it out."""
+    longer = [*IMAGES, "--epochs", "4", "--batch-size", "48", "--recipe", "srrl", "--overwrite", "--augment", augmentation]
+    whole, half, without = (run("distill", *longer, "--feature-weight", weight) for weight in ("1", "0.5", "0"))
+    assert whole["features_first"] == pytest.approx(2 * half["features_first"], rel=1e-5)
+    assert whole["features_last"] < whole["features_first"] and "features_first" not in without
+    terms = sum(whole[f"{name}_first"] for name in ("labels", "gate", "features"))
+    assert whole["loss_first"] == pytest.approx(terms, rel=1e-5)
+    assert without["loss_first"] == pytest.approx(without["labels_first"] + without["gate_first"], rel=1e-5)
+
+
+@pytest.mark.parametrize("augmentation", ["none", "resized-crop-flip"])
+def test_each_model_sees_an_image_as_its_own_preprocessing_says(augmentation: str, place: Path) -> None:
+    """The teacher crops the middle, which tells the class; the student stretches the whole image to another size."""
+    wide_images(place)
+    for name, size in (("teacher", {"size": {"shortest_edge": SIZE}, "crop_size": SIZE}), ("student", {"size": SIZE + 8})):
+        shutil.copytree(place / name, place / f"wide-{name}", dirs_exist_ok=True)
+        (place / f"wide-{name}" / "compression.json").unlink(missing_ok=True)
+        (place / f"wide-{name}" / "preprocessor_config.json").write_text(json.dumps(size))
+    pair = ["--teacher", "wide-teacher", "--student", "wide-student", "--data", "wide", "-o", "wide-out", "--overwrite"]
+    figures = run("distill", *pair, *SMALL, "--recipe", "moe-kd", "--ablation", "v", "--augment", augmentation)
+    assert figures["teacher_accuracy"] == run("evaluate", "wide-teacher", "--data", "wide")["value"] > 0.9
+    stretched = image_inputs(place / "wide-out", ClassifierCheckpoint(place / "wide-out").config)
+    assert stretched.frame == Frame((SIZE + 8, SIZE + 8), (SIZE + 8, SIZE + 8))
+
+
+def test_the_frame_of_a_folder_is_written_with_the_result(place: Path) -> None:
+    """A student without preprocessing is trained on center crops that keep the aspect, and is evaluated on such again."""
+    wide_images(place)
+    figures = run("distill", "--student", "student", "--recipe", "sft", "--data", "wide", "-o", "own", *SMALL)
+    assert run("evaluate", "own")["value"] == figures["metric_after"]
+    said = json.loads((place / "own" / "preprocessor_config.json").read_text())
+    assert said["size"] == {"shortest_edge": 256} and said["crop_size"] == {"height": 224, "width": 224}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compress.classifiers.distillation import BatchOutputs, Mixture, srrl_terms
 from compress.classifiers.moe_kd import (
     KD_WEIGHT,
     ClassMeans,
@@ -21,7 +23,9 @@ from compress.classifiers.moe_kd import (
     prototype_projector,
     srrl,
 )
+from compress.classifiers.recipes import CLASSIFIER_RECIPES, Ablation, Augmentation, ClassifierTeaching
 from engine.errors import DataError
+from engine.transformers_models.classifier import Split
 from engine.transformers_models.mixture_head import (
     Experts,
     Gate,
@@ -210,6 +214,25 @@ def test_srrl_is_the_bound_with_one_expert_for_all_and_the_teachers_prediction_f
     plain = math.log(softmax([float(score) for score in scores_BC[b]])[label])
     divergence = sum(p * math.log(p / q) for p, q in zip(teacher_BK[b].tolist(), case.gate(b), strict=True))
     assert [float(part[b]) for part in found] == pytest.approx([plain, divergence])
+
+
+def test_srrls_feature_loss_is_the_mean_squared_distance_of_the_projected_features_to_the_teachers() -> None:
+    """The loss takes G(z), the gate's projection, and z^T, the input of the teacher's head (Yang et al.)."""
+    gate = Gate(projector(D, E, of_map=False), linear(E, K, seed=8), K)
+    z_BD, teacher_BE, teacher_BK = draw(B, D, seed=1), draw(B, E, seed=2), draw(B, K, seed=3)
+    student = Split(draw(B, K, seed=4), z_BD, None)
+    teaching = ClassifierTeaching(CLASSIFIER_RECIPES["srrl"], 1.0, Ablation(""), Augmentation(), feature_weight=0.25)
+    labels_B = torch.tensor([0, 2, 1, 2, 0])
+    outputs = BatchOutputs(student, labels_B, Split(teacher_BK, teacher_BE, None), draw(K, D, seed=5), teaching)
+    mixture = Mixture(gate.float(), None, D, learned=False)
+    found = srrl_terms(replace(outputs, teacher=Split(teacher_BK.float(), teacher_BE.float(), None)), mixture)
+    projected_BE = mixture.gate.projector(z_BD.float()).detach()
+    for b in range(B):
+        squares = [(float(projected_BE[b, e]) - float(teacher_BE[b, e])) ** 2 for e in range(E)]
+        assert float(found["features"][b].detach()) == pytest.approx(0.25 * sum(squares) / E, rel=1e-5)
+    assert torch.allclose(mixture.gate(z_BD.float()), mixture.gate.of_projected(projected_BE))
+    plain = srrl_terms(replace(outputs, teaching=replace(teaching, feature_weight=0.0)), mixture)
+    assert set(plain) == {"labels", "gate"} and torch.equal(plain["labels"], found["labels"])
 
 
 def test_kd_is_the_weighted_mean_of_labels_and_softened_teacher() -> None:
