@@ -153,8 +153,7 @@ class PresetOptions:
         None,
         group="Presets",
         choices=tuple(PRESETS),
-        help="Take the settings of the method's paper (imagenet: those of MoE-KD on ImageNet) and print them; options beside "
-        "it win.",
+        help="Take the settings of the method's paper and print them (imagenet: MoE-KD's for ImageNet); options beside it win.",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 from click.testing import CliRunner, Result
@@ -40,7 +40,9 @@ def test_every_value_is_one_that_its_option_takes(name: str, command: str, kind:
         leaf = found[option]
         for each in value if isinstance(value, tuple) else (value,):
             check_value(option, each, leaf.option)
-        assert isinstance(value, leaf.type) and re.search(r"§|eq\.|appendix|setting|not stated", place), option
+        assert isinstance(value, get_origin(leaf.type) or leaf.type) and re.search(
+            r"§|eq\.|appendix|setting|not stated", place
+        ), option
 
 
 def test_rows_are_there_for_every_recipe() -> None:
