@@ -13,8 +13,6 @@ DEMO_STAMP := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 PROMPT := import os\n\n\ndef read_text(path):\n
 SAMPLING := --temperature 0.6 --top-p 0.9
-BENCHMARKS := benchmarks/demo.py benchmarks/methods.py benchmarks/engine_speed.py benchmarks/decode_batches.py benchmarks/engine_memory.py benchmarks/pruning_memory.py \
-	benchmarks/densify.py benchmarks/dense_speed.py benchmarks/onnx_speed.py benchmarks/encoder_decoder.py benchmarks/distill.py benchmarks/moe_kd.py benchmarks/quantize.py benchmarks/results.py
 
 .PHONY: help demo test test-all lint shape bench methods recipes classifiers clean
 .DEFAULT_GOAL := help
@@ -52,20 +50,17 @@ lint: $(STAMP) ## style, format and types
 shape: $(STAMP) ## the shape of the source: modules by room, the longest files and functions, names
 	$(BIN)/python tests/support/shape.py
 
-bench: $(STAMP) ## what backs the figures of the README; takes long
-	set -e; for script in $(BENCHMARKS); do $(BIN)/python $$script; done
+bench: $(STAMP) ## every benchmark whose results are older than the code that they measure, and then the pages; takes long
+	$(BIN)/python benchmarks/registry.py
 
 methods: $(STAMP) ## every method on two models: trains the second, goes on where it was interrupted; hours
-	$(BIN)/python benchmarks/methods.py
-	$(BIN)/python benchmarks/results.py
+	$(BIN)/python benchmarks/registry.py methods
 
 recipes: $(STAMP) ## every recipe of distillation, three seeds; goes on where it was interrupted; an hour or two
-	$(BIN)/python benchmarks/distill.py
-	$(BIN)/python benchmarks/results.py
+	$(BIN)/python benchmarks/registry.py distill
 
 classifiers: $(STAMP) ## every recipe for classifiers, five seeds; goes on where it was interrupted; an hour
-	$(BIN)/python benchmarks/moe_kd.py
-	$(BIN)/python benchmarks/results.py
+	$(BIN)/python benchmarks/registry.py moe_kd
 
 clean: ## what the other targets made, the environment included
 	rm -rf $(VENV) demo-pruned build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

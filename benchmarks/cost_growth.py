@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from random_model import shape, write_random_model
-from results import RESULTS, markdown, remember, remembered, save
+from results import RESULTS, markdown, remember, remembered, save, times
 
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
@@ -104,7 +104,7 @@ def variant_shape(variant: str) -> tuple[dict[str, int], int]:
 
 
 def measure(names: list[str], repetitions: int) -> None:
-    """Measure and save seconds by method and variant."""
+    """Measure and save the seconds of every repetition by method and variant."""
     with tempfile.TemporaryDirectory() as temporary:
         models = {}
         for variant in VARIANTS:
@@ -113,18 +113,48 @@ def measure(names: list[str], repetitions: int) -> None:
             tokens = torch.randint(VOCABULARY, (sequences, LENGTH), generator=torch.Generator().manual_seed(0))
             models[variant] = Checkpoint(Path(temporary) / variant), tokens
         for name in names:
-            run, seconds = methods()[name], dict.fromkeys(VARIANTS, float("inf"))
+            run = methods()[name]
+            rounds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
             run(*models["base"])
             for _ in range(repetitions):
                 for variant, (checkpoint, tokens) in models.items():
                     started = time.perf_counter()
                     run(checkpoint, tokens)
-                    seconds[variant] = min(seconds[variant], time.perf_counter() - started)
-            remember(MEMORY, {"method": name, "seconds": seconds})
+                    rounds[variant].append(time.perf_counter() - started)
+            remember(MEMORY, {"method": name, "rounds": rounds})
 
 
-def draw(seconds: dict[str, dict[str, float]]) -> Any:
+def table(figures: dict[str, Any]) -> str:
+    """Return the seconds of the base and the ratios of the other variants to it."""
+    variants = [variant for variant in next(iter(figures["seconds"].values())) if variant != "base"]
+    rows = []
+    for name, own in figures["seconds"].items():
+        rounds = figures["rounds"].get(name, {})
+        ratios = (times(own[each] / own["base"], rounds.get(each, ()), rounds.get("base", ())) for each in variants)
+        rows.append([name, f"{own['base']:.2f}", *ratios])
+    return markdown(["", "seconds", *variants], rows)
+
+
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the ratios that the page quotes."""
+    four = {name: own["experts × 4"] / own["base"] for name, own in figures["seconds"].items()}
+    of_gradients = [four[name] for name in ("diep, gated", "diep, routed", "fisher", "taylor")]
+    fisher = figures["seconds"]["fisher"]
+    return {
+        "fisher_layers": f"{fisher['layers × 2'] / fisher['base']:.1f}",
+        "experts_low": f"{min(of_gradients):.1f}",
+        "experts_high": f"{max(of_gradients):.1f}",
+        "naee_experts": f"{four['naee, greedy']:.1f}",
+    }
+
+
+TABLES = {"cost_growth": table}
+IN_TEXT = {"cost_growth": quoted}
+
+
+def draw(figures: dict[str, Any]) -> Any:
     """Draw ratios to the base for each method, and seconds by the number of experts for the methods that differ there."""
+    seconds, base = figures["seconds"], figures["base"]
     names = list(seconds)
     with plots.style():
         figure = Figure(figsize=(11.0, 5.4), layout="constrained")
@@ -139,7 +169,7 @@ def draw(seconds: dict[str, dict[str, float]]) -> Any:
         left.invert_yaxis()
         left.set_xlabel("time by that of the base (dotted: twice)")
         left.legend(loc="upper center", bbox_to_anchor=(0.5, 1.09), ncols=3, frameon=False)
-        counts = [BASE["experts"] * factor for factor in (1, 2, 4)]
+        counts = [base["experts"] * factor for factor in (1, 2, 4)]
         shown = ("diep, gated", "diep, routed", "diep, paper", "naee, greedy", "fisher", "frequency")
         for place, name in enumerate(shown):
             taken = [seconds[name][variant] for variant in ("base", "experts × 2", "experts × 4")]
@@ -149,7 +179,7 @@ def draw(seconds: dict[str, dict[str, float]]) -> Any:
         right.set_xticks(counts, [str(count) for count in counts])
         right.set_yticks((0.5, 1, 2, 5, 10), ("0.5", "1", "2", "5", "10"))
         right.minorticks_off()
-        right.set_xlabel(f"experts of a layer ({BASE['top_k']} of them a token's)")
+        right.set_xlabel(f"experts of a layer ({base['top_k']} of them a token's)")
         right.set_ylabel("seconds")
         right.legend(loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=3, frameon=False)
     return figure
@@ -161,15 +191,13 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(name.replace(", ", "-") for name in methods()))
     arguments = parser.parse_args()
     measure([name for name in methods() if name.replace(", ", "-") in arguments.methods.split(",")], arguments.repetitions)
-    latest = {line["method"]: line["seconds"] for line in remembered(MEMORY)}
-    seconds = {name: latest[name] for name in methods() if name in latest}
-    rows = [
-        [name, f"{own['base']:.2f}", *(f"{own[variant] / own['base']:.2f}×" for variant in VARIANTS[1:])]
-        for name, own in seconds.items()
-    ]
-    save("cost_growth", seconds, markdown(["", "seconds", *VARIANTS[1:]], rows))
+    latest = {line["method"]: line["rounds"] for line in remembered(MEMORY) if "rounds" in line}
+    rounds = {name: latest[name] for name in methods() if name in latest}
+    seconds = {name: {variant: min(found) for variant, found in own.items()} for name, own in rounds.items()}
+    figures = {"base": BASE, "sequences": SEQUENCES, "length": LENGTH, "seconds": seconds, "rounds": rounds}
+    save("cost_growth", figures)
     if len(seconds) == len(methods()):
-        plots.save(draw(seconds), RESULTS / "cost_growth.png")
+        plots.save(draw(figures), RESULTS / "cost_growth.png")
 
 
 if __name__ == "__main__":

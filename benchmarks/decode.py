@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from engine_speed import write_skip_tables
 from random_model import shape, write_random_model
-from results import RESULTS, markdown, save
+from results import RESULTS, markdown, require, save, times
 
 from engine.bench.backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.checkpoint.checkpoint import Checkpoint
@@ -293,10 +293,12 @@ def rows(rates: Rates, said: dict[str, dict[str, Any]], streams: list[float], di
             read = said[SKIPPING]["bytes_per_token"]
             share = read * medians[SKIPPING][DECODE] / 1e9 / statistics.median(streams)
             made[-1] |= {"bytes_per_token": read, "share": share, "skipped": said[SKIPPING]["skipped"]}
+            made[-1]["rounds"] = {test: rates[SKIPPING][test] for test in (PREFILL, DECODE)}
     for title in OURS:
         made.append({"title": f"{title}, {BATCH} sequences", "bits": "together", DECODE: medians[title][TOGETHER]})
         last_turns = rates[title][DECODE][TURNS - 1 :: TURNS]  # the turns just before
-        made[-1]["alone"] = ratio(rates[title][TOGETHER], last_turns)
+        made[-1] |= {"alone": ratio(rates[title][TOGETHER], last_turns), "alone_rounds": last_turns}
+        made[-1]["rounds"] = {TOGETHER: rates[title][TOGETHER]}
     return made
 
 
@@ -315,18 +317,23 @@ def bytes_per_token(title: str, said: dict[str, dict[str, Any]], directory: Path
     )
 
 
-def table(made: list[dict[str, Any]]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return the table of the page. A speed-up is that of this engine over the peer of its row."""
-    header = ["1.5 B parameters, 2 of 8 experts", f"{PREFILL} t/s", "speed-up of ours", f"{DECODE} t/s", "speed-up of ours"]
+    model = f"{figures['parameters'] / 1e9:.1f} B parameters, {figures['top_k']} of {figures['experts']} experts"
+    header = [model, f"{PREFILL} t/s", "speed-up of ours", f"{DECODE} t/s", "speed-up of ours"]
     header += ["MB a token", "share of memory bandwidth"]
+    ours = {row["bits"]: row.get("rounds", {}) for row in figures["rows"] if row["title"] in OURS}
 
     def by_it(row: dict[str, Any], test: str) -> str:
-        return f"{row[f'{test} ratio']:.2f}×" if not row["title"].startswith("ours") else ""
+        if row["title"].startswith("ours"):
+            return ""
+        return times(row[f"{test} ratio"], ours[row["bits"]].get(test, ()), row.get("rounds", {}).get(test, ()))
 
     lines = []
-    for row in made:
+    for row in figures["rows"]:
         if row["bits"] == "together":
-            lines.append([row["title"], "", "", f"{row[DECODE]:.1f}", f"{row['alone']:.2f}× of one", "", ""])
+            alone = times(row["alone"], row.get("rounds", {}).get(TOGETHER, ()), row.get("alone_rounds", ()))
+            lines.append([row["title"], "", "", f"{row[DECODE]:.1f}", f"{alone} of one", "", ""])
             continue
         name = row["title"] + (f" ({row['skipped']:.0%} skipped)" if "skipped" in row else "")
         figures = [f"{row[PREFILL]:.0f}", by_it(row, PREFILL), f"{row[DECODE]:.1f}", by_it(row, DECODE)]
@@ -334,14 +341,17 @@ def table(made: list[dict[str, Any]]) -> str:
     return markdown(header, lines)
 
 
-def picture(made: list[dict[str, Any]], path: Path) -> None:
+TABLES = {"decode": table}
+
+
+def picture(figures: dict[str, Any], path: Path) -> None:
     """Draw bars of both tests, in groups of equal bits."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [row for row in made if row["bits"] in BITS and row["title"] != SKIPPING]
+    shown = [row for row in figures["rows"] if row["bits"] in BITS and row["title"] != SKIPPING]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     for axis, test in zip(axes, (DECODE, PREFILL), strict=True):
         places, place = [], 0.0
@@ -365,7 +375,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--trial", action="store_true", help="show the table and save nothing")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -374,17 +383,31 @@ def main() -> None:
         for line in sys.stdin:
             print(json.dumps(answer(line.strip())), flush=True)
         return
+    require("llama_cpp", "gguf", "matplotlib")
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         prepare(directory, arguments.layers)
         rates, said, streams = measure(directory, arguments.rounds, arguments.threads)
         made = rows(rates, said, streams, directory)
-    if arguments.trial:
-        print(table(made))
-        return
-    save("decode", {"stream_gb_per_second": streams, "rows": made}, table(made))
-    picture(made, RESULTS / "decode.png")
+        config = Checkpoint(directory / "bf16").raw_config
+        parameters = Checkpoint(directory / "bf16").parameters
+    figures = {"parameters": parameters, "experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
+    figures |= {"threads": arguments.threads, "stream_gb_per_second": streams, "rows": made}
+    save("decode", figures, peers())
+    picture(figures, RESULTS / "decode.png")
+
+
+def peers() -> dict[str, dict[str, str]]:
+    """Return the versions of the peers, and the instruction sets that llama.cpp was built with."""
+    import llama_cpp
+    import transformers
+
+    built = llama_cpp.llama_print_system_info().decode().strip()
+    return {
+        "llama.cpp by llama-cpp-python": {"version": llama_cpp.__version__, "build": built},
+        "transformers": {"version": transformers.__version__},
+    }
 
 
 if __name__ == "__main__":

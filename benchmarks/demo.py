@@ -1,14 +1,15 @@
 """The demonstration in the README: the built-in model pruned, measured and run, and a picture of size against perplexity.
 
-    python benchmarks/demo.py
+    python benchmarks/demo.py [--samples N]
 
 Runs the two commands that the README shows, then makes a few variants of the built-in model and compares them. Writes
-benchmarks/results/demo.md (the commands with their output), demo.json (the figures of the comparison) and docs/demo.png,
-which is the picture that `compress compare` draws. Takes about five minutes of one core.
+benchmarks/results/demo.json (the commands with their output, and the figures of the comparison) and demo.png, which is the
+picture that `compress compare` draws. Takes about five minutes of one core. `--samples` is for a trial with less text.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -17,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from results import ROOT, save
+from results import RESULTS, ROOT, save
 
 SHOWN = (
     "compress prune --sparsity 0.5 -o demo-pruned",
@@ -33,7 +35,7 @@ VARIANTS = {
     "4 bits": "quantize demo --bits 4",
     "50 % pruned, 4 bits": "prune --sparsity 0.5 --bits 4",
 }
-PICTURE = ROOT / "docs" / "demo.png"
+PICTURE = RESULTS / "demo.png"
 
 
 def compress(arguments: str, place: Path) -> str:
@@ -44,19 +46,28 @@ def compress(arguments: str, place: Path) -> str:
     return ran.stdout
 
 
-def transcript(place: Path) -> str:
-    """Return the shown commands with their output, as a fenced block."""
-    lines = ["```console"]
+def transcript(place: Path, options: str) -> list[str]:
+    """Return the lines of the shown commands with their output."""
+    lines: list[str] = []
     for command in SHOWN:
-        output = compress(command.removeprefix("compress "), place)
+        added = options if command.startswith("compress prune") else ""
+        output = compress(command.removeprefix("compress ") + added, place)
         lines += [f"$ {command}", *output.rstrip().splitlines()]
-    return "\n".join([*lines, "```"]) + "\n"
+    return lines
 
 
-def comparison(place: Path) -> list[dict[str, object]]:
+def table(figures: dict[str, Any]) -> str:
+    """Return the transcript as a fenced block."""
+    return "\n".join(["```console", *figures["transcript"], "```"]) + "\n"
+
+
+TABLES = {"demo": table}
+
+
+def comparison(place: Path, options: str) -> list[dict[str, object]]:
     """Return the figures of the full model and all variants, and move the picture to its place."""
     for name, arguments in VARIANTS.items():
-        compress(f"{arguments} -o {shlex.quote(name)}", place)
+        compress(f"{arguments} -o {shlex.quote(name)}{options}", place)
     names = " ".join(shlex.quote(f"./{name}") for name in VARIANTS)
     compress(f"compare demo {names} -r 1 -o report", place)
     shutil.copyfile(place / "report" / "quality_and_size.png", PICTURE)
@@ -64,9 +75,13 @@ def comparison(place: Path) -> list[dict[str, object]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, help="sequences of calibration and held-out text, for a trial")
+    samples = parser.parse_args().samples
+    options = f" --samples {samples} --evaluation-samples {samples}" if samples else ""
     with tempfile.TemporaryDirectory() as directory:
-        shown = transcript(Path(directory))
-        save("demo", comparison(Path(directory)), shown)
+        shown = transcript(Path(directory), options)
+        save("demo", {"transcript": shown, "rows": comparison(Path(directory), options)})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
+from results import BUILD, RESULTS, markdown, mean_and_spread, remember, remembered, save
 
 from calibrate.batches import calibration_texts, training_text
 from calibrate.collect import collect
@@ -41,7 +41,7 @@ from engine.decoder.model import Decoder
 SCRATCH, PAPER = "scratch", "paper"
 SELECTS = [*SELECTIONS, PAPER, SCRATCH]
 STAGES = ("untrained", "distilled", "fine-tuned")
-HELD_OUT = 64
+HELD_OUT, LENGTH = 64, 256
 
 
 class Benchmark:
@@ -52,7 +52,7 @@ class Benchmark:
         self.lines = RESULTS / f"{arguments.name}.jsonl"
         self.done = remembered(self.lines)
         self.checkpoint = Checkpoint(resolve(arguments.model))
-        self.work = ROOT / "build" / arguments.name
+        self.work = BUILD / arguments.name
 
     def figure(self, **key: Any) -> float | None:
         """Return an earlier measurement, or None if there is none."""
@@ -115,10 +115,10 @@ class Texts:
 
     def __init__(self, checkpoint: Checkpoint, arguments: argparse.Namespace, seed: int) -> None:
         tokenizer = load_tokenizer(checkpoint)
-        calibration = CalibrationOptions("stdlib", 128, 256, HELD_OUT, seed)
+        calibration = CalibrationOptions("stdlib", 128, LENGTH, HELD_OUT, seed)
         self.tokens_SL, held_out = calibration_texts(calibration, tokenizer, checkpoint.config.vocabulary_size)
         assert held_out is not None
-        self.held_out_SL = held_out
+        self.held_out_SL = held_out.tokens_SL
         sequences = 2 * arguments.steps * arguments.batch_size
         self.training_SL, self.validation_VL = training_text(calibration, tokenizer, sequences, 32)
         self.checkpoint, self.seed = checkpoint, seed
@@ -154,8 +154,9 @@ def forget(student: Decoder, seed: int) -> None:
         parameter.data = drawn.to(parameter.dtype)
 
 
-def table(done: list[dict[str, Any]], steps: int) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return perplexity by row and stage: mean ± standard deviation over seeds, and the ratio to the teacher's."""
+    done, steps = figures["lines"], figures["steps"]
     teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
     rows = []
     made = {(line["ffns"], SELECTS.index(line["select"])) for line in done if line["select"] != "teacher"}
@@ -167,15 +168,19 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
         rows.append([f"{ffns} {'FFN' if ffns == 1 else 'FFNs'}, {select}", *cells])
     header = ["", "untrained", f"{steps} distillation steps", f"+ {steps} fine-tuning steps"]
     seeds = len({line["seed"] for line in done})
-    note = f"Perplexity on {HELD_OUT} × 256 held-out tokens, {seeds} seed(s), in brackets its ratio to the mixture's, "
-    note += f"{teacher:.2f}. From scratch: {2 * steps} steps on the text alone.\n\n"
+    note = f"Perplexity on {figures['sequences']} × {figures['length']} held-out tokens, {seeds} seed(s), "
+    note += f"in brackets its ratio to the mixture's, {teacher:.2f}. From scratch: {2 * steps} steps on the text alone.\n\n"
     return note + markdown(header, rows)
 
 
-def picture(done: list[dict[str, Any]], path: Path) -> None:
+TABLES = {"densify": table}
+
+
+def picture(figures: dict[str, Any], path: Path) -> None:
     """Draw perplexity over the stages, a panel for each number of FFNs, with the mixture's as a line."""
     from matplotlib.figure import Figure
 
+    done = figures["lines"]
     teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
     numbers = sorted({line["ffns"] for line in done if line["ffns"]})
     with plots.style():
@@ -214,14 +219,16 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--scratch-learning-rate", type=float, default=2e-3)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--name", default="densify")
+    parser.add_argument("--name", default="densify", choices=TABLES)
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     benchmark = Benchmark(arguments)
     benchmark.run()
-    save(arguments.name, benchmark.done, table(benchmark.done, arguments.steps))
-    picture(benchmark.done, RESULTS / f"{arguments.name}.png")
+    figures = {"steps": arguments.steps, "batch_size": arguments.batch_size, "sequences": HELD_OUT, "length": LENGTH}
+    figures["lines"] = benchmark.done
+    save(arguments.name, figures)
+    picture(figures, RESULTS / f"{arguments.name}.png")
 
 
 if __name__ == "__main__":

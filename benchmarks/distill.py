@@ -3,14 +3,17 @@
     python benchmarks/distill.py [--recipes sft,kd,…] [--steps 400] [--seeds 3]
     python benchmarks/distill.py --name distill_ka --recipes ka --ka-samples 1,2,4 --ka-probability 0.0,0.05,0.2
     python benchmarks/distill.py --name distill_k --recipes kd --experts-per-token 1,2,4,8
-    python benchmarks/distill.py --name distill_sar --recipes sar --router-learning-rate 1e-5,1e-4,1e-3
+    python benchmarks/distill.py --name distill_sar --search-router-rate 1e-5,1e-4,3e-4,1e-3 --seeds 5
 
 The teacher is the demo model. The student has every second layer of the dense model of the teacher's most used experts (1
 FFN a layer), distilled from it on text. Both are first fine-tuned on prompts with responses that the script makes from the
-standard library: a function's name and the first sentence of its docstring; its signature. Then every recipe has the same
-number of updates of the student. ROUGE-L is measured on sampled responses to held-out prompts, perplexity on the data's
-responses. `--experts-per-token` gives the teacher other numbers of experts (the paper's figure 2). Each finished run is a
-line of results/NAME.jsonl and is not repeated.
+standard library: a function's name and the first sentence of its docstring; its signature. Prompts are held out with their
+documents: those of the figures are from documents that the demo model never read, those that choose a state are from others
+of its training text, and none is asked twice. Then every recipe has the same number of updates of the student. ROUGE-L is
+measured on sampled responses to held-out prompts, perplexity on the data's responses. `--experts-per-token` gives the
+teacher other numbers of experts (the paper's figure 2). `--search-router-rate` looks for the rate of SAR's router at which
+SAR is above ALL: both with every seed, ROUGE-L of greedy responses, differences by seed, and the drift of the routers. Each
+finished run is a line of results/NAME.jsonl and is not repeated.
 """
 
 from __future__ import annotations
@@ -27,21 +30,25 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
+from click.testing import CliRunner
+from results import BUILD, RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
 from safetensors.torch import load_file, save_file
 
-from calibrate.text import load_documents
+import cli
+from calibrate.text import Split, load_documents
 
 RECIPES = ("sft", "kd", "gkd", "all", "ka", "sar")
 LIMITS = ["--max-length", "160", "--max-prompt-length", "96"]
 KEPT = ("response_perplexity_before", "response_perplexity_after", "time_share", "peak_memory_bytes", "seconds")
-SELECT = ["--select-by", "rouge-l", "--validate-every", "100", "--validation-samples", "256", "--evaluation-samples", "512"]
+DRIFT = ("router_divergence_per_layer", "router_drift_mean_per_layer", "router_drift_max_per_layer")
+FILES: dict[str, Split] = {"test": "held-out", "validation": "validation", "train": "training"}
+"""Files of prompts, by the option that takes each, and the split of the documents that they are from."""
 INSTRUCTION = "Write the signature of this function."
 
 
-def examples() -> Iterator[dict[str, str]]:
-    """Yield public functions of the standard library that have a docstring."""
-    for text in load_documents("stdlib"):
+def examples(split: Split) -> Iterator[dict[str, str]]:
+    """Yield public functions that have a docstring, from the standard library's documents of a split."""
+    for text in load_documents("stdlib", split=split):
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError):
@@ -54,6 +61,17 @@ def examples() -> Iterator[dict[str, str]]:
                     yield {"instruction": INSTRUCTION, "input": f"{node.name}: {sentence}", "output": signature}
 
 
+def examples_by_file() -> dict[str, list[dict[str, str]]]:
+    """Return the rows of each of FILES. A prompt that is in documents of several splits is in one file, the first."""
+    asked: set[str] = set()
+    rows: dict[str, list[dict[str, str]]] = {}
+    for name, split in FILES.items():
+        own = {row["input"]: row for row in examples(split) if row["input"] not in asked}
+        asked |= own.keys()
+        rows[name] = list(own.values())
+    return rows
+
+
 def every_second_layer(model: Path, made: Path) -> None:
     """Write a dense model with half the layers. Its tensors keep their names except for the layers' numbers."""
     prefix, kept = "model.layers.", {}
@@ -63,7 +81,8 @@ def every_second_layer(model: Path, made: Path) -> None:
             kept[name] = tensor
         elif int(layer) % 2 == 0:
             kept[f"{prefix}{int(layer) // 2}.{rest}"] = tensor
-    shutil.copytree(model, made, ignore=shutil.ignore_patterns("*.safetensors", "compression.json", "*.png", "README.md"))
+    left = ("*.safetensors", "*.index.json", "compression.json", "*.png", "README.md")
+    shutil.copytree(model, made, ignore=shutil.ignore_patterns(*left))
     save_file(kept, made / "model.safetensors", {"format": "pt"})
     config = json.loads((made / "config.json").read_text())
     config["num_hidden_layers"] = (config["num_hidden_layers"] + 1) // 2
@@ -77,6 +96,15 @@ def run(*command: str) -> dict[str, Any]:
     return values
 
 
+def run_here(*command: str) -> dict[str, Any]:
+    """Run a `compress` command in this process, which saves its start; times and memory are then not those of one run."""
+    done = CliRunner().invoke(cli.main, [*command, "--json"], catch_exceptions=False)
+    if done.exit_code:
+        raise SystemExit(done.output)
+    values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return values
+
+
 class Benchmark:
     """One set of options, and the file of finished runs."""
 
@@ -84,12 +112,15 @@ class Benchmark:
         self.arguments = arguments
         self.lines = RESULTS / f"{arguments.name}.jsonl"
         self.done = remembered(self.lines)
-        self.work = ROOT / "build" / "distill"
+        steps = (arguments.text_steps, arguments.teacher_steps, arguments.student_steps)
+        self.work = BUILD / "-".join(["distill-by-document", *map(str, steps)])
         self.work.mkdir(parents=True, exist_ok=True)
-        self.data = self.work / "signatures.jsonl"
-        if not self.data.exists():
-            self.data.write_text("".join(json.dumps(row) + "\n" for row in examples()))
-        self.common = ["--data", str(self.data), *LIMITS, "--threads", str(arguments.threads)]
+        self.files = {name: self.work / f"{name}.jsonl" for name in FILES}
+        if not all(path.exists() for path in self.files.values()):
+            for name, rows in examples_by_file().items():
+                self.files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.data = [part for name, path in self.files.items() for part in (f"--{name}", str(path))]
+        self.common = [*LIMITS, "--threads", str(arguments.threads)]
 
     def pair(self) -> tuple[Path, Path]:
         """Return (teacher, student), both fine-tuned on the data."""
@@ -101,7 +132,10 @@ class Benchmark:
             every_second_layer(dense, half)
             text = ["--data", "stdlib", "--sequence-length", "256", "--learning-rate", "0.004", *threads]
             pair = ["--teacher", "demo", "--student", str(half), "--recipe", "kd", "--steps", str(steps // 2)]
-            run("distill", *pair, *text, "-o", str(of_text))
+            if steps:
+                run("distill", *pair, *text, "-o", str(of_text))
+            else:
+                half.rename(of_text)
         made = []
         for name, model, steps in (
             ("teacher", "demo", self.arguments.teacher_steps),
@@ -110,24 +144,14 @@ class Benchmark:
             made.append(self.work / name)
             if not made[-1].exists():
                 own = ["--learning-rate", "0.002", "--steps", str(steps), "--evaluation-samples", "512"]
-                figures = run("distill", "--student", model, "--recipe", "sft", *own, *self.common, "-o", str(made[-1]))
+                sft = ["--student", model, "--recipe", "sft", *own, *self.data, *self.common]
+                figures = run("distill", *sft, "-o", str(made[-1]))
                 self.figures_of(name).write_text(json.dumps(figures))
         return made[0], made[1]
 
     def figures_of(self, name: str) -> Path:
         """Return the file with the figures of "teacher" or "student" when it was made."""
         return self.work / f"{name}.json"
-
-    def teacher_of(self, teacher: Path, experts: int | None) -> Path:
-        """Return the teacher with another number of experts for each token."""
-        if experts is None:
-            return teacher
-        made = self.work / f"teacher-{experts}"
-        if not made.exists():
-            shutil.copytree(teacher, made, ignore=shutil.ignore_patterns("compression.json", "*.png", "README.md"))
-            config = json.loads((made / "config.json").read_text()) | {"num_experts_per_tok": experts}
-            (made / "config.json").write_text(json.dumps(config))
-        return made
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the options that distinguish the rows. Each row is run with every seed."""
@@ -145,25 +169,43 @@ class Benchmark:
     def run(self) -> None:
         """Compute every missing figure."""
         teacher, student = self.pair()
-        for name, model in (("teacher", teacher), ("student", student)):
-            if not self.known({"recipe": name}, 0):
-                self.record({"recipe": name}, 0, model, json.loads(self.figures_of(name).read_text()))
+        if not self.arguments.search_router_rate:
+            for name, model in (("teacher", teacher), ("student", student)):
+                if not self.known({"recipe": name}, 0):
+                    self.record({"recipe": name}, 0, model, json.loads(self.figures_of(name).read_text()))
         for seed in range(self.arguments.seeds):
             for row in self.rows():
                 if self.known(row, seed):
                     continue
                 output = self.work / "result"
-                recipe = ["--recipe", row["recipe"], "--student", str(student), "--seed", str(seed)]
-                if row["recipe"] != "sft":
-                    recipe += ["--teacher", str(self.teacher_of(teacher, row["experts"]))]
-                if row["recipe"] == "ka":
-                    recipe += ["--ka-samples", str(row["samples"]), "--ka-probability", str(row["probability"])]
-                if row["router"] is not None:
-                    recipe += ["--router-learning-rate", str(row["router"])]
-                steps = ["--steps", str(self.arguments.steps), "--learning-rate", str(self.arguments.learning_rate)]
-                figures = run("distill", *recipe, *steps, *SELECT, *self.common, "-o", str(output), "--overwrite")
+                execute = run_here if self.arguments.search_router_rate else run
+                figures = execute("distill", *self.command(row, seed, teacher, student), "-o", str(output), "--overwrite")
                 self.record(row, seed, output, figures)
                 shutil.rmtree(output)
+
+    def command(self, row: dict[str, Any], seed: int, teacher: Path, student: Path) -> list[str]:
+        """Return the options of `compress distill` for a row and a seed."""
+        own = self.arguments
+        command = ["--recipe", row["recipe"], "--student", str(student), "--seed", str(seed)]
+        if row["recipe"] != "sft":
+            command += ["--teacher", str(teacher)]
+        if row["experts"] is not None:
+            command += ["--teacher-experts", str(row["experts"])]
+        if row["recipe"] == "ka":
+            command += ["--ka-samples", str(row["samples"]), "--ka-probability", str(row["probability"])]
+        if row["router"] is not None:
+            command += ["--router-learning-rate", str(row["router"])]
+        command += [
+            "--steps",
+            str(own.steps),
+            "--learning-rate",
+            str(own.learning_rate),
+            "--batch-size",
+            str(own.batch_size),
+        ]
+        command += ["--select-by", "rouge-l", "--validate-every", str(min(100, own.steps))]
+        command += ["--validation-samples", str(own.validation_prompts), "--evaluation-samples", str(own.prompts)]
+        return [*command, *self.data, *self.common]
 
     def known(self, row: dict[str, Any], seed: int) -> bool:
         """Return whether a run is finished."""
@@ -171,9 +213,15 @@ class Benchmark:
 
     def record(self, row: dict[str, Any], seed: int, model: Path, figures: dict[str, Any]) -> None:
         """Measure a run's model and append a line to the file."""
-        rouge = run("evaluate", str(model), "--metric", "rouge-l", "--samples", "512", *self.common)
         kept = {name: figures.get(name) for name in KEPT}
-        line = row | {"seed": seed, "rouge_l": rouge["value"], "rouge_l_values": rouge["values"]} | kept
+        if self.arguments.search_router_rate:  # greedy responses of the run itself: no noise of sampling, and no second load
+            kept |= {"rouge_l_before": figures["metric_before"], "rouge_l": figures["metric_after"]}
+            kept |= {name: figures[name] for name in DRIFT}
+        else:
+            test = ["--test", str(self.files["test"]), "--samples", str(self.arguments.prompts)]
+            rouge = run("evaluate", str(model), "--metric", "rouge-l", *test, *self.common)
+            kept |= {"rouge_l": rouge["value"], "rouge_l_values": rouge["values"]}
+        line = row | {"seed": seed} | kept
         self.done.append(line)
         remember(self.lines, line)
         print(line, flush=True)
@@ -191,9 +239,9 @@ def label(line: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def table(done: list[dict[str, Any]], steps: int) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return ROUGE-L in percent and perplexity, mean ± standard deviation over seeds, and the split of the time."""
-    rows = []
+    rows, done = [], figures["lines"]
     for name in dict.fromkeys(map(label, done)):
         own = [line for line in done if label(line) == name]
         after = [line["response_perplexity_after"] for line in own if line["response_perplexity_after"] is not None]
@@ -217,10 +265,41 @@ def table(done: list[dict[str, Any]], steps: int) -> str:
         )
     header = ["recipe", "ROUGE-L", "perplexity of responses", "seconds", "share of the time", "peak GB"]
     seeds = len({line["seed"] for line in done})
+    threads = "one thread" if figures["threads"] == 1 else f"{figures['threads']} threads"
+    note = f"Signatures of functions from name and docstring; {figures['steps']} updates of {figures['batch_size']} "
+    return f"{note}prompts, {seeds} seed(s), {threads}.\n\n{markdown(header, rows)}"
+
+
+def search_table(figures: dict[str, Any]) -> str:
+    """Return ROUGE-L in percent beside that of ALL with the same seed, and the drift of the routers in nats."""
+    done = figures["lines"]
+    every = {line["seed"]: line for line in done if line["recipe"] == "all"}
+    before = [100 * line["rouge_l_before"] for line in every.values()]
+    rows = [["student before", mean_and_spread(before), "–", "–", "–", "–"]]
+    for name in dict.fromkeys(map(label, done)):
+        own = [line for line in done if label(line) == name and line["seed"] in every]
+        gains = [100 * (line["rouge_l"] - every[line["seed"]]["rouge_l"]) for line in own]
+        error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+        compared = own[0]["recipe"] != "all"
+        drifts = [line["router_drift_mean_per_layer"] for line in own if line["router_drift_mean_per_layer"]]
+        rows.append(
+            [
+                name,
+                mean_and_spread([100 * line["rouge_l"] for line in own]),
+                f"{statistics.mean(gains):+.2f} ± {error:.2f}" if compared else "–",
+                f"{sum(gain > 0 for gain in gains)} of {len(gains)}" if compared else "–",
+                *(f"{statistics.mean(drift[place] for drift in drifts):.2g}" if drifts else "–" for place in (0, -1)),
+            ]
+        )
+    header = ["recipe", "ROUGE-L", "above all", "seeds above all", "drift, first layer", "drift, last layer"]
     note = (
-        f"Signatures of functions from name and docstring; {steps} updates of 16 prompts, {seeds} seed(s), one thread.\n\n"
+        f"Signatures of functions from name and docstring; {figures['steps']} updates of {figures['batch_size']} prompts, "
+        f"{len(every)} seeds; ROUGE-L of greedy responses to {figures['prompts']} prompts.\n\n"
     )
     return note + markdown(header, rows)
+
+
+TABLES = dict.fromkeys(("distill", "distill_k", "distill_ka"), table) | {"distill_sar": search_table}
 
 
 def numbers(kind: type) -> Any:
@@ -235,6 +314,7 @@ def main() -> None:
     parser.add_argument("--ka-probability", type=numbers(float), default=[0.05])
     parser.add_argument("--experts-per-token", type=numbers(int), default=[None])
     parser.add_argument("--router-learning-rate", type=numbers(float), default=[None])
+    parser.add_argument("--search-router-rate", type=numbers(float), default=[])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--learning-rate", type=float, default=0.001)
     parser.add_argument("--teacher-steps", type=int, default=600)
@@ -242,11 +322,17 @@ def main() -> None:
     parser.add_argument("--text-steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", default="distill")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=512, help="held-out prompts of ROUGE-L")
+    parser.add_argument("--validation-prompts", type=int, default=256)
+    parser.add_argument("--name", default="distill", choices=TABLES)
     arguments = parser.parse_args()
+    if arguments.search_router_rate:
+        arguments.recipes, arguments.router_learning_rate = ["all", "sar"], arguments.search_router_rate
     benchmark = Benchmark(arguments)
     benchmark.run()
-    save(arguments.name, benchmark.done, table(benchmark.done, arguments.steps))
+    names = ("steps", "batch_size", "threads", "prompts")
+    save(arguments.name, {name: getattr(arguments, name) for name in names} | {"lines": benchmark.done})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import RESULTS, ROOT, markdown, remember, remembered, save
+from results import BUILD, RESULTS, markdown, remember, remembered, save
 from torch import Tensor, nn
 
 from calibrate.pairs import STDLIB, Pairs, text_pairs, tokenised
@@ -152,7 +152,7 @@ class Benchmark:
         self.arguments = arguments
         self.lines = RESULTS / f"{arguments.name}.jsonl"
         self.done = remembered(self.lines)
-        self.work = ROOT / "build" / arguments.name
+        self.work = BUILD / arguments.name
         self.work.mkdir(parents=True, exist_ok=True)
         seconds = train_teacher(self.work, arguments.teacher_steps, arguments.teacher_learning_rate)
         self.checkpoint = EncoderDecoderCheckpoint(self.work / "teacher")
@@ -234,8 +234,9 @@ def training_options(arguments: argparse.Namespace, stage: str, from_scratch: bo
     return replace(common, distill_steps=steps * (stage != STAGES[0]), finetune_steps=steps * (stage == STAGES[2]))
 
 
-def table(done: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return token accuracy, with perplexity in brackets, by row and stage."""
+    done, steps = figures["lines"], figures["steps"]
     cells = {(line["ffns"], line["kind"], line["stage"]): line for line in done}
     teacher = next(line for line in done if line["kind"] == "teacher")
 
@@ -249,16 +250,18 @@ def table(done: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
             parameters = next(line["parameters"] for line in own if line)
             name = f"{ffns} {'FFN' if ffns == 1 else 'FFNs'}, {kind}"
             rows.append([name, f"{parameters:,}", *map(cell, own)])
-    steps = arguments.steps
     further = next((line for line in done if line["kind"] == CONTROL), None)
     control = f", and {cell(further)} after {2 * steps} more" if further else ""
     note = (
-        f"Token accuracy under teacher forcing on {COUNTS['held-out']:,} held-out pairs, in brackets perplexity; the "
-        f"mixture ({teacher['parameters']:,} parameters, {SIZES['num_experts']} experts) has {cell(teacher)} after "
-        f"{arguments.teacher_steps:,} steps{control}. From scratch: {2 * steps} steps on the pairs alone. One seed.\n\n"
+        f"Token accuracy under teacher forcing on {figures['pairs']:,} held-out pairs, in brackets perplexity; the "
+        f"mixture ({teacher['parameters']:,} parameters, {figures['experts']} experts) has {cell(teacher)} after "
+        f"{figures['teacher_steps']:,} steps{control}. From scratch: {2 * steps} steps on the pairs alone. One seed.\n\n"
     )
     header = ["", "parameters", "untrained", f"{steps} distillation steps", f"+ {steps} fine-tuning steps"]
     return note + markdown(header, rows)
+
+
+TABLES = {"encoder_decoder": table}
 
 
 def main() -> None:
@@ -269,12 +272,13 @@ def main() -> None:
     parser.add_argument("--teacher-steps", type=int, default=2000)
     parser.add_argument("--teacher-learning-rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", default="encoder_decoder")
+    parser.add_argument("--name", default="encoder_decoder", choices=TABLES)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     benchmark = Benchmark(arguments)
     benchmark.run()
-    save(arguments.name, benchmark.done, table(benchmark.done, arguments))
+    figures = {"steps": arguments.steps, "teacher_steps": arguments.teacher_steps, "pairs": COUNTS["held-out"]}
+    save(arguments.name, figures | {"experts": SIZES["num_experts"], "lines": benchmark.done})
 
 
 if __name__ == "__main__":

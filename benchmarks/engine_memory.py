@@ -1,6 +1,6 @@
 """Memory of the engine after loading and 64 tokens and while it reads long prompts, and the effect of small KV caches.
 
-python benchmarks/engine_memory.py [--directory DIR]
+python benchmarks/engine_memory.py [--directory DIR] [--layers 16] [--sequences 64]
 
 Each figure is reported by the operating system for a process that does nothing else, on a random mixture of 1.5 B parameters
 in bfloat16 (3 GB), whose weights are memory-mapped. "Extra" is the peak of resident memory during a prompt, minus the
@@ -33,10 +33,10 @@ from engine.passes.memory_budget import resident_memory_bytes
 
 LENGTHS = (512, 2048, 8192)
 NEW_TOKENS = 64
-ALLOWED_BEYOND = 350_000_000
-"""Bytes allowed for interpreter and libraries, above 1.05 times the weights and the KV cache."""
+ALLOWED_TIMES, ALLOWED_BEYOND = 1.05, 350_000_000
+"""The factor of the weights, and the bytes for interpreter and libraries, that are allowed beside the KV cache."""
 KV_CACHE_DTYPES = ("auto", "float16", "int8")
-SEQUENCES, SEQUENCE_LENGTH = 64, 512
+SEQUENCE_LENGTH = 512
 
 
 def prompt(model: str, length: str) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def generate(model: str) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def perplexity(model: str, kv_cache_dtype: str) -> dict[str, Any]:
+def perplexity(model: str, kv_cache_dtype: str, sequences: str) -> dict[str, Any]:
     """Return the perplexity of text that is read through a cache of this dtype."""
     engine = Engine.open(model, kv_cache_dtype=kv_cache_dtype)
     assert isinstance(engine.decoder, Decoder)
     tokens_SL = token_batches(
-        "stdlib", engine.tokenizer, samples=SEQUENCES, sequence_length=SEQUENCE_LENGTH, seed=0, split="held-out"
+        "stdlib", engine.tokenizer, samples=int(sequences), sequence_length=SEQUENCE_LENGTH, seed=0, split="held-out"
     )
     total = 0.0
     for tokens_1L in tokens_SL.split(1):
@@ -74,7 +74,7 @@ def perplexity(model: str, kv_cache_dtype: str) -> dict[str, Any]:
         logits_LV = engine.decoder(tokens_1L, None, cache)[0, :-1].float()
         total += float(F.cross_entropy(logits_LV, tokens_1L[0, 1:], reduction="sum"))
     bytes_each = position_bytes(engine.checkpoint.config, engine.kv_cache_dtype)
-    value = math.exp(total / (SEQUENCES * (SEQUENCE_LENGTH - 1)))
+    value = math.exp(total / (len(tokens_SL) * (SEQUENCE_LENGTH - 1)))
     return {"dtype": kv_cache_dtype, "perplexity": value, "position_bytes": bytes_each}
 
 
@@ -89,15 +89,16 @@ def measured(part: str, model: str, *words: str) -> dict[str, Any]:
     return figures
 
 
-def show_prompts(model: str) -> None:
-    figures, names = [measured("prompt", model, str(length)) for length in LENGTHS], ("kv_cache_bytes", "extra_bytes")
-    rows = [[f"{each['length']:,}", *(f"{each[name] / 1e6:.0f}" for name in names)] for each in figures]
-    save("long_prompts", figures, markdown(["tokens of the prompt", "KV cache, MB", "extra, MB"], rows))
+def prompts_table(figures: dict[str, Any]) -> str:
+    """Return the KV cache and the extra memory of each length."""
+    names = ("kv_cache_bytes", "extra_bytes")
+    rows = [[f"{each['length']:,}", *(f"{each[name] / 1e6:.0f}" for name in names)] for each in figures["rows"]]
+    return markdown(["tokens of the prompt", "KV cache, MB", "extra, MB"], rows)
 
 
-def show_resident(model: str) -> None:
-    figures = measured("generate", model)
-    allowed = 1.05 * figures["weights_bytes"] + figures["kv_cache_bytes"] + ALLOWED_BEYOND
+def resident_table(figures: dict[str, Any]) -> str:
+    """Return the parts of the resident memory, and the sum that they are allowed to reach."""
+    allowed = figures["allowed_times"] * figures["weights_bytes"] + figures["kv_cache_bytes"] + figures["allowed_beyond"]
     titles = {
         "weights_bytes": "weights as stored",
         "weights_resident_bytes": "weights in memory",
@@ -106,24 +107,30 @@ def show_resident(model: str) -> None:
         "resident_memory_bytes": "resident, all together",
     }
     rows = [[title, f"{figures[name] / 1e6:,.0f}"] for name, title in titles.items()]
-    rows.append(["1.05 × weights + KV cache + 350 MB", f"{allowed / 1e6:,.0f}"])
+    title = f"{figures['allowed_times']} × weights + KV cache + {figures['allowed_beyond'] / 1e6:.0f} MB"
+    rows.append([title, f"{allowed / 1e6:,.0f}"])
     rows.append(["seconds to load", f"{figures['load_seconds']:.2f}"])
-    save("resident_memory", figures, markdown([f"after {NEW_TOKENS} tokens", "MB"], rows))
+    return markdown([f"after {figures['new_tokens']} tokens", "MB"], rows)
 
 
-def show_kv_caches() -> None:
-    figures = [measured("perplexity", "demo", dtype) for dtype in KV_CACHE_DTYPES]
+def caches_table(figures: dict[str, Any]) -> str:
+    """Return bytes per token and perplexity by the dtype of the KV cache."""
     names = {"auto": "bfloat16 (auto)"}
     rows = [
         [names.get(each["dtype"], each["dtype"]), f"{each['position_bytes']:,}", f"{each['perplexity']:.4f}"]
-        for each in figures
+        for each in figures["rows"]
     ]
-    save("kv_cache", figures, markdown(["KV cache", "bytes per token", "perplexity"], rows))
+    return markdown(["KV cache", "bytes per token", "perplexity"], rows)
+
+
+TABLES = {"long_prompts": prompts_table, "resident_memory": resident_table, "kv_cache": caches_table}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, help="where the model is made, and found again")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--sequences", type=int, default=64, help="sequences of 512 tokens for the perplexities")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
@@ -133,10 +140,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         model = arguments.directory or Path(temporary) / "model"
         if not model.is_dir():
-            write_random_model(model, shape() | {"max_position_embeddings": max(LENGTHS)})
-        show_resident(str(model))
-        show_prompts(str(model))
-    show_kv_caches()
+            write_random_model(model, shape(layers=arguments.layers) | {"max_position_embeddings": max(LENGTHS)})
+        allowed = {"new_tokens": NEW_TOKENS, "allowed_times": ALLOWED_TIMES, "allowed_beyond": ALLOWED_BEYOND}
+        save("resident_memory", measured("generate", str(model)) | allowed)
+        save("long_prompts", {"rows": [measured("prompt", str(model), str(length)) for length in LENGTHS]})
+    sequences = arguments.sequences
+    rows = [measured("perplexity", "demo", dtype, str(sequences)) for dtype in KV_CACHE_DTYPES]
+    save("kv_cache", {"sequences": sequences, "length": SEQUENCE_LENGTH, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -184,16 +184,24 @@ def run_many(good: Path, folder: Path, seed: int, numbers: list[int], jobs: int)
         assert status == 0, "a worker failed"
 
 
-def table(lines: list[dict[str, Any]]) -> tuple[str, dict[str, dict[str, int]]]:
+def counted(lines: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Return counts of the doors' outcomes by kind."""
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     for line in lines:
         counts[line["kind"]].update(line["doors"].values())
         counts[line["kind"]]["mutations"] += 1
-    rows = [[kind, *(f"{counted[name]:,}" for name in ("mutations", *OUTCOMES))] for kind, counted in counts.items()]
-    whole = sum(counts.values(), Counter())
-    rows.append(["all", *(f"{whole[name]:,}" for name in ("mutations", *OUTCOMES))])
-    return markdown(("kind", "mutations", *OUTCOMES), rows), {kind: dict(counted) for kind, counted in counts.items()}
+    return {kind: dict(own) for kind, own in counts.items()}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return a row for each kind, and one for all."""
+    counts = {kind: Counter(own) for kind, own in figures["outcomes"].items()}
+    counts["all"] = sum(counts.values(), Counter())
+    columns = ("mutations", *OUTCOMES)
+    return markdown(("kind", *columns), [[kind, *(f"{own[name]:,}" for name in columns)] for kind, own in counts.items()])
+
+
+TABLES = {NAME: table}
 
 
 def main() -> int:
@@ -224,9 +232,9 @@ def main() -> int:
         spent = after.children_user + after.children_system - before.children_user - before.children_system
         print(f"{len(numbers)} mutations in {time.monotonic() - started:.0f} s, {spent:.0f} s of CPU", flush=True)
     lines = [line for line in remembered(STATE) if line["seed"] == options.seed and line["number"] < options.mutations]
-    text, counts = table(lines)
-    save(NAME, {"mutations": len(lines), "seed": options.seed, "outcomes": counts}, text)
-    return int(any(counted.get(name) for counted in counts.values() for name in FAILURES))
+    counts = counted(lines)
+    save(NAME, {"mutations": len(lines), "seed": options.seed, "outcomes": counts})
+    return int(any(own.get(name) for own in counts.values() for name in FAILURES))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ second.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import statistics
 import sys
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_speed import write_skip_tables
+from engine_speed import transformers_version, write_skip_tables
 from random_model import shape, write_random_model
-from results import markdown, save
+from results import NOT_POSSIBLE_HERE, markdown, save, times
 
 from engine.bench.backends import BenchSpec
 from engine.generation.generate import Engine
@@ -88,16 +87,22 @@ def measure(model: Path, rounds: int) -> tuple[dict[str, dict[str, Any]], list[f
     return said, speeds
 
 
-def rows(said: dict[str, dict[str, Any]], speed: float) -> list[list[str]]:
-    """Return the rows of the table."""
+def table(figures: dict[str, Any]) -> str:
+    """Return tokens per second of each contender, with the ratio to transformers."""
+    said, speed = figures["contenders"], statistics.median(figures["memory_bytes_per_second"])
     medians = {title: {test: statistics.median(own[test]) for test in (PREFILL, DECODE)} for title, own in said.items()}
-    made = []
+    peer, made = said["transformers"], []
     for title, own in said.items():
         cells = [title + (f" ({own['skipped']:.0%} skipped)" if own["skipped"] else "")]
         for test in (PREFILL, DECODE):
-            cells += [f"{medians[title][test]:.0f}", f"{medians[title][test] / medians['transformers'][test]:.2f}×"]
+            ratio = medians[title][test] / medians["transformers"][test]
+            cells += [f"{medians[title][test]:.0f}", "" if own is peer else times(ratio, own[test], peer[test])]
         made.append([*cells, f"{own['bytes_per_token'] * medians[title][DECODE] / speed:.0%}"])
-    return made
+    header = [figures["card"], "prefill 512 t/s", "by transformers", "decode 128 t/s", "by transformers"]
+    return markdown([*header, "share of memory bandwidth"], made)
+
+
+TABLES = {"gpu_decode": table}
 
 
 def main() -> None:
@@ -107,7 +112,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("torch finds no GPU here; this benchmark is of one, benchmarks/decode.py is of the processor")
+        print("torch finds no GPU here; benchmarks/decode.py measures the processor", file=sys.stderr)
+        sys.exit(NOT_POSSIBLE_HERE)
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary)
         model = directory / "bf16"
@@ -118,18 +124,8 @@ def main() -> None:
         if not kernels_serve(model):
             sys.exit("Triton's kernels do not run this model's experts here, so there is nothing to compare")
         said, speeds = measure(model, arguments.rounds)
-    speed, card = statistics.median(speeds), torch.cuda.get_device_name()
-    today = datetime.date.today().isoformat()
-    header = [
-        f"{card}, {today}",
-        "prefill 512 t/s",
-        "by transformers",
-        "decode 128 t/s",
-        "by transformers",
-        "share of memory bandwidth",
-    ]
-    figures = {"card": card, "date": today, "memory_bytes_per_second": speeds, "contenders": said}
-    save("gpu_decode", figures, markdown(header, rows(said, speed)))
+    figures = {"card": torch.cuda.get_device_name(), "memory_bytes_per_second": speeds, "contenders": said}
+    save("gpu_decode", figures, transformers_version())
 
 
 if __name__ == "__main__":

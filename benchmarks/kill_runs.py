@@ -310,16 +310,21 @@ def kill_many(kills: int, seed: int, names: list[str], folder: Path, hub: Hub) -
     return found
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return one row for each command."""
-    rows = []
+    rows, found = [], figures["kills"]
     for name in dict.fromkeys(each["command"] for each in found):
         own = [each for each in found if each["command"] == name]
         states, seconds = Counter(each["state"] for each in own), Counter(each["second"] for each in own)
-        counts = [len(own), sum(each["killed"] for each in own), states["absent"] + states["old"], states["first"]]
-        rows.append([name, *map(str, [*counts, states["second"], seconds["refused"], seconds["finished"], 0])])
+        left = [states["absent"] + states["old"], states["first"], states["second"]]
+        ends = [seconds["refused"], seconds["finished"]]
+        others = len(own) - sum(left) + len(own) - sum(ends)
+        rows.append([name, *map(str, [len(own), sum(each["killed"] for each in own), *left, *ends, others])])
     head = ["command", "kills", "before the end", "old state left", "first result left", "second result left"]
     return markdown([*head, "second refused", "second finished", "anything else"], rows)
+
+
+TABLES = {"kill_runs": table}
 
 
 def main() -> None:
@@ -337,9 +342,9 @@ def main() -> None:
         found = kill_many(options.kills, options.seed, options.commands.split(","), Path(folder), hub)
     print(f"\n{len(found)} kills, {sum(each['killed'] for each in found)} of them before the end")
     if options.no_results:
-        print(table(found))
+        print(table({"kills": found}))
     else:
-        save("kill_runs", {"seconds": time.monotonic() - started, "kills": found}, table(found))
+        save("kill_runs", {"seconds": time.monotonic() - started, "kills": found})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Peak memory of calibration, pruning by DiEP and evaluation of a checkpoint that is far larger than `--memory-limit`.
 
-python benchmarks/memory_limit_prune.py DIRECTORY [--memory-limit 3GB] [--samples 8] [--sequence-length 256]
+python benchmarks/memory_limit_prune.py [DIRECTORY] [--memory-limit 3GB] [--samples 8] [--sequence-length 256] [--layers 24]
 
-DIRECTORY gets a random mixture of 12 GB in bfloat16, unless it exists, and the results made from it: 20 GB in all. Each
-command runs in a process of its own, whose peak is reported by the system (VmHWM). Figures of finished commands are kept in
-DIRECTORY and not measured again.
+DIRECTORY (by default a temporary one) gets a random mixture of 12 GB in bfloat16, unless it exists, and the results made
+from it: 20 GB in all. Each command runs in a process of its own, whose peak is reported by the system (VmHWM). Figures of
+finished commands are kept in DIRECTORY and not measured again.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from memory_limit import run_watched
 from random_model import shape, write_random_model
 from results import markdown, remember, remembered, save
-
-SHAPE = shape(hidden=2048, layers=24, experts=8, width=5120)
 
 
 def measured(command: list[str]) -> dict[str, Any]:
@@ -31,17 +30,38 @@ def measured(command: list[str]) -> dict[str, Any]:
     return said | {"resident_peak_bytes": peak}
 
 
+def table(figures: dict[str, Any]) -> str:
+    """Return the peak of each command's resident memory."""
+    runs = figures["runs"].items()
+    rows = [
+        ["checkpoint", f"{figures['checkpoint_bytes'] / 1e9:.2f} GB"],
+        ["limit", figures["limit"].replace("GB", " GB")],
+        *([f"peak resident: {name}", f"{line['resident_peak_bytes'] / 1e9:.2f} GB"] for name, line in runs),
+    ]
+    return markdown(["", ""], rows)
+
+
+TABLES = {"memory_limit_prune": table}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, nargs="?")
     parser.add_argument("--memory-limit", default="3GB")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--only", help="Run this command and no other that has not run.")
     arguments = parser.parse_args()
-    model, pruned = arguments.directory / "model", arguments.directory / "pruned"
+    with tempfile.TemporaryDirectory() as temporary:
+        run(arguments.directory or Path(temporary), arguments)
+
+
+def run(directory: Path, arguments: argparse.Namespace) -> None:
+    """Run every command that has not run yet, and save the figures when all have."""
+    model, pruned = directory / "model", directory / "pruned"
     if not (model / "config.json").is_file():
-        write_random_model(model, SHAPE)
+        write_random_model(model, shape(hidden=2048, layers=arguments.layers, experts=8, width=5120))
     limit = ["--memory-limit", arguments.memory_limit]
     text = ["--data", "stdlib", "--samples", str(arguments.samples), "--sequence-length", str(arguments.sequence_length)]
     search = ["--sparsity", "0.5", "--epochs", "1", "--batch-size", str(arguments.samples // 2), "--start", "zero"]
@@ -50,7 +70,7 @@ def main() -> None:
             "calibrate",
             str(model),
             "-o",
-            str(arguments.directory / "statistics.safetensors"),
+            str(directory / "statistics.safetensors"),
             "--overwrite",
             *text,
         ],
@@ -61,21 +81,16 @@ def main() -> None:
         "evaluate": ["evaluate", str(model), *text],
         "evaluate what is left": ["evaluate", str(pruned), *text],
     }
-    path = arguments.directory / "figures.jsonl"
+    path = directory / "figures.jsonl"
     for name, command in commands.items():
         known = {line["name"] for line in remembered(path)}
         if name not in known and arguments.only in (None, name):
             remember(path, {"name": name, "limit": arguments.memory_limit} | measured([*command, *limit]))
-    figures = {line["name"]: line for line in remembered(path)}
-    if figures.keys() < commands.keys():
+    runs = {line["name"]: line for line in remembered(path)}
+    if runs.keys() < commands.keys():
         return
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    rows = [
-        ["checkpoint", f"{stored / 1e9:.2f} GB"],
-        ["limit", arguments.memory_limit.replace("GB", " GB")],
-        *([f"peak resident: {name}", f"{line['resident_peak_bytes'] / 1e9:.2f} GB"] for name, line in figures.items()),
-    ]
-    save("memory_limit_prune", figures, markdown(["", ""], rows))
+    save("memory_limit_prune", {"checkpoint_bytes": stored, "limit": arguments.memory_limit, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -204,19 +204,44 @@ def values(runs: Sequence[dict[str, Any]], key: str, figure: str = "perplexity")
     return [run["cells"][key][figure] for run in runs if key in run["cells"]]
 
 
-def by_method(runs: Sequence[dict[str, Any]], model: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the methods of one model in their order, with their runs."""
-    for method in methods():
-        own = [run for run in runs if run["model"] == model and run["method"] == method]
-        if own:
-            yield method, own
-
-
-def name_of(method: str) -> str:
-    """Return a method's name in tables."""
+def figures_of(runs: Sequence[dict[str, Any]], model: str, full: float) -> dict[str, Any]:
+    """Return the figures of one model: its runs, with the default method and the default scope of each at this time."""
     from compress.methods import DEFAULT_METHOD
 
-    return f"**{method}** (default)" if method == DEFAULT_METHOD else method
+    own = [run for run in runs if run["model"] == model]
+    made = {run["method"] for run in own}
+    scopes = {method: default_scope(method) for method in methods() if method in made}
+    return {"model": model, "full": full, "default": DEFAULT_METHOD, "scopes": scopes, "runs": own}
+
+
+COLUMNS = ("25 %", "50 %", "50 %, recovered")
+"""Columns of the short table for each model."""
+
+
+def short_figures(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one-shot and recovered perplexities of each method with its default scope, without DiEP's other relaxations."""
+    rows: dict[str, dict[str, dict[str, list[float]]]] = {}
+    shown = dict.fromkeys(method for method in methods() if method not in RELAXATIONS)
+    for figures in models:
+        table = by_method(figures)
+        for method in (each for each in shown if each in table):
+            scope = figures["scopes"][method]
+            shown_cells = (Cell(0.25, scope), Cell(0.5, scope), Cell(0.5, scope, "none", True))
+            own = {column: values(table[method], cell.key) for column, cell in zip(COLUMNS, shown_cells, strict=True)}
+            rows.setdefault(method, {})[figures["model"]] = own
+    seeds = len({run["seed"] for figures in models for run in figures["runs"]})
+    full = {figures["model"]: figures["full"] for figures in models}
+    return {"full": full, "default": models[0]["default"], "seeds": seeds, "rows": rows}
+
+
+def by_method(figures: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs of each method of one model, in the methods' order."""
+    return {method: [run for run in figures["runs"] if run["method"] == method] for method in figures["scopes"]}
+
+
+def name_of(method: str, default: str) -> str:
+    """Return a method's name in tables."""
+    return f"**{method}** (default)" if method == default else method
 
 
 def cost(own: Sequence[dict[str, Any]], key: str) -> list[str]:
@@ -225,32 +250,25 @@ def cost(own: Sequence[dict[str, Any]], key: str) -> list[str]:
     return [f"{statistics.median(seconds):.0f}", f"{max(peak) / 1e6:.0f}"] if seconds else ["–", "–"]
 
 
-def short_table(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
-    """Return one-shot and recovered results of each method with its default scope, without DiEP's other relaxations."""
+def short_table(figures: dict[str, Any]) -> str:
+    """Return one-shot and recovered results of each method with its default scope."""
     header = ["method"]
-    for model in full:
-        header += [f"{model}: 25 %", "50 %", "50 %, recovered"]
+    for model in figures["full"]:
+        header += [f"{model}: {COLUMNS[0]}", *COLUMNS[1:]]
     rows = []
-    tables = {model: dict(by_method(runs, model)) for model in full}
-    shown = [method for method in methods() if method not in RELAXATIONS]
-    for method in [method for method in shown if any(method in table for table in tables.values())]:
-        row, scope = [name_of(method)], default_scope(method)
-        for table in tables.values():
-            own = table.get(method, [])
-            one_shot = [Cell(sparsity, scope).key for sparsity in (0.25, 0.5)]
-            row += [mean_and_spread(values(own, key)) for key in (*one_shot, Cell(0.5, scope, "none", True).key)]
-        rows.append(row)
-    return preface(runs, full) + markdown(header, rows)
+    for method, by_model in figures["rows"].items():
+        found = (by_model.get(model, {}).get(column, []) for model in figures["full"] for column in COLUMNS)
+        rows.append([name_of(method, figures["default"]), *map(mean_and_spread, found)])
+    return preface(figures["seeds"], figures["full"]) + markdown(header, rows)
 
 
-def preface(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> str:
+def preface(seeds: int, full: dict[str, float]) -> str:
     """Return the explanation of the numbers."""
-    seeds = len({run["seed"] for run in runs})
     whole = ", ".join(f"{model} {value:.2f}" for model, value in full.items())
     return f"Full models: {whole}. Mean ± standard deviation of {seeds} seeds.\n\n"
 
 
-def long_table(runs: Sequence[dict[str, Any]], model: str, full: float) -> str:
+def long_table(figures: dict[str, Any]) -> str:
     """Return the table of every cell of one model."""
     header = ["method"]
     header += [f"{sparsity} {scope}" for sparsity in ("25 %", "50 %") for scope in ("layer", "global")]
@@ -259,41 +277,43 @@ def long_table(runs: Sequence[dict[str, Any]], model: str, full: float) -> str:
     ]
     header += ["seconds", "peak MB", "recovery seconds"]
     rows = []
-    for method, own in by_method(runs, model):
-        scope = default_scope(method)
+    for method, own in by_method(figures).items():
+        scope = figures["scopes"][method]
         keys = [Cell(sparsity, where).key for sparsity in (0.25, 0.5) for where in ("layer", "global")]
         for merge, is_recovered in (("cka", False), ("none", True), ("cka", True)):
             keys += [Cell(sparsity, scope, merge, is_recovered).key for sparsity in (0.25, 0.5)]
-        row = [name_of(method), *(mean_and_spread(values(own, key)) for key in keys), *cost(own, Cell(0.5, scope).key)]
-        rows.append([*row, cost(own, Cell(0.5, scope, "none", True).key)[0]])
-    return preface([run for run in runs if run["model"] == model], {model: full}) + markdown(header, rows)
+        row = [name_of(method, figures["default"]), *(mean_and_spread(values(own, key)) for key in keys)]
+        rows.append([*row, *cost(own, Cell(0.5, scope).key), cost(own, Cell(0.5, scope, "none", True).key)[0]])
+    seeds = len({run["seed"] for run in figures["runs"]})
+    return preface(seeds, {figures["model"]: figures["full"]}) + markdown(header, rows)
 
 
-def plot(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> None:
+TABLES = {"methods": short_table, **{f"methods_{model}": long_table for model in MODELS}}
+
+
+def plot(models: Sequence[dict[str, Any]]) -> None:
     """Draw a panel for each model: perplexity of each method at both sparsities, one-shot, recovered, merged."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(full), figsize=(5.6 * len(full), 5.2), layout="constrained", squeeze=False)
+    figure, panels = pyplot.subplots(1, len(models), figsize=(5.6 * len(models), 5.2), layout="constrained", squeeze=False)
     series = {
         "one-shot": ("none", False, {"marker": "o"}),
         "then recovered": ("none", True, {"marker": "o", "markerfacecolor": "white"}),
         "merged into those that stay (CKA)": ("cka", False, {"marker": "s", "markersize": 4.5}),
     }
     colours = {0.25: "#0072b2", 0.5: "#d55e00"}
-    for axes, (model, whole) in zip(panels[0], full.items(), strict=True):
-        table = dict(by_method(runs, model))
-        order = sorted(
-            table, key=lambda method: -statistics.mean(values(table[method], Cell(0.5, default_scope(method)).key))
-        )
+    for axes, own in zip(panels[0], models, strict=True):
+        table, scopes = by_method(own), own["scopes"]
+        order = sorted(table, key=lambda method: -statistics.mean(values(table[method], Cell(0.5, scopes[method]).key)))
         for label, (merge, is_recovered, look) in series.items():
             for sparsity, colour in colours.items():
                 found = {
                     place: got
                     for place, method in enumerate(order)
-                    if (got := values(table[method], Cell(sparsity, default_scope(method), merge, is_recovered).key))
+                    if (got := values(table[method], Cell(sparsity, scopes[method], merge, is_recovered).key))
                 }
                 shift = {"none": 0.0, "cka": -0.22}[merge] + (0.22 if is_recovered else 0.0)
                 axes.errorbar(
@@ -305,7 +325,7 @@ def plot(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> None:
                     label=f"{label}, {sparsity:.0%}",
                     **({"markersize": 5.5} | look),
                 )
-        axes.axvline(whole, color="black", linewidth=0.8, linestyle="--")
+        axes.axvline(own["full"], color="black", linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8))
         axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
@@ -313,7 +333,7 @@ def plot(runs: Sequence[dict[str, Any]], full: dict[str, float]) -> None:
         axes.set_yticks(range(len(order)), order)
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
-        axes.set_title(f"{model} (dashed: full model)", fontsize=10)
+        axes.set_title(f"{own['model']} (dashed: full model)", fontsize=10)
         axes.set_xlabel("held-out perplexity (lower is better)")
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
@@ -347,11 +367,11 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         made = list(pool.map(lambda job: in_process(*job), [job for job in jobs if job not in known]))
     runs += [run for run in made if run is not None]
-    full = {model: full_perplexity(MODELS[model]) for model in models}
-    for model, whole in full.items():
-        save(f"methods_{model}", [run for run in runs if run["model"] == model], long_table(runs, model, whole))
-    save("methods", {"full": full}, short_table(runs, full))
-    plot(runs, full)
+    by_model = [figures_of(runs, model, full_perplexity(MODELS[model])) for model in models]
+    for figures in by_model:
+        save(f"methods_{figures['model']}", figures)
+    save("methods", short_figures(by_model))
+    plot(by_model)
     if None in made:
         sys.exit("some runs failed; the tables are without them. The same command tries those again.")
 

@@ -24,14 +24,14 @@ import shutil
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from results import RESULTS, ROOT, markdown, mean_and_spread, remember, remembered, save
+from results import BUILD, RESULTS, markdown, mean_and_spread, remember, remembered, save, times
 from torch import nn
 
 from calibrate.labelled import labelled
@@ -185,6 +185,8 @@ class Benchmark:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.seeds, self.work = arguments.seeds, arguments.work
+        own = {"epochs": arguments.epochs, "teacher_epochs": arguments.epochs} if arguments.epochs else {}
+        self.settings = [replace(setting, **own) for setting in SETTINGS]
         self.lines = RESULTS / "moe_kd.jsonl"
         self.done = remembered(self.lines)
         self.work.mkdir(parents=True, exist_ok=True)
@@ -219,7 +221,7 @@ class Benchmark:
 
     def run(self) -> None:
         """Run everything that is not finished."""
-        for setting in SETTINGS:
+        for setting in self.settings:
             teacher = self.teacher(setting)
             for seed, student, method in product(range(min(self.seeds, setting.seeds)), setting.students, setting.methods):
                 asked = {"setting": setting.name, "student": student, "method": method, "seed": seed}
@@ -305,30 +307,30 @@ def beside(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) ->
     return mean_and_spread([100 * (line["metric_after"] - own[line["seed"]]) for line in lines if line["seed"] in own])
 
 
-def table(done: Sequence[dict[str, Any]]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return one table for each setting: a row for each method, with each student's accuracy and that of its features."""
-    made = []
-    for setting in SETTINGS:
-        own = [line for line in done if line["setting"] == setting.name]
+    made, done = [], figures["runs"]
+    for setting in figures["settings"]:
+        own = [line for line in done if line["setting"] == setting["name"]]
         teacher = percent([line for line in own if line["method"] == "teacher"], "metric_after")
         header = ["method"]
-        for student in setting.students:
-            header += [student, f"less {WHOLE}", "without experts", *(["letters, probed"] if setting.probe else [])]
+        for student in setting["students"]:
+            header += [student, f"less {WHOLE}", "without experts", *(["letters, probed"] if setting["probe"] else [])]
         rows = []
-        for method in setting.methods:
+        for method in setting["methods"]:
             row = [method]
-            for student in setting.students:
+            for student in setting["students"]:
                 lines, whole = (
                     [line for line in own if line["student"] == student and line["method"] == name]
                     for name in (method, WHOLE)
                 )
                 row += [percent(lines, "metric_after"), "–" if method == WHOLE else beside(lines, whole)]
                 row += [percent(lines, "accuracy_without_mixture")]
-                row += [percent(lines, "probe_after")] if setting.probe else []
+                row += [percent(lines, "probe_after")] if setting["probe"] else []
             rows.append(row)
         seeds = len({line["seed"] for line in own if line["method"] != "teacher"})
         made.append(
-            f"{setting.about[0].upper()}{setting.about[1:]}; teacher {teacher} %; {seeds} seeds.\n\n"
+            f"{setting['about'][0].upper()}{setting['about'][1:]}; teacher {teacher} %; {seeds} seeds.\n\n"
             + markdown(header, rows)
         )
     return "\n".join(made)
@@ -337,27 +339,50 @@ def table(done: Sequence[dict[str, Any]]) -> str:
 # Speed
 
 
-def speed(work: Path, threads: int) -> None:
+SPEED = "examples_per_second_median"
+KEPT = (SPEED, "examples_per_second_rounds", "batch", "parameters", "peak_memory_bytes")
+CLASSES, SIZE = 1000, 224
+
+
+def speed(work: Path, threads: int, repetitions: int) -> None:
     """Measure a student of 18 layers and 1,000 classes, alone and as a mixture from a teacher of 512 features."""
     student, mixture = work / "student of 18 layers", work / "the same as a mixture"
     if not mixture.exists():
         work.mkdir(parents=True, exist_ok=True)
-        write_model(student, LARGE, 0, classes=1000)
-        (student / PREPROCESSOR).write_text(json.dumps({"size": 224}))
+        write_model(student, LARGE, 0, classes=CLASSES)
+        (student / PREPROCESSOR).write_text(json.dumps({"size": SIZE}))
         write_mixture(student, mixture, 512)
     rows = []
     for batch in (1, 8):
-        found = bench_classifiers([str(student), str(mixture)], batch=batch, threads=threads, repetitions=25)
-        alone = found[0]["examples_per_second_median"]
-        rows += [[Path(row["model"]).name, *_speed_cells(row, alone)] for row in found]
-    header = ["1,000 classes, 224×224, float32", "batch", "parameters", "images/s", "relative to the student", "peak GB"]
-    save("moe_kd_speed", rows, markdown(header, rows))
+        found = bench_classifiers([str(student), str(mixture)], batch=batch, threads=threads, repetitions=repetitions)
+        alone = found[0][SPEED]
+        for row in found:
+            named = {"title": Path(row["model"]).name, "ratio": row[SPEED] / alone}
+            rows.append(named | {key: row[key] for key in KEPT})
+    save("moe_kd_speed", {"classes": CLASSES, "size": SIZE, "rows": rows})
 
 
-def _speed_cells(row: dict[str, Any], alone: float) -> list[str]:
-    rate = row["examples_per_second_median"]
-    peak = f"{row['peak_memory_bytes'] / 1e9:.2f}"
-    return [str(row["batch"]), f"{row['parameters'] / 1e6:.1f} M", f"{rate:.1f}", f"{rate / alone:.2f}×", peak]
+def speed_table(figures: dict[str, Any]) -> str:
+    """Return images per second and memory, with the ratio to the student alone for the same number of images at once."""
+    header = [f"{figures['classes']:,} classes, {figures['size']}×{figures['size']}, float32", "batch", "parameters"]
+    rows = []
+    for row in figures["rows"]:
+        alone = next(other for other in figures["rows"] if other["batch"] == row["batch"])
+        rounds = [each.get("examples_per_second_rounds", ()) for each in (row, alone)]
+        rows.append(
+            [
+                row["title"],
+                str(row["batch"]),
+                f"{row['parameters'] / 1e6:.1f} M",
+                f"{row[SPEED]:.1f}",
+                "" if row is alone else times(row["ratio"], *rounds),
+                f"{row['peak_memory_bytes'] / 1e9:.2f}",
+            ]
+        )
+    return markdown([*header, "images/s", "relative to the student", "peak GB"], rows)
+
+
+TABLES = {"moe_kd": table, "moe_kd_speed": speed_table}
 
 
 def write_mixture(student: Path, path: Path, teacher_features: int) -> None:
@@ -377,16 +402,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "moe_kd")
+    parser.add_argument("--work", type=Path, default=BUILD / "moe_kd")
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--repetitions", type=int, default=25, help="of --speed")
+    parser.add_argument("--epochs", type=int, help="epochs of teachers and students; by default those of each setting")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.speed:
-        speed(arguments.work, arguments.threads)
+        speed(arguments.work, arguments.threads, arguments.repetitions)
         return
     benchmark = Benchmark(arguments)
     benchmark.run()
-    save("moe_kd", benchmark.done, table(benchmark.done))
+    kept = ("name", "about", "students", "methods", "probe")
+    settings = [{name: asdict(setting)[name] for name in kept} for setting in benchmark.settings]
+    save("moe_kd", {"settings": settings, "runs": benchmark.done})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 from onnx import helper, numpy_helper
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from random_model import shape, write_random_model
-from results import markdown, save
+from results import markdown, save, times
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -39,6 +39,7 @@ from engine.decoder.model import own_routing
 from engine.files.json_file import write_json
 from engine.onnx.decoder import write_decoder
 
+MEDIAN, ROUNDS = "tokens_per_second_median", "tokens_per_second_rounds"
 PROMPT, NEW = 256, 32
 """Number of prompt tokens, for all but the plain exports, which would gather tens of GB, and of generated tokens."""
 FORMS = {
@@ -148,27 +149,33 @@ def measure(specs: dict[str, BenchSpec], repetitions: int) -> list[dict[str, Any
     decode = bench(list(specs.values()), cases_for(0, NEW), repetitions)
     readers = {title: spec for title, spec in specs.items() if PLAIN not in title}
     prefill = bench(list(readers.values()), cases_for(PROMPT, 0), repetitions)
-    read = {title: row["tokens_per_second_median"] for title, row in zip(readers, prefill, strict=True)}
-    return [
-        {
-            "title": title,
-            "prefill": read.get(title),
-            "decode": row["tokens_per_second_median"],
-            "prefill_ratio": read[title] / read[OURS] if title in read else None,
-            "decode_ratio": row["tokens_per_second_median"] / decode[0]["tokens_per_second_median"],
-            "weights_bytes": row["weights_bytes"],
-            "peak_memory_bytes": row["peak_memory_bytes"],
-        }
-        for title, row in zip(specs, decode, strict=True)
-    ]
+    read = dict(zip(readers, prefill, strict=True))
+    rows = []
+    for title, row in zip(specs, decode, strict=True):
+        found = {"prefill": read.get(title), "decode": row}
+        first = {"prefill": read[OURS], "decode": decode[0]}
+        own: dict[str, Any] = {"title": title}
+        for test, each in found.items():
+            own[test] = each and each[MEDIAN]
+            own[f"{test}_ratio"] = each and each[MEDIAN] / first[test][MEDIAN]
+            own[f"{test}_rounds"] = each and each[ROUNDS]
+            own[f"{test}_reference_rounds"] = first[test][ROUNDS]
+        rows.append(own | {name: row[name] for name in ("parameters", "weights_bytes", "peak_memory_bytes")})
+    return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return tokens per second, with the ratio to the first row."""
-    header = ["batch 1", f"prefill {PROMPT} t/s", f"decode {NEW} t/s", "weights GB", "peak GB"]
+def table(figures: dict[str, Any]) -> str:
+    """Return tokens per second, with the ratio to the first row's in the same group."""
+    rows = figures["rows"]
+    header = ["batch 1", f"prefill {figures['prompt']} t/s", f"decode {figures['new']} t/s", "weights GB", "peak GB"]
 
     def rate(row: dict[str, Any], test: str) -> str:
-        return f"{row[test]:.1f} ({row[f'{test}_ratio']:.2f}×)" if row[test] else "–"
+        if row[test] is None:
+            return "–"
+        if row is rows[0]:
+            return f"{row[test]:.1f}"
+        rounds = row.get(f"{test}_rounds", ()), row.get(f"{test}_reference_rounds", ())
+        return f"{row[test]:.1f}, {times(row[f'{test}_ratio'], *rounds)}"
 
     lines = [
         [
@@ -183,6 +190,20 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(header, lines)
 
 
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return how many times as fast as the plain exports ours decode."""
+    decode = {row["title"]: row["decode_ratio"] for row in figures["rows"]}  # to the same engine, which is in each group
+    return {
+        "int4": f"{decode['onnx int4'] / decode[PLAIN_INT4]:.1f}",
+        "portable": f"{decode['onnx float32, standard operators'] / decode[PLAIN]:.1f}",
+        "moe": f"{decode['onnx float32'] / decode[PLAIN]:.1f}",
+    }
+
+
+TABLES = {"onnx_speed": table}
+IN_TEXT = {"onnx_speed": quoted}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, help="where the models are made, and found again")
@@ -190,7 +211,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=3584)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--trial", action="store_true", help="show the table and save nothing")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary)
@@ -198,10 +218,7 @@ def main() -> None:
         prepare(directory, arguments.layers, arguments.width)
         measured = [measure(group, arguments.repetitions) for group in groups(directory, arguments.threads)]
     rows = measured[0] + [row for group in measured[1:] for row in group[1:]]
-    if arguments.trial:
-        print(table(rows))
-    else:
-        save("onnx_speed", rows, table(rows))
+    save("onnx_speed", {"prompt": PROMPT, "new": NEW, "rows": rows})
 
 
 if __name__ == "__main__":

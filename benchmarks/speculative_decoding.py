@@ -1,18 +1,23 @@
 """Tokens per second with a draft and without, on text that both models know.
 
-python benchmarks/speculative_decoding.py MODEL DRAFT [--draft-tokens 1,2,4,8] [--temperature 0] [--repetitions 5]
+python benchmarks/speculative_decoding.py [MODEL DRAFT] [--draft-tokens 1,2,4,8] [--temperature 0] [--repetitions 5]
 
-All rows come from one process and interleaved rounds over the same prompts; ratios are of medians.
+MODEL is the demo model by default, and DRAFT half of its experts, which the script prunes. All rows come from one process
+and interleaved rounds over the same prompts; ratios are of medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
+import tempfile
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from results import markdown, save
+from results import ROOT, markdown, save, times
 
 from calibrate.text import load_documents
 from engine.generation.generate import Engine, Generation
@@ -23,8 +28,8 @@ Round = tuple[float, list[Generation], list[float], list[float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("draft")
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("draft", nargs="?", help="by default the demo model without half of its experts")
     parser.add_argument("--draft-tokens", default="1,2,4,8")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--prompts", type=int, default=8)
@@ -35,9 +40,25 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        draft = given.draft or pruned_demo(Path(scratch) / "half")
+        rows = measure(given, Engine.open(given.model, draft=draft, dtype=given.dtype, threads=given.threads))
+    draft_name = Path(given.draft).name if given.draft else "demo without half of its experts"
+    options = vars(given) | {"model": Path(given.model).name, "draft": draft_name}
+    save("speculative_decoding", {"options": options, "rows": rows})
+
+
+def pruned_demo(output: Path) -> str:
+    """Return the directory of the demo model without half of its experts, made here."""
+    command = ["prune", "demo", "--sparsity", "0.5", "--evaluation-samples", "0", "-o", str(output)]
+    subprocess.run([sys.executable, "-m", "cli", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return str(output)
+
+
+def measure(given: argparse.Namespace, engine: Engine) -> list[dict[str, Any]]:
+    """Return a row for each number of drafted tokens, from interleaved rounds."""
     long_enough = (text for text in load_documents(given.data, split="held-out") if len(text) > given.prompt_characters)
     prompts = [text[: given.prompt_characters] for text in islice(long_enough, given.prompts)]
-    engine = Engine.open(given.model, draft=given.draft, dtype=given.dtype, threads=given.threads)
     counts = [0, *map(int, given.draft_tokens.split(","))]
     rounds: dict[int, list[Round]] = {count: [] for count in counts}
     draft = engine.draft
@@ -45,8 +66,7 @@ def main() -> None:
         for count in counts:
             engine.draft, engine.draft_tokens = (draft, count) if count else (None, 1)
             rounds[count].append(one_round(engine, prompts, given.tokens, SamplingOptions(given.temperature)))
-    rows = [row(count, rounds[count][1:], rounds[0][1:]) for count in counts]  # the first round was the warm-up
-    save("speculative_decoding", {"options": vars(given), "rows": rows}, table(rows))
+    return [row(count, rounds[count][1:], rounds[0][1:]) for count in counts]  # the first round was the warm-up
 
 
 def one_round(engine: Engine, prompts: list[str], tokens: int, sampling: SamplingOptions) -> Round:
@@ -72,6 +92,7 @@ def row(count: int, rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
     return {
         "draft_tokens": count,
         "tokens_per_second": speed,
+        "rounds": [each[0] for each in rounds],
         "ratio": speed / alone,
         "draft_acceptance_rate": statistics.mean(kept) if kept else None,
         "tokens_per_target_forward": statistics.mean(per_forward) if per_forward else 1.0,
@@ -79,19 +100,30 @@ def row(count: int, rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return one line for each number of drafted tokens."""
+    rows, options = figures["rows"], figures["options"]
+
+    def rate(each: dict[str, Any]) -> str:
+        ratio = f", {times(each['ratio'], each['rounds'], rows[0]['rounds'])}" if each["draft_tokens"] else ""
+        return f"{each['tokens_per_second']:.1f}{ratio}"
+
     lines = [
         [
             f"draft of {each['draft_tokens']}" if each["draft_tokens"] else "no draft",
-            f"{each['tokens_per_second']:.1f} ({each['ratio']:.2f}×)",
+            rate(each),
             "" if each["draft_acceptance_rate"] is None else f"{each['draft_acceptance_rate']:.0%}",
             f"{each['tokens_per_target_forward']:.2f}",
             f"{each['texts_as_without']:.0%}",
         ]
         for each in rows
     ]
-    return markdown(["", "tokens/s", "drafted tokens kept", "tokens a forward", "texts as without"], lines)
+    about = f"{options['model']} with the draft {options['draft']}: {options['tokens']} tokens after each of "
+    about += f"{options['prompts']} held-out prompts, temperature {options['temperature']:g}.\n\n"
+    return about + markdown(["", "tokens/s", "drafted tokens kept", "tokens a forward", "texts as without"], lines)
+
+
+TABLES = {"speculative_decoding": table}
 
 
 if __name__ == "__main__":

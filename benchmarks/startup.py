@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 from results import ROOT, markdown, save
 
@@ -68,16 +69,25 @@ def measure(rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]
     return commands, parts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    commands, parts = measure(parser.parse_args().rounds)
-    rows = [[name, _seconds(own)] for name, own in commands.items()]
+def table(figures: dict[str, Any]) -> str:
+    """Return the median seconds of each command, and of each part of one."""
+    parts = figures["parts"]
+    rows = [[name, _seconds(own)] for name, own in figures["commands"].items()]
     rows += [[f"generate: {name}", _seconds(own)] for name, own in parts.items()]
     later = [own for name, own in parts.items() if name != "import torch"]
     after = [sum(times) for times in zip(*later, strict=True)]
     rows.append(["generate: from torch imported to the first token", _seconds(after)])
-    save("startup", {"commands": commands, "parts": parts}, markdown(["fresh process", "seconds, median"], rows))
+    return markdown(["fresh process", "seconds, median"], rows)
+
+
+TABLES = {"startup": table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    commands, parts = measure(parser.parse_args().rounds)
+    save("startup", {"commands": commands, "parts": parts})
 
 
 def _seconds(times: list[float]) -> str:

@@ -1,7 +1,8 @@
 """Decode, prefill and load speed of two versions of this project, measured in turn.
 
-    git worktree add /tmp/old COMMIT
-    python benchmarks/two_trees.py /tmp/old [--pairs 60] [--threads 1]
+    python benchmarks/two_trees.py [OLD] [--pairs 60] [--threads 1]
+
+OLD is a commit or a directory with another checkout; by default the commit of the stored result.
 
 One process of either version keeps a model open, and both compute in turn, about a second each: the demo model, and a random
 mixture of 0.37 B parameters in bfloat16 and in 8 and 4 bits. Each pair gives one ratio, new to old, in alternating order. A
@@ -12,16 +13,19 @@ vary by a tenth within seconds, so a difference of 2 % shows only in many pairs.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from random_model import shape, write_random_model
-from results import ROOT, markdown, save
+from results import ROOT, STORE, markdown, save
 
 PROMPT, GENERATED = 256, 64
 TESTS = ("prefill", "decode")
@@ -113,34 +117,66 @@ def loads(trees: dict[str, Path], model: str, threads: int, work: Path) -> dict[
     return found
 
 
-def row_of(model: str, test: str, seconds: dict[str, list[float]]) -> tuple[list[str], dict[str, Any]]:
-    """Return the row of the table and the figures of one test."""
-    old, new = (np.array(seconds[name]) for name in ("old", "new"))
+def row_of(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """Return the cells of one test."""
+    old, new, test = np.array(row["old_seconds"]), np.array(row["new_seconds"]), row["test"]
     ratios = old / new
     drawn = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
     low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975))
-    tokens = {"prefill": PROMPT, "decode": GENERATED}.get(test)
+    tokens = figures["tokens"].get(test)
     shown = [f"{np.median(each):.3f} s" if tokens is None else f"{tokens / np.median(each):,.0f}" for each in (old, new)]
     best = old.min() / new.min()
-    figures = {"model": model, "test": test, "old_seconds": old.tolist(), "new_seconds": new.tolist()}
     columns = [f"{np.median(ratios):.3f}", f"{low:.3f} to {high:.3f}", f"{best:.3f}"]
     unit = "load" if tokens is None else f"{test}, tokens/s"
-    return [f"{model}: {unit}", *shown, *columns], figures
+    return [f"{row['model']}: {unit}", *shown, *columns]
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return a row for each model and test."""
+    header = ["model and test", "old", "new", "speed of new to old", "95 % interval", "best to best"]
+    return markdown(header, [row_of(figures, row) for row in figures["rows"]])
+
+
+TABLES = {"two_trees": table}
+IN_TEXT = {"two_trees": lambda figures: {"old_commit": figures["old_commit"][:7]}}
+
+
+@contextmanager
+def checkout(old: str | None) -> Iterator[tuple[Path, str]]:
+    """Yield the directory of the other version and its commit: OLD if it is a directory, otherwise a worktree of it."""
+    if old is not None and Path(old).is_dir():
+        yield Path(old).resolve(), git("rev-parse", "--short=10", "HEAD", place=Path(old))
+        return
+    commit = old or json.loads((STORE / "two_trees.json").read_text())["figures"]["old_commit"]
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch) / "old"
+        git("worktree", "add", "--detach", str(place), commit)
+        try:
+            yield place, git("rev-parse", "--short=10", "HEAD", place=place)
+        finally:
+            git("worktree", "remove", "--force", str(place))
+
+
+def git(*words: str, place: Path = ROOT) -> str:
+    """Return the output of git in a directory. Raises CalledProcessError if it fails."""
+    return subprocess.run(["git", *words], cwd=place, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", type=Path)
+    parser.add_argument("old", nargs="?", help="a commit or a directory; by default the commit of the stored result")
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
-    trees = {"old": options.old.resolve(), "new": ROOT}
-    rows, figures = [], []
-    with tempfile.TemporaryDirectory() as directory:
+    figures: dict[str, Any] = {"threads": options.threads, "pairs": options.pairs, "rows": []}
+    figures["tokens"] = {"prefill": PROMPT, "decode": GENERATED}
+    with tempfile.TemporaryDirectory() as directory, checkout(options.old) as (old, figures["old_commit"]):
+        trees = {"old": old, "new": ROOT}
         work = Path(directory)
         models = {"demo": "demo", "random mixture": str(work / "mixture")}
-        write_random_model(work / "mixture", shape(hidden=1024, layers=8, experts=8, width=1408))
+        write_random_model(work / "mixture", shape(hidden=1024, layers=options.layers, experts=8, width=1408))
         for bits in BITS:
             target = work / f"mixture-{bits}"
             command = ["quantize", models["random mixture"], "--bits", str(bits), "--evaluation-samples", "0", "-o", target]
@@ -150,12 +186,10 @@ def main() -> None:
             found = paired(trees, model, options.pairs, options.threads, work)
             found["load"] = loads(trees, model, options.threads, work)
             for test, seconds in found.items():
-                row, own = row_of(name, test, seconds)
-                rows.append(row)
-                figures.append(own)
-                print(" | ".join(row), file=sys.stderr)
-    header = ["model and test", "old", "new", "speed of new to old", "95 % interval", "best to best"]
-    save("two_trees", {"threads": options.threads, "pairs": options.pairs, "rows": figures}, markdown(header, rows))
+                row = {"model": name, "test": test, "old_seconds": seconds["old"], "new_seconds": seconds["new"]}
+                figures["rows"].append(row)
+                print(" | ".join(row_of(figures, row)), file=sys.stderr)
+    save("two_trees", figures)
 
 
 if __name__ == "__main__":

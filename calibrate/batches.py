@@ -7,12 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from calibrate.options import CalibrationOptions
-from calibrate.text import token_batches, up_to
+from calibrate.text import Split, token_batches, up_to
+from calibrate.windows import Windows, text_windows
 from engine.errors import DataError
 
 
-def calibration_texts(calibration: CalibrationOptions, tokenizer: Any, vocabulary: int) -> tuple[Tensor, Tensor | None]:
-    """Return (calibration tokens [S, L], held-out tokens [S, L] or None).
+def calibration_texts(calibration: CalibrationOptions, tokenizer: Any, vocabulary: int) -> tuple[Tensor, Windows | None]:
+    """Return (calibration tokens [S, L], held-out windows or None).
 
     Raises DataError where they do not fit the model.
     """
@@ -21,12 +22,24 @@ def calibration_texts(calibration: CalibrationOptions, tokenizer: Any, vocabular
     tokens = token_batches(calibration.data, tokenizer, samples=calibration.samples, split="calibration", **common)
     held_out = None
     if calibration.evaluation_samples:
-        held_out = token_batches(
-            calibration.data, tokenizer, samples=calibration.evaluation_samples, split="held-out", **common
-        )
+        held_out = evaluation_windows(calibration, tokenizer, calibration.evaluation_samples)
     if int(tokens.max()) >= vocabulary:
         raise DataError(f"the tokenizer gives token {int(tokens.max())}; the model has {vocabulary} tokens: wrong tokenizer")
     return tokens, held_out
+
+
+def evaluation_windows(calibration: CalibrationOptions, tokenizer: Any, samples: int, split: Split = "held-out") -> Windows:
+    """Return the windows of a split on which perplexity is measured. Raises DataError where the text is too short."""
+    assert calibration.data is not None and calibration.sequence_length is not None
+    return text_windows(
+        calibration.data,
+        tokenizer,
+        samples=samples,
+        sequence_length=calibration.sequence_length,
+        seed=calibration.seed,
+        split=split,
+        windows=calibration.windows,
+    )
 
 
 MAX_TRAINING_TOKENS = 1 << 26

@@ -21,7 +21,7 @@ from calibrate.statistics import LayerStatistics, Statistics, load_layer
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import MoeBlock
 from engine.decoder.model import DecoderLayer
-from engine.decoder.routing import NO_EXPERT, Selection, probabilities
+from engine.decoder.routing import NO_EXPERT, Selection, importance, probabilities
 from engine.families.config import DecoderConfig
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
@@ -34,6 +34,8 @@ SIMILARITY_TOKENS = 256
 
 CKA between layers keeps the Gram matrices of one layer until the next layer has run: 262 kB for each expert.
 """
+PROTECTED_ONE_IN = 50
+"""One token in so many is important: MC-MoE protects about 2 % of the tokens."""
 
 
 def held_bytes(config: DecoderConfig, tokens: int = SIMILARITY_TOKENS) -> int:
@@ -149,6 +151,7 @@ class LayerCollector:
         self.norm, self.squared_norm, self.output = zeros(experts), zeros(experts), zeros(experts, hidden)
         self.router_gram = zeros(experts, experts)
         self.ratios: list[Tensor] = []
+        self.norms: list[Tensor] = []
         self.samples: list[tuple[Tensor, Tensor]] = []
         block.observer = self.see_routing
         block.expert_observer = self.see_expert
@@ -165,6 +168,7 @@ class LayerCollector:
         ordered_TK = weights_TK.float().masked_fill(empty_TK, 0.0).sort(dim=1, descending=True).values
         # A sigmoid router may give all experts of a token a weight of zero.
         self.ratios.append((ordered_TK[:, 1:] / ordered_TK[:, :1].clamp_min(torch.finfo(torch.float32).tiny)).cpu())
+        self.norms.append(importance(x_TD).float().cpu())
         here = self.sample_T[(self.sample_T >= self.seen) & (self.sample_T < self.seen + x_TD.shape[0])]
         self.samples.append((x_TD[here - self.seen], probabilities_TN[here - self.seen]))
         self.seen += x_TD.shape[0]
@@ -198,7 +202,7 @@ class LayerCollector:
             linear_NTT[expert], rbf_NTT[expert] = linear_grams(wide_TD[None])[0], rbf_grams(wide_TD[None])[0]
         linear_NN = pairwise(linear_NTT)
         del linear_NTT
-        gram_NTT = rbf_NTT.float()
+        gram_NTT, norms_T = rbf_NTT.float(), self.norms[0]
         statistics = LayerStatistics(
             tokens=torch.tensor(self.seen),
             tokens_routed=self.tokens_routed.long().cpu(),
@@ -217,6 +221,7 @@ class LayerCollector:
             rbf_cka=pairwise(rbf_NTT).cpu(),
             rbf_cka_before=alignment(gram_NTT, gram_NTT[:0] if before_MTT is None else before_MTT).cpu(),
             unselected_probability_share=unselected.cpu(),
+            input_norm_quantile=norms_T.kthvalue(len(norms_T) - len(norms_T) // PROTECTED_ONE_IN).values.reshape(1),
         )
         return statistics, gram_NTT
 
@@ -229,3 +234,4 @@ class LayerCollector:
         sample_TD, probabilities_TN = (processes.gathered(part).to(self.output.device) for part in samples)
         self.samples = [(sample_TD, probabilities_TN)]
         self.ratios = [processes.gathered(torch.cat(self.ratios) if self.ratios else None)]
+        self.norms = [processes.gathered(torch.cat(self.norms) if self.norms else None)]

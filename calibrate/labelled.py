@@ -42,6 +42,8 @@ _HELD_OUT_NAMES = ("val", "validation", "test")
 _GENERIC = "LABEL_"
 """Prefix of the names that transformers gives to unnamed classes."""
 Part = Literal["calibration", "held-out", "all"]
+PARTS: dict[str, tuple[bool, ...]] = {"calibration": (False,), "held-out": (True,), "all": (False, True)}
+"""By split, whether its examples are held out."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,12 @@ class Labelled:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def part(self, split: Part) -> Labelled:
-        """Return the examples of one split. Raises DataError where there are none."""
+    def part(self, split: str) -> Labelled:
+        """Return the examples of one split of PARTS. Raises OptionError for another, and DataError where there are none."""
+        if split not in PARTS:
+            raise OptionError(f"split {split!r} is for text; examples have {', '.join(PARTS)}")
         own = self.held_out or [int.from_bytes(hashlib.sha256(key).digest()[:8]) % HELD_OUT_ONE_IN == 0 for key in self.keys]
-        wanted = {"calibration": (False,), "held-out": (True,), "all": (False, True)}[split]
-        rows = [row for row, held in enumerate(own) if held in wanted]
+        rows = [row for row, held in enumerate(own) if held in PARTS[split]]
         if not rows:
             raise DataError(f"{self.name}: none of its {len(self)} examples is in the {split} part; give more")
         return self.only(rows)

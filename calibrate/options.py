@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from calibrate.cutting import SPREAD, WINDOWS
 from engine.errors import OptionError
 from engine.options import check, option
 
@@ -22,7 +23,7 @@ class CalibrationOptions:
         None,
         group=TEXT,
         unset="stdlib for the demo model, else allenai/c4",
-        help="Text: a file, a folder, a .jsonl, 'stdlib' (the source of Python's library) or a dataset id.",
+        help="Text: a file, a folder, rows (.jsonl or .json), 'stdlib' (the source of Python's library) or a dataset id.",
     )
     samples: int = option(128, group=TEXT, help="Number of sequences.")
     sequence_length: int | None = option(
@@ -32,6 +33,12 @@ class CalibrationOptions:
         32, group=TEXT, help="Held-out sequences that perplexity is measured on, before and after; 0 for none."
     )
     seed: int = 0
+    windows: str = option(
+        SPREAD,
+        group=TEXT,
+        choices=tuple(WINDOWS),
+        help="Windows for perplexity: 'spread' takes one from each document first; 'packed' fills them end to end.",
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -1,8 +1,8 @@
 """Pairs of texts as padded token ids, on which encoder-decoders are calibrated, trained and evaluated.
 
 A source is
-- a .jsonl file with one pair per line, from `source` and `target`, or from `instruction`, `input` (left out where
-  empty) and `output`;
+- a .jsonl or .json file with rows of any form of rows.py; the source is the prompt's contents, one below the other, and
+  the target is the first response;
 - `stdlib`: a task made from the Python standard library on this machine: restore case and punctuation of a line of
   code.
 
@@ -15,18 +15,18 @@ Shape suffixes: P pairs, S tokens of the longest source, M tokens of the longest
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from calibrate.rows import has_rows, read_objects, read_row
 from calibrate.text import load_documents
 from engine.errors import DataError, OptionError
 
@@ -42,6 +42,7 @@ STDLIB_BYTES = 8_000_000
 _LINE = re.compile(r"[ -~]{12,40}")
 
 TextPair = tuple[str, str]
+Each = TypeVar("Each", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -75,26 +76,30 @@ def _trimmed(ids: Tensor) -> Tensor:
     return ids[:, : int(lengths.max())] if len(ids) else ids
 
 
-Layout = Callable[[dict[str, Any], str], TextPair]
-"""A function from a row of a .jsonl file and its place, for messages, to the source and target texts."""
-
-
-def text_pairs(source: str, seed: int = 0, layout: Layout | None = None) -> dict[str, list[TextPair]]:
+def text_pairs(source: str, seed: int = 0) -> dict[str, list[TextPair]]:
     """Return the pairs of a source by split. Raises DataError for an unreadable source or a malformed line."""
-    made = _stdlib_pairs() if source == STDLIB else _file_pairs(Path(os.path.expanduser(source)), layout or _plain)
+    made = _stdlib_pairs() if source == STDLIB else _file_pairs(Path(os.path.expanduser(source)))
+    return by_split(made, source, seed, lambda pair: pair[0])
+
+
+def by_split(made: Iterable[Each], source: str, seed: int, question: Callable[[Each], str]) -> dict[str, list[Each]]:
+    """Return what differs by split, in the order of the seed. Raises DataError where there is nothing.
+
+    question: returns the text that decides the split.
+    """
     distinct = list(dict.fromkeys(made))
     if not distinct:
         raise DataError(f"{source}: holds no pair; give a file with more of them")
     random.Random(seed).shuffle(distinct)
-    splits: dict[str, list[TextPair]] = {name: [] for name in SPLITS}
-    for pair in distinct:
-        splits[split_of(pair)].append(pair)
+    splits: dict[str, list[Each]] = {name: [] for name in SPLITS}
+    for each in distinct:
+        splits[split_of(question(each))].append(each)
     return splits
 
 
-def split_of(pair: TextPair) -> str:
-    """Return the split of a pair, which is the same on every machine and in every run."""
-    tenth = int.from_bytes(hashlib.sha256(pair[0].encode()).digest()[:8], "big") % 10
+def split_of(question: str) -> str:
+    """Return the split of a pair by its source text. It is the same on every machine and in every run."""
+    tenth = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % 10
     return SPLITS[min(tenth, len(SPLITS) - 1)]
 
 
@@ -131,50 +136,16 @@ def _padded(sequences: list[list[int]]) -> Tensor:
 # Sources
 
 
-def _file_pairs(path: Path, layout: Layout) -> Iterator[TextPair]:
-    if path.suffix != ".jsonl" or not path.is_file():
-        raise DataError(f"{path}: is no file of pairs; give a .jsonl with `source` and `target` on each line, or {STDLIB!r}")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield layout(_row(line, where), where)
-
-
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not a line of JSON ({error}); each line must be one JSON object") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be a JSON object, and this is a {type(row).__name__}")
-    return row
-
-
-def _plain(row: dict[str, Any], where: str) -> TextPair:
-    """Return source and target unchanged, for encoder-decoders."""
-    if "source" in row and "target" in row:
-        return _text(row, "source", where), _text(row, "target", where)
-    if "instruction" in row and "output" in row:
-        asked = [_text(row, "instruction", where)]
-        if row.get("input"):
-            asked.append(_text(row, "input", where))
-        return "\n".join(asked), _text(row, "output", where)
-    raise DataError(f"{where}: a pair needs `source` and `target`, or `instruction` and `output`")
-
-
-def _text(row: dict[str, Any], key: str, where: str) -> str:
-    value = row[key]
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: `{key}` must be a string with some text in it")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{where}: `{key}` has half of a surrogate pair, which is not a character; write it as UTF-8")
-    return value
+def _file_pairs(path: Path) -> Iterator[TextPair]:
+    if not has_rows(path):
+        raise DataError(
+            f"{path}: is no file of pairs; give a .jsonl or .json with `source` and `target` in each row, or {STDLIB!r}"
+        )
+    for found, where in read_objects(path):
+        row = read_row(found, where)
+        if row.missing:
+            raise DataError(f"{where}: has no {row.missing}; give rows with both")
+        yield row.contents, row.response
 
 
 def _stdlib_pairs() -> Iterator[TextPair]:

@@ -62,6 +62,10 @@ class LayerStatistics:
     """
     unselected_probability_share: Tensor
     """[] share of the router probability on experts that are not selected (figure 1 of Every Expert Matters)."""
+    input_norm_quantile: Tensor | None = None
+    """[1] quantile over tokens of ‖x‖₁, the 1-norm of the router's input: one token in 50 is above it (MC-MoE protects
+    these). None in statistics of an earlier version.
+    """
 
 
 @dataclass
@@ -77,6 +81,7 @@ class Statistics:
             f"layers.{index}.{field.name}": getattr(layer, field.name).contiguous()
             for index, layer in self.layers.items()
             for field in fields(LayerStatistics)
+            if getattr(layer, field.name) is not None
         }
         header = json.dumps({"schema_version": SCHEMA_VERSION} | self.header)
         write_state(path, tensors, {"statistics": header}, "statistics")
@@ -135,11 +140,14 @@ def _read_layer(file: SafetensorsFile, index: int, config: DecoderConfig, path: 
         "linear_cka": (experts, experts),
         "rbf_cka": (experts, experts),
         "rbf_cka_before": (experts, config.experts_by_layer[before[-1]] if before else 0),
+        "input_norm_quantile": (1,),
     }
     values = {}
     for field in fields(LayerStatistics):
         name = f"layers.{index}.{field.name}"
         shape = shapes.get(field.name, (experts,))
+        if name not in file.entries and field.default is None:  # earlier versions did not collect it
+            continue
         if name not in file.entries or file.entries[name].shape != shape:
             raise DataError(f"{path}: {name} is missing or of another shape; these statistics are of another model")
         values[field.name] = file.tensor(name).clone()

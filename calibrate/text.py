@@ -3,8 +3,8 @@
 A source is
 - a text file, split at line ends into documents of about 32 kB (less for a small file, so that each split gets some);
 - a folder: every text file in it, recursively, each split in the same way, and every .jsonl file;
-- a .jsonl file with one document per line, from `text`, `messages`, or `instruction`, `input`, `output` (see
-  `_row_text`);
+- a .jsonl file with one document per line, or a .json file with a list of them, from `text` or any other form of
+  rows.py; other .json files are plain text;
 - `stdlib`: the source of the Python standard library on this machine, one document per file;
 - a dataset id on the hub, `owner/name` or `owner/name:configuration`, streamed.
 
@@ -13,7 +13,6 @@ its text decides, so that perplexity is measured on text that calibration never 
 """
 
 import hashlib
-import json
 import os
 import random
 import re
@@ -26,11 +25,13 @@ from typing import Any, Literal, Protocol
 import torch
 from tqdm import tqdm
 
+from calibrate.rows import parse_line, row_text, text_rows
 from engine.errors import DataError, OptionError
 
-Split = Literal["calibration", "training", "validation", "held-out", "all"]
+Split = Literal["calibration", "training", "validation", "held-out", "selection", "report", "all"]
 """Names of splits. Training and validation are the two parts of calibration, so that the best state of a training is
-chosen on documents that the training did not read.
+chosen on documents that the training did not read. Selection and report are the halves of held-out, so that a method that
+was chosen on one half is reported on the other.
 """
 
 DOCUMENT_BYTES = 32 * 1024
@@ -64,6 +65,17 @@ class _Piece:
     is_row: bool  # whether the piece is one line of a .jsonl file
 
 
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    """One row of a .json file, which is read as a whole."""
+
+    row: object
+    where: str
+
+
+_Document = _Piece | _Parsed
+
+
 def load_documents(source: str, seed: int = 0, limit_bytes: int | None = None, split: Split = "all") -> Iterator[str]:
     """Yield the documents of a source in the order of the seed, until `limit_bytes` bytes of UTF-8 have been yielded.
 
@@ -89,7 +101,7 @@ def token_batches(
     ids = _packed(source, tokenizer, samples, sequence_length, seed, split)
     if len(ids) < samples * sequence_length:
         raise DataError(
-            f"{source}: too short: {_named(split)} has {len(ids)} tokens, and {samples} sequences of {sequence_length} "
+            f"{source}: too short: {named(split)} has {len(ids)} tokens, and {samples} sequences of {sequence_length} "
             f"need {samples * sequence_length}; give more text, or ask for fewer samples or a shorter sequence length"
         )
     return torch.tensor(ids, dtype=torch.long).view(samples, sequence_length)
@@ -109,18 +121,22 @@ def _packed(source: str, tokenizer: Tokenizer, samples: int, length: int, seed: 
     if samples < 1 or length < 1:
         raise OptionError(f"{samples} samples of {length} tokens cannot be taken: both must be at least 1")
     needed = samples * length
-    end = tokenizer.eos_token_id
     ids: list[int] = []
     with tqdm(total=needed, unit=" tokens", desc="reading text", delay=2, leave=False, disable=None) as progress:
-        for text in load_documents(source, seed, split=split):
+        for own in tokenized_documents(source, tokenizer, seed, split):
             before = len(ids)
-            ids.extend(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-            if end is not None:
-                ids.append(end)
+            ids.extend(own)
             progress.update(min(len(ids), needed) - before)
             if len(ids) >= needed:
                 break
     return ids[:needed]
+
+
+def tokenized_documents(source: str, tokenizer: Tokenizer, seed: int, split: Split) -> Iterator[list[int]]:
+    """Yield the token ids of each document of a split, in the order of the seed, followed by the end token, if any."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in load_documents(source, seed, split=split):
+        yield [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
 
 
 def split_of(document: str) -> Split:
@@ -130,6 +146,9 @@ def split_of(document: str) -> Split:
 
 def belongs(document: str, split: Split) -> bool:
     """Whether a document belongs to a split."""
+    if split in ("selection", "report"):
+        is_reported = _number(document) // HELD_OUT_ONE_IN % 2 == 0
+        return split_of(document) == "held-out" and is_reported == (split == "report")
     if split not in ("training", "validation"):
         return split in ("all", split_of(document))
     validates = _number(document) // HELD_OUT_ONE_IN % VALIDATION_ONE_IN == 0
@@ -152,10 +171,11 @@ def _of_split(texts: Iterator[str], source: str, split: Split, limit_bytes: int 
         given_bytes += len(text.encode())
         yield text
     if not found:
-        raise DataError(f"{source}: {_named(split)} has no text; give a source with more of it")
+        raise DataError(f"{source}: {named(split)} has no text; give a source with more of it")
 
 
-def _named(split: Split) -> str:
+def named(split: Split) -> str:
+    """Return a split in words, for messages about a source."""
     return "the source" if split == "all" else f"its {split} part"
 
 
@@ -203,20 +223,22 @@ def _files(root: Path, skip: set[str]) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _pieces(path: Path) -> list[_Piece]:
+def _pieces(path: Path) -> list[_Document]:
     if path.is_dir():
         texts = [file for file in _files(path, skip=set()) if not _is_binary(file)]
-        return [piece for file in texts for piece in _file_pieces(file, DOCUMENT_BYTES)]
+        return [piece for file in texts for piece in _file_pieces(file, DOCUMENT_BYTES, is_named=False)]
     if not path.is_file():
         raise DataError(f"{path}: neither a regular file nor a folder; save the text to a file first")
     even_share = path.stat().st_size // DOCUMENTS_PER_FILE
-    return _file_pieces(path, min(DOCUMENT_BYTES, max(SMALLEST_DOCUMENT_BYTES, even_share)))
+    return _file_pieces(path, min(DOCUMENT_BYTES, max(SMALLEST_DOCUMENT_BYTES, even_share)), is_named=True)
 
 
-def _file_pieces(path: Path, document_bytes: int) -> list[_Piece]:
+def _file_pieces(path: Path, document_bytes: int, is_named: bool) -> list[_Document]:
     """Split a file at line ends. A .jsonl file is split at every line end; a line longer than a document stays whole."""
+    if path.suffix == ".json" and (rows := text_rows(path, is_named)) is not None:
+        return [_Parsed(row, where) for row, where in rows]
     is_rows = path.suffix == ".jsonl"
-    pieces: list[_Piece] = []
+    pieces: list[_Document] = []
     offset = size = 0
     first_line = 1
     try:
@@ -233,7 +255,9 @@ def _file_pieces(path: Path, document_bytes: int) -> list[_Piece]:
     return pieces
 
 
-def _read(piece: _Piece) -> str:
+def _read(piece: _Document) -> str:
+    if isinstance(piece, _Parsed):
+        return row_text(piece.row, piece.where)
     data = _bytes(piece.path, piece.offset, piece.size)
     try:
         text = data.decode("utf-8")
@@ -247,11 +271,7 @@ def _read(piece: _Piece) -> str:
     if not piece.is_row or not text.strip():
         return text
     where = f"{piece.path}, line {piece.line}"
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not a line of JSON ({error}); each line must be one JSON object") from error
-    return _row_text(row, where)
+    return row_text(parse_line(text, where), where)
 
 
 # Files. An error of the operating system becomes a DataError that names the file.
@@ -279,57 +299,6 @@ def _raise_unreadable(error: OSError) -> None:
     raise _unreadable(Path(error.filename), error) from error
 
 
-# Rows of a .jsonl or of a hub dataset
-
-
-def _row_text(row: object, where: str) -> str:
-    """Return the text of one row.
-
-    `text` is returned unchanged. `messages` and `instruction` rows become sections, each a line `### Title:` followed
-    by its content, with an empty line between sections. There is one section for each message, titled by its role, or
-    one each for Instruction, Input (left out where it is empty) and Response.
-    """
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be a JSON object, and this is a {type(row).__name__}")
-    if "text" in row:
-        return _string(row, "text", where)
-    return "\n\n".join(f"### {title}:\n{content}" for title, content in row_sections(row, where))
-
-
-def row_sections(row: dict[str, Any], where: str) -> list[tuple[str, str]]:
-    """Return (title, content) of each section of a row.
-
-    The row has `messages`, `instruction` and `output`, or `source` and `target`.
-    """
-    if "messages" in row:
-        return _messages(row["messages"], where)
-    for first, last in (("instruction", "output"), ("source", "target")):
-        if first in row and last in row:
-            parts = [("Instruction", _string(row, first, where))]
-            if row.get("input"):
-                parts.append(("Input", _string(row, "input", where)))
-            return [*parts, ("Response", _string(row, last, where))]
-    raise DataError(
-        f"{where}: a row needs `text`, `messages`, or `instruction` and `output`; this one has "
-        f"{', '.join(f'`{key}`' for key in list(row)[:8]) or 'nothing'}"
-    )
-
-
-def _messages(messages: object, where: str) -> list[tuple[str, str]]:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise DataError(f"{where}: `messages` must be a list of objects with `role` and `content`")
-    return [(_string(m, "role", where).capitalize(), _string(m, "content", where)) for m in messages]
-
-
-def _string(row: dict[str, Any], key: str, where: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str):
-        raise DataError(f"{where}: `{key}` must be a string, and is {type(value).__name__}")
-    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{where}: `{key}` has half of a surrogate pair, which is not a character; write it as UTF-8")
-    return value
-
-
 # The hub
 
 
@@ -349,7 +318,7 @@ def _hub_texts(source: str, seed: int) -> Iterator[str]:
     try:
         rows = load_dataset(name, configuration or HUB_CONFIGURATIONS.get(name), split="train", streaming=True)
         for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=HUB_SHUFFLE_BUFFER), start=1):
-            yield _row_text(row, f"{source}, row {number}")
+            yield row_text(row, f"{source}, row {number}")
     except DataError:
         raise
     except Exception as error:

@@ -20,21 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calibrate.batches import evaluation_windows
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
 from calibrate.statistics import Statistics
-from calibrate.text import Split, token_batches
+from calibrate.text import token_batches
+from calibrate.windows import Windows
 from compress.options.compare import CompareOptions
 from compress.plans.plan import plan_from_json
 from compress.report import plots
 from compress.report.columns import to_csv
 from compress.report.diep_scores import load_scores
+from compress.report.expert_record import load_record
 from compress.report.page import page
 from compress.report.pictures import Picture, Pictured, kept_experts, save
 from compress.report.pictures import draw as draw_experts
 from compress.report.scatter import Point, scatter
 from compress.run.claims import claims_output
-from compress.run.perplexity import exported_perplexity, routed_perplexity
+from compress.run.losses import Losses
+from compress.run.perplexity import exported_losses, routed_losses
 from compress.tasks.run import require, run_tasks
 from engine.bench.backends import BenchSpec
 from engine.bench.side_by_side import bench, cases_for
@@ -88,8 +92,8 @@ def compare(options: CompareOptions, progress: Progress = no_progress) -> dict[s
     subjects = prepare(options)
     options = replace(options, device=str(resolve_device(options.device)))
     text = common_text(options.text, subjects)
-    held_out = _tokens(subjects, text, text.evaluation_samples, "held-out")
-    seen = _tokens(subjects, text, text.samples if options.output is not None else 0, "calibration")
+    held_out = _held_out(subjects, text)
+    seen = _seen(subjects, text if options.output is not None else replace(text, samples=0))
     rows = [describe(subject) for subject in subjects]
     _measure_quality(rows, subjects, held_out, options, progress)
     if options.speed:
@@ -171,13 +175,20 @@ def common_text(text: CalibrationOptions, subjects: Sequence[Subject]) -> Calibr
     return replace(filled[0], sequence_length=length, samples=text.samples)
 
 
-def _tokens(subjects: Sequence[Subject], text: CalibrationOptions, samples: int, split: Split) -> list[Tensor | None]:
-    """Return the text [S, L] in each model's own tokens; None where no samples are requested."""
-    if samples == 0:
+def _held_out(subjects: Sequence[Subject], text: CalibrationOptions) -> list[Windows | None]:
+    """Return the held-out windows in each model's own tokens; None where none are requested."""
+    if text.evaluation_samples == 0:
+        return [None] * len(subjects)
+    return [evaluation_windows(text, load_tokenizer(each.model), text.evaluation_samples) for each in subjects]
+
+
+def _seen(subjects: Sequence[Subject], text: CalibrationOptions) -> list[Tensor | None]:
+    """Return the calibration text [S, L] in each model's own tokens; None where no samples are requested."""
+    if text.samples == 0:
         return [None] * len(subjects)
     assert text.data is not None and text.sequence_length is not None
-    common = {"samples": samples, "sequence_length": text.sequence_length, "seed": text.seed}
-    return [token_batches(text.data, load_tokenizer(each.model), split=split, **common) for each in subjects]
+    common = {"samples": text.samples, "sequence_length": text.sequence_length, "seed": text.seed}
+    return [token_batches(text.data, load_tokenizer(each.model), split="calibration", **common) for each in subjects]
 
 
 def describe(subject: Subject) -> dict[str, Any]:
@@ -198,8 +209,14 @@ def describe(subject: Subject) -> dict[str, Any]:
         "parameters": model.parameters,
         "active_parameters": model.active_parameters,
         "perplexity": None,
+        "perplexity_stderr": None,
+        "perplexity_ratio": None,
+        "perplexity_ratio_low": None,
+        "perplexity_ratio_high": None,
         "perplexity_without_skipping": None,
+        "perplexity_without_skipping_stderr": None,
         "perplexity_tokens": None,
+        "perplexity_documents": None,
         "perplexity_group": None,
         "tasks": None,
         "tasks_without_skipping": None,
@@ -221,32 +238,51 @@ def describe(subject: Subject) -> dict[str, Any]:
 def _measure_quality(
     rows: Sequence[dict[str, Any]],
     subjects: Sequence[Subject],
-    held_out: Sequence[Tensor | None],
+    held_out: Sequence[Windows | None],
     options: CompareOptions,
     progress: Progress,
 ) -> None:
-    groups: list[Tensor] = []
-    for row, subject, tokens_SL in zip(rows, subjects, held_out, strict=True):
+    groups: list[tuple[Tensor, Losses]] = []
+    for row, subject, windows in zip(rows, subjects, held_out, strict=True):
         threshold = 0.0 if subject.is_exported else subject.skip_threshold or 0.0
-        if tokens_SL is not None:
-            row["perplexity_group"] = _group(tokens_SL, groups)
-            row["perplexity_tokens"] = tokens_SL.numel() - len(tokens_SL)
-            row["perplexity"], row["experts_skipped_share"] = _perplexity(subject, tokens_SL, threshold, options, progress)
+        if windows is not None:
+            losses, row["experts_skipped_share"] = _losses(subject, windows.tokens_SL, threshold, options, progress)
+            row["perplexity_group"], first = _group(windows.tokens_SL, losses, groups)
+            row |= _perplexity(windows, losses, first)
             if threshold:
-                row["perplexity_without_skipping"], _ = _perplexity(subject, tokens_SL, 0.0, options, progress)
+                unskipped, _ = _losses(subject, windows.tokens_SL, 0.0, options, progress)
+                row["perplexity_without_skipping"] = unskipped.perplexity
+                row["perplexity_without_skipping_stderr"] = unskipped.standard_error(windows.documents_S)
         if options.tasks:
             row["tasks"] = _tasks(subject, threshold, options, progress)
             if threshold:
                 row["tasks_without_skipping"] = _tasks(subject, 0.0, options, progress)
 
 
-def _group(tokens_SL: Tensor, groups: list[Tensor]) -> int:
-    """Return the number, from 1, of the group of models that read the same token ids. A new group is appended."""
-    for index, other_SL in enumerate(groups, start=1):
+def _group(tokens_SL: Tensor, losses: Losses, groups: list[tuple[Tensor, Losses]]) -> tuple[int, Losses]:
+    """Return the number, from 1, of the group of models that read the same token ids, and its first model's losses.
+
+    groups: the token ids and the first model's losses of each group; a new group is appended.
+    """
+    for index, (other_SL, first) in enumerate(groups, start=1):
         if torch.equal(tokens_SL, other_SL):
-            return index
-    groups.append(tokens_SL)
-    return len(groups)
+            return index, first
+    groups.append((tokens_SL, losses))
+    return len(groups), losses
+
+
+def _perplexity(windows: Windows, losses: Losses, first: Losses) -> dict[str, Any]:
+    """Return the figures of a model's perplexity; its ratio is to the first model of the same group."""
+    ratio = losses.ratio_to(first, windows.documents_S)
+    return {
+        "perplexity": losses.perplexity,
+        "perplexity_stderr": losses.standard_error(windows.documents_S),
+        "perplexity_ratio": ratio.value,
+        "perplexity_ratio_low": ratio.low,
+        "perplexity_ratio_high": ratio.high,
+        "perplexity_tokens": windows.predictions,
+        "perplexity_documents": windows.documents,
+    }
 
 
 def _tasks(subject: Subject, threshold: float, options: CompareOptions, progress: Progress) -> dict[str, dict[str, float]]:
@@ -262,16 +298,16 @@ def _tasks(subject: Subject, threshold: float, options: CompareOptions, progress
     return task_figures(run_tasks(engine, list(options.tasks), limit=options.limit, progress=progress))
 
 
-def _perplexity(
+def _losses(
     subject: Subject, tokens_SL: Tensor, threshold: float, options: CompareOptions, progress: Progress
-) -> tuple[float, float | None]:
-    """Return (perplexity, share of skipped expert evaluations or None for a dense model) at this skip threshold."""
+) -> tuple[Losses, float | None]:
+    """Return (losses, share of skipped expert evaluations or None for a dense model) at this skip threshold."""
     checkpoint, config = subject.model, subject.model.config
     if not isinstance(checkpoint, Checkpoint):
-        return _exported_perplexity(subject, tokens_SL, progress)
+        return _exported_losses(subject, tokens_SL, progress)
     own = own_routings(config, checkpoint.source(torch.float32, options.device))
     skipping = skipping_routings(config, subject.tables, threshold, device=options.device, own=own, rule=options.skip_rule)
-    return routed_perplexity(
+    return routed_losses(
         checkpoint,
         tokens_SL,
         skipping,
@@ -281,14 +317,14 @@ def _perplexity(
     )
 
 
-def _exported_perplexity(subject: Subject, tokens_SL: Tensor, progress: Progress) -> tuple[float, float | None]:
-    """Return the perplexity of an export by onnxruntime, and None."""
+def _exported_losses(subject: Subject, tokens_SL: Tensor, progress: Progress) -> tuple[Losses, float | None]:
+    """Return the losses of an export by onnxruntime, and its share of skipped evaluations or None for a dense model."""
     decoder = open_exported(subject.model)
     counter = ExportedSkipCounter(decoder)
     counter.attach()
     described = f"perplexity of {subject.label} (sequences)"
-    value = exported_perplexity(subject.model, decoder, tokens_SL, lambda rows: progress(rows, described))
-    return value, counter.share if subject.model.config.moe_layers else None
+    losses = exported_losses(subject.model, decoder, tokens_SL, lambda rows: progress(rows, described))
+    return losses, counter.share if subject.model.config.moe_layers else None
 
 
 def task_figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -378,7 +414,8 @@ def _settings(options: CompareOptions, text: CalibrationOptions) -> dict[str, An
     settings: dict[str, Any] = {}
     if text.evaluation_samples:
         settings["perplexity"] = (
-            f"{text.evaluation_samples} held-out sequences of {text.sequence_length} tokens of {text.data}, seed {text.seed}"
+            f"{text.evaluation_samples} held-out sequences of {text.sequence_length} tokens of {text.data}, {text.windows}, "
+            f"seed {text.seed}"
         )
     if options.tasks:
         limit = "" if options.limit is None else f", first {options.limit} examples each"
@@ -462,7 +499,8 @@ def draw(
         figure = scatter(points, "decode, tokens per second", y_label)
         about = "Down and to the right is better; bars are standard deviations."
         pictures.append(save(directory, "quality_and_speed", figure, "Quality against speed", about))
-    return pictures + draw_experts(directory, [_pictured(*pair) for pair in zip(subjects, statistics, strict=True)])
+    pairs = zip(subjects, statistics, strict=True)
+    return pictures + draw_experts(directory, [model for pair in pairs for model in _pictured(*pair)])
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: float = 1.0) -> list[Point]:
@@ -484,10 +522,15 @@ def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: flo
     ]
 
 
-def _pictured(subject: Subject, statistics: Statistics | None) -> Pictured:
+def _pictured(subject: Subject, statistics: Statistics | None) -> list[Pictured]:
+    """Return the experts of a model as measured now, or else as its artifact recorded them, after those of its source."""
     model, kept = subject.model, None
     # the plan of an artifact of a later version, for example; its experts are then numbered from 0
     with suppress(PlanError):
         kept = kept_experts(plan_from_json((model.provenance or {}).get("plan")), model.config)
-    scores = load_scores(model.directory)
-    return Pictured(subject.label, model.config.experts_by_layer, statistics, kept, scores)
+    scores, counts = load_scores(model.directory), model.config.experts_by_layer
+    record = load_record(model.directory) if statistics is None and counts else None
+    if record is None or {layer: len(own) for layer, own in record.after.routed.items()} != counts:
+        return [Pictured(subject.label, counts, statistics, kept, scores)]
+    source = Pictured(f"{subject.label} (before)", {}, recorded=record.before)
+    return [source, Pictured(subject.label, counts, None, kept, scores, recorded=record.after)]

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from calibrate.instructions import Example
@@ -18,7 +19,13 @@ from compress.distillation.recipes import METRICS
 from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher, Teaching
 from compress.distillation.response_perplexity import response_perplexity
 from compress.distillation.rouge import rouge_l
-from compress.distillation.router_report import RouterReport, draw_routers, old_routers, router_report
+from compress.distillation.router_report import (
+    RouterReport,
+    draw_routers,
+    old_routers,
+    router_drift,
+    router_report,
+)
 from compress.distillation.student_aware_routing import RouterLoss, RouterTrainer, router_parameters
 from compress.distillation.teacher_cache import cached_teacher
 from compress.options.distill import DistillOptions
@@ -75,6 +82,8 @@ class Distilled:
     """Perplexity before and after of the responses in the data."""
     routers: RouterReport | None = None
     """Report on the teacher's routers; None for a dense teacher."""
+    teacher_metric: float | None = None
+    """Value of the metric for the teacher with another number of experts; None unless one is asked for."""
 
 
 def _train(run: DistillRun) -> Distilled:
@@ -105,15 +114,15 @@ def _train(run: DistillRun) -> Distilled:
             progress=run.bar(f"{options.recipe} (steps)"),
         )
     metrics, perplexities = zip(before, measure.both(measured), strict=True)
-    return Distilled(tensors, trainer, clock, metrics, perplexities, side.report())
+    return Distilled(tensors, trainer, clock, metrics, perplexities, side.report(), side.metric)
 
 
 class Measure:
-    """Metrics of a student on examples; lower is better."""
+    """Metrics of a model on examples; lower is better."""
 
     def __init__(self, options: DistillOptions, prepared: Distillable, student: Decoder, group_size: int) -> None:
         self.student, self.group_size, self.limit = student, group_size, prepared.limit
-        self.ends = end_tokens(prepared.checkpoint)
+        self.ends, self.stemming = end_tokens(prepared.checkpoint), options.stemming
         self._tokenizer = load_tokenizer(prepared.checkpoint) if METRICS[options.select_by].writes else None
 
     def __call__(self, examples: Sequence[Example]) -> float:
@@ -121,7 +130,9 @@ class Measure:
         if self._tokenizer is None:
             return self.perplexity(examples)
         greedy = SamplingOptions()
-        value = 1.0 - rouge_l(self.student, self._tokenizer, examples, self.limit, self.ends, sampling=greedy)
+        value = 1.0 - rouge_l(
+            self.student, self._tokenizer, examples, self.limit, self.ends, sampling=greedy, stemming=self.stemming
+        )
         processes.let_go(self.student)
         return value
 
@@ -146,22 +157,36 @@ class _TeacherSide:
     """The training of the teacher's routers."""
     report: Callable[[], RouterReport | None] = lambda: None
     """Returns the report on the routers at the end."""
+    metric: float | None = None
+    """The teacher's own figure, where it uses another number of experts."""
 
 
 def _teacher_side(run: DistillRun, student: Decoder, responses: Responses, group_size: int) -> _TeacherSide:
     options, prepared = run.options, run.prepared
     if prepared.teacher is None:
         return _TeacherSide()
-    decoder = Decoder(prepared.teacher.config, prepared.teacher.weights(prepared.dtype, options.device))
+    config, metric = prepared.teacher.config, None
+    if options.teacher_experts is not None:
+        config = config.with_experts_per_token(options.teacher_experts)
+    decoder = Decoder(config, prepared.teacher.weights(prepared.dtype, options.device))
     old, examples = old_routers(decoder), prepared.measured or prepared.validation
+    if options.teacher_experts is not None:
+        metric = Measure(options, prepared, decoder, group_size)(examples)
 
     def report() -> RouterReport | None:
         return router_report(decoder, old, examples, group_size) if decoder.moe_blocks else None
 
     if options.teacher_cache is None:
-        first = _router_trainer(options, prepared, decoder, student, responses) if options.row.trains_router else None
         teaching = ResponseTeacher(decoder, options.row, options.augmentation, responses.clock)
-        return _TeacherSide(teaching, first, report)
+        if not options.row.trains_router:
+            return _TeacherSide(teaching, report=report, metric=metric)
+        gates = teaching.gates(torch.Generator())
+
+        def report_with_drift() -> RouterReport:
+            drift = router_drift(decoder, old, examples, group_size, gates)
+            return replace(router_report(decoder, old, examples, group_size), drift=drift)
+
+        return _TeacherSide(teaching, _router_trainer(options, prepared, decoder, student, responses), report_with_drift)
     cached = cached_teacher(
         decoder,
         prepared.training,
@@ -175,7 +200,7 @@ def _teacher_side(run: DistillRun, student: Decoder, responses: Responses, group
     # The teacher's body is released, so the report on its routers is made now and returned at the end.
     reported = report()
     prepared.teacher.release()
-    return _TeacherSide(cached, report=lambda: reported)
+    return _TeacherSide(cached, report=lambda: reported, metric=metric)
 
 
 def _router_trainer(
@@ -201,7 +226,7 @@ def _make(run: DistillRun) -> Made:
         tuple(_card(options, own)),
         draw=lambda directory: [
             *draw_training(directory, options.output.name, history, options.select_by),
-            *draw_routers(directory, str(options.teacher), done.routers, done.trainer.first is not None),
+            *draw_routers(directory, str(options.teacher), done.routers),
         ],
     )
 
@@ -211,11 +236,12 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
     first = done.trainer.first
     if first is not None:
         own["router"] = {"loss_first": first.history[0]["loss"], "loss_last": first.history[-1]["loss"]}
+    drift = None if done.routers is None else done.routers.drift
     metric = METRICS[options.select_by]
-    metrics = list(done.metrics)
+    metrics = [*done.metrics, done.teacher_metric]
     if metric.writes:  # the minimized metric is 1 − ROUGE-L
         own[metric.history] = [[step, 1.0 - value] for step, value in own.pop("validation_perplexity")]
-        metrics = [1.0 - value for value in metrics]
+        metrics = [None if value is None else 1.0 - value for value in metrics]
     return cast(
         DistillationFigures,
         {
@@ -226,13 +252,18 @@ def _figures(options: DistillOptions, prepared: Distillable, done: Distilled) ->
             "metric_name": options.select_by,
             "metric_before": metrics[0],
             "metric_after": metrics[1],
+            "teacher_experts": options.teacher_experts,
+            "teacher_metric": metrics[2],
             "response_perplexity_before": done.perplexities[0],
             "response_perplexity_after": done.perplexities[1],
             "time_share": done.clock.shares,
             "teacher_unselected_share_per_layer": list(done.routers.unselected.values()) if done.routers else None,
-            "router_divergence_per_layer": list(done.routers.moved.values()) if first is not None and done.routers else None,
-            "prompts_left_out": prepared.prompts_left_out,
-            "responses_cut": prepared.responses_cut,
+            "router_divergence_per_layer": list(done.routers.moved.values()) if drift and done.routers else None,
+            "router_drift_mean_per_layer": list(drift.mean.values()) if drift else None,
+            "router_drift_max_per_layer": list(drift.largest.values()) if drift else None,
+            **prepared.counts,
+            "examples": len(prepared.measured or prepared.validation),
+            **({} if prepared.evaluation is None else {"evaluation": prepared.evaluation}),
         },
     )
 

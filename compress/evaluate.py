@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from calibrate.text import token_batches
+from calibrate.batches import evaluation_windows
 from compress.options.evaluate import EvaluateOptions
 from compress.report.figures import EvaluateFigures, TaskFigures
-from compress.run.perplexity import exported_perplexity, routed_perplexity
+from compress.run.perplexity import exported_losses, routed_losses
 from compress.tasks.run import require, run_tasks
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
@@ -35,15 +35,9 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
         raise OptionError("an exported model has a fixed skip threshold; give the skip threshold to the export")
     described = ModelDirectory(directory) if exported else Checkpoint(directory)
     filled = options.calibration.filled(described)
-    assert filled.data is not None and filled.sequence_length is not None
-    tokens = token_batches(
-        filled.data,
-        load_tokenizer(described),
-        samples=filled.samples,
-        sequence_length=filled.sequence_length,
-        seed=filled.seed,
-        split=options.split,
-    )
+    assert filled.data is not None
+    windows = evaluation_windows(filled, load_tokenizer(described), filled.samples, options.split)
+    tokens = windows.tokens_SL
     share = None
     if isinstance(described, Checkpoint):
         dtype = dtype or described.model_dtype
@@ -53,7 +47,7 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
         own = own_routings(config, described.source(dtype, device))
         threshold, kept, rule = options.skip_threshold, options.skip_min_experts, options.skip_rule
         routings = skipping_routings(config, tables, threshold, kept, device, own=own, rule=rule)
-        value, share = routed_perplexity(
+        losses, share = routed_losses(
             described,
             tokens,
             routings,
@@ -64,16 +58,19 @@ def evaluate_model(options: EvaluateOptions, progress: Progress = no_progress) -
         )
     else:
         decoder = open_exported(described, options.device, _dtype_name(options))
-        value = exported_perplexity(described, decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
+        losses = exported_losses(described, decoder, tokens, lambda rows: progress(rows, "perplexity (sequences)"))
     return {
         "metric": "perplexity",
-        "value": value,
-        "tokens": tokens.numel() - len(tokens),
+        "value": losses.perplexity,
+        "value_stderr": losses.standard_error(windows.documents_S),
+        "tokens": windows.predictions,
+        "documents": windows.documents,
         "skip_threshold": options.skip_threshold,
         "experts_skipped_share": share,
         "seconds": time.monotonic() - started,
         "data": filled.data,
         "split": options.split,
+        "windows": filled.windows,
     }
 
 

@@ -116,6 +116,8 @@ WEIGHT_DECAY = 0.05
 HEAD_ROWS = 1024
 """Number of tokens whose logits are computed at a time: 16 MB, which stays in the cache."""
 REPORT_SECONDS, CHECKPOINT_SECONDS = 60.0, 120.0
+TRAINING_PER_REPORT = 10.0
+"""Least time of training between two reports, in times that a report takes: a busy machine reports less often."""
 PROMPT = "import os\n\n\ndef read_text(path):\n"
 
 
@@ -386,6 +388,7 @@ def train(run: Run) -> Iterator[Progress]:
     balance = LoadBalance(run.decoder)
     begin = time.monotonic() - progress.seconds
     reported = checkpointed = progress.seconds
+    wait = REPORT_SECONDS
     losses: list[tuple[float, float]] = []
     while (part := run.part(progress, time.monotonic() - begin)) < 1.0:
         length, sequences = stage_at(part)
@@ -395,10 +398,11 @@ def train(run: Run) -> Iterator[Progress]:
         progress.step += 1
         progress.tokens += length * sequences
         progress.seconds = time.monotonic() - begin
-        if progress.seconds - reported >= REPORT_SECONDS:
-            reported = progress.seconds
+        if progress.seconds - reported >= wait:
             progress.curve.append(report(run, progress, losses))
             losses = []
+            reported = time.monotonic() - begin
+            wait = max(REPORT_SECONDS, TRAINING_PER_REPORT * (reported - progress.seconds))
             yield progress
         if progress.seconds - checkpointed >= CHECKPOINT_SECONDS:
             checkpointed = progress.seconds

@@ -174,6 +174,38 @@ def test_people_get_a_table(place: Path, tmp_path: Path) -> None:
     assert re.search(r"^experts +18 +9$", result.stdout, re.MULTILINE)
 
 
+def test_perplexity_has_its_error_over_documents(place: Path) -> None:
+    arguments = ["evaluate", "{model}", *TEXT, "--samples", "5"]
+    spread, packed = (run(place, *arguments, "--windows", windows) for windows in ("spread", "packed"))
+    assert spread["documents"] == 2 and spread["windows"] == "spread", "all held-out documents of the text"
+    assert packed["documents"] == 1 and packed["value_stderr"] is None
+    assert spread["tokens"] == packed["tokens"] == 5 * 31 and spread["value"] != packed["value"]
+    assert 0 < spread["value_stderr"] < spread["value"]
+    filled = [argument.format(text=place / "text.txt", model=place / "model") for argument in arguments]
+    shown = CliRunner().invoke(cli.main, filled).stdout
+    assert f"perplexity {spread['value']:.4f} ± {spread['value_stderr']:.4f} on 155 tokens of 2 documents" in shown
+
+
+def test_a_smaller_model_is_compared_with_its_source_document_by_document(place: Path, tmp_path: Path) -> None:
+    options = ["--sparsity", "0.5", "--method", "random", "--evaluation-samples", "5", *TEXT]
+    figures = run(place, "prune", "{model}", *options, "-o", str(tmp_path / "out"))
+    for when, model in (("before", "{model}"), ("after", str(tmp_path / "out"))):
+        evaluated = run(place, "evaluate", model, *TEXT, "--samples", "5")
+        assert evaluated["value"] == pytest.approx(figures[f"perplexity_{when}"], rel=1e-6)
+        assert evaluated["value_stderr"] == pytest.approx(figures[f"perplexity_{when}_stderr"], rel=1e-5)
+        assert evaluated["documents"] == figures["evaluation_documents"] == 2
+    ratio = figures["perplexity_after"] / figures["perplexity_before"]
+    assert figures["perplexity_ratio"] == pytest.approx(ratio)
+    assert figures["perplexity_ratio_low"] < ratio < figures["perplexity_ratio_high"]
+    assert "perplexity ratio, 95 %" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("metric", [["--metric", "rouge-l"], ["--tasks", "arc_easy"]])
+def test_windows_are_for_perplexity(place: Path, metric: list[str]) -> None:
+    result = CliRunner().invoke(cli.main, ["evaluate", str(place / "model"), *metric, "--windows", "packed"])
+    assert result.exit_code == 1 and "--windows is for perplexity; leave it out" in result.output
+
+
 def test_what_is_made_of_the_built_in_model_is_measured_on_the_same_text(tmp_path: Path) -> None:
     output = str(tmp_path / "half")
     options = ["--sparsity", "0.5", "--method", "random", "--samples", "2", "--evaluation-samples", "2"]

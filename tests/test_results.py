@@ -1,27 +1,134 @@
-"""The documents show the tables that the benchmarks wrote, word for word."""
+"""The pages show what the stored results say, and the results come from the scripts of benchmarks/registry.py."""
 
 from __future__ import annotations
 
-import importlib.util
+import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import pytest
+import registry
+import results
 
-
-def test_pages_show_the_last_results() -> None:
-    spec = importlib.util.spec_from_file_location("results", ROOT / "benchmarks" / "results.py")
-    assert spec is not None and spec.loader is not None
-    results = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(results)
-    pages = [path.read_text() for path in results.PAGES]
-    for page in pages:
-        assert results.with_tables(page) == page, "run: python benchmarks/results.py"
-    for path in results.RESULTS.glob("*.md"):
-        assert any(path.read_text() in page for page in pages), f"{path.name} is on no page"
+STORED = results.results()
+PAGES = {path.relative_to(results.ROOT).as_posix(): path.read_text() for path in results.PAGES}
+FRACTION = re.compile(r"\d+\.\d+")
+SEEDS = range(3)
+OPTIONS = {"probability", "router"}
+"""Keys of fractions that were given and not measured; they are in the titles of rows."""
 
 
-def test_ratios_in_the_readme_are_those_of_the_tables() -> None:
-    speed = (ROOT / "benchmarks" / "results" / "engine_speed.md").read_text()
-    ratios = re.findall(r"(\d+\.\d\d) times", (ROOT / "README.md").read_text())
-    assert ratios and all(f"({ratio}×)" in speed for ratio in ratios)
+def script_of(name: str) -> Any:
+    """Return the module that writes a result."""
+    return results._script(name)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_what_is_stored(page: str) -> None:
+    """Whether a result is marked as older than its code depends on the commits since, so that mark is not compared."""
+    shown, stored = results.without_age(PAGES[page]), results.without_age(results.with_results(PAGES[page]))
+    assert shown == stored, "run: python benchmarks/results.py"
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_every_result_is_on_a_page(name: str) -> None:
+    assert any(f"<!-- {name} -->" in text and f"<!-- /{name} -->" in text for text in PAGES.values())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_markers_name_results_and_numbers_that_exist(page: str) -> None:
+    text = PAGES[page]
+    for name in re.findall(r"<!-- /?([\w-]+) -->", text):
+        assert name in STORED, f"no result is named {name}"
+    quoted = re.findall(r"<!--([\w-]+)\.(\w+)-->", text)
+    assert len(quoted) == text.count("<!--/-->"), "a number's mark is not closed"
+    for name, key in quoted:
+        assert key in results.numbers_of(name, STORED[name]["figures"]), f"{name} has no number {key}"
+
+
+@pytest.mark.parametrize("benchmark", registry.BENCHMARKS, ids=lambda benchmark: benchmark.results[0])
+def test_every_benchmark_can_make_its_tables(benchmark: registry.Benchmark) -> None:
+    assert (registry.HERE / f"{benchmark.script}.py").is_file()
+    assert set(benchmark.results) <= set(script_of(benchmark.results[0]).TABLES)
+    assert benchmark.code and all((results.ROOT / path).exists() for path in benchmark.code)
+
+
+def test_every_result_is_written_by_one_benchmark() -> None:
+    written = [name for benchmark in registry.BENCHMARKS for name in benchmark.results]
+    assert len(written) == len(set(written)) and set(STORED) <= set(written)
+    for path in Path(registry.HERE).glob("*.py"):
+        if re.search(r"^    +save\(", path.read_text(), re.MULTILINE) and path.stem != "results":
+            assert any(path.stem == benchmark.script for benchmark in registry.BENCHMARKS), f"{path.name} has no row"
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_every_result_says_when_and_where_it_was_measured(name: str) -> None:
+    stored = STORED[name]
+    assert re.fullmatch(r"[0-9a-f]{10}", stored["commit"]) and re.fullmatch(r"\d{4}-\d\d-\d\d", stored["date"])
+    assert stored["machine"]["processor"] and stored["machine"]["threads"] >= 1 and stored["packages"]["torch"]
+    assert all(about["version"] for about in stored["peers"].values())
+    assert str(Path("/tmp")) + "/" not in str(stored), "a place on the machine is no figure"
+
+
+def changed(value: Any, draw: random.Random) -> Any:
+    """Return figures with every measured number, fractions and counts of bytes alike, multiplied by its own factor."""
+    if isinstance(value, dict):
+        return {key: own if key in OPTIONS else changed(own, draw) for key, own in value.items()}
+    if isinstance(value, list):
+        return [changed(own, draw) for own in value]
+    if isinstance(value, float):
+        return value * draw.uniform(1.1, 1.9)
+    if isinstance(value, int) and value >= 100_000:
+        return round(value * draw.uniform(1.1, 1.9))
+    return value
+
+
+def numbers(name: str, figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (where, number) of each fraction, but those of headers, row titles, commands' output and stored sentences."""
+    table = results.table_of(name, figures)
+    lines = re.sub(r"```.*?```", "", table, flags=re.DOTALL).splitlines()
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        if line in figures.get("notes", ()):
+            continue
+        if not line.startswith("|"):
+            yield from ((line, number) for number in FRACTION.findall(line))
+        elif not after.startswith("| ---") and not line.startswith("| ---"):
+            title, *cells = line.strip("|").split("|")
+            yield from ((title.strip(), number) for cell in cells for number in FRACTION.findall(cell))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_no_number_of_a_table_is_fixed(name: str) -> None:
+    """With other figures every number is another one, in at least one of three draws."""
+    figures = STORED[name]["figures"]
+    shown = list(numbers(name, figures))
+    others = [[number for _, number in numbers(name, changed(figures, random.Random(seed)))] for seed in SEEDS]
+    assert all(len(other) == len(shown) for other in others)
+    fixed = [at for place, at in enumerate(shown) if all(other[place] == at[1] for other in others)]
+    assert not fixed
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_no_number_of_a_sentence_is_fixed(name: str) -> None:
+    figures = STORED[name]["figures"]
+    shown = results.numbers_of(name, figures)
+    others = [results.numbers_of(name, changed(figures, random.Random(seed))) for seed in SEEDS]
+    measured = {key: text for key, text in shown.items() if FRACTION.search(text)}
+    assert not [key for key, text in measured.items() if all(other[key] == text for other in others)]
+
+
+def test_a_number_in_a_sentence_is_written_from_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "results", lambda: {"startup": {"figures": {}}})
+    monkeypatch.setattr(results, "numbers_of", lambda name, figures: {"first": "1.25", "second": "0.5"})
+    page = "It takes <!--startup.first-->9<!--/--> s, then <!--startup.second-->9<!--/--> s.\n"
+    shown = "It takes <!--startup.first-->1.25<!--/--> s, then <!--startup.second-->0.5<!--/--> s.\n"
+    assert results.with_results(page) == shown
+
+
+def test_ratios_come_with_the_range_of_paired_rounds() -> None:
+    assert results.times(2.0) == "2.00×"
+    assert results.times(2.0, [10.0], [5.0]) == "2.00×"
+    assert results.times(2.0, [10.0, 9.0, 12.0], [5.0, 5.0, 5.0]) == "2.00× (1.80 to 2.40)"
+    assert results.times(2.0, [10.0, 9.0], [5.0, 5.0, 5.0]) == "2.00×"

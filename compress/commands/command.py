@@ -51,6 +51,7 @@ GROUPS = (
     "Drafting",
     "Load test of a server",
     "Tasks",
+    "Presets",
     "Hub",
     MACHINE,
     OTHER,

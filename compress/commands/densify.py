@@ -6,7 +6,9 @@ from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
 from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar
+from compress.commands.preset import with_preset
 from compress.options.densify import DensifyOptions
+from compress.options.presets import PresetOptions
 from engine.progress import Progress
 
 
@@ -20,6 +22,7 @@ def densify(given: Given) -> Figures:
 
     Several processes share the work: torchrun --nproc-per-node N --no-python compress densify …
     """
+    given = with_preset(given, (DensifyOptions,), "densify")
     figures = _run(kind_of(given.values["model"]), given.job(DensifyOptions, "densify"))
     show_figures(given, figures)
     _show_layers(given, figures)
@@ -48,4 +51,4 @@ def _show_layers(given: Given, figures: Figures) -> None:
         given.say(f"of that, the mean gate of the shared expert alone makes {min(gates):.1%} to {max(gates):.1%}")
 
 
-COMMAND = command("densify", densify, DensifyOptions, *HUB, is_shared=True)
+COMMAND = command("densify", densify, DensifyOptions, PresetOptions, *HUB, is_shared=True)

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 from compress.commands.command import Figures, Given, Push, command
-from compress.commands.figures import show_figures
+from compress.commands.figures import show_figures, show_left_out
 from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar, table
+from compress.commands.preset import with_preset
 from compress.options.distill import DistillOptions
 from compress.options.distill_classifier import ClassifierOptions
+from compress.options.presets import CLASSIFIER, PresetOptions
 from compress.report.columns import number, size
 from engine.options import names
 
@@ -30,14 +32,41 @@ def _distill_language_model(given: Given) -> Figures:
 
     own = names(ClassifierOptions) - names(DistillOptions)
     given.refuse(own, "for classifiers, and the student is a language model")
-    figures = run(given.job(DistillOptions, given.values["recipe"]), progress_bar)
+    given = with_preset(given, (DistillOptions,), "distill", given.values["recipe"])
+    for file, samples in (("validation", "validation_samples"), ("test", "evaluation_samples")):
+        if given.values[file] is not None:
+            given.refuse([samples], f"for a part of --data, and all of --{file} is used")
+    counts = given.values["teacher_experts"]
+    if counts is not None and len(counts) > 1:
+        return _sweep(given, counts)
+    figures = run(_options(given, None if counts is None else counts[0]), progress_bar)
     show_figures(given, figures)
     _show_training(given, figures)
     before, after = figures["metric_before"], figures["metric_after"]
     given.say(f"{figures['metric_name']} of responses: {before:.3f} to {after:.3f}")
     given.say("time: " + ", ".join(f"{name} {share:.0%}" for name, share in figures["time_share"].items()))
-    if left := figures["prompts_left_out"]:
-        given.say(f"{left} prompts are longer than --max-prompt-length and were left out")
+    show_left_out(given, figures)
+    return figures
+
+
+def _options(given: Given, teacher_experts: int | None, name: str | None = None) -> DistillOptions:
+    return given.job(DistillOptions, name or given.values["recipe"], teacher_experts=teacher_experts)
+
+
+def _sweep(given: Given, counts: tuple[int, ...]) -> Figures:
+    from compress.distill_sweep import cells, sweep_teacher_experts
+
+    given.refuse(["push_to_hub"], "for one artifact, and a sweep makes several; `compress push` them afterwards")
+    base = _options(given, counts[0], f"{given.values['recipe']}-teacher-experts")
+    figures = sweep_teacher_experts(cells(base, counts), progress_bar)
+    if figures is None:
+        return {}  # in a process that is not the first
+    name = figures["rows"][0]["metric_name"]
+    rows = [["experts of the teacher", f"{name} of the student", f"{name} of the teacher"]]
+    for row in figures["rows"]:
+        rows.append([str(row["teacher_experts"]), *(number(row[f"{whose}_metric"], 3) for whose in ("student", "teacher"))])
+    given.say(table(rows))
+    given.say(f"{figures['output']}: {len(figures['runs'])} students in {figures['seconds']:.1f} s")
     return figures
 
 
@@ -46,6 +75,7 @@ def _distill_classifier(given: Given) -> Figures:
 
     own = names(DistillOptions) - names(ClassifierOptions)
     given.refuse(own, "for language models, and the student is a classifier")
+    given = with_preset(given, (ClassifierOptions,), CLASSIFIER, given.values["recipe"])
     # Options that are not on the command line have the defaults of classifiers.
     options = given.make_named(ClassifierOptions, **given.of_job(given.values["recipe"]))
     figures = distill_classifier(options, progress_bar)
@@ -83,4 +113,4 @@ DISTILLATIONS: dict[Kind, Callable[[Given], Figures]] = {
     "encoder-decoder": _distill_language_model,
     "classifier": _distill_classifier,
 }
-COMMAND = command("distill", distill, DistillOptions, ClassifierOptions, Push, is_shared=True)
+COMMAND = command("distill", distill, DistillOptions, ClassifierOptions, PresetOptions, Push, is_shared=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from compress.commands.command import Figures, Given, Revision, command
+from compress.commands.figures import show_left_out
 from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar, table
 from compress.distillation.recipes import PERPLEXITY, ROUGE
@@ -29,8 +30,11 @@ def evaluate(given: Given) -> Figures:
 
 def _evaluate_language_model(given: Given, options: EvaluateOptions) -> Figures:
     is_perplexity = options.metric == PERPLEXITY and not options.tasks
+    if options.metric != ROUGE or options.tasks:
+        given.refuse(["test", "stemming"], "for rouge-l")
     if not is_perplexity:
         given.refuse(["memory_limit"], NO_LIMIT)
+        given.refuse(["windows"], "for perplexity")
     if options.metric == ACCURACY or options.probe:
         raise OptionError(f"{options.model}: is no classifier, so it has no accuracy; take --metric perplexity or rouge-l")
     if not is_perplexity and not options.tasks:
@@ -45,7 +49,11 @@ def _evaluate_perplexity(given: Given, options: EvaluateOptions) -> Figures:
 
     given.chosen_device()  # raises OptionError for CUDA on a machine without it
     figures = evaluate_model(options, progress_bar)
-    given.say(f"{figures['metric']} {figures['value']:.4f} on {figures['tokens']:,} tokens in {figures['seconds']:.1f} s")
+    spread = "" if figures["value_stderr"] is None else f" ± {figures['value_stderr']:.4f}"
+    given.say(
+        f"{figures['metric']} {figures['value']:.4f}{spread} on {figures['tokens']:,} tokens of {figures['documents']} "
+        f"documents in {figures['seconds']:.1f} s"
+    )
     return figures
 
 
@@ -61,9 +69,19 @@ def _evaluate_tasks(given: Given, options: EvaluateOptions) -> Figures:
 def _evaluate_rouge(given: Given, options: EvaluateOptions) -> Figures:
     from compress.distillation.rouge import evaluate_rouge
 
-    figures = evaluate_rouge(options, given.chosen_device(), progress_bar)
+    if options.test is not None:
+        given.refuse(["data", "split"], "for a file that is split, and every row of --test is scored")
+    samples = options.calibration.samples if "samples" in given.named else None
+    figures = evaluate_rouge(options, given.chosen_device(), samples, progress_bar)
     spread = "" if figures["standard_deviation"] is None else f" ± {figures['standard_deviation']:.4f}"
-    given.say(f"rouge-l {figures['value']:.4f}{spread} on {figures['examples']} examples in {figures['seconds']:.1f} s")
+    part = "" if figures["split"] == "all" else f"{figures['split']} "
+    given.say(
+        f"rouge-l {figures['value']:.4f}{spread} on {figures['examples']} {part}examples of {figures['data']} "
+        f"({figures['rows']} rows) in {figures['seconds']:.1f} s"
+    )
+    if part and not {"split", "samples"} & given.named:
+        given.say("--split all scores every row")
+    show_left_out(given, figures)
     return figures
 
 
@@ -71,7 +89,9 @@ def _evaluate_classifier(given: Given, options: EvaluateOptions) -> Figures:
     from compress.classifiers.accuracy import evaluate_accuracy
 
     given.refuse(["memory_limit"], NO_LIMIT)
+    given.refuse(["windows"], "for perplexity")
     given.refuse(SKIP_OPTIONS, "for language models")
+    given.refuse(["test", "stemming"], "for language models")
     if options.tasks or ("metric" in given.named and options.metric != ACCURACY):
         raise OptionError(f"{options.model}: is a classifier; its metric is {ACCURACY}")
     samples = options.calibration.samples if "samples" in given.named else None

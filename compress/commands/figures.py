@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compress.commands.command import Figures, Given
 from compress.commands.output import table
-from compress.report.columns import number, size
+from compress.report.columns import number, size, with_error, with_interval
 
 
 def show_figures(given: Given, figures: Figures) -> Figures:
@@ -33,8 +33,30 @@ def _rows(figures: Figures) -> list[list[str]]:
         ["experts", str(figures["experts_before"]), str(figures["experts_after"])],
         ["parameters", f"{figures['parameters_before']:,}", f"{figures['parameters_after']:,}"],
         ["weights", size(figures["bytes_before"]), size(figures["bytes_after"])],
-        ["perplexity", number(figures["perplexity_before"]), number(figures["perplexity_after"])],
+        ["perplexity", *(_perplexity(figures, when) for when in ("before", "after"))],
     ]
+    if figures.get("perplexity_ratio") is not None:
+        ends = (figures["perplexity_ratio_low"], figures["perplexity_ratio_high"])
+        rows.append(["perplexity ratio, 95 %", "", with_interval(figures["perplexity_ratio"], *ends)])
     if "token_accuracy_after" in figures:
         rows.append(["token accuracy", *(number(figures[f"token_accuracy_{when}"], 3) for when in ("before", "after"))])
     return rows
+
+
+def _perplexity(figures: Figures, when: str) -> str:
+    return with_error(figures[f"perplexity_{when}"], figures.get(f"perplexity_{when}_stderr"))
+
+
+LEFT_OUT = {
+    "rows_left_out": "rows have no prompt or no response and were left out",
+    "prompts_left_out": "prompts are longer than --max-prompt-length and were left out",
+    "prompts_cut": "prompts are longer than --max-prompt-length and were cut to it",
+}
+"""Figures of prompts with responses that are not used as they are, each with the end of the sentence that says so."""
+
+
+def show_left_out(given: Given, figures: Figures) -> None:
+    """Print how many prompts with responses were left out or cut, and why."""
+    for key, why in LEFT_OUT.items():
+        if figures.get(key):
+            given.say(f"{figures[key]} {why}")

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
 from compress.commands.output import progress_bar, table
+from compress.commands.preset import with_preset
 from compress.methods import DEFAULT_METHOD, METHODS
 from compress.options.compare import PICTURE_SEQUENCES, CompareOptions
+from compress.options.presets import PresetOptions
 from compress.options.prune import DiepOptions, PruneOptions
 from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
@@ -54,6 +56,7 @@ def prune(given: Given) -> Figures:
     """
     from compress.prune import prune as run
 
+    given = with_preset(given, (PruneOptions,), "prune", _preset_method(given))
     methods = given.values["method"] if "method" in given.named else (default_method(given),)
     sparsities = given.values["sparsity"]
     if len(methods) > 1 or (sparsities and len(sparsities) > 1):
@@ -65,6 +68,12 @@ def prune(given: Given) -> Figures:
 def default_method(given: Given) -> str:
     """Return DiEP where one of its options is on the command line, since other methods would ignore it."""
     return "diep" if given.named & names(DiepOptions) else DEFAULT_METHOD
+
+
+def _preset_method(given: Given) -> str:
+    """Return the method whose preset is taken: of a sweep DiEP's, of other runs that of the method on the command line."""
+    methods = given.values["method"]
+    return "diep" if "method" not in given.named or "diep" in methods else str(methods[0])
 
 
 def prune_options(given: Given, method: str, sparsity: float | None, name: str) -> PruneOptions:
@@ -122,4 +131,4 @@ def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...]
     return figures
 
 
-COMMAND = command("prune", prune, PruneOptions, Uniform, Afterwards, *HUB, is_shared=True)
+COMMAND = command("prune", prune, PruneOptions, Uniform, Afterwards, PresetOptions, *HUB, is_shared=True)

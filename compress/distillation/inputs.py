@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import overload
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from calibrate.batches import training_text
-from calibrate.instructions import Example, Instructions, instructions, is_instructions
+from calibrate.instructions import (
+    Example,
+    ExampleMaker,
+    Instructions,
+    instructions,
+    instructions_of,
+    is_instructions,
+)
 from calibrate.options import CalibrationOptions
 from compress.distillation.recipes import METRICS, Recipe
 from compress.distillation.rouge import scorer
@@ -21,7 +29,11 @@ from compress.run.job import Prepared, check_plain, prepare, teacher_identity
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import check_same_tokens, load_tokenizer
 from engine.errors import OptionError
+from engine.families.layer_config import MoeConfig
 from engine.passes import processes
+
+COUNTS = ("rows_left_out", "prompts_left_out", "prompts_cut", "responses_cut")
+"""Fields of Instructions that the figures of a run add up."""
 
 
 @dataclass
@@ -36,8 +48,10 @@ class Distillable(Prepared):
     steps: int
     limit: int
     """Maximum number of tokens of prompt and response together."""
-    prompts_left_out: int = 0
-    responses_cut: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    """Numbers of rows, prompts and responses that are not used as they are, by the names in COUNTS."""
+    evaluation: str | None = None
+    """Description of the prompts with responses in `measured`; None for text."""
 
     @property
     def texts(self) -> dict[str, Tensor]:
@@ -82,7 +96,12 @@ def _flat(examples: Sequence[Example]) -> Tensor:
     """Return all tokens as one tensor, for a digest."""
     if isinstance(examples, TextExamples):
         return examples.tokens_SL
-    return torch.tensor([token for each in examples for token in (*each.prompt, -1, *each.response, -2)])
+    return torch.tensor([token for each in examples for token in (*each.prompt, -1, *each.response, -2, *_others(each))])
+
+
+def _others(example: Example) -> Iterator[int]:
+    """Yield the bytes of all references but the first, which is the response."""
+    return (byte for text in example.references[1:] for byte in (-3, *text.encode()))
 
 
 def _teacher(options: DistillOptions) -> Checkpoint | None:
@@ -101,14 +120,15 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
     teacher = _teacher(options)
     if teacher is not None:
         check_pair(teacher, student, options.row, options.recipe)
+        check_teacher_experts(teacher, options.teacher_experts)
         if (options.cached_tokens or 0) >= teacher.config.vocabulary_size:
             raise OptionError(
                 f"teacher-cache is {options.cached_tokens}, and the models have {teacher.config.vocabulary_size} tokens; "
                 f"keep fewer of each prediction, or {EXACT}"
             )
     source = options.calibration.data
-    if source is not None and is_instructions(source):
-        return _of_instructions(options, student, teacher, source)
+    if any(options.files.values()) or (source is not None and is_instructions(source)):
+        return _of_instructions(options, student, teacher)
     if options.template is not None:
         raise OptionError("--prompt-template is for prompts with responses; give --data FILE.jsonl with both")
     if METRICS[options.select_by].writes:
@@ -130,7 +150,7 @@ def prepare_distillation(options: DistillOptions) -> Distillable:
         teacher=teacher,
         training=training,
         validation=validation,
-        measured=() if prepared.held_out_SL is None else TextExamples(prepared.held_out_SL, 1),
+        measured=() if prepared.held_out is None else TextExamples(prepared.held_out.tokens_SL, 1),
         steps=steps,
         limit=length,
     )
@@ -149,7 +169,47 @@ def check_pair(teacher: Checkpoint, student: Checkpoint, recipe: Recipe, name: s
     check_same_tokens(teacher, student)
 
 
-def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None, source: str) -> Distillable:
+def check_teacher_experts(teacher: Checkpoint, count: int | None) -> None:
+    """Raise OptionError unless a token of the teacher can use so many experts; None is the teacher's own number."""
+    if count is None:
+        return
+    moes = [layer.moe for layer in teacher.config.layers if layer.moe is not None]
+    if not moes:
+        raise OptionError(f"{teacher.directory}: has no experts; leave out --teacher-experts")
+    most = min(_reachable_experts(moe) for moe in moes)
+    if count > most:
+        raise OptionError(
+            f"teacher-experts is {count}; a token of {teacher.directory} can use {most} in every layer, so give at most that"
+        )
+
+
+def _reachable_experts(moe: MoeConfig) -> int:
+    """Return the number of experts from which a token's router chooses, at least."""
+    if not moe.groups:
+        return moe.experts
+    return sum(sorted(Counter(moe.groups).values())[: moe.groups_per_token])
+
+
+def _parts(options: DistillOptions, tokenizer: Any) -> dict[str, Instructions]:
+    """Return the examples by split: all of a file where the options name one, else a part of the data, if there is any.
+
+    A prompt that is too long is left out of the data and of the training file. The other files are used whole, so that it
+    is cut.
+    """
+    maker = ExampleMaker(tokenizer, options.limits, options.template)
+    data, calibration = options.calibration.data, options.calibration
+    wanted = [split for split, file in options.files.items() if file is None]
+    found = {} if data is None else instructions(data, maker, seed=calibration.seed, wanted=wanted)
+    for split, count in (("validation", options.validation_samples), ("held-out", calibration.evaluation_samples)):
+        if split in found:
+            found[split].examples = found[split].examples[:count]
+    for split, file in options.files.items():
+        if file is not None:
+            found[split] = instructions_of(file, replace(maker, keeps_long_prompts=split != "training"))
+    return found
+
+
+def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Checkpoint | None) -> Distillable:
     if options.calibration.evaluation_samples < 0 or options.calibration.sequence_length is not None:
         raise OptionError(
             "evaluation-samples must not be negative, and --sequence-length is for text: --max-length is that of responses"
@@ -158,8 +218,10 @@ def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Chec
     limits.check(min(each.config.max_positions for each in (student, teacher) if each is not None))
     if METRICS[options.select_by].writes:
         scorer()
-    found: dict[str, Instructions] = instructions(source, tokenizer, limits, template=options.template, seed=seed)
+    found = _parts(options, tokenizer)
     training = found["training"].examples
+    measured = found["held-out"].examples if "held-out" in found else []
+    source = str(options.train or options.calibration.data)
     per_turn = min(options.batch_size * processes.count(), len(training))
     turns = math.ceil(options.epochs * len(training) / per_turn)
     steps = turns * options.training(1, 1, 1).steps_per_batch if options.steps is None else options.steps
@@ -175,10 +237,19 @@ def _of_instructions(options: DistillOptions, student: Checkpoint, teacher: Chec
         options.dtype or student.model_dtype,
         teacher,
         training,
-        found["validation"].examples[: options.validation_samples],
-        found["held-out"].examples[: options.calibration.evaluation_samples],
+        found["validation"].examples,
+        measured,
         steps,
         limits.length,
-        sum(own.prompts_left_out for own in found.values()),
-        sum(own.responses_cut for own in found.values()),
+        {name: sum(getattr(own, name) for own in found.values()) for name in COUNTS},
+        _measured_on(options, len(measured) or len(found["validation"])),
     )
+
+
+def _measured_on(options: DistillOptions, count: int) -> str:
+    """Return a description of the examples on which a run with prompts and responses is measured."""
+    if options.test is not None:
+        return f"{count} examples of {options.test}"
+    if options.calibration.data is not None and options.calibration.evaluation_samples:
+        return f"{count} held-out examples of {options.calibration.data}"
+    return f"{count} validation examples of {options.validation or options.calibration.data}"

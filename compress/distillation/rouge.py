@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from calibrate.instructions import Example, instructions
+from calibrate.instructions import WHOLE, Example, ExampleMaker, instructions_of
 from compress.distillation.responses import write_responses
 from compress.options.evaluate import EvaluateOptions
 from engine.checkpoint.checkpoint import Checkpoint, resolve
@@ -21,13 +21,21 @@ GROUP = 16
 """Number of prompts that are continued together."""
 
 
-def scorer() -> Any:
-    """Return the package's scorer. Raises OptionError where the package is not installed."""
+def scorer(stemming: bool = False) -> Any:
+    """Return the package's scorer, which compares words in lower case without punctuation, or their Porter stems.
+
+    Raises OptionError where the package is not installed.
+    """
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise OptionError("ROUGE-L needs rouge-score; install it with `pip install moe-compress[tasks]`") from error
-    return RougeScorer(["rougeL"])
+    return RougeScorer(["rougeL"], use_stemmer=stemming)
+
+
+def best_score(score: Any, references: Iterable[str], response: str) -> float:
+    """Return the F-measure against the reference that is nearest to the response."""
+    return max(float(score.score(reference, response)["rougeL"].fmeasure) for reference in references)
 
 
 def rouge_l(
@@ -38,35 +46,44 @@ def rouge_l(
     ends: frozenset[int],
     *,
     sampling: SamplingOptions,
+    stemming: bool = False,
     progress: Any = iter,
 ) -> float:
     """Return the mean F-measure over the examples, 0 to 1, of responses sampled with the options' seed."""
-    score, generator = scorer(), sampling.generator()
+    score, generator = scorer(stemming), sampling.generator()
     values = []
     groups: Iterable[int] = progress(range(0, len(examples), GROUP))
     for start in groups:
         group = examples[start : start + GROUP]
         written = write_responses(decoder, [each.prompt for each in group], max_length, ends, sampling, generator)
-        for own, reference in zip(written, group, strict=True):
-            texts = [tokenizer.decode(each.response, skip_special_tokens=True) for each in (reference, own)]
-            values.append(float(score.score(*texts)["rougeL"].fmeasure))
+        for own, each in zip(written, group, strict=True):
+            response = tokenizer.decode(own.response, skip_special_tokens=True)
+            values.append(best_score(score, each.references, response))
     return statistics.mean(values)
 
 
-def evaluate_rouge(options: EvaluateOptions, device: str, progress: Progress = no_progress) -> dict[str, Any]:
-    """Run `compress evaluate --metric rouge-l`; return mean and deviation over sampling seeds, on held-out examples."""
+def evaluate_rouge(
+    options: EvaluateOptions, device: str, samples: int | None = None, progress: Progress = no_progress
+) -> dict[str, Any]:
+    """Run `compress evaluate --metric rouge-l`; return mean and deviation over sampling seeds.
+
+    samples: the most examples that are scored; None for all of the split, or of the test file.
+    """
     started = time.monotonic()
-    data, samples, seed = options.calibration.data, options.calibration.samples, options.calibration.seed
-    limits, sampling, seeds = options.limits, options.sampling, options.seeds
+    limits, sampling, seeds, seed = options.limits, options.sampling, options.seeds, options.calibration.seed
+    data = options.calibration.data if options.test is None else options.test
+    split = options.split if options.test is None else WHOLE
     if data is None:
-        raise OptionError("ROUGE-L needs prompts with responses; give --data FILE.jsonl")
-    if samples < 1:
+        raise OptionError("ROUGE-L needs prompts with responses; give --data FILE.jsonl or --test FILE.jsonl")
+    if samples is not None and samples < 1:
         raise OptionError(f"samples is {samples}; ROUGE-L needs at least one example")
     scorer()
     checkpoint = Checkpoint(resolve(options.model))
     limits.check(checkpoint.config.max_positions)
     tokenizer = load_tokenizer(checkpoint)
-    examples = instructions(data, tokenizer, limits, template=options.template, seed=seed)["held-out"].examples[:samples]
+    maker = ExampleMaker(tokenizer, limits, options.template, keeps_long_prompts=True)
+    found = instructions_of(data, maker, split, seed=seed)
+    examples = found.examples[:samples]
     decoder = Decoder(checkpoint.config, checkpoint.weights(options.dtype or checkpoint.model_dtype, device))
     ends = end_tokens(checkpoint)
     values = []
@@ -76,15 +93,24 @@ def evaluate_rouge(options: EvaluateOptions, device: str, progress: Progress = n
         def bar(groups: Iterable[int], own: int = own) -> Iterable[int]:
             return progress(groups, f"ROUGE-L, seed {own} (batches)")
 
-        values.append(rouge_l(decoder, tokenizer, examples, limits.length, ends, sampling=drawn, progress=bar))
+        values.append(
+            rouge_l(
+                decoder, tokenizer, examples, limits.length, ends, sampling=drawn, stemming=options.stemming, progress=bar
+            )
+        )
     return {
         "metric": "rouge-l",
         "value": statistics.mean(values),
         "standard_deviation": statistics.stdev(values) if seeds > 1 else None,
         "values": values,
+        "stemming": options.stemming,
         "examples": len(examples),
+        "rows": found.rows,
+        "rows_left_out": found.rows_left_out,
+        "prompts_cut": found.prompts_cut,
+        "references": sum(len(each.references) for each in examples),
         "tokens": sum(len(each.response) for each in examples),
         "seconds": time.monotonic() - started,
         "data": data,
-        "split": "held-out",
+        "split": split,
     }

@@ -5,7 +5,12 @@ on L = CE(next token) + λ·‖F'(x; α, β) − F(x)‖_F through a relaxed lay
 all layers are then ranked by α·β.
 
 Deviations from the paper, each an option: two more relaxations (relaxations.py); α may start from gate Fisher instead of
-zero; the score may be the normalized N·ᾱ·β, since the softmax defines α only up to a constant per layer.
+zero; the score may be the normalized N·ᾱ·β, since the softmax defines α only up to a constant per layer, and for the same
+reason α's mean per layer is kept at zero.
+
+Ablations of the paper's table 2 (SEARCH_ABLATIONS in compress/options/prune.py) train α alone or β alone. Every step then
+trains the scores that are left. The paper does not state the proportions of its fixed β; here β changes in equal steps from
+layer to layer, in the relaxed layer and in the ranking.
 
 Several processes share the sequences of each step, and the gradients of α or β are summed over the processes. The steps are
 therefore those of one process, and all processes have equal scores. (The relaxation `routed` begins where F' = F and ‖F' −
@@ -20,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,15 +33,17 @@ import torch
 from torch import Tensor
 
 from compress.cost.counts import OperationCounts
-from compress.cost.phases import PassCosts, Phase
-from compress.methods.criterion import Criterion, by_scores
+from compress.cost.phases import PassCosts, Phase, statistics_phase
+from compress.methods.criterion import Criterion, by_scores, layer_scores
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_gradients import gradient_phase, gradient_scores, loaded_decoder
 from compress.methods.inputs import MethodRun
 from compress.methods.relaxations import RELAXATIONS, gate
+from compress.methods.saliency import frequency
 from compress.options.plan_run import RunOptions
 from compress.options.prune import DiepOptions, PruneOptions
 from compress.report.diep_scores import save_scores, scores_of_state
+from compress.run.job import statistics_of
 from compress.training.losses import next_token_loss, reconstruction_loss
 from compress.training.moments import restore, with_moments
 from engine.decoder.model import Decoder, Outer
@@ -94,6 +101,7 @@ def search(
     state_path: Path | None = None,
     resume: bool = False,
     fisher: Callable[[], dict[int, Tensor]] | None = None,
+    frequencies: Mapping[int, Tensor] | None = None,
     budget: MemoryBudget = UNLIMITED,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[int, Tensor]:
@@ -102,6 +110,7 @@ def search(
     `state_path`: where the state is saved each epoch; `resume` continues from it. For a decoder that is read layer by
     layer, the state is saved at each step, together with the results of completed layers, so that `resume` continues at the
     interrupted layer. `fisher`: returns `fisher_scores` of this decoder, tokens and seed, where they are known.
+    `frequencies`: shares of tokens routed to each expert, [N] by decoder layer index, for the ablation that ranks by them.
     """
     options = options.filled()
     kept = None
@@ -126,6 +135,9 @@ def search(
                     save_state(state, state_path)
     if kept is not None and processes.is_first():
         shutil.rmtree(kept, ignore_errors=True)
+    if options.trained.ranks_frequency:
+        assert frequencies is not None, "the ablation ranks by frequency"
+        return frequency_scores(decoder, state, frequencies)
     return discrete_scores(decoder, state, options)
 
 
@@ -135,6 +147,12 @@ def discrete_scores(decoder: AnyDecoder, state: DiepState, options: DiepOptions)
     score = SCORES[options.score]
     layers = zip(decoder.config.moe_layers, state.alphas, state.betas, strict=True)
     return {layer: score(alpha.detach(), beta.detach()) for layer, alpha, beta in layers}
+
+
+def frequency_scores(decoder: AnyDecoder, state: DiepState, frequencies: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return s = f·β, with f the share of tokens routed to each expert (DiEP, table 2)."""
+    layers = zip(decoder.config.moe_layers, state.betas, strict=True)
+    return {layer: frequencies[layer] * float(beta.detach()) for layer, beta in layers}
 
 
 def starting_alphas(
@@ -159,16 +177,25 @@ def starting_alphas(
 
 
 def new_state(alphas: list[Tensor], options: DiepOptions) -> DiepState:
-    """Return a state with β = 1 and new Adam optimizers. The few, badly scaled scores need adaptive rates."""
+    """Return a state with the initial β and new Adam optimizers. The few, badly scaled scores need adaptive rates."""
     alphas = [alpha.clone().requires_grad_(True) for alpha in alphas]
-    betas = [torch.ones((), device=alpha.device, requires_grad=True) for alpha in alphas]
-    assert options.learning_rate is not None
+    starts = zip(starting_betas(len(alphas), options).tolist(), alphas, strict=True)
+    betas = [torch.tensor(beta, device=alpha.device, requires_grad=True) for beta, alpha in starts]
+    assert options.alpha_learning_rate is not None and options.beta_learning_rate is not None
     return DiepState(
         alphas,
         betas,
-        torch.optim.Adam(alphas, lr=options.learning_rate),
-        torch.optim.Adam(betas, lr=options.learning_rate),
+        torch.optim.Adam(alphas, lr=options.alpha_learning_rate),
+        torch.optim.Adam(betas, lr=options.beta_learning_rate),
     )
+
+
+def starting_betas(count: int, options: DiepOptions) -> Tensor:
+    """Return the initial β of each of `count` MoE layers: 1, or the values of an ablation that never change."""
+    if not options.trained.fixes_beta:
+        return torch.ones(count)
+    first, last = options.fixed_beta
+    return torch.linspace(first, last, count)
 
 
 @torch.no_grad()
@@ -209,21 +236,30 @@ def run_epoch(inputs: SearchInputs, state: DiepState, epoch: int, state_path: Pa
         if step < len(state.losses):
             continue
         kept = None if state_path is None else state_path.with_suffix("") / f"step-{step}"
-        is_alpha = step % (ALPHA_STEPS + 1) < ALPHA_STEPS
+        is_alpha = is_alpha_step(step, options)
         optimiser = state.alpha_optimiser if is_alpha else state.beta_optimiser
-        assert options.learning_rate is not None
+        rate = options.alpha_learning_rate if is_alpha else options.beta_learning_rate
+        assert rate is not None
         cosine = 0.5 * (1.0 + math.cos(math.pi * step / (per_epoch * options.epochs)))
         for group in optimiser.param_groups:
-            group["lr"] = options.learning_rate * cosine
+            group["lr"] = rate * cosine
         state.losses.append(gradients(inputs, rows.tolist(), state, is_alpha, kept))
         optimiser.step()
-        if is_alpha and RELAXATIONS[options.relaxation].is_shift_invariant:
+        if is_alpha and options.recenter and RELAXATIONS[options.relaxation].is_shift_invariant:
             with torch.no_grad():
                 for alpha in state.alphas:
                     alpha -= alpha.mean()
         if state_path is not None and kept is not None and processes.is_first():
             save_state(state, state_path)
             shutil.rmtree(kept, ignore_errors=True)
+
+
+def is_alpha_step(step: int, options: DiepOptions) -> bool:
+    """Return whether a step trains α, and not β; with an ablation, every step trains the scores that are left."""
+    trained = options.trained
+    if trained.trains_alpha and trained.trains_beta:
+        return step % (ALPHA_STEPS + 1) < ALPHA_STEPS
+    return trained.trains_alpha
 
 
 def gradients(
@@ -317,6 +353,7 @@ def _named(name: str, values: list[Tensor]) -> dict[str, Tensor]:
 
 def _scores(run: MethodRun) -> dict[int, Tensor]:
     """Return the scores of a run. Gate Fisher, if the search starts from it, is computed once for all runs of a sweep."""
+    frequencies = layer_scores(frequency, statistics_of(run)) if run.options.diep.trained.ranks_frequency else None
     decoder = loaded_decoder(run)
     return search(
         decoder,
@@ -325,6 +362,7 @@ def _scores(run: MethodRun) -> dict[int, Tensor]:
         state_path=run.work.search_state,
         resume=run.options.resume or run.work.shared != run.work.path,
         fisher=lambda: gradient_scores(run, "fisher", fisher_scores, lambda: decoder),
+        frequencies=frequencies,
         budget=run.memory_budget,
         progress=run.bar("searching (epochs)"),
     )
@@ -344,6 +382,8 @@ def _memory(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) 
 def _phases(costs: PassCosts, options: RunOptions) -> Iterator[Phase]:
     """Yield the phases: F(x) once, then epochs of passes with gradients through the relaxed layer."""
     diep, passes, whole = options.diep.filled(), costs.passes, costs.weights.whole(costs.passes)
+    if diep.trained.ranks_frequency:
+        yield statistics_phase("calibrating", costs)
     from_fisher = STARTS[diep.start or ""]
     if from_fisher:
         yield gradient_phase(costs, own_samples=True)

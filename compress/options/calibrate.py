@@ -16,6 +16,6 @@ class CalibrateOptions(JobOptions):
 
     output: Path = field(metadata=declared(group=OUTPUT, short="-o", help="Statistics file to write."))
     method: str = "calibrate"
-    calibration: CalibrationOptions = part(CalibrationOptions, evaluation_samples=left_out(0))
+    calibration: CalibrationOptions = part(CalibrationOptions, evaluation_samples=left_out(0), windows=left_out())
     statistics: Path | None = unlisted(JobOptions, "statistics")
     plan_output: Path | None = unlisted(JobOptions, "plan_output")

@@ -35,12 +35,13 @@ class CompareOptions:
             group=TEXT,
             flag="calibration-samples",
             minimum=0,
-            help="Sequences for the plots of expert usage and similarity, with --output; 0 for none.",
+            help="Sequences for the plots of expert usage and similarity, with --output; 0 draws what artifacts recorded.",
         ),
         sequence_length=changed(group=TEXT, unset="the shortest default of the models"),
         evaluation_samples=changed(
             group=TEXT, flag="samples", minimum=0, help="Held-out sequences that perplexity is measured on; 0 for none."
         ),
+        windows=changed(group=TEXT),
     )
     tasks: tuple[str, ...] = like(
         EvaluateOptions, "tasks", help="Tasks of lm-evaluation-harness, names or YAML files, besides perplexity."

@@ -12,9 +12,9 @@ from compress.distillation.recipes import METRICS, RECIPES, Recipe
 from compress.options.job import JobOptions
 from compress.options.training import TRAINING, StepOptions, TrainingOptions, careful_rate, warm_up_steps
 from engine.errors import OptionError
-from engine.options import changed, check, declared, like, option, part, unlisted
+from engine.options import changed, check, declared, left_out, like, option, part, unlisted
 
-TRAIN, PAPER = "What to train", "Every Expert Matters"
+TRAIN, PAPER, TEXT_GROUP = "What to train", "Every Expert Matters", "Text"
 DIVERGENCE_NAMES = ("forward-kl", "reverse-kl", "skew-forward-kl", "skew-reverse-kl", "jensen-shannon")
 """The keys of DIVERGENCES (compress/training/divergences.py), which needs torch."""
 EXACT = "exact"
@@ -88,6 +88,16 @@ class DistillOptions(JobOptions, StepOptions):
         unset="1/4 over the hidden size, at most 1/640",
         help="Highest learning rate of AdamW.",
     )
+    teacher_experts: int | None = option(
+        None,
+        group=PAPER,
+        minimum=1,
+        several="commas",
+        metavar="K",
+        unset="the teacher's own number",
+        help="For kd, gkd and layer-mse: experts that the teacher uses for each token. Several make a sweep: a student for "
+        "each, and a table and a plot of them.",
+    )
     router_learning_rate: float = option(1e-5, group=PAPER, help="For sar: learning rate of the teacher's routers.")
     load_balance_weight: float = option(
         0.01, group=PAPER, help="For sar: weight β of the loss L_b that balances the load of the experts."
@@ -111,6 +121,25 @@ class DistillOptions(JobOptions, StepOptions):
         unset="### Instruction: …",
         help="Text that a prompt is put into, at {prompt}.",
     )
+    train: str | None = option(
+        None,
+        group=TEXT_GROUP,
+        unset="a part of --data",
+        help="Prompts with responses to train on, instead of a part of --data.",
+    )
+    validation: str | None = option(
+        None,
+        group=TEXT_GROUP,
+        unset="a part of --data",
+        help="Prompts with responses that the best state is chosen by, all of them.",
+    )
+    test: str | None = option(
+        None,
+        group=TEXT_GROUP,
+        unset="a part of --data",
+        help="Prompts with responses for the figures before and after, all of them.",
+    )
+    stemming: bool = option(False, group=RESPONSES, help="For rouge-l: compare the Porter stems of words, as MiniLLM does.")
     select_by: str = option(
         "perplexity",
         group=TRAINING,
@@ -120,13 +149,14 @@ class DistillOptions(JobOptions, StepOptions):
     calibration: CalibrationOptions = part(
         CalibrationOptions,
         data=changed(
-            group="Text",
+            group=TEXT_GROUP,
             unset=None,
-            help="Prompts with responses (.jsonl), or text: a file, a folder, a .jsonl, 'stdlib' or a dataset id.",
+            help="Prompts with responses (.jsonl or .json), or text: a file, a folder, rows, 'stdlib' or a dataset id.",
         ),
-        samples=changed(group="Text", help="Sequences that skip tables of a mixture are made from."),
-        sequence_length=changed(group="Text", help="Tokens per sequence of text."),
-        evaluation_samples=changed(64, group="Text", help="Held-out sequences or examples of the figures."),
+        samples=changed(group=TEXT_GROUP, help="Sequences that skip tables of a mixture are made from."),
+        sequence_length=changed(group=TEXT_GROUP, help="Tokens per sequence of text."),
+        evaluation_samples=changed(64, group=TEXT_GROUP, help="Held-out sequences or examples of the figures."),
+        windows=left_out(),
     )
     statistics: Path | None = unlisted(JobOptions, "statistics")
     plan_output: Path | None = unlisted(JobOptions, "plan_output")
@@ -142,10 +172,17 @@ class DistillOptions(JobOptions, StepOptions):
             raise OptionError(f"recipe {self.recipe} compares no predictions; leave out --divergence")
         if self.teacher is None and self.row.needs_teacher:
             raise OptionError(f"recipe {self.recipe} has a teacher; give --teacher, or --recipe sft for none")
+        if self.teacher_experts is not None and (self.row.needs_experts or not self.row.needs_teacher):
+            raise OptionError(
+                f"recipe {self.recipe} chooses the teacher's experts itself or has no teacher; leave out --teacher-experts"
+            )
         if not 0.0 < self.temperature < math.inf or not 0.0 <= self.load_balance_weight < math.inf:
             raise OptionError("temperature must be above 0, and load-balance-weight at least 0")
         if self.teacher_cache is not None:
             self._check_cache()
+        if self.stemming and not METRICS[self.select_by].writes:
+            raise OptionError("--stemming is for rouge-l; leave it out, or give --select-by rouge-l")
+        self._check_files()
         own = self.augmentation
         if own.samples < 1 or not 0.0 <= own.probability <= 1.0:
             raise OptionError("ka-samples must be at least 1, and ka-probability from 0 to 1")
@@ -154,6 +191,18 @@ class DistillOptions(JobOptions, StepOptions):
         self.training(1, 1, 1).check()
         if self.row.trains_router:
             self.router_training(1, 1, 1).check()
+
+    def _check_files(self) -> None:
+        data, files = self.calibration.data, list(self.files.values())
+        if data is not None and None not in files:
+            raise OptionError("--train, --validation and --test are all given, so --data has no part; leave it out")
+        if data is None and any(files) and None in files[:2]:
+            raise OptionError("--train and --validation are both needed without --data; give both, or one file to split")
+
+    @property
+    def files(self) -> dict[str, str | None]:
+        """Return the file of each split; None for a part of the data. Training and validation come first."""
+        return {"training": self.train, "validation": self.validation, "held-out": self.test}
 
     def _check_cache(self) -> None:
         if not self.row.repeats_itself:
@@ -188,7 +237,8 @@ class DistillOptions(JobOptions, StepOptions):
             careful_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
             self.micro_batch_size or UNLIMITED.sequences_per_batch(length),
-            warm_up_steps=warm_up_steps(steps),
+            warm_up_steps=self.warm_up_steps or warm_up_steps(steps),
+            schedule=self.schedule,
             clip_norm=self.clip_norm,
             seed=self.calibration.seed,
             save_every=turn * max(1, self.save_every // turn),

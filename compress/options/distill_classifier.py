@@ -73,7 +73,11 @@ class ClassifierOptions(JobOptions):
     )
     save_every: int = like(DistillOptions, "save_every", 200)
     calibration: CalibrationOptions = part(
-        CalibrationOptions, samples=left_out(), sequence_length=left_out(), evaluation_samples=changed(64)
+        CalibrationOptions,
+        samples=left_out(),
+        sequence_length=left_out(),
+        evaluation_samples=changed(64),
+        windows=left_out(),
     )
     statistics: Path | None = unlisted(JobOptions, "statistics")
     plan_output: Path | None = unlisted(JobOptions, "plan_output")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MEASURE, TASKS = "What to measure", "Tasks"
 ACCURACY = "accuracy"
-TextSplit = Literal["held-out", "calibration", "all"]
+TextSplit = Literal["held-out", "selection", "report", "calibration", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,10 @@ class EvaluateOptions:
     calibration: CalibrationOptions = part(
         CalibrationOptions,
         data=changed(group="Text"),
-        samples=changed(32, group="Text"),
+        samples=changed(32, group="Text", help="Sequences; for rouge-l and accuracy the most examples, all if not given."),
         sequence_length=changed(group="Text"),
         evaluation_samples=left_out(0),
+        windows=changed(group="Text"),
     )
     metric: str = option(
         PERPLEXITY, group=MEASURE, choices=(*METRICS, ACCURACY), help="Figure; for a classifier it is always accuracy."
@@ -44,6 +45,14 @@ class EvaluateOptions:
     skip_rule: str = like(OpenOptions, "skip_rule")
     limits: Limits = part(Limits)
     template: str | None = like(DistillOptions, "template")
+    test: str | None = like(
+        DistillOptions,
+        "test",
+        group="Prompts and responses",
+        unset=None,
+        help="For rouge-l: prompts with responses of which every row is scored, instead of --data and --split.",
+    )
+    stemming: bool = like(DistillOptions, "stemming")
     seeds: int = option(5, group="Prompts and responses", minimum=1, help="For rouge-l: times to sample responses.")
     sampling: SamplingOptions = part(
         SamplingOptions,
@@ -64,7 +73,7 @@ class EvaluateOptions:
         "held-out",
         group="Text",
         choices=get_args(TextSplit),
-        help="Part of the text; calibration never sees 'held-out'.",
+        help="Part of the text; calibration never sees 'held-out', whose halves are 'selection' and 'report'.",
     )
     memory_limit: int | None = like(JobOptions, "memory_limit")
     dtype: torch.dtype | None = None

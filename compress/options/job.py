@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibrate.options import TEXT, CalibrationOptions
-from engine.options import check, declared, option, part
+from engine.options import check, declared, left_out, option, part
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ class JobOptions:
     model: str = option("demo", group="", is_argument=True, help="Directory, hub id or 'demo'.")
     output: Path = field(metadata=declared(group=OUTPUT, short="-o", unset="MODEL-METHOD", help="Directory of the result."))
     method: str
-    calibration: CalibrationOptions = part(CalibrationOptions)
+    calibration: CalibrationOptions = part(CalibrationOptions, windows=left_out())
     statistics: Path | None = option(
         None, group=TEXT, help="Statistics file of `compress calibrate`, instead of a run over the text."
     )

@@ -27,11 +27,15 @@ class RunOptions:
     device: str = option("cpu", group="Machine", choices=DEVICE_NAMES, help="Where the run would compute.")
     method: str = like(PruneOptions, "method", several=None, help="Criterion.")
     sparsity: float = like(Budget, "sparsity", 0.5)
-    calibration: CalibrationOptions = part(CalibrationOptions, data=left_out())
+    calibration: CalibrationOptions = part(CalibrationOptions, data=left_out(), windows=left_out())
     diep: DiepOptions = part(
         DiepOptions,
         batch_size=left_out(),
         learning_rate=left_out(),
+        alpha_learning_rate=left_out(),
+        beta_learning_rate=left_out(),
+        recenter=left_out(),
+        fixed_beta=left_out(),
         reconstruction_weight=left_out(),
         pressure=left_out(),
         score=left_out(),

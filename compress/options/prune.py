@@ -44,6 +44,24 @@ SEARCH_DEFAULTS = {
 BY_RELAXATION = "by relaxation"
 
 
+class SearchAblation(NamedTuple):
+    """One row of SEARCH_ABLATIONS: the scores that are left of DiEP's search (DiEP, table 2)."""
+
+    trains_alpha: bool = True
+    trains_beta: bool = True
+    ranks_frequency: bool = False
+    """Whether the ranking score is f·β, with f the share of tokens routed to an expert, in place of α·β."""
+    fixes_beta: bool = False
+    """Whether β is `fixed_beta`; otherwise it starts at 1."""
+
+
+SEARCH_ABLATIONS = {
+    "alpha": SearchAblation(trains_beta=False),
+    "beta": SearchAblation(trains_alpha=False, ranks_frequency=True),
+    "fixed-beta": SearchAblation(trains_beta=False, fixes_beta=True),
+}
+
+
 def default_scopes() -> str:
     """Return the default scope of most methods, followed by the scopes of methods with another default."""
     first, *others = ((name, METHODS[name].scopes[0]) for name in methods_of("prune"))
@@ -58,6 +76,12 @@ class DiepOptions:
     epochs: int = option(10, group=DIEP, minimum=0, help="Passes over the text.")
     batch_size: int = option(16, group=DIEP, minimum=1, help="Sequences per step.")
     learning_rate: float | None = option(None, group=DIEP, unset=BY_RELAXATION, help="Learning rate of α and β.")
+    alpha_learning_rate: float | None = option(
+        None, group=DIEP, unset="--learning-rate", help="Learning rate η_α of the experts' scores α."
+    )
+    beta_learning_rate: float | None = option(
+        None, group=DIEP, unset="--learning-rate", help="Learning rate η_β of the layers' scores β."
+    )
     reconstruction_weight: float = option(0.01, group=DIEP, help="Weight λ of the reconstruction loss.")
     pressure: float | None = option(
         None, group=DIEP, unset=BY_RELAXATION, help="Weight μ of the mean gate, for relaxation gated."
@@ -76,6 +100,26 @@ class DiepOptions:
         choices=("raw", "normalised"),
         help="Rank experts by α·β (`raw`) or by N·softmax(α)·β (`normalised`).",
     )
+    recenter: bool = option(
+        True,
+        group=DIEP,
+        off="no-recenter",
+        help="After each step, subtract the mean of a layer's α where a constant added to all of them changes nothing.",
+    )
+    ablation: str | None = option(
+        None,
+        group=DIEP,
+        choices=tuple(SEARCH_ABLATIONS),
+        help="Learn α alone; learn β alone and rank by frequency·β; or learn α beside a β that is fixed (`--fixed-beta`).",
+    )
+    fixed_beta: tuple[float, ...] = option(
+        (1.5, 0.5),
+        group=DIEP,
+        several="commas",
+        metavar="β",
+        unset="1.5,0.5",
+        help="For ablation fixed-beta: β of the first and of the last MoE layer, with equal steps between them.",
+    )
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,15 +128,26 @@ class DiepOptions:
     def check(self) -> None:
         """Raise OptionError for a value with which no search is possible."""
         filled = self.filled()
-        for name in ("learning_rate", "reconstruction_weight", "pressure"):
+        for name in ("learning_rate", "alpha_learning_rate", "beta_learning_rate", "reconstruction_weight", "pressure"):
             value = getattr(filled, name)
             if not 0.0 <= value < math.inf:
                 raise OptionError(f"{name.replace('_', '-')} is {value}; it must be a number from 0")
+        if len(self.fixed_beta) != 2 or not all(0.0 < beta < math.inf for beta in self.fixed_beta):
+            raise OptionError("fixed-beta must be two numbers above 0: β of the first and of the last MoE layer")
+
+    @property
+    def trained(self) -> SearchAblation:
+        """Return which scores are trained; both without an ablation."""
+        return SearchAblation() if self.ablation is None else SEARCH_ABLATIONS[self.ablation]
 
     def filled(self) -> DiepOptions:
-        """Return these options with every None replaced by the relaxation's default."""
+        """Return these options with every None replaced by its default, which most have from the relaxation."""
         default = SEARCH_DEFAULTS[self.relaxation]
-        return replace(self, **{name: value for name, value in default._asdict().items() if getattr(self, name) is None})
+        if not self.trained.trains_alpha:
+            default = default._replace(start="zero")
+        rate = default.learning_rate if self.learning_rate is None else self.learning_rate
+        values = default._asdict() | {"alpha_learning_rate": rate, "beta_learning_rate": rate}
+        return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from engine.errors import OptionError
 from engine.families.config import DecoderConfig
 from engine.families.tensor_shapes import attention_weights, expected_tensors, feed_forward_weights
 from engine.kernels.scheme import BITS, WHOLE_ROW, Scheme
-from engine.options import changed, check, declared, declared_part, option, part, unlisted
+from engine.options import changed, check, declared, declared_part, left_out, option, part, unlisted
 
 ROUND = "Quantization"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -108,6 +108,7 @@ class QuantizeOptions(JobOptions):
             help="Held-out sequences that perplexity is measured on, before and after; 0 for none, and then no text is "
             "read without --activation-aware."
         ),
+        windows=left_out(),
     )
     statistics: Path | None = unlisted(JobOptions, "statistics")
     plan_output: Path | None = unlisted(JobOptions, "plan_output")

@@ -10,6 +10,8 @@ from engine.options import check, option
 
 TRAINING, RECOVERY = "Training", "Recovery"
 WARM_UP_SHARE = 0.05
+SCHEDULE_NAMES = ("cosine", "linear", "constant")
+"""The keys of SCHEDULES (compress/training/training.py), which needs torch."""
 HIGHEST_RATE = 1.0 / 160
 """Highest default rate. It suits the demo model, which has hidden size 160; twice the rate was too high."""
 CARE = 0.25
@@ -44,6 +46,8 @@ class TrainingOptions:
     group_size: int = 16
     """Sequences in memory at a time; the gradients of a step's groups are accumulated."""
     warm_up_steps: int = 10
+    schedule: str = "cosine"
+    """A key of SCHEDULES (compress/training/training.py): how the learning rate falls after its warm-up."""
     clip_norm: float = math.inf
     """Maximum norm of the gradient of all parameters together."""
     weight_decay: float = 0.0
@@ -103,6 +107,16 @@ class StepOptions:
         minimum=1,
         unset="about 4,096 tokens",
         help="Sequences in memory at a time; their gradients add up to those of the step.",
+    )
+    schedule: str = option(
+        "cosine", group=TRAINING, choices=SCHEDULE_NAMES, help="How the learning rate falls to zero after its warm-up."
+    )
+    warm_up_steps: int | None = option(
+        None,
+        group=TRAINING,
+        minimum=1,
+        unset="5 % of the steps, at least 10",
+        help="Steps in which the learning rate rises to its highest value.",
     )
     clip_norm: float = option(1.0, group=TRAINING, help="Norm that longer gradients are scaled down to.")
     validation_samples: int = option(
@@ -183,7 +197,8 @@ class DenseTrainingOptions(StepOptions):
             good_rate(hidden_size) if self.learning_rate is None else self.learning_rate,
             self.batch_size,
             self.micro_batch_size or UNLIMITED.sequences_per_batch(length),
-            warm_up_steps=warm_up_steps(part.steps),
+            warm_up_steps=self.warm_up_steps or warm_up_steps(part.steps),
+            schedule=self.schedule,
             clip_norm=self.clip_norm,
             seed=self.seed,
             earlier_steps=part.earlier_steps,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compress.report.columns import with_error, with_interval
 from compress.report.figures import ModelFigures, TrainingFigures
 from compress.report.pictures import Picture
 from engine.checkpoint.hub import is_hub_id, split
@@ -30,8 +31,15 @@ def model_card(
         ("experts", figures["experts_before"], figures["experts_after"]),
         ("parameters", f"{figures['parameters_before']:,}", f"{figures['parameters_after']:,}"),
         ("bytes of weights", f"{figures['bytes_before']:,}", f"{figures['bytes_after']:,}"),
-        ("perplexity", _number(figures["perplexity_before"]), _number(figures["perplexity_after"])),
+        (
+            "perplexity",
+            _number(figures["perplexity_before"], figures.get("perplexity_before_stderr")),
+            _number(figures["perplexity_after"], figures.get("perplexity_after_stderr")),
+        ),
     ]
+    if (ratio := figures.get("perplexity_ratio")) is not None:
+        ends = (figures["perplexity_ratio_low"], figures["perplexity_ratio_high"])
+        rows.append(("perplexity ratio, 95 %", "", with_interval(ratio, *ends)))
     if "token_accuracy_before" in figures:
         rows.append(("token accuracy", _number(figures["token_accuracy_before"]), _number(figures["token_accuracy_after"])))
     kept = [f"| {layer} | {count} |" for layer, count in zip(layers, figures["experts_per_layer"], strict=True)]
@@ -52,7 +60,7 @@ def model_card(
             "| --- | ---: | ---: |",
             *(f"| {name} | {before} | {after} |" for name, before, after in rows),
             "",
-            f"Perplexity is on {figures['evaluation']}.",
+            f"Perplexity is on {figures['evaluation']}{_documents(figures)}.",
             f"It took {figures['seconds']:.0f} s and at most {figures['peak_memory_bytes'] / 1e9:.2f} GB of memory.",
             "",
             *_loading(figures, loader),
@@ -91,6 +99,12 @@ def training_lines(parts: Mapping[str, TrainingFigures]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
+def _documents(figures: ModelFigures) -> str:
+    """Return how many documents the text is from, where that is known."""
+    documents = figures.get("evaluation_documents")
+    return f", from {documents} documents (± standard error over documents)" if documents else ""
+
+
 def _kind(figures: Mapping[str, Any], title: str | None) -> str:
     kind = "pruned" if title is None else "dense"
     return kind if "weight_bits" not in figures else "quantized" if title else f"{kind}, quantized"
@@ -106,5 +120,5 @@ def _loading(figures: Mapping[str, Any], loader: str) -> list[str]:
     return ["```python", *code, "```"]
 
 
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
+def _number(value: float | None, error: float | None = None) -> str:
+    return "not measured" if value is None else with_error(value, error, 3)

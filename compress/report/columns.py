@@ -47,6 +47,19 @@ def number(value: float | None, digits: int = 2) -> str:
     return DASH if value is None else f"{value:,.{digits}f}"
 
 
+def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
+    """Return a figure with its standard error, where there is one, or a dash for None."""
+    spread = "" if value is None or error is None else f" ± {error:,.{digits}f}"
+    return number(value, digits) + spread
+
+
+def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 3) -> str:
+    """Return a figure with its interval, where there is one, or a dash for None."""
+    is_known = value is not None and low is not None and low != high
+    bounds = f" ({low:,.{digits}f} to {high:,.{digits}f})" if is_known else ""
+    return number(value, digits) + bounds
+
+
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Return the columns in which at least one row has a figure, the model's name first."""
     skipping = _SKIPPED if any(row.get("skip_threshold") for row in rows) else []
@@ -93,15 +106,15 @@ def _quality(rows: Sequence[Row]) -> list[Column]:
 
     def perplexity(row: Row) -> str:
         mark = f" [{row['perplexity_group']}]" if several and row.get("perplexity") is not None else ""
-        return number(row.get("perplexity")) + mark
+        return with_error(row.get("perplexity"), row.get("perplexity_stderr")) + mark
 
-    about = "On held-out text, the same for all models; lower is better."
+    about = "On held-out text, the same for all models, ± its standard error over documents; lower is better."
     if several:
         about += " Only figures with the same mark in brackets are of the same tokens and may be compared."
     found = Column("perplexity", lambda row: row.get("perplexity"), perplexity, about, relative=not several)
     tasks = {task: own for row in rows for task, own in (row.get(TASKS) or {}).items() if own}
     measured = [_task(task, next(iter(own)), key) for task, own in tasks.items() for key in (TASKS, TASKS_WITHOUT)]
-    return [found, _UNSKIPPED, *measured]
+    return [found, _RATIO, _UNSKIPPED, *measured]
 
 
 def _task(task: str, metric: str, key: str) -> Column:
@@ -147,10 +160,22 @@ def _share(value: float | None) -> str:
     return DASH if value is None else f"{value:.1%}"
 
 
-_UNSKIPPED = _figure(
+def _ratio(row: Row) -> str:
+    ends = (row.get("perplexity_ratio_low"), row.get("perplexity_ratio_high"))
+    return with_interval(row.get("perplexity_ratio"), *ends)
+
+
+_RATIO = Column(
+    "ratio, 95 %",
+    lambda row: row.get("perplexity_ratio"),
+    _ratio,
+    "Perplexity over that of the first model that reads the same tokens, with its interval, paired by document.",
+    relative=False,
+)
+_UNSKIPPED = Column(
     "nothing skipped",
-    "perplexity_without_skipping",
-    number,
+    lambda row: row.get("perplexity_without_skipping"),
+    lambda row: with_error(row.get("perplexity_without_skipping"), row.get("perplexity_without_skipping_stderr")),
     "Perplexity with all chosen experts, for models whose perplexity is measured with skipping.",
 )
 _MODEL = Column("model", lambda row: str(row["label"]), lambda row: str(row["label"]), "As it was given.", relative=False)

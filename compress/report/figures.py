@@ -24,7 +24,24 @@ class TrainingFigures(TypedDict):
     best_step: int | None
 
 
-class ModelFigures(TypedDict):
+class PerplexityFigures(TypedDict):
+    """Perplexities of a decoder before and after, on the same windows of held-out text."""
+
+    perplexity_before: float | None
+    perplexity_before_stderr: NotRequired[float | None]
+    """Standard error over documents; None with a single document."""
+    perplexity_after: float | None
+    perplexity_after_stderr: NotRequired[float | None]
+    perplexity_ratio: NotRequired[float | None]
+    """Perplexity after over that before."""
+    perplexity_ratio_low: NotRequired[float | None]
+    """Lower end of the ratio's interval of 95 percent, paired by document; the next field is the upper end."""
+    perplexity_ratio_high: NotRequired[float | None]
+    evaluation_documents: NotRequired[int]
+    """Number of documents that the held-out windows are from."""
+
+
+class ModelFigures(PerplexityFigures):
     """Figures of a smaller model beside those of its source."""
 
     artifact: str
@@ -38,8 +55,6 @@ class ModelFigures(TypedDict):
     parameters_after: int
     bytes_before: int
     bytes_after: int
-    perplexity_before: float | None
-    perplexity_after: float | None
     evaluation: str
     """The text on which perplexities are measured."""
     seconds: float
@@ -158,13 +173,25 @@ class DistillationFigures(TrainingFigures):
     metric_name: str
     metric_before: float
     metric_after: float
+    teacher_experts: int | None
+    """Experts that each token of the teacher uses; None for its own number."""
+    teacher_metric: float | None
+    """The teacher's own value of the metric with so many experts; None unless a number is given."""
     response_perplexity_before: float
     response_perplexity_after: float
     time_share: dict[str, float]
     teacher_unselected_share_per_layer: list[float] | None
     router_divergence_per_layer: list[float] | None
+    """KL(old ‖ new) of the trained routers on the same inputs, the mean over tokens."""
+    router_drift_mean_per_layer: list[float] | None
+    """KL(old ‖ new) where the old and the new teacher each route their own hidden states; the next field is the maximum."""
+    router_drift_max_per_layer: list[float] | None
     prompts_left_out: int
+    prompts_cut: int
     responses_cut: int
+    rows_left_out: int
+    examples: int
+    """Number of examples that the metrics before and after are measured on."""
 
 
 class DistillFigures(ModelFigures, DistillationFigures):
@@ -172,6 +199,17 @@ class DistillFigures(ModelFigures, DistillationFigures):
 
     With --select-by rouge-l, validation_rouge_l replaces validation_perplexity.
     """
+
+
+class TeacherExpertsFigures(TypedDict):
+    """Figures of `compress distill` with several --teacher-experts."""
+
+    output: str
+    runs: list[DistillFigures]
+    rows: list[dict[str, Any]]
+    """The metric of each student and of its teacher."""
+    seconds: float
+    peak_memory_bytes: int
 
 
 class ClassifierFigures(TypedDict):
@@ -215,13 +253,18 @@ class EvaluateFigures(TypedDict):
 
     metric: str
     value: float
+    value_stderr: float | None
+    """Standard error over documents; None with a single document."""
     tokens: int
+    documents: int
+    """Number of documents that the text's windows are from."""
     skip_threshold: float
     experts_skipped_share: float | None
     """Share of expert evaluations that were skipped; None for a dense or an exported model."""
     seconds: float
     data: str
     split: str
+    windows: str
 
 
 class TaskFigures(TypedDict):

@@ -6,7 +6,7 @@ Shape suffixes: N experts of a layer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from calibrate.statistics import Statistics, effective_experts, usage_shares
 from compress.plans.plan import Plan
 from compress.report import plots
 from compress.report.diep_scores import DiepScores
+from compress.report.expert_record import Experts, Matrix
 from engine.families.config import DecoderConfig
 from engine.files.json_file import writing
 
@@ -52,15 +53,27 @@ class Pictured:
     scores: DiepScores | None = None
     routed: Mapping[int, Sequence[int]] | None = None
     """By layer, tokens routed to each expert; None for those of the statistics."""
+    recorded: Experts | None = None
+    """The experts as they were recorded, for a model without statistics."""
+
+    @property
+    def seen(self) -> Experts:
+        """All that is known of the experts' usage and similarity."""
+        if self.statistics is None:
+            found = self.recorded or Experts()
+            return found if self.routed is None else replace(found, routed=self.tokens_routed)
+        layers = self.statistics.layers
+        between = {layer: layers[layer].rbf_cka_before.tolist() for layer in sorted(layers)[1:]}
+        return Experts(self.tokens_routed, {layer: own.rbf_cka.tolist() for layer, own in layers.items()}, between)
 
     @property
     def tokens_routed(self) -> dict[int, list[int]]:
         """Tokens routed to each expert, by layer; empty where none were counted."""
         if self.routed is not None:
             return {layer: list(counts) for layer, counts in self.routed.items()}
-        return (
-            {} if self.statistics is None else {n: own.tokens_routed.tolist() for n, own in self.statistics.layers.items()}
-        )
+        if self.statistics is None:
+            return {} if self.recorded is None else {layer: list(own) for layer, own in self.recorded.routed.items()}
+        return {layer: own.tokens_routed.tolist() for layer, own in self.statistics.layers.items()}
 
 
 def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | None:
@@ -88,15 +101,14 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
         figure = plots.expert_usage([usage(model) for model in used])
         about = "Share of tokens routed to each expert, per layer; experts carry the numbers of the model they come from."
         pictures.append(save(directory, "expert_usage", figure, "Expert usage", about))
-    known = [model for model in models if model.statistics is not None]
-    for model, name in _numbered(known, "expert_similarity"):
-        assert model.statistics is not None
-        within = {layer: own.rbf_cka.tolist() for layer, own in model.statistics.layers.items()}
+    known = [(model, model.seen) for model in models]
+    similar = [(model, seen.within) for model, seen in known if seen.within]
+    for (model, within), name in _numbered(similar, "expert_similarity"):
         figure, title = plots.expert_similarity(model.label, within), "Similarity of experts"
         about = "RBF CKA of the outputs of each two experts on the same tokens: the brighter, the more they do alike."
         pictures.append(save(directory, name, figure, title, about, model.label))
-    neighbours = [(model, matrices) for model in known if (matrices := between_layers(model))]
-    for (model, matrices), name in _numbered(neighbours, "layer_similarity"):
+    neighbors = [(model, by_neighbors(seen)) for model, seen in known if seen.between]
+    for (model, matrices), name in _numbered(neighbors, "layer_similarity"):
         figure, title = plots.layer_similarity(model.label, matrices), "Similarity between layers"
         about = "RBF CKA of the outputs of each two experts of neighboring MoE layers, on the same tokens."
         pictures.append(save(directory, name, figure, title, about, model.label))
@@ -167,11 +179,10 @@ def _numbered(drawn: Sequence[Drawn], name: str) -> list[tuple[Drawn, str]]:
     return [(own, name if len(drawn) == 1 else f"{name}_{index}") for index, own in enumerate(drawn, start=1)]
 
 
-def between_layers(model: Pictured) -> dict[tuple[int, int], list[list[float]]]:
+def by_neighbors(experts: Experts) -> dict[tuple[int, int], Matrix]:
     """Return CKA between the experts of neighboring MoE layers, by (layer, the layer before)."""
-    assert model.statistics is not None
-    layers = sorted(model.statistics.layers)
-    return {(layer, before): model.statistics.layers[layer].rbf_cka_before.tolist() for before, layer in pairwise(layers)}
+    layers = sorted({*experts.within, *experts.between})
+    return {(layer, before): experts.between[layer] for before, layer in pairwise(layers) if layer in experts.between}
 
 
 def usage(model: Pictured) -> plots.UsageShares:

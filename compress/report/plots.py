@@ -288,6 +288,26 @@ def by_layer(title: str, panels: Mapping[str, Mapping[int, float]]) -> Any:
     return figure
 
 
+def by_number(title: str, x_label: str, panels: Mapping[str, Mapping[int, float]]) -> Any:
+    """Draw values over whole numbers as points joined by a line, in a panel for each quantity."""
+    from matplotlib.figure import Figure
+
+    across, gap, left = 3.2, 0.8, 0.75
+    with style():
+        page = _Page(_width(left + len(panels) * (across + gap), title, left), 1, 2.2, title=0.36, below=0.62)
+        figure = Figure(figsize=page.size)
+        for place, (name, own) in enumerate(panels.items()):
+            axes = page.axes(figure, 0, left + place * (across + gap), across)
+            numbers = sorted(own)
+            axes.plot(numbers, [own[number] for number in numbers], marker="o", color=COLOURS[place % len(COLOURS)])
+            axes.set_title(name)
+            axes.set_xlabel(x_label)
+            axes.set_xticks(numbers)
+            axes.grid(color="#e6e6e6", linewidth=0.8)
+        page.title(figure, title, left)
+    return figure
+
+
 def training(name: str, terms: Mapping[str, Sequence[float]], validations: Sequence[tuple[int, float]], measure: str) -> Any:
     """Draw each loss term by step, smoothed over the pale line of single steps, and the validations beside them.
 

@@ -19,11 +19,12 @@ from calibrate.batches import calibration_texts
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
 from calibrate.statistics import Statistics, load_statistics
+from calibrate.windows import Windows
 from compress.options.job import JobOptions
 from compress.plans.plan import Plan
 from compress.report.pictures import Picture
 from compress.rounding.quantizer import Quantiser
-from compress.run.perplexity import perplexity, routed_counts
+from compress.run.perplexity import losses, routed_counts
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.checkpoint import Checkpoint, resolve
 from engine.checkpoint.tokenizer import load_tokenizer
@@ -40,7 +41,7 @@ class Prepared:
     checkpoint: Checkpoint
     calibration: CalibrationOptions
     tokens_SL: Tensor
-    held_out_SL: Tensor | None
+    held_out: Windows | None
     statistics: Statistics | None
     dtype: torch.dtype
 
@@ -98,7 +99,8 @@ AnyRun = Run[JobOptions, Prepared]
 class HeldOut(TypedDict):
     """Results on the held-out text, as JSON; None without such a text."""
 
-    perplexity: float | None
+    losses: list[float] | None
+    """Summed negative log-likelihood of each window, in nats."""
     routed: dict[str, list[int]] | None
     """Number of tokens routed to each expert, by decoder layer index."""
 
@@ -199,15 +201,15 @@ def statistics_of(run: AnyRun) -> Statistics:
 def held_out(run: AnyRun, checkpoint: Checkpoint, when: str, directory: Path | None = None) -> HeldOut:
     """Evaluate the source or the result on the held-out text; both values are None where there is no such text.
 
-    when: "before" or "after", for the progress bar. directory: passed to `perplexity`.
+    when: "before" or "after", for the progress bar. directory: passed to `losses`.
     """
     prepared = run.prepared
-    if prepared.held_out_SL is None:
-        return {"perplexity": None, "routed": None}
+    if prepared.held_out is None:
+        return {"losses": None, "routed": None}
     counts: dict[int, list[int]] = {}
-    value = perplexity(
+    found = losses(
         checkpoint,
-        prepared.held_out_SL,
+        prepared.held_out.tokens_SL,
         dtype=prepared.dtype,
         device=run.options.device,
         visit=routed_counts(counts, directory),
@@ -215,4 +217,7 @@ def held_out(run: AnyRun, checkpoint: Checkpoint, when: str, directory: Path | N
         directory=directory,
         progress=run.bar(f"perplexity {when} (layers)"),
     )
-    return {"perplexity": value, "routed": {str(layer): own for layer, own in sorted(counts.items())}}
+    return {
+        "losses": found.summed_S.tolist(),
+        "routed": {str(layer): own for layer, own in sorted(counts.items())},
+    }

@@ -1,8 +1,7 @@
-"""Perplexity by the streaming forward pass of this project, and the number of tokens routed to each expert."""
+"""Losses and perplexity by the streaming forward pass of this project, and the number of tokens routed to each expert."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.run.losses import Losses
 from compress.run.work_directory import read_value, write_value
 from engine.checkpoint.checkpoint import Checkpoint, ModelDirectory
 from engine.decoder.experts import MoeBlock
@@ -29,7 +29,12 @@ PIECE = 512
 """Number of positions whose logits an exported model computes at a time."""
 
 
-def perplexity(
+def perplexity(checkpoint: Checkpoint, tokens_SL: Tensor, **options: Any) -> float:
+    """Return exp of the mean negative log-likelihood of all tokens but each sequence's first; options: of `losses`."""
+    return losses(checkpoint, tokens_SL, **options).perplexity
+
+
+def losses(
     checkpoint: Checkpoint,
     tokens_SL: Tensor,
     *,
@@ -39,42 +44,43 @@ def perplexity(
     budget: MemoryBudget = UNLIMITED,
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-) -> float:
-    """Return exp of the mean negative log-likelihood of all tokens but each sequence's first, layer by layer.
+) -> Losses:
+    """Return the losses of a model on each sequence, computed layer by layer.
 
     visit: may change a layer before it runs. directory: holds the state of an interrupted pass, which is continued.
-    Several processes share the sequences, and all return the same value.
+    Several processes share the sequences, and all return the losses of all sequences.
     """
     rows = processes.own_rows(*tokens_SL.shape, budget=budget)
     kept = None if directory is None else processes.own_directory(directory, rows)
-    total, count = processes.added_up(
-        stream_negative_log_likelihood(
-            checkpoint,
-            tokens_SL[rows],
-            dtype=dtype,
-            device=device,
-            visit=visit,
-            budget=budget,
-            directory=kept,
-            progress=progress,
-        )
+    summed_S = torch.zeros(len(tokens_SL), dtype=torch.float64)
+    summed_S[rows] = stream_negative_log_likelihood(
+        checkpoint,
+        tokens_SL[rows],
+        dtype=dtype,
+        device=device,
+        visit=visit,
+        budget=budget,
+        directory=kept,
+        progress=progress,
     )
-    if not math.isfinite(total):
+    processes.add_up([summed_S])
+    if not summed_S.isfinite().all():
         raise CheckpointError(f"{checkpoint.directory}: the loss is not finite; activations overflow, try --dtype float32")
-    return math.exp(min(total / count, 700.0))
+    return Losses(summed_S, tokens_SL.shape[1] - 1)
 
 
-def exported_perplexity(
+def exported_losses(
     model: ModelDirectory,
     decoder: OnnxDecoder,
     tokens_SL: Tensor,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-) -> float:
-    """Return the perplexity of an exported model, sequence by sequence, PIECE positions at a time.
+) -> Losses:
+    """Return the losses of an exported model, sequence by sequence, PIECE positions at a time.
 
     Where long texts use other rotation angles, the first piece is long enough to select them.
     """
-    total, (sequences, length) = 0.0, tokens_SL.shape
+    sequences, length = tokens_SL.shape
+    summed_S = torch.zeros(sequences, dtype=torch.float64)
     switch = Rotary(decoder.config).switch
     first = PIECE if switch is None or length <= switch else max(PIECE, switch + 1)
     for row in progress(range(sequences)):
@@ -83,22 +89,22 @@ def exported_perplexity(
             end = min(begin + PIECE if begin else first, length)
             logits_LV = decoder(tokens_SL[row : row + 1, begin:end], None, cache)[0].float()
             following_L = tokens_SL[row, begin + 1 : end + 1]
-            total += float(F.cross_entropy(logits_LV[: len(following_L)], following_L, reduction="sum"))
-    if not math.isfinite(total):
+            summed_S[row] += float(F.cross_entropy(logits_LV[: len(following_L)], following_L, reduction="sum"))
+    if not summed_S.isfinite().all():
         raise CheckpointError(f"{model.directory}: the loss is not finite; activations overflow, export it in float32")
-    return math.exp(min(total / (sequences * (length - 1)), 700.0))
+    return Losses(summed_S, length - 1)
 
 
-def routed_perplexity(
+def routed_losses(
     checkpoint: Checkpoint, tokens_SL: Tensor, routings: Sequence[Routing], **options: Any
-) -> tuple[float, float | None]:
-    """Return `perplexity` with these Routings of the MoE layers, and the share of skipped expert evaluations.
+) -> tuple[Losses, float | None]:
+    """Return `losses` with these Routings of the MoE layers, and the share of skipped expert evaluations.
 
-    options: of `perplexity`. The share is None for a dense model.
+    options: of `losses`. The share is None for a dense model.
     """
     counted = _SkippedSlots()
-    value = perplexity(checkpoint, tokens_SL, visit=_layers_routed_by(checkpoint, routings, counted), **options)
-    return value, counted.share
+    found = losses(checkpoint, tokens_SL, visit=_layers_routed_by(checkpoint, routings, counted), **options)
+    return found, counted.share
 
 
 @dataclass

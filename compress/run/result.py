@@ -12,18 +12,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from calibrate.statistics import Statistics, load_statistics
+from calibrate.windows import Windows
 from compress.options.job import JobOptions
 from compress.plans.apply import apply, carried_files
 from compress.plans.plan import plan_to_json
 from compress.report import plots
 from compress.report.card import model_card
 from compress.report.diep_scores import load_scores
-from compress.report.figures import ModelFigures
+from compress.report.expert_record import ExpertRecord, save_record
+from compress.report.figures import ModelFigures, PerplexityFigures
 from compress.report.pictures import Pictured, draw, kept_experts
 from compress.run.job import AnyRun, HeldOut, Made, fingerprints, held_out
+from compress.run.losses import Losses
 from compress.run.work_directory import WorkDirectory
 from engine.checkpoint.artifact import (
     check_checksums,
@@ -131,8 +136,11 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
             skip_tables(own).save(directory / SKIP_TABLES)
         made.add_files(directory)
         models = [_before(run, before), _after(options, made, result, own, after)]
+        record = ExpertRecord(*(model.seen for model in models))
+        if record.after.routed or record.after.within:
+            save_record(record, directory)
         pictures = [*made.draw(directory), *draw(directory, models)] if plots.available() else []
-        figures = _figures(run, made, result, before["perplexity"], after["perplexity"])
+        figures = _figures(run, made, result, perplexity_figures(run.prepared.held_out, before, after))
         figures["plots"] = [picture.path.name for picture in pictures]
         skipping, lines = (directory / SKIP_TABLES).exists(), (*made.card, *(made.quantiser.card if made.quantiser else ()))
         card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures, made.title, lines)
@@ -183,12 +191,32 @@ def _routed(seen: HeldOut) -> dict[int, list[int]] | None:
     return None if counts is None else {int(layer): own for layer, own in counts.items()}
 
 
-def _figures(run: AnyRun, made: Made, result: Checkpoint, before: float | None, after: float | None) -> ModelFigures:
+def perplexity_figures(windows: Windows | None, before: HeldOut, after: HeldOut) -> PerplexityFigures:
+    """Return the perplexities before and after, with their standard errors, and their ratio, paired by document."""
+    if windows is None or before["losses"] is None or after["losses"] is None:
+        return cast(PerplexityFigures, dict.fromkeys(PerplexityFigures.__annotations__) | {"evaluation_documents": 0})
+    predictions, documents_S = windows.tokens_SL.shape[1] - 1, windows.documents_S
+    both = (before["losses"], after["losses"])
+    first, then = (Losses(torch.tensor(each, dtype=torch.float64), predictions) for each in both)
+    ratio = then.ratio_to(first, documents_S)
+    return {
+        "perplexity_before": first.perplexity,
+        "perplexity_before_stderr": first.standard_error(documents_S),
+        "perplexity_after": then.perplexity,
+        "perplexity_after_stderr": then.standard_error(documents_S),
+        "perplexity_ratio": ratio.value,
+        "perplexity_ratio_low": ratio.low,
+        "perplexity_ratio_high": ratio.high,
+        "evaluation_documents": windows.documents,
+    }
+
+
+def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: PerplexityFigures) -> ModelFigures:
     """Return the figures of every smaller model, followed by the command's own."""
     options, source = run.options, run.prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
     calibration = run.prepared.calibration
-    own: ModelFigures = {
+    own: Mapping[str, object] = {
         "artifact": str(options.output),
         "method": made.method,
         "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
@@ -199,8 +227,7 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, before: float | None, 
         "parameters_after": result.parameters,
         "bytes_before": source.bytes,
         "bytes_after": result.bytes,
-        "perplexity_before": before,
-        "perplexity_after": after,
+        **perplexities,
         "evaluation": f"{calibration.evaluation_samples} held-out sequences of {calibration.sequence_length} tokens of "
         f"{calibration.data}",
         "seconds": time.monotonic() - run.started,

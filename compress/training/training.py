@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from compress.options.training import TrainingOptions
+from compress.options.training import SCHEDULE_NAMES, TrainingOptions
 from compress.report.figures import TrainingFigures
 from compress.training.moments import restore, with_moments
 from engine.errors import CheckpointError, DataError, TrainingError
@@ -204,7 +204,7 @@ class Trainer:
     def update(self, step: int) -> None:
         """Update the parameters by the gradients."""
         for group in self.optimiser.param_groups:
-            group["lr"] = self.options.learning_rate * rate_at(step, self.options.steps, self.options.warm_up_steps)
+            group["lr"] = self.options.learning_rate * rate_at(step, self.options)
         self.optimiser.step()
         self.take(self.masters)
 
@@ -373,9 +373,24 @@ def figures(trainer: Trainer) -> TrainingFigures:
     return cast(TrainingFigures, values)
 
 
-def rate_at(step: int, steps: int, warm_up_steps: int = 10) -> float:
-    """Return the factor of the learning rate: a short linear warm-up, then a cosine decay to zero."""
-    return min(1.0, (step + 1) / warm_up_steps) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+def rate_at(step: int, options: TrainingOptions) -> float:
+    """Return the factor of the learning rate: a linear warm-up, and the fall of the schedule."""
+    rise = min(1.0, (step + 1) / options.warm_up_steps)
+    return rise * SCHEDULES[options.schedule](step, options.steps, options.warm_up_steps)
+
+
+def _linear(step: int, steps: int, warm_up_steps: int) -> float:
+    """Return a fall from 1 at the end of the warm-up to 0 at the last step (Cruz Salinas et al. §4.2)."""
+    return min(1.0, (steps - step) / max(1, steps - warm_up_steps + 1))
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
+    "cosine": lambda step, steps, warm_up_steps: 0.5 * (1.0 + math.cos(math.pi * step / steps)),
+    "linear": _linear,
+    "constant": lambda step, steps, warm_up_steps: 1.0,
+}
+"""Functions from (step, number of steps, steps of the warm-up) to a factor of the learning rate."""
+assert tuple(SCHEDULES) == SCHEDULE_NAMES
 
 
 def batch_rows(count: int, batch_size: int, step: int, seed: int) -> Tensor:

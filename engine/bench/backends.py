@@ -30,6 +30,9 @@ from engine.onnx.runtime import backend_of
 from engine.transformers_models.transformers_model import load_decoder
 
 KINDS = ("pp", "tg")
+COMPILED = "compiled "
+EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", f"{COMPILED}batched_mm", f"{COMPILED}grouped_mm")
+"""How transformers can compute experts, also with each layer compiled by torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class BenchSpec(Spec):
     skip_min_experts: int = OpenOptions.skip_min_experts
     skip_rule: str = OpenOptions.skip_rule
     kv_cache_dtype: str = OpenOptions.kv_cache_dtype
+    experts_implementation: str | None = None
+    """For transformers: one of EXPERTS_IMPLEMENTATIONS; None for its own choice."""
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -71,6 +76,11 @@ class BenchSpec(Spec):
             raise OptionError(f"backend {self.backend!r} has its own KV cache; leave --kv-cache-dtype at auto for it")
         if self.backend != "torch" and self.skip_threshold != 0:
             raise OptionError(f"backend {self.backend!r} cannot skip experts; leave the skip threshold at 0 for it")
+        if self.experts_implementation not in (None, *EXPERTS_IMPLEMENTATIONS):
+            known = ", ".join(EXPERTS_IMPLEMENTATIONS)
+            raise OptionError(f"experts implementation {self.experts_implementation!r} is not known; choose {known}")
+        if self.experts_implementation is not None and self.backend != "transformers":
+            raise OptionError(f"backend {self.backend!r} has its own experts; an implementation is for transformers only")
 
 
 class Backend(Protocol):
@@ -179,10 +189,19 @@ class TransformersBackend:
         self.dtype = resolve_dtype(spec.dtype, self.checkpoint)
         model = load_decoder(self.checkpoint.directory, self.checkpoint.raw_config, self.dtype)
         self._model: Any = model.to(self.device)
+        self.use_experts(spec.experts_implementation)
         self.weights_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         self.weights_resident_bytes = self.weights_bytes if self.device.type == "cpu" else 0
         self.load_seconds = time.perf_counter() - started
         self._past: Any = None
+
+    def use_experts(self, implementation: str | None) -> None:
+        """Compute experts by one of EXPERTS_IMPLEMENTATIONS from now on; None leaves transformers' own choice."""
+        if implementation is not None:
+            self._model.set_experts_implementation(implementation.removeprefix(COMPILED))
+        if implementation is not None and implementation.startswith(COMPILED):
+            for layer in self._model.model.layers:  # layers share one compiled graph; a whole model would be unrolled
+                layer.compile()
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -87,6 +87,7 @@ def _row(worker: Worker[ClassifierSpec], rates: list[float], peak_bytes: int) ->
         "examples_per_second_mean": statistics.mean(rates),
         "examples_per_second_sd": statistics.stdev(rates) if len(rates) > 1 else 0.0,
         "examples_per_second_median": statistics.median(rates),
+        "examples_per_second_rounds": rates,
         "peak_memory_bytes": peak_bytes,
         **{name: about[name] for name in ("weights_bytes", "parameters", "experts", "threads", "dtype", "device")},
         "batch": spec.batch,

@@ -119,6 +119,7 @@ def _row(
         "experts_skipped_share": warm["experts_skipped_share"],
         "weights_read_bytes_per_token": warm["weights_read_bytes_per_token"],
         "tokens_per_second_median": statistics.median(rates),
+        "tokens_per_second_rounds": rates,
         "parameters": about["parameters"],
         "threads": about["threads"],
         "batch": spec.batch,
@@ -149,7 +150,8 @@ def format_rows(rows: Sequence[dict[str, Any]], form: str, head: Sequence[str] =
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    columns = [name for name, value in rows[0].items() if not isinstance(value, list)] if rows else []
+    writer = csv.DictWriter(text, fieldnames=columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().rstrip("\n")

@@ -1,6 +1,7 @@
 """The file of skip tables beside a checkpoint, checked against its model without torch.
 
-For each MoE layer it holds `gamma1`, [K-1], and `gamma2`, [N, N], both float32 (engine/decoder/skip_tables.py).
+For each MoE layer it holds `gamma1`, [K-1], and `gamma2`, [N, N], both float32 (engine/decoder/skip_tables.py). Either
+all layers also have `importance`, float32 [1], or none, as in files of earlier versions.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from engine.files.finite import is_finite
 from engine.files.safetensors_file import SafetensorsFile
 
 FILE_NAME = "skip_tables.safetensors"
-SKIP_RULES = ("diep", "naee")
+SKIP_RULES = ("diep", "naee", "mc-moe")
 """Names of the rules of skipping (engine/decoder/skip_tables.py)."""
 _RELEASE_EVERY_BYTES = 64 << 20
 
 
 def table_name(layer: int, table: str) -> str:
-    """The name in the file of one MoE layer's "gamma1" or "gamma2"."""
+    """The name in the file of one MoE layer's "gamma1", "gamma2" or "importance"."""
     return f"moe_layers.{layer}.{table}"
 
 
@@ -34,6 +35,11 @@ def has_skip_tables(directory: Path, config: DecoderConfig) -> bool:
     return True
 
 
+def has_importance(file: SafetensorsFile) -> bool:
+    """Whether the file holds `importance`, which files of earlier versions lack."""
+    return any(name.endswith(".importance") for name in file.entries)
+
+
 def check_skip_tables(file: SafetensorsFile, config: DecoderConfig) -> None:
     """Raise CheckpointError unless the file holds the tables of this model, of finite numbers."""
     layers = [moe for layer in config.layers if (moe := layer.moe) is not None]
@@ -41,6 +47,8 @@ def check_skip_tables(file: SafetensorsFile, config: DecoderConfig) -> None:
         table_name(index, "gamma1"): (moe.experts_per_token - 1,) for index, moe in enumerate(layers)
     }
     shapes |= {table_name(index, "gamma2"): (moe.experts, moe.experts) for index, moe in enumerate(layers)}
+    if has_importance(file):
+        shapes |= {table_name(index, "importance"): (1,) for index in range(len(layers))}
     if file.entries.keys() != shapes.keys():
         odd = sorted(file.entries.keys() ^ shapes.keys())[0]
         raise CheckpointError(

@@ -120,6 +120,7 @@ class DecodeStep:
             if isinstance(routing, Skipping):
                 row["gamma1"], row["gamma2"] = routing.gamma1_K.data_ptr(), routing.gamma2_NN.data_ptr()
                 row["keep"], row["restores"] = routing.keep, int(routing.normalise)
+                row["importance"] = np.inf if routing.importance_1 is None else float(routing.importance_1)
         kernels.load_parts(self._tables.layers)
 
     def _moe_layers(self) -> list[tuple[int, MoeBlock]]:

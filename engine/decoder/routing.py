@@ -1,6 +1,7 @@
 """Routing: how a token selects its experts, and how it skips some of them (`Skipping`).
 
-A Routing is a function from router logits to (expert indices, weights). The model's own top-k, DiEP's relaxations,
+A Routing is a function from router logits to (expert indices, weights); `Noisy` and `Skipping` may read the tokens too,
+so a MoE block calls `select`. The model's own top-k, DiEP's relaxations,
 adaptive skipping, every expert at once, N-1 sampled experts and a router in training are all Routings; one MoE block
 (experts.py) takes any of them. With adaptive skipping, a token skips expert e_j if its weight is below S·γ_j times the
 weight of the token's best expert.
@@ -370,6 +371,11 @@ class Skipping:
     γ_j(e_0,e_j) = γ1_j · γ2(e_0,e_j). The threshold S scales γ; 0 skips nothing and leaves the base's Selection
     unchanged. The first `keep` experts of a token are never skipped. The base must return slots sorted by weight,
     largest first.
+
+    With `importance_1`, important tokens are protected: a token skips nothing if the 1-norm of the block's input is
+    larger (MC-MoE, arXiv 2410.06270, §3.3). MC-MoE multiplies the norm by the mean attention that the token receives
+    from later tokens. This rule uses the norm alone, because a token that is being decoded has received no attention
+    yet; so a token's choice does not depend on the batch, or on the piece of a prompt that it is in.
     """
 
     base: Routing
@@ -382,8 +388,20 @@ class Skipping:
     normalise: bool
     """Whether to rescale the remaining weights to the token's former sum; set iff the model normalizes its top-k."""
     keep: int = 1
+    importance_1: Tensor | None = None
+    """[1], the layer's calibration quantile of ‖x‖₁, above which tokens are protected; None protects none."""
 
     def __call__(self, logits_TN: Tensor) -> Selection:
+        assert self.importance_1 is None, "the rule reads the tokens, call `select`"
+        return self._selected(logits_TN, None)
+
+    def selected(self, x_TD: Tensor, logits_TN: Tensor) -> Selection:
+        """Return the base's choice without the experts that a token skips."""
+        if self.importance_1 is None:
+            return self._selected(logits_TN, None)
+        return self._selected(logits_TN, importance(x_TD) > self.importance_1)
+
+    def _selected(self, logits_TN: Tensor, protected_T: Tensor | None) -> Selection:
         experts_TS, weights_TS = self.base(logits_TN)
         if experts_TS.shape[1] <= self.keep or (isinstance(self.threshold, float | int) and self.threshold == 0):
             return Selection(experts_TS, weights_TS)
@@ -392,6 +410,8 @@ class Skipping:
         threshold = self.threshold[:, None] if isinstance(self.threshold, Tensor) else self.threshold
         skipped_TJ = weights_TS[:, 1:] < threshold * gamma_TJ * weights_TS[:, :1]
         skipped_TJ[:, : self.keep - 1] = False
+        if protected_T is not None:
+            skipped_TJ &= ~protected_T[:, None]
         skipped_TS = torch.nn.functional.pad(skipped_TJ, (1, 0), value=False)
         left_TS = weights_TS.masked_fill(skipped_TS, 0.0)
         if self.normalise:  # only tokens with a skipped expert, so that the weights of the others stay bit-identical
@@ -400,9 +420,15 @@ class Skipping:
         return Selection(experts_TS.masked_fill(skipped_TS, NO_EXPERT), left_TS)
 
 
+def importance(x_TD: Tensor) -> Tensor:
+    """Return the 1-norm of each token's input to the router, [T], in float32 or better."""
+    norms_T: Tensor = torch.linalg.vector_norm(x_TD, ord=1, dim=-1, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+    return norms_T
+
+
 def select(routing: Routing, x_TD: Tensor, logits_TN: Tensor) -> Selection:
-    """Return a Routing's choice for these tokens; only Noisy needs more than the logits."""
-    return routing.selected(x_TD, logits_TN) if isinstance(routing, Noisy) else routing(logits_TN)
+    """Return a Routing's choice for these tokens; Noisy and Skipping may need more than the logits."""
+    return routing.selected(x_TD, logits_TN) if isinstance(routing, Noisy | Skipping) else routing(logits_TN)
 
 
 def probabilities(routing: Routing, logits_TN: Tensor) -> Tensor:

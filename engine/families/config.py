@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.families.architecture import Architecture
@@ -84,6 +84,14 @@ class DecoderConfig:
     def experts_by_layer(self) -> dict[int, int]:
         """Number of routed experts of each MoE layer, by decoder layer index."""
         return dict(zip(self.moe_layers, self.experts_per_layer, strict=True))
+
+    def with_experts_per_token(self, count: int) -> DecoderConfig:
+        """Return the config of the same weights where every token uses `count` experts of each layer."""
+        layers = (
+            layer if layer.moe is None else replace(layer, moe=replace(layer.moe, experts_per_token=count))
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @property
     def experts_per_token(self) -> int:

@@ -38,7 +38,8 @@ class OpenOptions:
         SKIP_RULES[0],
         group=SKIP,
         choices=SKIP_RULES,
-        help="diep weighs the similarity of experts; naee compares routing weights alone.",
+        help="diep weighs the similarity of experts; naee compares routing weights alone; mc-moe does too, and important "
+        "tokens skip nothing.",
     )
     backend: str = option(
         "auto",

@@ -41,6 +41,7 @@ LAYER = np.dtype(
         ("weight_scale", np.float32),
         ("alpha", np.float32),  # α of a ClampedSwiglu
         ("limit", np.float32),  # 0 for a plain SwiGLU
+        ("importance", np.float32),  # 1-norm of a token above which it skips nothing; infinity if all tokens skip
     ],
     align=True,
 )
@@ -229,7 +230,7 @@ def routed_experts(address: Any, index: Any) -> None:
         own = address_of(chosen) + 8 * token * slots, address_of(weights) + 4 * token * slots
         call(table.choose_experts, (place, address_of(logits) + 2 * token * count, *own))
         if layer.gamma1 != 0 and slots > layer.keep and thresholds_T[token] > np.float32(0.0):
-            call(table.skip_slots, (place, thresholds_T[token], *own))
+            call(table.skip_slots, (place, thresholds_T[token], *own, job.normed + 2 * token * job.hidden, job.hidden))
     if job.seen_chosen != 0:
         call(table.tell_observers, (address, index, address_of(chosen), address_of(weights), address_of(logits)))
     where, clamp = (layer.experts, count, layer.width, layer.expert_form), (layer.alpha, layer.limit)
@@ -339,11 +340,16 @@ def choose_experts(place: Any, logits: Any, chosen: Any, weights: Any) -> None:
         weights_S[slot] *= scale
 
 
-@kernel("void(int64, float32, int64, int64)")
-def skip_slots(place: Any, threshold: Any, chosen: Any, weights: Any) -> None:
-    """Apply adaptive skipping (DiEP §4.3), as in `routing.Skipping`."""
+@kernel("void(int64, float32, int64, int64, int64, int64)")
+def skip_slots(place: Any, threshold: Any, chosen: Any, weights: Any, x: Any, hidden: Any) -> None:
+    """Apply adaptive skipping (DiEP §4.3) to a token with its input x, [D] bfloat16, as in `routing.Skipping`."""
     layer = layer_at(place)
     slots, experts = layer.slots, layer.expert_count
+    x_D, norm = numba.carray(halves(x), (hidden,)), np.float64(0.0)
+    for index in range(hidden):
+        norm += abs(widen(x_D[index]))
+    if norm > layer.importance:
+        return
     chosen_S, weights_S = numba.carray(integers(chosen), (slots,)), numba.carray(floats(weights), (slots,))
     gamma1 = numba.carray(floats(layer.gamma1), (slots - 1,))
     gamma2 = numba.carray(floats(layer.gamma2), (experts, experts))

@@ -69,10 +69,10 @@ def _routed(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, routing: Routin
     return form(parts, layer, moe, x_TD, logits_TN, routing)
 
 
-def _selected(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> Selected:
+def _selected(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> Selected:
     """Add the Routing's nodes; for adaptive skipping, record the number of empty slots."""
     graph = parts.graph
-    selected = select(graph, routing, logits_TN, moe.experts)
+    selected = select(graph, routing, logits_TN, moe.experts, x_TD)
     if isinstance(routing, Skipping):
         empty_TS = graph.node("Cast", graph.node("Equal", selected.weights_TS, float32(graph, 0.0)), to=INT64)
         parts.skipped[layer] = graph.node("ReduceSum", empty_TS, graph.integers(1), keepdims=1)
@@ -100,7 +100,7 @@ def _shared(parts: Parts, layer: int, x_TD: str) -> str:
 def _mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
     """Return the output [T, D] of one com.microsoft::MoE node."""
     graph = parts.graph
-    logits_TN, total_T1 = _as_softmax(parts, layer, moe, logits_TN, routing)
+    logits_TN, total_T1 = _as_softmax(parts, layer, moe, x_TD, logits_TN, routing)
     y_TD = graph.node(
         "MoE",
         x_TD,
@@ -126,7 +126,9 @@ def _swiglu(moe: MoeConfig) -> dict[str, Any]:
     return {"activation_type": "swiglu", "swiglu_fusion": 1} | values
 
 
-def _as_softmax(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routing: Routing) -> tuple[str, str | None]:
+def _as_softmax(
+    parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing
+) -> tuple[str, str | None]:
     """Return logits for the MoE operator, and the factor [T, 1] for its output; None for a factor of one.
 
     The softmax of the k largest logits, multiplied by the factor, gives the Routing's weights.
@@ -134,7 +136,7 @@ def _as_softmax(parts: Parts, layer: int, moe: MoeConfig, logits_TN: str, routin
     graph = parts.graph
     if isinstance(routing, TopK) and routing.normalise:
         return logits_TN, None if routing.scale == 1.0 else float32(graph, [[routing.scale]])
-    selected = _selected(parts, layer, moe, logits_TN, routing)
+    selected = _selected(parts, layer, moe, x_TD, logits_TN, routing)
     total_T1 = graph.node("ReduceSum", selected.weights_TS, graph.integers(-1), keepdims=1)
     if isinstance(routing, TopK):
         return logits_TN, total_T1
@@ -146,7 +148,7 @@ def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logi
     """Return the output [T, D] of one com.microsoft::QMoE node, which receives the weights of all experts directly."""
     graph, hidden, bits = parts.graph, parts.config.hidden_size, parts.bits
     assert bits is not None
-    weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
+    weights_TN = expert_weights(graph, _selected(parts, layer, moe, x_TD, logits_TN, routing), logits_TN)
     block = block_size(hidden, moe.expert_width)
     assert block is not None, f"{hidden} and {moe.expert_width} inputs"
     gate_up, gate_up_scales = _stacked_in_bits(parts, layer, moe, "gate_up", bits, block)
@@ -218,7 +220,7 @@ def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: 
 def _standard(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logits_TN: str, routing: Routing) -> str:
     """Return the output [T, D] with standard operators only."""
     graph = parts.graph
-    weights_TN = expert_weights(graph, _selected(parts, layer, moe, logits_TN, routing), logits_TN)
+    weights_TN = expert_weights(graph, _selected(parts, layer, moe, x_TD, logits_TN, routing), logits_TN)
     sizes = moe.experts, parts.config.hidden_size
     return branches(graph, x_TD, weights_TN, sizes, partial(_expert, parts, layer, moe))
 

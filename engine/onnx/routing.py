@@ -1,9 +1,9 @@
 """Routings (engine/decoder/routing.py) as ONNX nodes: router logits to (experts, weights), each [T, S].
 
-`SELECTIONS` has one function for each kind of Routing. An empty slot has the weight zero.
+`SELECTIONS` has one function for each kind of Routing that reads only the logits. An empty slot has the weight zero.
 
 Shape suffixes: T tokens, N routed experts of the layer, S slots, K the model's top-k, J slots after the first, G
-groups, M experts of one group.
+groups, M experts of one group, D hidden.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from engine.decoder.routing import BiasedTopK, GroupedTopK, Routing, SigmoidTopK, Skipping, SparseMixer, TopK
 from engine.errors import UnsupportedError
-from engine.onnx.graph import Graph
-from engine.onnx.layers import float32
+from engine.onnx.graph import FLOAT, Graph
+from engine.onnx.layers import cast, float32
 
 _END = 2**31 - 1
 NEVER = -1e30
@@ -31,8 +31,13 @@ class Selected(NamedTuple):
     """float32; zero in an empty slot."""
 
 
-def select(graph: Graph, routing: Routing, logits_TN: str, experts: int) -> Selected:
-    """Add the nodes of a Routing; logits are float32. Raises UnsupportedError for a Routing without an ONNX form."""
+def select(graph: Graph, routing: Routing, logits_TN: str, experts: int, x_TD: str | None = None) -> Selected:
+    """Add the nodes of a Routing; logits are float32. Raises UnsupportedError for a Routing without an ONNX form.
+
+    x_TD: the router's input, which only Skipping with protected tokens needs.
+    """
+    if isinstance(routing, Skipping):
+        return _skipping(graph, routing, logits_TN, experts, x_TD)
     own = SELECTIONS.get(type(routing))
     if own is None:
         raise UnsupportedError(f"routing {type(routing).__name__} has no ONNX form; export the model with its own routing")
@@ -134,7 +139,7 @@ def _group_score(graph: Graph, choice_TN: str, group: tuple[int, ...], judged_by
     return _sum(graph, _largest(graph, own_TM, min(judged_by, len(group)))[0])
 
 
-def _skipping(graph: Graph, routing: Skipping, logits_TN: str, experts: int) -> Selected:
+def _skipping(graph: Graph, routing: Skipping, logits_TN: str, experts: int, x_TD: str | None) -> Selected:
     base = select(graph, routing.base, logits_TN, experts)
     gamma1_J = routing.gamma1_K.tolist()
     if routing.threshold == 0 or len(gamma1_J) < routing.keep:
@@ -146,6 +151,11 @@ def _skipping(graph: Graph, routing: Skipping, logits_TN: str, experts: int) -> 
     # A slot that is never skipped has the threshold zero, and no weight is below it.
     scaled_J = [routing.threshold * gamma if slot >= routing.keep else 0.0 for slot, gamma in enumerate(gamma1_J, start=1)]
     gamma_TJ = graph.node("Mul", gamma2_TJ, float32(graph, scaled_J))
+    if routing.importance_1 is not None:
+        assert x_TD is not None, "the rule reads the tokens"
+        norm_T1 = _sum(graph, graph.node("Abs", cast(graph, x_TD, graph.element_type, FLOAT)))
+        protected_T1 = graph.node("Greater", norm_T1, float32(graph, routing.importance_1.tolist()))
+        gamma_TJ = graph.node("Where", protected_T1, float32(graph, 0.0), gamma_TJ)
     least_TJ = graph.node("Mul", gamma_TJ, graph.node("Slice", base.weights_TS, *first))
     rest_TJ = graph.node("Slice", base.weights_TS, *rest)
     left_TJ = graph.node("Where", graph.node("Less", rest_TJ, least_TJ), float32(graph, 0.0), rest_TJ)
@@ -162,7 +172,6 @@ SELECTIONS: dict[type, Callable[[Graph, Any, str, int], Selected]] = {
     GroupedTopK: _grouped_top_k,
     BiasedTopK: _biased_top_k,
     SparseMixer: _sparse_mixer,
-    Skipping: _skipping,
 }
 
 

@@ -146,12 +146,12 @@ def stream_negative_log_likelihood(
     budget: MemoryBudget = UNLIMITED,
     directory: Path | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-) -> tuple[float, int]:
-    """Return the summed negative log-likelihood in nats of each sequence's tokens after its first, and their count.
+) -> Tensor:
+    """Return for each sequence the summed negative log-likelihood, in nats, of its tokens after the first: [S] in float64.
 
     `visit` may change a layer before it runs, such as its routing. `directory`: as in `stream_layers`.
     """
-    total, count = 0.0, 0
+    summed_S = torch.zeros(tokens_SL.shape[0], dtype=torch.float64)
     states = stream_layers(
         checkpoint, tokens_SL, visit, dtype=dtype, device=device, budget=budget, directory=directory, progress=progress
     )
@@ -163,7 +163,6 @@ def stream_negative_log_likelihood(
             targets_L = tokens_SL[row, 1:].to(device)
             for part in torch.arange(targets_L.shape[0], device=device).split(chunk):
                 logits = outer.logits(hidden_LD[part]).float()
-                total += float(F.cross_entropy(logits, targets_L[part], reduction="sum"))
-            count += targets_L.numel()
+                summed_S[row] += float(F.cross_entropy(logits, targets_L[part], reduction="sum"))
     checkpoint.release()
-    return total, count
+    return summed_S

@@ -14,13 +14,15 @@ from torch import Tensor
 
 import calibrate.collect
 import engine.passes.activations
-from calibrate.collect import collect
+from calibrate.collect import LayerCollector, collect
 from calibrate.similarity import linear_cka, rbf_cka
 from calibrate.skipping import relative_similarity, skip_tables
 from calibrate.statistics import LayerStatistics, Statistics, load_statistics
 from compress.training.losses import next_token_loss
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.model import Decoder
+from engine.decoder.routing import TopK
 from engine.errors import CheckpointError, DataError, OutputError
 from engine.families.layer_config import MoeConfig
 from engine.families.tensor_names import expert_parts, expert_tensor
@@ -101,8 +103,9 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
     output = torch.zeros(n, x.shape[1], dtype=torch.float64)
     gram = torch.zeros(n, n, dtype=torch.float64)
     ratios: list[list[float]] = [[] for _ in range(k - 1)]
-    unselected = 0.0
+    unselected, norms = 0.0, []
     for token in x:
+        norms.append(sum(abs(value) for value in token.tolist()))
         z = router @ token + shift
         gram += torch.outer(z, z)
         p = shares(z).tolist()
@@ -141,6 +144,7 @@ def naive_layer(checkpoint: Checkpoint, index: int, x: Tensor, sample: list[int]
         "rbf_cka": rbf_cka(samples),
         "samples": samples,
         "unselected_probability_share": unselected,
+        "input_norm_quantile": [sorted(norms)[-1 - len(norms) // 50]],
     }
 
 
@@ -214,16 +218,15 @@ def test_streamed_likelihood_equals_cross_entropy_of_full_logits(
 ) -> None:
     reference = save_reference(family, tmp_path, **changes)
     checkpoint = Checkpoint(tmp_path)
-    total, count = stream_negative_log_likelihood(
+    streamed_S = stream_negative_log_likelihood(
         checkpoint, TOKENS, dtype=torch.float32, budget=MemoryBudget(kept_bytes=kept_bytes)
     )
     decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
     with torch.no_grad():
         own = float(next_token_loss(decoder.hidden_states(TOKENS), decoder.head_VD, TOKENS, decoder.head_bias_V))
         probabilities = reference(TOKENS).logits.double().log_softmax(-1)
-    naive = -sum(float(probabilities[s, i, TOKENS[s, i + 1]]) for s in range(5) for i in range(12))
-    assert count == 5 * 12
-    assert abs(total - naive) < 1e-4 * naive and abs(own - naive) < 1e-4 * naive
+    naive = [-sum(float(probabilities[s, i, TOKENS[s, i + 1]]) for i in range(12)) for s in range(5)]
+    assert streamed_S.tolist() == pytest.approx(naive, rel=1e-4) and own == pytest.approx(sum(naive), rel=1e-4)
 
 
 # The file
@@ -312,3 +315,28 @@ def test_skip_tables_take_medians_and_similarities_in_the_order_of_the_layers(tm
     for gamma1, gamma2, index in zip(tables.gamma1_J, tables.gamma2_NN, (0, 2), strict=True):
         assert torch.equal(gamma1, statistics.layers[index].weight_ratio_median) and gamma1.shape == (2,)
         assert torch.equal(gamma2, relative_similarity(statistics.layers[index].linear_cka))
+    assert tables.importance_1 is not None
+    for importance, index in zip(tables.importance_1, (0, 2), strict=True):
+        assert torch.equal(importance, statistics.layers[index].input_norm_quantile) and importance.shape == (1,)
+
+
+def test_one_token_in_fifty_is_above_the_quantile_of_norms() -> None:
+    """Norms are 1 to 120, in any order and in two batches; the two largest are above the quantile."""
+    norms_T = 1.0 + torch.randperm(120, generator=torch.Generator().manual_seed(0))
+    block = MoeBlock(torch.zeros(2, 3), [Expert(*torch.zeros(3, 3, 3)) for _ in range(2)], TopK(2, True))
+    collector = LayerCollector(block, torch.arange(4))
+    for part_T in norms_T.split(70):
+        block(part_T[:, None] * torch.tensor([0.5, -0.25, 0.25]))
+    quantile = collector.statistics()[0].input_norm_quantile
+    assert quantile is not None and quantile.tolist() == [118.0]
+
+
+def test_statistics_of_an_earlier_version_give_tables_without_importance(olmoe: Checkpoint, tmp_path: Path) -> None:
+    statistics = collect(olmoe, TOKENS[:1], dtype=torch.float32)
+    for index, layer in statistics.layers.items():
+        statistics.layers[index] = replace(layer, input_norm_quantile=None)
+    path = tmp_path / "statistics.safetensors"
+    statistics.save(path)
+    loaded = load_statistics(path, olmoe.config)
+    assert all(layer.input_norm_quantile is None for layer in loaded.layers.values())
+    assert skip_tables(loaded).importance_1 is None

@@ -255,7 +255,8 @@ def test_bytes_that_are_not_utf8_are_refused_with_file_and_line(tmp_path):
         (b"[" * 100_000, "not a line of JSON"),
         (b'["text"]', "must be a JSON object, and this is a list"),
         (b"{}", "this one has nothing"),
-        (b'{"question": "?", "answer": "!"}', "this one has `question`, `answer`"),
+        (b'{"title": "?", "answer": "!"}', "this one has `title`, `answer`"),
+        (b'{"title": "?"}', "`question` and `answer` .GSM8K."),
         (b'{"instruction": "no output"}', "needs `text`"),
         (b'{"text": 5}', "`text` must be a string, and is int"),
         (b'{"text": "\\ud800"}', "half of a surrogate pair"),
@@ -332,3 +333,10 @@ def test_training_and_validation_are_the_two_parts_of_calibration() -> None:
     assert parts["all"] == parts["calibration"] | parts["held-out"] and not parts["calibration"] & parts["held-out"]
     assert parts["held-out"] == {text for text in documents if split_of(text) == "held-out"}
     assert 120 < len(parts["validation"]) < 240
+
+
+def test_selection_and_report_are_the_halves_of_held_out() -> None:
+    documents = [f"document {number}" for number in range(2000)]
+    parts = {split: {text for text in documents if belongs(text, split)} for split in get_args(Split)}
+    assert parts["selection"] | parts["report"] == parts["held-out"] and not parts["selection"] & parts["report"]
+    assert 75 < len(parts["report"]) < 125

@@ -26,6 +26,7 @@ from compress.options.distill_classifier import ClassifierOptions
 from compress.options.evaluate import EvaluateOptions
 from compress.options.export import ClassifierExportOptions, ExportOptions
 from compress.options.plan_run import RunOptions
+from compress.options.presets import PresetOptions
 from compress.options.prune import MergeOptions, PruneOptions
 from compress.options.quantize import QuantizeOptions
 from engine.bench.options import BenchOptions
@@ -37,15 +38,15 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "bench": (BenchOptions,),
     "calibrate": (CalibrateOptions, Revision),
     "compare": (CompareOptions,),
-    "densify": (DensifyOptions, *HUB),
-    "distill": (DistillOptions, ClassifierOptions, Push),
+    "densify": (DensifyOptions, PresetOptions, *HUB),
+    "distill": (DistillOptions, ClassifierOptions, PresetOptions, Push),
     "evaluate": (EvaluateOptions, Revision),
     "export": (ExportOptions, ClassifierExportOptions, *HUB),
     "generate": (GenerateOptions, Revision),
     "inspect": (InspectOptions, Revision),
     "merge": (MergeOptions, Afterwards, *HUB),
     "plan-run": (RunOptions,),
-    "prune": (PruneOptions, Uniform, Afterwards, *HUB),
+    "prune": (PruneOptions, Uniform, Afterwards, PresetOptions, *HUB),
     "push": (PushOptions, Private),
     "quantize": (QuantizeOptions, *HUB),
     "serve": (ServeOptions, Revision),

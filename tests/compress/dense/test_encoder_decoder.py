@@ -382,7 +382,7 @@ def test_pairs_of_all_kinds_and_their_splits(tmp_path: Path) -> None:
     every = [pair for split in SPLITS for pair in splits[split]]
     assert len(every) == len(set(every)) == 101, "a pair is in one split, once"
     assert ("say 7\nloud", "yes") in every and ("say it", "no") in every and ("a\u2028b", "ß") in every
-    assert all(split_of(pair) == split for split in SPLITS for pair in splits[split])
+    assert all(split_of(pair[0]) == split for split in SPLITS for pair in splits[split])
     assert text_pairs(str(path), 1)["training"] != splits["training"] and text_pairs(str(path)) == splits
 
 

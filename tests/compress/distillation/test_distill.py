@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,15 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 import compress.training.training
+from calibrate.instructions import Example
 from compress.classifiers.recipes import CLASSIFIER_RECIPES
 from compress.distillation.recipes import RECIPES
-from compress.distillation.rouge import scorer
+from compress.distillation.responses import write_responses
+from compress.distillation.rouge import best_score, rouge_l, scorer
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.tokenizer import load_tokenizer
+from engine.decoder.model import Decoder
+from engine.generation.options import SamplingOptions
 
 TEXT = ["--data", "text.txt", "--sequence-length", "16", "--samples", "4"]
 PAIRS = ["--data", "pairs.jsonl", "--prompt-template", "{prompt}: ", "--max-length", "32", "--max-prompt-length", "20"]
@@ -90,11 +98,52 @@ def test_every_recipe(place: Path, recipe: str, data: list[str]) -> None:
     assert (figures["perplexity_after"] is None) == (data is PAIRS)
     moved, unselected = (figures[f"{name}_per_layer"] for name in ("router_divergence", "teacher_unselected_share"))
     assert (moved is not None and min(moved) > 0) == RECIPES[recipe].trains_router
+    mean, largest = (figures[f"router_drift_{name}_per_layer"] for name in ("mean", "max"))
+    assert (mean is not None and min(mean) > 0) == RECIPES[recipe].trains_router
+    assert mean is None or all(most >= usual for usual, most in zip(mean, largest, strict=True))
     assert (unselected is None) == (recipe == "sft") and (recipe == "sft" or 0 < min(unselected) < max(unselected) < 1)
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(place / "out").config.model_type == "llama"
     assert "recipe" in (place / "out" / "README.md").read_text() and not list(place.glob(".*"))
+
+
+def test_the_teacher_uses_another_number_of_experts(place: Path) -> None:
+    """The student equals that of a teacher whose config has the number, and the teacher's own figure is that model's."""
+    command = ["--student", "student", *PAIRS, *SMALL, "--steps", "4"]
+    asked = run("--teacher", "model", "--teacher-experts", "1", *command)
+    (place / "out").rename(place / "asked")
+    shutil.copytree(place / "model", place / "one")
+    config = json.loads((place / "one" / "config.json").read_text())
+    assert config["num_experts_per_tok"] != 1
+    (place / "one" / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
+    changed = run("--teacher", "one", *command)
+    assert (place / "asked" / "model.safetensors").read_bytes() == (place / "out" / "model.safetensors").read_bytes()
+    assert (asked["teacher_experts"], changed["teacher_experts"], changed["teacher_metric"]) == (1, None, None)
+    own = run("--student", "one", "--recipe", "sft", *PAIRS, *SMALL, "--steps", "1", "--overwrite")["metric_before"]
+    assert asked["teacher_metric"] == pytest.approx(own, rel=1e-6) and asked["divergence_last"] == changed["divergence_last"]
+
+
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
+def test_several_numbers_of_experts_make_a_sweep(place: Path) -> None:
+    command = ["--teacher", "model", "--student", "student", *PAIRS, *SMALL, "--steps", "2", "--teacher-experts"]
+    figures = run(*command, "1,3")
+    summary = json.loads((place / "out" / "teacher_experts.json").read_text())
+    assert [row["teacher_experts"] for row in summary["rows"]] == [1, 3] and summary["rows"] == figures["rows"]
+    assert (place / "out" / "teacher_experts.png").is_file() and not list(place.glob(".*"))
+    for row, own in zip(summary["rows"], figures["runs"], strict=True):
+        assert row["artifact"] == f"out/k-{row['teacher_experts']}" and (place / row["artifact"] / "config.json").is_file()
+        assert (row["student_metric"], row["teacher_metric"]) == (own["metric_after"], own["teacher_metric"])
+    assert summary["rows"][0]["teacher_metric"] != summary["rows"][1]["teacher_metric"]
+    again = run(*command, "1,3", "--resume")
+    assert [each["seconds"] for each in again["runs"]] == [each["seconds"] for each in figures["runs"]]
+    before = listing(place)
+    assert "exists already" in refused(*command, "1,3")
+    assert "twice" in refused(*command, "1,1", "-o", "other")
+    assert "can use" in refused(*command, "1,99", "-o", "other")
+    assert "leave out --teacher-experts" in refused(*command, "1,3", "--recipe", "all", "-o", "other")
+    assert listing(place) == before
 
 
 @needs_matplotlib
@@ -105,6 +154,7 @@ def test_training_and_routers_are_drawn(place: Path, recipe: str) -> None:
     figures = run(*teacher, "--student", "student", "--recipe", recipe, *TEXT, *SMALL, "--steps", "4")
     assert figures["plots"] and all((place / "out" / name).is_file() for name in figures["plots"])
     assert ("routers.png" in figures["plots"]) == (recipe != "sft")
+    assert ("router_drift.png" in figures["plots"]) == (recipe == "sar")
 
 
 def test_a_pruned_mixture_comes_back_towards_the_full_one(place: Path) -> None:
@@ -273,6 +323,92 @@ def test_rouge_l_of_what_a_model_writes(place: Path) -> None:
     assert "give --data FILE.jsonl with both" in refused(
         "--student", "student", "--recipe", "sft", *TEXT, *learnt, "-o", "other"
     )
+
+
+def evaluate(*arguments: str, code: int = 0) -> Any:
+    """Return the figures of `evaluate --metric rouge-l`, or its message where it is refused."""
+    command = ["evaluate", "student", "--metric", "rouge-l", *PAIRS[2:], "--seeds", "1", *arguments]
+    result = CliRunner().invoke(cli.main, [*command, *(["--json"] if code == 0 else [])], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout) if code == 0 else result.output
+
+
+def write_rows(path: Path, rows: list[Any]) -> None:
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_rouge_l_scores_the_rows_it_is_given(place: Path) -> None:
+    """The whole file counts, with rows that occur twice and prompts that are too long; a split is a part of it."""
+    rows = [{"instruction": f"{WORDS[number % len(WORDS)]} {number}", "output": "fox"} for number in range(37)]
+    rows += [rows[0], {"instruction": "over " * 40, "output": "fox"}, {"instruction": "look", "output": ""}]
+    write_rows(place / "pairs.jsonl", rows)
+    data = ["--data", "pairs.jsonl"]
+    every, tested = evaluate(*data, "--split", "all"), evaluate("--test", "pairs.jsonl")
+    for figures in (every, tested):
+        assert (figures["examples"], figures["rows"], figures["rows_left_out"], figures["prompts_cut"]) == (39, 39, 1, 1)
+        assert (figures["split"], figures["data"]) == ("all", "pairs.jsonl")
+    assert tested["values"] == every["values"]
+    held_out, others = evaluate(*data), evaluate(*data, "--split", "calibration")
+    assert held_out["split"] == "held-out" and 0 < held_out["examples"] < 15
+    assert held_out["examples"] + others["examples"] == 38, "one row occurs twice, and a split has it once"
+    assert evaluate(*data, "--split", "all", "--samples", "3")["examples"] == 3
+    assert "--data is for a file that is split" in evaluate(*data, "--test", "pairs.jsonl", code=1)
+    assert "--stemming is for rouge-l" in evaluate(*data, "--stemming", "--metric", "perplexity", code=1)
+    assert "give --data FILE.jsonl or --test" in evaluate(code=1)
+
+
+def test_rouge_l_takes_the_nearest_of_several_references(place: Path) -> None:
+    checkpoint = Checkpoint(place / "student")
+    decoder, tokenizer = Decoder(checkpoint.config, checkpoint.source(torch.float32)), load_tokenizer(checkpoint)
+    prompt, greedy = tokenizer("the quick")["input_ids"], SamplingOptions()
+    (written,) = write_responses(decoder, [prompt], 40, (), greedy, torch.Generator())
+    own = tokenizer.decode(written.response, skip_special_tokens=True)
+    assert re.search("[A-Za-z0-9]", own), "the response has a word"
+    for references, value in ((("none",), 0.0), ((own,), 1.0), (("none", own), 1.0)):
+        example = Example(prompt, written.response, references)
+        assert rouge_l(decoder, tokenizer, [example], 40, frozenset(), sampling=greedy) == value
+    row = {"instruction": "the quick", "output": ["none", own]}
+    write_rows(place / "several.jsonl", [row, row | {"output": own}])
+    figures = evaluate("--test", "several.jsonl", "--max-length", "40", "--temperature", "0")
+    assert figures["references"] == 3 and figures["examples"] == 2
+
+
+def test_rouge_l_by_stems() -> None:
+    """MiniLLM compares stems: with them "running dogs" and "run dog" are equal, without them they share no word."""
+    assert best_score(scorer(stemming=True), ["running dogs"], "run dog") == 1.0
+    assert best_score(scorer(), ["running dogs"], "run dog") == 0.0
+
+
+def test_files_for_training_validation_and_test(place: Path) -> None:
+    """Each file is used whole, and only for its own purpose."""
+    rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    write_rows(place / "train.jsonl", rows[:30])
+    (place / "validation.json").write_text(
+        json.dumps([{"question": r["instruction"], "answer": r["output"]} for r in rows[30:37]])
+    )
+    long = {"instruction": "over " * 40, "output": "fox"}
+    write_rows(place / "test.jsonl", [*rows[40:50], rows[40], long, {"instruction": "look", "output": ""}])
+    files = ["--train", "train.jsonl", "--validation", "validation.json", "--test", "test.jsonl"]
+    common = ["--student", "student", "--recipe", "sft", *PAIRS[2:]]
+    small = ["--batch-size", "4", "--validate-every", "4", "--epochs", "1", "--learning-rate", "0.01"]
+    figures = run(*common, *files, *small, "--select-by", "rouge-l", "--stemming", "-o", "out")
+    assert figures["steps"] == 8, "30 rows, 4 in a step"
+    assert (figures["examples"], figures["prompts_cut"], figures["rows_left_out"]) == (12, 1, 1)
+    assert figures["evaluation"] == "12 examples of test.jsonl" and figures["metric_name"] == "rouge-l"
+    untested = run(*common, *files[:4], *small, "-o", "untested")
+    assert (untested["examples"], untested["evaluation"]) == (7, "7 validation examples of validation.json")
+    split = run(*common, *PAIRS[:2], *files[4:], *small, "-o", "split")
+    assert (split["examples"], split["evaluation"]) == (12, "12 examples of test.jsonl")
+    assert split["response_perplexity_before"] == pytest.approx(figures["response_perplexity_before"], rel=1e-6)
+    for wrong, message in (
+        (files[:2], "--train and --validation are both needed"),
+        ([*files, *PAIRS[:2]], "leave it out"),
+        ([*files, "--evaluation-samples", "4"], "all of --test is used"),
+        ([*files[:4], "--validation-samples", "4"], "all of --validation is used"),
+        (["--train", "text.txt", *files[2:]], "text.txt: is no file of prompts with responses"),
+        ([*files, "--stemming"], "--stemming is for rouge-l"),
+    ):
+        assert message in refused(*common, *wrong, "-o", "other")
 
 
 def test_rouge_l_by_hand() -> None:

@@ -16,7 +16,7 @@ from calibrate.instructions import Example
 from compress.distillation.recipes import RECIPES
 from compress.distillation.response_distillation import ResponseLoss, Responses, ResponseTeacher
 from compress.distillation.responses import batch_of
-from compress.distillation.router_report import old_routers, router_report
+from compress.distillation.router_report import old_routers, router_drift, router_report
 from compress.distillation.student_aware_routing import RouterLoss, load_balance, router_parameters, squared_variation
 from compress.options.distill import KnowledgeAugmentation
 from compress.run.clock import Clock
@@ -259,3 +259,41 @@ def test_what_routers_did_not_choose_and_how_far_they_moved(family: str, tmp_pat
         assert found.moved[index] == pytest.approx(float((p * (p / q).log()).sum(1).mean()), rel=1e-4)
         left = 1 - p.sort(descending=True).values[:, :per_token].sum(1)
         assert found.unselected[index] == pytest.approx(float(left.mean()), rel=1e-4)
+
+
+@EVERY
+def test_drift_of_routers_grows_along_the_layers_because_their_inputs_change(family: str, tmp_path: Path) -> None:
+    """The expected values are those of two complete teachers, token by token, without padding."""
+    teacher, _ = models(tmp_path, family)
+    old, gates = old_routers(teacher), [AllExperts() for _ in teacher.moe_blocks]
+    still = router_drift(teacher, old, EXAMPLES, 3, gates)
+    assert set(still.mean.values()) == set(still.largest.values()) == {0.0}
+
+    def probabilities_of(teacher: Decoder) -> dict[int, Tensor]:
+        inputs: dict[int, list[Tensor]] = {index: [] for index in teacher.config.moe_layers}
+        blocks = list(zip(teacher.config.moe_layers, teacher.moe_blocks, strict=True))
+        hooks = [
+            block.register_forward_pre_hook(lambda module, given, index=index: inputs[index].append(given[0]))
+            for index, block in blocks
+        ]
+        with routed_by(teacher, gates):
+            for example in EXAMPLES:
+                teacher(torch.tensor([example.prompt + example.response]))
+        for hook in hooks:
+            hook.remove()
+        biases = {index: 0.0 if block.logit_bias_N is None else block.logit_bias_N for index, block in blocks}
+        return {index: (torch.cat(inputs[index]) @ block.router_ND.T + biases[index]).softmax(-1) for index, block in blocks}
+
+    before = probabilities_of(teacher)
+    first, *later = teacher.moe_blocks
+    first.router_ND.data += 0.1 * torch.randn(first.router_ND.shape, dtype=torch.float64)
+    changed = first.router_ND.data.clone()
+    after = probabilities_of(teacher)
+    found, same_inputs = router_drift(teacher, old, EXAMPLES, 3, gates), router_report(teacher, old, EXAMPLES, 3)
+    assert torch.equal(first.router_ND.data, changed) and later
+    for index in teacher.config.moe_layers:
+        divergence_T = (before[index] * (before[index] / after[index]).log()).sum(1)
+        assert found.mean[index] == pytest.approx(float(divergence_T.mean()), rel=1e-4)
+        assert found.largest[index] == pytest.approx(float(divergence_T.max()), rel=1e-4)
+    assert all(same_inputs.moved[index] == pytest.approx(0.0, abs=1e-12) for index in teacher.config.moe_layers[1:])
+    assert all(found.mean[index] > 1e-9 for index in teacher.config.moe_layers[1:])

@@ -27,7 +27,7 @@ from compress.compare import compare
 from compress.export.decoder import export
 from compress.options.compare import CompareOptions
 from compress.options.export import ExportOptions
-from compress.run.perplexity import exported_perplexity, perplexity
+from compress.run.perplexity import exported_losses, perplexity
 from engine.batching.request import Request
 from engine.bench.load_test import load_test
 from engine.bench.options import LoadOptions
@@ -167,7 +167,7 @@ def test_a_text_that_becomes_long_is_rotated_as_by_the_engine(
     monkeypatch.setattr("compress.run.perplexity.PIECE", 5)
     for length in (10, 13, 30):
         text = torch.tensor([tokens[:length]])
-        exported = exported_perplexity(engines[1].checkpoint, engines[1].decoder, text)
+        exported = exported_losses(engines[1].checkpoint, engines[1].decoder, text).perplexity
         assert exported == pytest.approx(perplexity(engines[0].checkpoint, text, dtype=torch.float32), rel=1e-5)
 
 

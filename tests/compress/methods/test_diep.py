@@ -32,7 +32,7 @@ from compress.options.prune import DiepOptions
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.model import Decoder, own_routing, routed_by
 from engine.decoder.routing import Gated, MixedExperts, Routing, ShiftedLogits
-from engine.errors import OutputError
+from engine.errors import OptionError, OutputError
 from engine.passes.memory_budget import MemoryBudget
 
 TOKENS = torch.randint(3, 96, (3, 8), generator=torch.Generator().manual_seed(1))
@@ -274,3 +274,79 @@ def test_an_expert_never_routed_to_starts_at_the_lowest_of_the_others(decoder: D
     assert float(alphas[4]) == float(alphas[11]) == float(alphas.min()), "its floor of 1e-30 swamps no spread"
     tenths = torch.tensor([-4.0, -2, 0, -3, -6, -1, -2, -2, -2, -2, -2, -6])
     assert torch.allclose(alphas, 0.5 * (tenths - tenths.mean()) / tenths.std(), atol=1e-5)
+
+
+# Ablations of the paper's table 2
+
+
+def moved_scores(decoder: Decoder, options: DiepOptions) -> tuple[str, DiepState]:
+    """Return which scores each of eight steps moved, and the state after them."""
+    options = options.filled()
+    state = new_state(starting_alphas(decoder, TOKENS, options), options)
+    names: list[str] = []
+    for name, optimiser in (("α", state.alpha_optimiser), ("β", state.beta_optimiser)):
+        optimiser.register_step_post_hook(lambda *_, name=name: names.append(name))
+    with full_hidden_states(decoder, TOKENS) as full:
+        for epoch in range(4):
+            run_epoch(SearchInputs(decoder, TOKENS, full, options), state, epoch)
+    return "".join(names), state
+
+
+def test_alpha_alone_leaves_beta_at_one(decoder: Decoder) -> None:
+    moved, state = moved_scores(decoder, DiepOptions("paper", epochs=4, batch_size=2, ablation="alpha"))
+    assert moved == "α" * 8 and all(float(beta) == 1.0 for beta in state.betas)
+
+
+def test_fixed_beta_falls_in_equal_steps_and_is_in_the_layer_and_the_score(tmp_path: Path) -> None:
+    save_reference("qwen2_moe", tmp_path, num_hidden_layers=4, mlp_only_layers=[1])
+    checkpoint = Checkpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.source(torch.float64))
+    options = DiepOptions("paper", epochs=4, batch_size=2, ablation="fixed-beta", fixed_beta=(2.0, 1.0)).filled()
+    moved, state = moved_scores(decoder, options)
+    assert moved == "α" * 8 and [float(beta) for beta in state.betas] == [2.0, 1.5, 1.0]
+    routing = relaxed(state, options)(1, decoder.moe_blocks[1].routing, slice(None))
+    assert isinstance(routing, MixedExperts) and float(routing.beta) == 1.5
+    scores = discrete_scores(decoder, state, replace(options, score="raw"))
+    assert torch.equal(scores[2], 1.5 * state.alphas[1].detach())
+
+
+def test_beta_alone_ranks_by_frequency_times_beta(decoder: Decoder, tmp_path: Path) -> None:
+    options = DiepOptions("paper", epochs=4, batch_size=2, ablation="beta", beta_learning_rate=0.3)
+    moved, state = moved_scores(decoder, options)
+    assert moved == "β" * 8 and not any(bool(alpha.any()) for alpha in state.alphas)
+    frequencies = {0: torch.tensor([0.5, 0.1, 0.2, 0.6, 0.3, 0.3]), 2: torch.tensor([0.4, 0.4, 0.3, 0.3, 0.3, 0.3])}
+    scores = search(decoder, TOKENS, options, frequencies=frequencies)
+    betas = dict(zip((0, 2), (float(beta.detach()) for beta in state.betas), strict=True))
+    assert abs(betas[0] - betas[2]) > 0.01, "layers differ"
+    assert all(torch.allclose(scores[layer], frequencies[layer] * betas[layer]) for layer in scores)
+    started = DiepOptions("gated", ablation="beta").filled()
+    assert started.start == "zero", "an α that is never trained needs no gate Fisher"
+
+
+def test_alpha_and_beta_have_their_own_rates(decoder: Decoder) -> None:
+    def distances(**rates: float) -> tuple[float, float]:
+        _, state = moved_scores(decoder, DiepOptions("paper", epochs=4, batch_size=2, **rates))
+        alphas, betas = torch.cat(state.alphas).detach(), torch.stack(state.betas).detach()
+        return float(alphas.abs().max()), float((betas - 1).abs().max())
+
+    both, own = distances(learning_rate=0.01), distances(learning_rate=0.01, beta_learning_rate=0.1)
+    assert own[1] > 5 * both[1] and own[0] < 2 * both[0]
+    assert distances(alpha_learning_rate=0.0)[0] == 0.0 < distances(alpha_learning_rate=0.0)[1]
+    filled = DiepOptions("gated", learning_rate=0.2, beta_learning_rate=0.3).filled()
+    assert (filled.alpha_learning_rate, filled.beta_learning_rate) == (0.2, 0.3)
+
+
+def test_recentering_keeps_the_mean_of_alpha_at_zero_and_can_be_left_out(decoder: Decoder) -> None:
+    means = []
+    for recenter in (True, False):
+        options = DiepOptions("paper", epochs=4, batch_size=2, learning_rate=0.1, recenter=recenter)
+        means.append(max(abs(float(alpha.mean())) for alpha in moved_scores(decoder, options)[1].alphas))
+    assert means[0] < 1e-7 and means[1] > 1e-3, "Adam's steps do not keep it, although the gradient's sum is zero"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"fixed_beta": (1.0,)}, {"fixed_beta": (1.0, 0.0)}, {"beta_learning_rate": -1.0}], ids=str
+)
+def test_values_with_which_no_search_is_possible(wrong: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match=next(iter(wrong)).replace("_", "-")):
+        replace(DiepOptions(), **wrong).check()  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect as inspect_module
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +21,19 @@ from pictures_for_tests import drawing
 from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
+import compress.report.pictures
 import compress.run.result
 from calibrate.collect import collect
 from calibrate.options import CalibrationOptions
-from calibrate.text import token_batches
+from calibrate.windows import Windows, text_windows
 from compress import compare as module
 from compress.compare import compare, heading, labels, task_figures
 from compress.options.compare import CompareOptions
-from compress.report import plots
+from compress.report import expert_record, plots
 from compress.report.diep_scores import FILE_NAME, load_scores
+from compress.report.expert_record import ExpertRecord, Experts, load_record, save_record
 from compress.report.pictures import Pictured
-from compress.run.perplexity import perplexity
+from compress.run.perplexity import losses, perplexity
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.decoder.model import Decoder
@@ -72,10 +75,11 @@ def options(place: Path, *names: str, **changes: Any) -> CompareOptions:
 
 def directly(place: Path, name: str) -> float:
     checkpoint = Checkpoint(place / name)
-    tokens = token_batches(
-        str(place / "text.txt"), load_tokenizer(checkpoint), samples=3, sequence_length=32, seed=0, split="held-out"
-    )
-    return perplexity(checkpoint, tokens, dtype=torch.float32)
+    return perplexity(checkpoint, held_out_windows(place, checkpoint).tokens_SL, dtype=torch.float32)
+
+
+def held_out_windows(place: Path, checkpoint: Checkpoint) -> Windows:
+    return text_windows(str(place / "text.txt"), load_tokenizer(checkpoint), samples=3, sequence_length=32, seed=0)
 
 
 def test_rows_hold_what_each_part_computes(place: Path) -> None:
@@ -91,6 +95,26 @@ def test_rows_hold_what_each_part_computes(place: Path) -> None:
     model, pruned, dense = result["rows"]
     assert (model["method"], pruned["method"], dense["experts_per_token"]) == (None, "diep", None)
     assert model["experts_skipped_share"] == 0.0 and dense["experts_skipped_share"] is None
+
+
+def test_perplexities_have_errors_over_documents_and_paired_ratios(place: Path) -> None:
+    rows = compare(options(place, "model", "pruned", "other"))["rows"]
+    for name, row in zip(("model", "pruned"), rows, strict=False):
+        checkpoint = Checkpoint(place / name)
+        windows = held_out_windows(place, checkpoint)
+        found = losses(checkpoint, windows.tokens_SL, dtype=torch.float32)
+        assert row["perplexity_stderr"] == pytest.approx(found.standard_error(windows.documents_S), rel=1e-5)
+        assert row["perplexity_documents"] == windows.documents > 1
+    model, pruned, other = rows
+    assert (model["perplexity_ratio"], model["perplexity_ratio_low"], model["perplexity_ratio_high"]) == (1, 1, 1)
+    assert pruned["perplexity_ratio"] == pytest.approx(pruned["perplexity"] / model["perplexity"])
+    assert pruned["perplexity_ratio_low"] < pruned["perplexity_ratio"] < pruned["perplexity_ratio_high"]
+    assert other["perplexity_group"] == 2 and other["perplexity_ratio"] == 1, "the first model of its group"
+
+
+def test_skipping_is_compared_on_the_same_documents(place: Path) -> None:
+    (row,) = compare(options(place, "pruned", skip_threshold=1e9))["rows"]
+    assert 0 < row["perplexity_without_skipping_stderr"] != row["perplexity_stderr"]
 
 
 def test_speed_comes_from_processes_of_their_own(place: Path) -> None:
@@ -315,7 +339,8 @@ def test_one_object_or_one_table(place: Path) -> None:
     assert (
         len(lines) == 3
         and lines[0].startswith("model ")
-        and lines[2].split()[:2] == ["pruned", f"{rows[1]['perplexity']:.2f}"]
+        and lines[2].split()[:4] == ["pruned", f"{rows[1]['perplexity']:.2f}", "±", f"{rows[1]['perplexity_stderr']:.2f}"]
+        and f"{rows[1]['perplexity_ratio']:.3f} ({rows[1]['perplexity_ratio_low']:.3f} to " in lines[2]
     )
     assert CliRunner().invoke(cli.main, ["compare"]).exit_code == 2
 
@@ -355,9 +380,7 @@ def test_usage_before_and_after_is_of_the_held_out_text(
     assert result.exit_code == 0, result.output
     for pictured, path in zip(drawn, (place / "model", tmp_path / "out"), strict=True):
         checkpoint = Checkpoint(path)
-        text = {"samples": 3, "sequence_length": 32, "seed": 0}
-        tokens = token_batches(str(place / "text.txt"), load_tokenizer(checkpoint), split="held-out", **text)
-        statistics = collect(checkpoint, tokens, dtype=torch.float32)
+        statistics = collect(checkpoint, held_out_windows(place, checkpoint).tokens_SL, dtype=torch.float32)
         counts = {layer: own.tokens_routed.tolist() for layer, own in statistics.layers.items()}
         assert pictured.tokens_routed == counts and sum(counts[0]) == 3 * 32 * 2
     assert (drawn[0].statistics is None) == (method == "taylor"), "no calibration only for a picture"
@@ -373,6 +396,63 @@ def test_without_matplotlib_pruning_goes_on_and_says_so(
     )
     assert result.exit_code == 0 and "no plots: matplotlib is not installed" in result.stdout
     assert not list((tmp_path / "out").glob("*.png")) and not (tmp_path / "out" / FILE_NAME).exists()
+
+
+@needs_matplotlib
+@pytest.mark.usefixtures("pictures")
+def test_pictures_are_drawn_from_what_a_run_has_recorded(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without samples nothing is calibrated; usage and similarity of source and result are those of the run's pictures."""
+    made: list[Pictured] = []
+    draw = compress.run.result.draw
+    monkeypatch.setattr(
+        compress.run.result, "draw", lambda directory, models: made.extend(models) or draw(directory, models)
+    )
+    arguments = ["prune", str(place / "model"), "-o", str(tmp_path / "out"), "--sparsity", "0.5", "--method", "frequency"]
+    result = CliRunner().invoke(
+        cli.main, [*arguments, *SIZES, "--data", str(place / "text.txt"), "--evaluation-samples", "3"]
+    )
+    assert result.exit_code == 0, result.output
+    drawn: list[Pictured] = []
+    monkeypatch.setattr(
+        module,
+        "draw_experts",
+        lambda directory, models: drawn.extend(models) or compress.report.pictures.draw(directory, models),
+    )
+    monkeypatch.setattr(module, "collect", None)
+    asked = options(tmp_path, "out", output=tmp_path / "report")
+    compare(replace(asked, text=replace(asked.text, data=str(place / "text.txt"), samples=0)))
+    assert [model.label for model in drawn] == ["out (before)", "out"] and len(made) == 2
+    for found, expected in zip(drawn, made, strict=True):
+        assert found.tokens_routed == expected.tokens_routed and sum(found.tokens_routed[0]) == 3 * 32 * 2
+        for kind in ("within", "between"):
+            own, other = getattr(found.seen, kind), getattr(expected.seen, kind)
+            assert own.keys() == other.keys() and own
+            for layer, matrix in own.items():
+                assert torch.allclose(torch.tensor(matrix), torch.tensor(other[layer]).float(), atol=1e-4, equal_nan=True)
+    names = {path.name for path in (tmp_path / "report").glob("*.png")}
+    assert {f"{kind}_similarity_{place}.png" for kind in ("expert", "layer") for place in (1, 2)} < names
+    assert "expert_usage.png" in names
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{}, {"schema_version": 1}, {"routed": {"0": [-1]}}, {"similarity": {"0": [[1.0], [1.0, 0.5]]}}, {"routed": []}],
+)
+def test_a_damaged_record_of_experts_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    assert load_record(tmp_path) is None
+    whole = ExpertRecord(Experts({0: [3, 4]}, {0: [[1.0, 0.123456], [math.nan, 1.0]]}), Experts({0: [5]}))
+    save_record(whole, tmp_path)
+    again = load_record(tmp_path)
+    assert again is not None and again.after == whole.after and again.before.routed == whole.before.routed
+    assert again.before.within[0][0] == [1.0, 0.1235] and math.isnan(again.before.within[0][1][0])
+    path = tmp_path / expert_record.FILE_NAME
+    values = json.loads(path.read_text())
+    values = values | {"before": values["before"] | content} if "schema_version" not in content and content else content
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="copy the artifact again"):
+        load_record(tmp_path)
 
 
 @pytest.mark.parametrize(

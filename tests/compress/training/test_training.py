@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.options.training import TrainingOptions
+from compress.options.training import DenseTrainingOptions, TrainingOptions
 from compress.training.training import Batch, Trainer, batch_rows, rate_at
 from engine.errors import DataError, OptionError, TrainingError
 from engine.files.safetensors_file import SafetensorsFile
@@ -183,8 +183,26 @@ def test_batches_are_epochs_of_every_sequence() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    rates = [rate_at(step, 200) for step in range(200)]
+    rates = [rate_at(step, TrainingOptions(200, 1.0)) for step in range(200)]
     assert rates[0] < 0.11 and max(rates) > 0.98 and rates[-1] < 1e-3
+
+
+def test_schedules_by_hand() -> None:
+    def rates(schedule: str, steps: int, warm_up_steps: int) -> list[float]:
+        options = TrainingOptions(steps, 1.0, warm_up_steps=warm_up_steps, schedule=schedule)
+        return [round(rate_at(step, options), 6) for step in range(steps)]
+
+    assert rates("linear", 6, 2) == [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
+    assert rates("linear", 3, 4) == [0.25, 0.5, 0.75], "a training shorter than its warm-up only rises"
+    assert rates("constant", 4, 2) == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_options_name_the_schedule_and_its_warm_up() -> None:
+    given = DenseTrainingOptions(distill_steps=300, finetune_steps=100, schedule="linear", warm_up_steps=40)
+    parts = [given.part(each, 16, 64) for each in given.parts.values()]
+    assert [(part.schedule, part.warm_up_steps) for part in parts] == [("linear", 40)] * 2
+    usual = DenseTrainingOptions(distill_steps=300)
+    assert usual.part(usual.parts["distill"], 16, 64).warm_up_steps == 15, "5 % of the steps"
 
 
 @pytest.mark.parametrize(

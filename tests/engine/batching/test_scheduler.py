@@ -40,7 +40,7 @@ def save_model(path: Path, family: str = "mixtral", **changes: Any) -> None:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     save_model(path)
-    SkipTables((torch.ones(1),) * 3, (torch.ones(6, 6),) * 3).save(path / FILE_NAME)
+    SkipTables((torch.ones(1),) * 3, (torch.ones(6, 6),) * 3, (torch.tensor([26.0]),) * 3).save(path / FILE_NAME)
     return path
 
 
@@ -344,9 +344,9 @@ def test_a_threshold_for_each_token() -> None:
     assert torch.allclose(weights, torch.tensor([[0.6, 0.4], [0.6, 0.4], [1.0, 0.0]]))
 
 
-@pytest.mark.parametrize("engines_own", [0.0, 1.0])
-def test_each_request_skips_by_its_own_threshold(directory: Path, engines_own: float) -> None:
-    engine = Engine.open(directory, device="cpu", skip_threshold=engines_own)
+@pytest.mark.parametrize(("engines_own", "rule"), [(0.0, "diep"), (1.0, "diep"), (0.0, "mc-moe"), (1.0, "mc-moe")])
+def test_each_request_skips_by_its_own_threshold(directory: Path, engines_own: float, rule: str) -> None:
+    engine = Engine.open(directory, device="cpu", skip_threshold=engines_own, skip_rule=rule)
     thresholds = [None, 0.0, 0.7, 1.0]
     requests = [Request(prompt(12), 10, skip_threshold=threshold, ignore_end_tokens=True) for threshold in thresholds]
     scheduler = scheduler_for(engine)
@@ -357,7 +357,7 @@ def test_each_request_skips_by_its_own_threshold(directory: Path, engines_own: f
         run_to_end(scheduler)
     expected = []
     for threshold in (engines_own, 0.0, 0.7, 1.0):
-        other = Engine.open(directory, device="cpu", skip_threshold=threshold)
+        other = Engine.open(directory, device="cpu", skip_threshold=threshold, skip_rule=rule)
         expected.append(serve(other, Request(prompt(12), 10, ignore_end_tokens=True))[0].tokens)
     assert [each.tokens for each in served] == 2 * expected and len(set(expected)) > 2
     evaluated, skipped = scheduler.runner.counts

@@ -131,14 +131,18 @@ def test_the_table_has_llama_bench_columns() -> None:
 
 def test_both_backends_compute_the_same(directory: Path) -> None:
     tokens = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(0))
-    backends = [TorchBackend(spec(directory)), TransformersBackend(spec(directory, backend="transformers"))]
+    backends = [TorchBackend(spec(directory))]
+    for implementation in (None, "eager", "batched_mm", "grouped_mm"):
+        own = spec(directory, backend="transformers", experts_implementation=implementation)
+        backends.append(TransformersBackend(own))
     generated = []
     for backend in backends:
         backend.start(2, 20)
         generated.append([backend.forward(tokens)])
         for _ in range(6):
             generated[-1].append(backend.forward(generated[-1][-1]))
-    assert torch.equal(torch.cat(generated[0], 1), torch.cat(generated[1], 1))
+    ours = torch.cat(generated[0], 1)
+    assert all(torch.equal(ours, torch.cat(theirs, 1)) for theirs in generated[1:])
 
 
 @pytest.mark.parametrize(("case", "lengths"), [(BenchCase("pp", 6, 4), [4, 6]), (BenchCase("tg", 3), [1, 1, 1])])
@@ -176,6 +180,8 @@ def test_cases() -> None:
         ({"backend": "numpy"}, "'numpy' is not known; choose torch, transformers, onnx"),
         ({"batch": 0}, "batch is 0"),
         ({"backend": "transformers", "skip_threshold": 1.0}, "cannot skip"),
+        ({"backend": "transformers", "experts_implementation": "fast"}, "'fast' is not known; choose eager, batched_mm"),
+        ({"experts_implementation": "eager"}, "has its own experts"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused(options: dict[str, Any], message: str) -> None:

@@ -101,11 +101,13 @@ def test_weights_of_few_bits(bits: int, tmp_path: Path, monkeypatch: pytest.Monk
 @needs_numba
 @pytest.mark.parametrize("threshold", [0.7, torch.tensor([0.0, 0.9, 2.0])])
 @pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("importance", [None, 26.0])
 def test_skipping_and_what_observers_see(
-    threshold: float | Tensor, normalise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    threshold: float | Tensor, normalise: bool, importance: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_reference("mixtral", tmp_path, num_experts_per_tok=3)
     checkpoint = Checkpoint(tmp_path)
+    importance_1 = None if importance is None else torch.tensor([importance])
     told: list[list[tuple[Tensor, Tensor, Selection]]] = []
     made = []
     for is_whole in (True, False):
@@ -116,7 +118,7 @@ def test_skipping_and_what_observers_see(
         experts = len(decoder.moe_blocks[0].experts)
         gammas = [(torch.rand(2), torch.rand(experts, experts) * 2) for _ in decoder.moe_blocks]
         rules = [
-            Skipping(block.routing, gamma1, gamma2, threshold, normalise, keep=1 + layer % 2)
+            Skipping(block.routing, gamma1, gamma2, threshold, normalise, 1 + layer % 2, importance_1)
             for layer, (block, (gamma1, gamma2)) in enumerate(zip(decoder.moe_blocks, gammas, strict=True))
         ]
         seen: list[tuple[Tensor, Tensor, Selection]] = []
@@ -133,6 +135,9 @@ def test_skipping_and_what_observers_see(
         assert taken and all(taken)
     skipped = sum(int((selection.experts < 0).sum()) for _, _, selection in told[0])
     assert torch.equal(*made) and skipped > 0
+    important = [(x.float().abs().sum(1) > (importance or 0.0), selection) for x, _, selection in told[0]]
+    assert importance is None or 0.1 < float(torch.cat([is_important for is_important, _ in important]).float().mean()) < 0.9
+    assert importance is None or all((selection.experts[is_important] >= 0).all() for is_important, selection in important)
     for (x, logits, whole), (same_x, same_logits, each) in zip(*told, strict=True):
         assert torch.equal(x, same_x) and torch.equal(logits, same_logits)
         for one, other in zip(by_expert(whole), by_expert(each), strict=True):

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,18 @@ def test_skipping_is_reported_per_layer(directory: Path, tmp_path: Path) -> None
     kept = Engine.open(copy, skip_threshold=2.0, skip_min_experts=2)
     assert kept.generate(PROMPTS, max_new_tokens=5) == Engine.open(directory).generate(PROMPTS, max_new_tokens=5)
     assert kept.report().experts_skipped_share == 0.0
+
+
+def test_protected_tokens_skip_nothing_alone_and_in_a_batch(directory: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
+    tables().save(copy / FILE_NAME)
+    with pytest.raises(OptionError, match="'mc-moe' needs the calibrated importance"):
+        Engine.open(copy, skip_threshold=2.0, skip_rule="mc-moe")
+    replace(tables(), importance_1=(torch.tensor([26.0]),) * 3).save(copy / FILE_NAME)
+    engine = Engine.open(copy, skip_threshold=2.0, skip_rule="mc-moe")
+    results = engine.generate(PROMPTS, max_new_tokens=5)
+    assert 0.1 < engine.report().experts_skipped_share < 0.4, "half of the experts of tokens that are not protected"
+    assert [engine.generate(prompt, max_new_tokens=5)[0] for prompt in PROMPTS] == results
 
 
 def test_the_package_gives_its_engine_and_loads_nothing_before() -> None:

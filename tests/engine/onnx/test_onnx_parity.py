@@ -17,7 +17,7 @@ from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, pruning
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import own_routings
-from engine.decoder.routing import NO_EXPERT, Routing, SigmoidTopK
+from engine.decoder.routing import NO_EXPERT, Routing, SigmoidTopK, select
 from engine.decoder.skip_tables import SkipTables, skipping_routings
 
 EXPERTS = 6
@@ -118,10 +118,10 @@ def test_what_configs_ask_for_is_in_the_graph(
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize(("keep", "rule"), [(1, "diep"), (2, "diep"), (1, "mc-moe")])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "llama_moe"])
 def test_skipping_in_the_graph_equals_the_engine_with_skipping(
-    family: str, keep: int, portable: bool, tmp_path: Path, onnx_parity: Any
+    family: str, keep: int, rule: str, portable: bool, tmp_path: Path, onnx_parity: Any
 ) -> None:
     """Skipping acts on top-3 and on pruned layers, down to one expert: renormalized, not renormalized, and scaled."""
     checkpoint = made(family, "pruned non-uniform", tmp_path, **GROUPED | {TOP_K.get(family, "num_experts_per_tok"): 3})
@@ -130,14 +130,15 @@ def test_skipping_in_the_graph_equals_the_engine_with_skipping(
     tables = SkipTables(
         tuple(torch.rand(moe.experts_per_token - 1, generator=generator) for moe in layers),
         tuple(0.5 + torch.rand(moe.experts, moe.experts, generator=generator) for moe in layers),
+        (torch.tensor([26.0]),) * len(layers),
     )
     own = own_routings(checkpoint.config, checkpoint.source(torch.float32))
-    routings = skipping_routings(checkpoint.config, tables, 2.0, keep, own=own)
+    routings = skipping_routings(checkpoint.config, tables, 2.0, keep, own=own, rule=rule)
     shares = [skipped_share(routing, moe.experts) for routing, moe in zip(routings, layers, strict=True)]
     assert shares[0] == 0.0 and all(0.05 < share < 0.7 for share in shares[1:]), "the tables skip some and not all"
     found = exported(checkpoint, tmp_path / "onnx", routings, portable=portable)
     for what, difference in differences(checkpoint, found, routings).items():
-        onnx_parity(family, f"skipping, keep {keep}, {'portable' if portable else 'moe'}", what, difference)
+        onnx_parity(family, f"skip {rule}, keep {keep}, {'portable' if portable else 'moe'}", what, difference)
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
@@ -165,8 +166,8 @@ def test_a_sigmoid_router_with_a_correction_bias(portable: bool, tmp_path: Path,
 
 
 def skipped_share(routing: Routing, experts: int) -> float:
-    """Return the fraction of slots that a rule leaves empty on random logits."""
-    return float((routing(torch.randn(500, experts)).experts == NO_EXPERT).float().mean())
+    """Return the fraction of slots that a rule leaves empty on random tokens and logits."""
+    return float((select(routing, torch.randn(500, 32), torch.randn(500, experts)).experts == NO_EXPERT).float().mean())
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])

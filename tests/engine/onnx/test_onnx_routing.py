@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.decoder.routing import NO_EXPERT, AllExperts, Routing, SigmoidTopK, Skipping, TopK
+from engine.decoder.routing import select as choose
 from engine.errors import UnsupportedError
 from engine.onnx.graph import FLOAT, Graph
 from engine.onnx.routing import expert_weights, select
@@ -35,15 +36,16 @@ ROUTINGS: dict[str, Routing] = {
     "skipping but for two": Skipping(TopK(3, True), GAMMA1, GAMMA2, 2.0, normalise=True, keep=2),
     "skipping but for all": Skipping(TopK(3, True), GAMMA1, GAMMA2, 9.0, normalise=True, keep=3),
     "skipping of sigmoid": Skipping(SigmoidTopK(3, True, BIAS), GAMMA1, GAMMA2, 1.0, normalise=True),
+    "skipping of some tokens": Skipping(TopK(3, True), GAMMA1, GAMMA2, 1.0, True, importance_1=torch.tensor([13.0])),
 }
 
 
 def weights_by_nodes(routing: Routing, logits_TN: Tensor, directory: Path) -> Tensor:
-    """Return the weight of every expert, [T, N], computed by onnxruntime."""
+    """Return the weight of every expert, [T, N], computed by onnxruntime. The logits are the router's input too."""
     experts = logits_TN.shape[1]
     graph = Graph(directory, io.BytesIO(), torch.float32)
     logits = graph.input("logits", FLOAT, ("tokens", experts))
-    weights = expert_weights(graph, select(graph, routing, logits, experts), logits)
+    weights = expert_weights(graph, select(graph, routing, logits, experts, logits), logits)
     graph.node("Identity", weights, name="weights")
     graph.output("weights", FLOAT, ("tokens", experts))
     graph.save("routing", {})
@@ -53,7 +55,7 @@ def weights_by_nodes(routing: Routing, logits_TN: Tensor, directory: Path) -> Te
 
 
 def weights_by_engine(routing: Routing, logits_TN: Tensor) -> Tensor:
-    experts_TS, weights_TS = routing(logits_TN)
+    experts_TS, weights_TS = choose(routing, logits_TN, logits_TN)
     empty_TS = experts_TS == NO_EXPERT
     return torch.zeros_like(logits_TN).scatter_add_(
         1, experts_TS.masked_fill(empty_TS, 0), weights_TS.masked_fill(empty_TS, 0.0)

@@ -1,0 +1,211 @@
+"""The default method against NAEE, REAP and DiEP: chosen on one half of the held-out documents, reported on the other.
+
+    python benchmarks/default_method.py [--models demo,shared-expert] [--seeds 3] [--windows 256] [--jobs 2]
+
+Each (model, method, seed) is pruned at 25 and 50 % with the method's default scope, on 128 × 256 tokens that the seed draws.
+All are measured on the same windows: 256 of the half that choices are made on ("selection") and 256 of the half for reports,
+spread over all documents of each. Models are compared document by document: for each window the losses of both methods are
+averaged over the seeds, and documents are drawn with replacement (compress/run/losses.py). Finished runs are saved in
+benchmarks/results/default_method.jsonl, so that an interrupted run resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from methods import MODELS, SEQUENCES_AT_ONCE, Cell, default_scope, options_of, train_second_model
+from results import RESULTS, markdown, remember, remembered, save
+from torch import Tensor
+
+from compress.methods import DEFAULT_METHOD
+from compress.run.losses import Losses
+from compress.training.losses import next_token_loss
+
+METHODS = tuple(dict.fromkeys((DEFAULT_METHOD, "diep", "reap", "naee")))
+FULL = "full model"
+SPARSITIES = (0.25, 0.5)
+HALVES = ("selection", "report")
+LENGTH = 256
+DONE = RESULTS / "default_method.jsonl"
+
+
+def windows_of(model: str, half: str, count: int) -> Any:
+    """Return the windows [count, 256] of one half of the held-out documents, the same for all methods."""
+    from calibrate.windows import text_windows
+    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.checkpoint.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(Checkpoint(resolve(MODELS[model])))
+    return text_windows("stdlib", tokenizer, samples=count, sequence_length=LENGTH, seed=0, split=half)
+
+
+def window_losses(decoder: Any, tokens_SL: Tensor) -> list[float]:
+    """Return the summed negative log-likelihood of each window, in nats."""
+    found = []
+    for tokens_BL in tokens_SL.split(SEQUENCES_AT_ONCE):
+        pairs = zip(decoder.hidden_states(tokens_BL).split(1), tokens_BL.split(1), strict=True)
+        losses = [
+            next_token_loss(hidden_1LD, decoder.head_VD, tokens_1L, decoder.head_bias_V) for hidden_1LD, tokens_1L in pairs
+        ]
+        found += [round(float(loss), 4) for loss in losses]
+    return found
+
+
+def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
+    """Return the losses on every window of both halves, by sparsity; the full model has sparsity 0."""
+    from compress.plans.apply import planned_decoder
+    from compress.prune import checked_budget, make_plan, prepare_pruning
+    from compress.run.job import Run
+    from compress.run.work_directory import WorkDirectory
+    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.decoder.model import Decoder
+
+    halves = {half: windows_of(model, half, count) for half in HALVES}
+    losses: dict[str, dict[str, list[float]]] = {}
+    if method == FULL:
+        checkpoint = Checkpoint(resolve(MODELS[model]))
+        decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
+        losses["0"] = {half: window_losses(decoder, own.tokens_SL) for half, own in halves.items()}
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            output = Path(directory) / "result"
+            shared = WorkDirectory(output, "shared")
+            shared.begin({}, resume=False)
+            cells = [Cell(sparsity, default_scope(method)) for sparsity in SPARSITIES]
+            first = prepare_pruning(options_of(MODELS[model], method, cells[0], seed, output))
+            for cell in cells:
+                options = options_of(MODELS[model], method, cell, seed, output)
+                work = WorkDirectory(output, shared=shared)
+                work.begin({}, resume=False)
+                prepared = replace(first, budget=checked_budget(options, first.checkpoint))
+                plan = make_plan(Run(options, prepared, work))
+                decoder = planned_decoder(plan, first.checkpoint, torch.float32)
+                losses[f"{cell.sparsity:g}"] = {half: window_losses(decoder, own.tokens_SL) for half, own in halves.items()}
+    documents = {half: own.documents_S.tolist() for half, own in halves.items()}
+    return {"model": model, "method": method, "seed": seed, "losses": losses, "documents": documents}
+
+
+def in_process(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
+    """Run `run_one` in a process with one thread, and remember what it returns."""
+    command = [sys.executable, __file__, "--worker", f"{model}:{method}:{seed}:{count}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    run: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{model} {method} seed {seed}: done", file=sys.stderr, flush=True)
+    remember(DONE, run)
+    return run
+
+
+# Table
+
+
+def losses_of(figures: dict[str, Any], model: str, method: str, sparsity: str, half: str) -> Losses:
+    """Return the losses on each window, averaged over the seeds."""
+    own = [run for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
+    summed = torch.tensor([run["losses"][sparsity][half] for run in own], dtype=torch.float64)
+    return Losses(summed.mean(0), figures["length"] - 1)
+
+
+def documents_of(figures: dict[str, Any], model: str, half: str) -> Tensor:
+    """Return the document of each window."""
+    return torch.tensor(next(run for run in figures["runs"] if run["model"] == model)["documents"][half])
+
+
+def comparison(figures: dict[str, Any], model: str, method: str, sparsity: str) -> dict[str, Any]:
+    """Return a method's perplexities, and the default's perplexity over this method's on the half for reports."""
+    documents_S = documents_of(figures, model, "report")
+    chosen, reported = (losses_of(figures, model, method, sparsity, half) for half in HALVES)
+    found = {"selection": chosen.perplexity, "report": reported.perplexity, "stderr": reported.standard_error(documents_S)}
+    if method != figures["default"]:
+        default = losses_of(figures, model, figures["default"], sparsity, "report")
+        found["ratio"] = default.ratio_to(reported, documents_S)
+        ours, theirs = (seed_losses(figures, model, name, sparsity) for name in (figures["default"], method))
+        found["won"] = sum(own < other for own, other in zip(ours, theirs, strict=True))
+    return found
+
+
+def seed_losses(figures: dict[str, Any], model: str, method: str, sparsity: str) -> list[float]:
+    """Return the loss on the half for reports of each seed."""
+    own = [run for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
+    return [sum(run["losses"][sparsity]["report"]) for run in sorted(own, key=lambda run: run["seed"])]
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return a row for each model, share and method."""
+    rows, models = [], list(dict.fromkeys(run["model"] for run in figures["runs"]))
+    for model in models:
+        whole = losses_of(figures, model, FULL, "0", "report")
+        error = whole.standard_error(documents_of(figures, model, "report"))
+        chosen = losses_of(figures, model, FULL, "0", "selection").perplexity
+        rows.append([f"{model}, {FULL}", f"{chosen:.2f}", f"{whole.perplexity:.2f} ± {error:.2f}", "–", "–"])
+        for sparsity in figures["sparsities"]:
+            for method in figures["methods"]:
+                own = comparison(figures, model, method, sparsity)
+                against = ["–", "–"]
+                if "ratio" in own:
+                    value, low, high = own["ratio"]
+                    against = [f"{value:.3f} ({low:.3f} to {high:.3f})", f"{own['won']} of {figures['seeds']}"]
+                name = f"**{method}** (default)" if method == figures["default"] else method
+                cells = [f"{own['selection']:.2f}", f"{own['report']:.2f} ± {own['stderr']:.2f}"]
+                rows.append([f"{model}, {float(sparsity):.0%}, {name}", *cells, *against])
+    header = ["model, share of experts, method", "selection half", "report half ± standard error"]
+    header += ["default by this method (95 %)", "seeds won"]
+    return markdown(header, rows)
+
+
+def in_text(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the default's perplexity over each other method's, with its interval, by model, share and method."""
+    found = {}
+    for model in dict.fromkeys(run["model"] for run in figures["runs"]):
+        for sparsity in figures["sparsities"]:
+            for method in figures["methods"]:
+                if method != figures["default"]:
+                    value, low, high = comparison(figures, model, method, sparsity)["ratio"]
+                    key = f"{model}-{round(100 * float(sparsity))}-{method}"
+                    found[key] = f"{value:.3f} ({low:.3f} to {high:.3f})"
+    return found
+
+
+TABLES = {"default_method": table}
+IN_TEXT = {"default_method": in_text}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--windows", type=int, default=256, help="windows of 256 tokens of each half")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        model, method, seed, count = options.worker.split(":")
+        torch.set_num_threads(1)
+        print(json.dumps(run_one(model, method, int(seed), int(count))))
+        return
+    models, methods = options.models.split(","), options.methods.split(",")
+    if "shared-expert" in models:
+        train_second_model()
+    asked = [(model, FULL, 0) for model in models]
+    asked += [(model, method, seed) for seed in range(options.seeds) for model in models for method in methods]
+    known = {(run["model"], run["method"], run["seed"]): run for run in remembered(DONE)}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        made = list(pool.map(lambda job: known.get(job) or in_process(*job, options.windows), asked))
+    shares = [f"{sparsity:g}" for sparsity in SPARSITIES]
+    about = {"default": DEFAULT_METHOD, "methods": methods, "seeds": options.seeds, "sparsities": shares, "length": LENGTH}
+    save("default_method", about | {"runs": made})
+
+
+if __name__ == "__main__":
+    main()

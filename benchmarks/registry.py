@@ -1,0 +1,216 @@
+"""Every benchmark: its script, the results that it writes, and the code that they measure. `make bench` runs all of them.
+
+    python benchmarks/registry.py [--all] [--trial] [NAME …]
+
+Runs each benchmark in a process of its own, those without names whose results are older than their code (`--all`: every
+one), and writes the pages anew. `--trial` runs everything at a size of seconds and writes nothing below benchmarks/results.
+What a run lacks (a peer, a right of the system) is said, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from results import NOT_POSSIBLE_HERE, is_older_than_its_code, results
+
+HERE = Path(__file__).resolve().parent
+ENGINE = ("engine/kernels", "engine/decoder", "engine/generation", "engine/batching")
+MEMORY = ("engine/checkpoint", "engine/decoder", "engine/generation", "engine/kernels", "engine/passes")
+SERVER = (*ENGINE, "engine/server")
+PRUNING = ("calibrate", "compress/methods", "compress/plans", "compress/prune.py", "engine/decoder", "engine/passes")
+DENSE = ("calibrate", "compress/dense", "compress/training", "engine/decoder")
+RECIPES = ("compress/distill.py", "compress/distillation", "compress/training", "engine/decoder", "engine/generation")
+CLASSIFIERS = ("compress/classifiers", "compress/training", "engine/transformers_models")
+PAPERS = ("diep", "every-expert-matters", "moe-kd", "speech-recognition")
+ONNX = ("engine/onnx", "compress/export")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One script of this directory."""
+
+    script: str
+    results: tuple[str, ...]
+    """The names of the files that it writes below benchmarks/results."""
+    code: tuple[str, ...]
+    """Paths of the code that the figures are of; a result older than their last change is marked."""
+    arguments: tuple[str, ...] = ()
+    """Its arguments in `make bench`."""
+    trial: tuple[str, ...] = ()
+    """Its arguments for a run of seconds."""
+    needs: str = ""
+    """Packages or rights beside the development environment. A script that lacks them exits with status 77."""
+
+
+SHORT = ("--repetitions", "1", "--layers", "1")
+TINY_DISTILL = ("--steps", "2", "--teacher-steps", "2", "--student-steps", "2", "--text-steps", "2", "--prompts", "4")
+TINY_DISTILL += ("--validation-prompts", "4", "--seeds", "1", "--recipes")
+BENCHMARKS = (
+    Benchmark("demo", ("demo",), ("cli.py", "compress", "calibrate", "engine"), trial=("--samples", "2")),
+    Benchmark("engine_speed", ("engine_speed",), ENGINE, trial=SHORT),
+    Benchmark("dense_speed", ("dense_speed",), ENGINE, trial=SHORT),
+    Benchmark("decode_batches", ("decode_batches",), ENGINE, trial=("--rounds", "1", "--layers", "1", "--batches", "1,4")),
+    Benchmark(
+        *("decode", ("decode",), ENGINE),
+        trial=("--rounds", "1", "--layers", "1"),
+        needs="pip install llama-cpp-python gguf",
+    ),
+    Benchmark("speculative_decoding", ("speculative_decoding",), ENGINE, trial=("--prompts", "1", "--repetitions", "1")),
+    Benchmark(
+        *("gpu_decode", ("gpu_decode",), ("engine/kernels", "engine/decoder")),
+        trial=("--rounds", "1", "--layers", "1"),
+        needs="a GPU",
+    ),
+    Benchmark(
+        *("two_trees", ("two_trees",), ENGINE),
+        trial=("--pairs", "1", "--layers", "1"),
+        needs="the history of the repository, for the commit that it compares with",
+    ),
+    Benchmark("startup", ("startup",), ("cli.py", "engine"), trial=("--rounds", "1")),
+    Benchmark("serving_peers", ("serving_peers",), SERVER, trial=("--rounds", "1", "--requests", "8")),
+    Benchmark(
+        *("serving_soak", ("serving_soak",), SERVER),
+        trial=("--requests", "80", "--rounds", "4", "--no-attackers"),
+    ),
+    Benchmark(
+        *("engine_memory", ("resident_memory", "long_prompts", "kv_cache"), MEMORY),
+        trial=("--layers", "1", "--sequences", "2"),
+    ),
+    Benchmark("pruning_memory", ("pruning_memory",), PRUNING, trial=("--layers", "1", "--samples", "2")),
+    Benchmark(
+        *("larger_than_memory", ("larger_than_memory",), MEMORY),
+        trial=("--layers", "12", "--new-tokens", "2"),
+        needs="the permission to make a control group",
+    ),
+    Benchmark(
+        *("memory_limit_prune", ("memory_limit_prune",), PRUNING),
+        trial=("--layers", "1", "--samples", "2", "--sequence-length", "32"),
+    ),
+    Benchmark("search_in_processes", ("search_in_processes",), PRUNING, trial=("--layers", "1", "--samples", "2")),
+    Benchmark(
+        *("run_plan", ("run_plan",), ("compress/run_plan.py", "compress/cost", *PRUNING)),
+        arguments=("--methods", "frequency,reap,naee,diep"),
+        trial=("--sizes", "60", "--methods", "frequency"),
+    ),
+    Benchmark(
+        *("cost_growth", ("cost_growth",), PRUNING),
+        trial=("--methods", "frequency,random", "--repetitions", "1"),
+    ),
+    Benchmark(
+        *("methods", ("methods", "methods_demo", "methods_shared-expert"), PRUNING),
+        trial=("--models", "demo", "--methods", "frequency", "--seeds", "1"),
+    ),
+    Benchmark(
+        *("default_method", ("default_method",), PRUNING),
+        trial=("--models", "demo", "--methods", "fisher,reap", "--seeds", "1", "--windows", "8"),
+    ),
+    Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
+    Benchmark(
+        *("densify", ("densify",), DENSE),
+        trial=("--steps", "2", "--ffns", "1", "--selects", "usage", "--batch-size", "2"),
+    ),
+    Benchmark(
+        *("encoder_decoder", ("encoder_decoder",), (*DENSE, "engine/transformers_models")),
+        trial=("--steps", "2", "--teacher-steps", "2", "--ffns", "1"),
+    ),
+    Benchmark("distill", ("distill",), RECIPES, trial=(*TINY_DISTILL, "sft,kd")),
+    Benchmark(
+        *("distill", ("distill_k",), RECIPES),
+        arguments=("--name", "distill_k", "--recipes", "kd", "--experts-per-token", "8", "--seeds", "1"),
+        trial=("--name", "distill_k", *TINY_DISTILL, "kd", "--experts-per-token", "8"),
+    ),
+    Benchmark(
+        *("distill", ("distill_ka",), RECIPES),
+        arguments=("--name", "distill_ka", "--recipes", "ka", "--ka-probability", "0.2", "--seeds", "1"),
+        trial=("--name", "distill_ka", *TINY_DISTILL, "ka", "--ka-probability", "0.2"),
+    ),
+    Benchmark(
+        *("reproduce", tuple(f"reproduce_{page}" for page in PAPERS), ("cli.py", "calibrate", "compress", "engine")),
+        trial=("--tiny",),
+    ),
+    Benchmark(
+        *("skipping", ("skipping",), ("calibrate/skipping.py", "engine/decoder")),
+        trial=("--models", "demo", "--samples", "8", "--limit", "8"),
+    ),
+    Benchmark("moe_kd", ("moe_kd",), CLASSIFIERS, trial=("--seeds", "1", "--epochs", "1")),
+    Benchmark(
+        *("moe_kd", ("moe_kd_speed",), ("engine/transformers_models", "engine/bench/classifiers.py")),
+        arguments=("--speed",),
+        trial=("--speed", "--repetitions", "1"),
+    ),
+    Benchmark(
+        *("onnx_speed", ("onnx_speed",), (*ENGINE, *ONNX)),
+        trial=("--repetitions", "1", "--layers", "1", "--width", "256"),
+    ),
+    Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
+    Benchmark(
+        *("kill_runs", ("kill_runs",), ("engine/files", "compress/run", "compress/push.py", "calibrate")),
+        trial=("--kills", "5"),
+    ),
+    Benchmark(
+        *("fuzz_model_directory", ("fuzz_model_directory",), ("engine/checkpoint", "engine/families", "engine/files")),
+        trial=("--mutations", "26"),
+    ),
+)
+
+
+def benchmark_of(result: str) -> Benchmark:
+    """Return the benchmark that writes a result. Raises KeyError where none does."""
+    for benchmark in BENCHMARKS:
+        if result in benchmark.results:
+            return benchmark
+    raise KeyError(f"no row of benchmarks/registry.py writes {result}.json")
+
+
+def is_current(benchmark: Benchmark) -> bool:
+    """Whether every result of a benchmark is stored and as new as the code that it measures."""
+    stored = results()
+    return all(name in stored and not is_older_than_its_code(stored[name], name) for name in benchmark.results)
+
+
+def run(benchmarks: Sequence[Benchmark], environment: dict[str, str], is_trial: bool) -> list[str]:
+    """Run each and return the scripts that failed."""
+    failed = []
+    for number, benchmark in enumerate(benchmarks, 1):
+        arguments = benchmark.trial if is_trial else benchmark.arguments
+        command = [sys.executable, str(HERE / f"{benchmark.script}.py"), *arguments]
+        print(f"[{number}/{len(benchmarks)}] {benchmark.script}", file=sys.stderr, flush=True)
+        started = time.monotonic()
+        done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.DEVNULL)
+        is_possible = done.returncode != NOT_POSSIBLE_HERE
+        end = f"exit {done.returncode}" if is_possible else f"not possible here: needs {benchmark.needs}"
+        print(f"    {time.monotonic() - started:.0f} s, {end}", file=sys.stderr, flush=True)
+        if done.returncode and is_possible:
+            failed.append(" ".join([benchmark.script, *arguments]))
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="scripts; by default those whose results are not current")
+    parser.add_argument("--all", action="store_true", help="also those whose results are as new as their code")
+    parser.add_argument("--trial", action="store_true", help="run everything at a size of seconds and keep no result")
+    options = parser.parse_args()
+    if unknown := set(options.names) - {each.script for each in BENCHMARKS}:
+        parser.error(f"no benchmark is named {', '.join(sorted(unknown))}")
+    wanted = [each for each in BENCHMARKS if each.script in options.names or not options.names]
+    if options.trial:
+        with tempfile.TemporaryDirectory() as scratch:
+            failed = run(wanted, {"COMPRESS_BENCHMARK_RESULTS": scratch}, is_trial=True)
+    else:
+        failed = run([each for each in wanted if options.all or options.names or not is_current(each)], {}, is_trial=False)
+        subprocess.run([sys.executable, str(HERE / "results.py")], check=True)
+    if failed:
+        sys.exit("failed: " + "; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Runs the commands of docs/reproduce at demo size, and writes their output below them.
+
+    python benchmarks/reproduce.py [--directory DIR] [PAGE …]
+
+In a page a block of `sh` has the commands of a table or figure at full size, and a block of `console` the same at demo size:
+lines that begin with "$ " are commands, and all others are what they print. The page is the place where commands are
+written. This script runs the commands of a page in order in one directory, where an interrupted run goes on, and saves what
+they print and take in benchmarks/results/reproduce_PAGE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from results import ROOT, markdown, remember, remembered, save
+
+PAGES = tuple(sorted(path.stem for path in (ROOT / "docs" / "reproduce").glob("*.md")))
+CONSOLE = re.compile(r"(```console\n)(.*?)(```\n)", re.DOTALL)
+FULL_SIZE = re.compile(r"```sh\n(.*?)```\n", re.DOTALL)
+MATERIALS = f"{sys.executable} {ROOT / 'benchmarks' / 'paper_materials.py'} materials"
+
+
+def page_path(page: str) -> Path:
+    """Return the file of a page."""
+    return ROOT / "docs" / "reproduce" / f"{page}.md"
+
+
+def commands(block: str) -> list[str]:
+    """Return the commands of a block, with continued lines joined."""
+    joined = block.replace("\\\n", " ")
+    marked = [line.removeprefix("$ ") for line in joined.splitlines() if line.startswith("$ ")]
+    return [" ".join(line.split()) for line in marked]
+
+
+def demo_commands(text: str) -> Iterator[str]:
+    """Yield the commands of a page at demo size, in order."""
+    for match in CONSOLE.finditer(text):
+        yield from commands(match[2])
+
+
+def full_size_commands(text: str) -> Iterator[str]:
+    """Yield the commands of a page at full size."""
+    for match in FULL_SIZE.finditer(text):
+        for line in match[1].replace("\\\n", " ").splitlines():
+            if line.strip() and not line.startswith("#"):
+                yield " ".join(line.split())
+
+
+def run_commands(wanted: Sequence[str], directory: Path, state: Path) -> list[dict[str, Any]]:
+    """Return each command with its standard output and seconds. Finished ones are taken from `state`."""
+    known = {line["command"]: line for line in remembered(state)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in wanted:
+        if command in known:
+            continue
+        started = time.monotonic()
+        ran = subprocess.run(command, shell=True, cwd=directory, env=environment, stdout=subprocess.PIPE, text=True)
+        if ran.returncode:
+            sys.exit(f"{command}\nended with {ran.returncode}")
+        known[command] = {"command": command, "output": ran.stdout, "seconds": time.monotonic() - started}
+        print(f"{known[command]['seconds']:6.1f} s  {command}", file=sys.stderr, flush=True)
+        remember(state, known[command])
+    return [known[command] for command in wanted]
+
+
+def with_outputs(text: str, ran: Sequence[Mapping[str, Any]]) -> str:
+    """Return a page with the output of each command below it."""
+    outputs = {each["command"]: each["output"] for each in ran}
+
+    def filled(match: re.Match[str]) -> str:
+        lines, shown = match[2].splitlines(), []
+        for place, line in enumerate(lines):
+            if not line.startswith("$ ") and not (place and lines[place - 1].endswith("\\")):
+                continue
+            shown.append(line)
+            if not line.endswith("\\"):
+                start = max(number for number in range(place + 1) if lines[number].startswith("$ "))
+                (command,) = commands("\n".join(lines[start : place + 1]))
+                shown += [printed.rstrip() for printed in outputs.get(command, "").rstrip().splitlines()]
+        return match[1] + "\n".join(shown) + "\n" + match[3]
+
+    return CONSOLE.sub(filled, text)
+
+
+def table(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Return how long the commands of a page took together."""
+    return markdown(["commands", "minutes"], [[str(len(figures)), f"{sum(each['seconds'] for each in figures) / 60:.0f}"]])
+
+
+TABLES = {f"reproduce_{page}": table for page in PAGES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pages", nargs="*", metavar="PAGE", default=list(PAGES))
+    parser.add_argument("--directory", type=Path, help="where the models are made, and found again")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = arguments.directory or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        subprocess.run(MATERIALS, shell=True, cwd=directory, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        for page in arguments.pages:
+            text = page_path(page).read_text()
+            ran = run_commands(list(demo_commands(text)), directory, directory / f"{page}.jsonl")
+            save(f"reproduce_{page}", ran)
+            page_path(page).write_text(with_outputs(text, ran))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The cost of skipping: perplexity, accuracy and the share of skipped experts of two trained models, by rule and threshold.
+
+    python benchmarks/skipping.py [--models demo,shared-expert] [--samples 256] [--limit N]
+
+The models are the demo model and the second model of benchmarks/methods.py, which is trained first if it does not exist. The
+text is the half of the held-out documents that nothing was chosen on. The task asks which of four lines comes next in a
+held-out file (benchmarks/paper_materials.py). Every figure comes from `compress evaluate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from methods import MODELS, train_second_model
+from paper_materials import write_task
+from results import ROOT, markdown, save
+
+from calibrate.collect import collect
+from calibrate.skipping import skip_tables
+from calibrate.text import token_batches
+from engine.checkpoint.checkpoint import Checkpoint, resolve
+from engine.checkpoint.skip_table_file import FILE_NAME, SKIP_RULES
+from engine.checkpoint.tokenizer import load_tokenizer
+
+THRESHOLDS = (0.5, 1.0, 1.5)
+
+
+def calibrated(model: str) -> None:
+    """Write tables for skipping beside a model that has none, from 128 × 256 tokens of the standard library."""
+    checkpoint = Checkpoint(resolve(model))
+    if not (checkpoint.directory / FILE_NAME).exists():
+        text = {"samples": 128, "sequence_length": 256, "seed": 0}
+        tokens = token_batches("stdlib", load_tokenizer(checkpoint), **text)
+        skip_tables(collect(checkpoint, tokens)).save(checkpoint.directory / FILE_NAME)
+
+
+def evaluated(model: str, *options: str) -> dict[str, Any]:
+    """Return the JSON of `compress evaluate`."""
+    command = [sys.executable, "-m", "cli", "evaluate", model, *options, "--json"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def measure(model: str, rule: str, threshold: float, task: Path, samples: int, limit: int | None) -> dict[str, Any]:
+    """Return the figures of one row."""
+    skipping = ["--skip-threshold", str(threshold), "--skip-rule", rule]
+    text = evaluated(model, *skipping, "--split", "report", "--samples", str(samples))
+    of_task = evaluated(model, *skipping, "--tasks", str(task), *(["--limit", str(limit)] if limit else []))
+    (scores,) = of_task["tasks"].values()
+    return {
+        "perplexity": text["value"],
+        "perplexity_stderr": text["value_stderr"],
+        "documents": text["documents"],
+        "skipped_share": text["experts_skipped_share"],
+        "accuracy": scores["acc,none"],
+        "accuracy_stderr": scores["acc_stderr,none"],
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return a row for each model, rule and threshold."""
+    rows = []
+    for row in figures["rows"]:
+        name = f"{row['model']}, every chosen expert" if row["threshold"] == 0 else f"{row['rule']} at {row['threshold']:g}"
+        cells = [f"{row['perplexity']:.2f} ± {row['perplexity_stderr']:.2f}"]
+        cells.append(f"{100 * row['accuracy']:.1f} ± {100 * row['accuracy_stderr']:.1f}")
+        rows.append([name, f"{row['skipped_share']:.1%}", *cells])
+    header = ["model, rule and threshold", "experts skipped", "perplexity ± standard error", "next line, % right"]
+    return markdown(header, rows)
+
+
+def in_text(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the share that the default rule skips at threshold 1, and what it costs, by model."""
+    found = {}
+    whole = {row["model"]: row["perplexity"] for row in figures["rows"] if row["threshold"] == 0}
+    for row in figures["rows"]:
+        if (row["rule"], row["threshold"]) == (SKIP_RULES[0], 1.0):
+            found[f"{row['model']}-share"] = f"{row['skipped_share']:.0%}"
+            found[f"{row['model']}-cost"] = f"{row['perplexity'] / whole[row['model']] - 1:.1%}"
+    return found
+
+
+TABLES = {"skipping": table}
+IN_TEXT = {"skipping": in_text}
+
+
+def rows(models: Sequence[str], samples: int, limit: int | None) -> list[dict[str, Any]]:
+    """Return the rows of all models."""
+    made = []
+    with tempfile.TemporaryDirectory() as directory:
+        task = Path(directory) / "next_line.yaml"
+        write_task(task)
+        for name in models:
+            calibrated(MODELS[name])
+            asked = [(SKIP_RULES[0], 0.0), *((rule, threshold) for rule in SKIP_RULES for threshold in THRESHOLDS)]
+            for rule, threshold in asked:
+                found = measure(MODELS[name], rule, threshold, task, samples, limit)
+                made.append({"model": name, "rule": rule, "threshold": threshold} | found)
+                print(made[-1], file=sys.stderr, flush=True)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--samples", type=int, default=256, help="sequences of 256 tokens")
+    parser.add_argument("--limit", type=int, help="examples of the task; by default all")
+    arguments = parser.parse_args()
+    models = arguments.models.split(",")
+    if "shared-expert" in models:
+        train_second_model()
+    save("skipping", {"samples": arguments.samples, "rows": rows(models, arguments.samples, arguments.limit)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Losses of a model on windows of text: perplexity, its standard error, and its ratio to another model's.
+
+Errors are those of a bootstrap over documents (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 6
+and 13): documents are drawn with replacement, each with all of its windows, because tokens of one document resemble each
+other. Models that read the same windows are compared on the same draws, so that the differences between documents, which
+are large, cancel out.
+
+Shape suffixes: S windows, D documents, R draws.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DRAWS = 2000
+SEED = 0
+LARGEST_EXPONENT = 700.0
+"""Mean loss, in nats, above which perplexity is not larger any more: exp of more than 709 is infinite."""
+TAILS = (0.025, 0.975)
+"""Quantiles that bound an interval of 95 percent."""
+
+
+class Ratio(NamedTuple):
+    """The ratio of two perplexities, with its interval of 95 percent; None without several documents."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of one model on windows of equal length."""
+
+    summed_S: Tensor
+    """Summed negative log-likelihood of each window's predicted tokens, in nats, float64 on the CPU."""
+    predictions: int
+    """Number of predicted tokens of each window."""
+
+    @property
+    def perplexity(self) -> float:
+        """Return exp of the mean negative log-likelihood."""
+        return math.exp(min(float(self.summed_S.sum()) / (len(self.summed_S) * self.predictions), LARGEST_EXPONENT))
+
+    def standard_error(self, documents_S: Tensor) -> float | None:
+        """Return the standard error of the perplexity over documents; None with fewer than two documents.
+
+        documents_S: number of each window's document.
+        """
+        means_R = self._drawn_means(self.summed_S, documents_S)
+        if means_R is None:
+            return None
+        largest = min(float(means_R.max()), LARGEST_EXPONENT)
+        return math.exp(largest) * float((means_R.clamp(max=largest) - largest).exp().std(correction=0))
+
+    def ratio_to(self, other: Losses, documents_S: Tensor) -> Ratio:
+        """Return this perplexity over that of another model on the same windows, paired by document."""
+        differences_S = self.summed_S - other.summed_S
+        value = math.exp(min(float(differences_S.sum()) / (len(differences_S) * self.predictions), LARGEST_EXPONENT))
+        means_R = self._drawn_means(differences_S, documents_S)
+        if means_R is None:
+            return Ratio(value, None, None)
+        low, high = means_R.clamp(max=LARGEST_EXPONENT).exp().quantile(torch.tensor(TAILS, dtype=torch.float64)).tolist()
+        return Ratio(value, low, high)
+
+    def _drawn_means(self, values_S: Tensor, documents_S: Tensor) -> Tensor | None:
+        """Return the mean value of a predicted token, [R], in each draw of documents; None with fewer than two."""
+        _, owners_S, windows_D = documents_S.unique(return_inverse=True, return_counts=True)
+        count = len(windows_D)
+        if count < 2:
+            return None
+        values_D = torch.zeros(count, dtype=torch.float64).index_add(0, owners_S, values_S)
+        generator = torch.Generator().manual_seed(SEED)
+        draws = (torch.randint(count, (count,), generator=generator) for _ in range(DRAWS))
+        return torch.stack([values_D[drawn_D].sum() / (windows_D[drawn_D].sum() * self.predictions) for drawn_D in draws])
