@@ -341,7 +341,14 @@ def table(figures: dict[str, Any]) -> str:
     return markdown(header, lines)
 
 
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the range of the memory bandwidth over the rounds, in GB/s."""
+    found = figures["stream_gb_per_second"]
+    return {"stream_low": f"{min(found):.0f}", "stream_high": f"{max(found):.0f}"}
+
+
 TABLES = {"decode": table}
+IN_TEXT = {"decode": quoted}
 
 
 def picture(figures: dict[str, Any], path: Path) -> None:

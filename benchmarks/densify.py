@@ -173,7 +173,21 @@ def table(figures: dict[str, Any]) -> str:
     return note + markdown(header, rows)
 
 
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return by how many percent a random choice ends above `usage`, the least and the most over the numbers of FFNs."""
+    done = figures["lines"]
+    by_ffns = [[means(done, ffns, name, STAGES[1]) for name in ("random", "usage")] for ffns in sorted(ffns_of(done))]
+    worse = [100 * (own / usage - 1) for own, usage in by_ffns if own is not None and usage is not None]
+    return {"random_low": f"{min(worse):.0f}", "random_high": f"{max(worse):.0f}"}
+
+
+def ffns_of(done: list[dict[str, Any]]) -> set[int]:
+    """Return the numbers of FFNs of the rows."""
+    return {line["ffns"] for line in done if line["ffns"]}
+
+
 TABLES = {"densify": table}
+IN_TEXT = {"densify": quoted}
 
 
 def picture(figures: dict[str, Any], path: Path) -> None:
@@ -182,7 +196,7 @@ def picture(figures: dict[str, Any], path: Path) -> None:
 
     done = figures["lines"]
     teacher = statistics.mean(line["perplexity"] for line in done if line["select"] == "teacher")
-    numbers = sorted({line["ffns"] for line in done if line["ffns"]})
+    numbers = sorted(ffns_of(done))
     with plots.style():
         figure = Figure(figsize=(3.6 * len(numbers), 3.8), layout="constrained")
         panels = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]

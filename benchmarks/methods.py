@@ -291,6 +291,28 @@ def long_table(figures: dict[str, Any]) -> str:
 TABLES = {"methods": short_table, **{f"methods_{model}": long_table for model in MODELS}}
 
 
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return mean perplexities at 50 % by scope, what merging by CKA costs, and ratios of the default to the full model."""
+    runs = by_method(figures)
+
+    def mean(method: str, sparsity: float, *cell: Any) -> float:
+        return statistics.mean(values(runs[method], Cell(sparsity, *cell).key))
+
+    scopes = ("layer", "global")
+    shown = {f"{name}_{scope}": f"{mean(name, 0.5, scope):.2f}" for name in ("fisher", "diep", "reap") for scope in scopes}
+    costs = [mean(name, s, "global", "cka") - mean(name, s, "global") for name in ("fisher", "diep") for s in SPARSITIES]
+    scope = figures["scopes"][figures["default"]]
+    half = {
+        "one_shot": mean(figures["default"], 0.5, scope),
+        "recovered": mean(figures["default"], 0.5, scope, "none", True),
+    }
+    ratios = {name: f"{value / figures['full']:.2f}" for name, value in half.items()}
+    return shown | {"merging_low": f"{min(costs):.1f}", "merging_high": f"{max(costs):.1f}"} | ratios
+
+
+IN_TEXT = {f"methods_{model}": quoted for model in MODELS}
+
+
 def plot(models: Sequence[dict[str, Any]]) -> None:
     """Draw a panel for each model: perplexity of each method at both sparsities, one-shot, recovered, merged."""
     import matplotlib

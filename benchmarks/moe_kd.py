@@ -21,6 +21,7 @@ import ast
 import json
 import random
 import shutil
+import statistics
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -336,6 +337,50 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(made)
 
 
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the differences and probes that the conclusions quote, in percent."""
+
+    def runs(setting: str, student: str, method: str) -> list[dict[str, Any]]:
+        asked = {"setting": setting, "student": student, "method": method}
+        return [line for line in figures["runs"] if asked.items() <= line.items()]
+
+    def gain(setting: str, student: str, method: str, other: str) -> list[float]:
+        others = {line["seed"]: line["metric_after"] for line in runs(setting, student, other)}
+        own = runs(setting, student, method)
+        return [100 * (line["metric_after"] - others[line["seed"]]) for line in own if line["seed"] in others]
+
+    def mean(setting: str, student: str, method: str, name: str = "metric_after") -> float:
+        return statistics.mean(100 * line[name] for line in runs(setting, student, method))
+
+    ablations = {name.split(")")[0].strip("("): name for name in METHODS if name.startswith("(")}
+    of = {key: gain("same", "ConvNeXt", name, WHOLE) for key, name in ablations.items()}
+    means = {key: statistics.mean(found) for key, found in of.items()}
+    texts = [mean("text", "BERT", method) for method in MAIN]
+    found = {
+        f"kd_{setting}_{student.lower()}": f"{statistics.mean(gain(setting, student, 'KD', WHOLE)):.1f}"
+        for setting, student in product(("same", "fewer"), IMAGES)
+    }
+    for key, method in {"alone": "student alone", "kd": "KD", "moe_kd": WHOLE}.items():
+        for student in IMAGES:
+            found[f"probe_{key}_{student.lower()}"] = f"{mean('same', student, method, 'probe_after'):.1f}"
+    return found | {
+        "moe_kd_resnet": f"{mean('same', 'ResNet', WHOLE):.2f}",
+        "alone_resnet": f"{mean('same', 'ResNet', MAIN[0]):.2f}",
+        "alone_fewer_resnet": f"{statistics.mean(gain('fewer', 'ResNet', MAIN[0], WHOLE)):.1f}",
+        "moe_kd_gain_convnext": mean_and_spread(gain("same", "ConvNeXt", WHOLE, MAIN[0])),
+        "srrl_gain_convnext": f"{statistics.mean(gain('same', 'ConvNeXt', 'SRRL', MAIN[0])):.2f}",
+        "i_loss_convnext": f"{-means['i']:.2f}",
+        "iii_loss_convnext": f"{-means['iii']:.2f}",
+        "ii_iv_convnext": f"{max(abs(means['ii']), abs(means['iv'])):.2f}",
+        "v_gain_convnext": mean_and_spread(of["v"]),
+        "probe_teacher": f"{mean('same', '–', 'teacher', 'probe_after'):.1f}",
+        "text_low": f"{min(texts):.0f}",
+        "text_high": f"{max(texts):.0f}",
+        "text_teacher": f"{mean('text', '–', 'teacher'):.1f}",
+        "text_experts": f"{mean('text', 'BERT', WHOLE) - mean('text', 'BERT', WHOLE, 'accuracy_without_mixture'):.0f}",
+    }
+
+
 # Speed
 
 
@@ -383,6 +428,7 @@ def speed_table(figures: dict[str, Any]) -> str:
 
 
 TABLES = {"moe_kd": table, "moe_kd_speed": speed_table}
+IN_TEXT = {"moe_kd": quoted}
 
 
 def write_mixture(student: Path, path: Path, teacher_features: int) -> None:

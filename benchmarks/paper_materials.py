@@ -4,7 +4,7 @@ Everything is made from what is on this machine: the demo model, the source of t
 and matplotlib's fonts. What exists is not made again.
 
     next_line.yaml, .jsonl            a task of lm-evaluation-harness: which of four lines comes next in a held-out file
-    train, validation, test.jsonl     prompts with responses: a function's signature from its name and docstring
+    signatures/train, validation, test.jsonl   prompts with responses: a function's signature from its name and docstring
     student                           an untrained dense student of three layers with the demo model's tokenizer
     switch                            a small Switch Transformer, trained for a short time
     digits.npz, letters.npz           images of two tasks
@@ -21,21 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from distill import examples
+from distill import examples_by_file
 from encoder_decoder import train_teacher
 from moe_kd import MODELS, write_digits, write_letters, write_model
 
-from calibrate.text import Split, load_documents
+from calibrate.text import load_documents
 from engine.checkpoint.checkpoint import DEMO_DIRECTORY
 from engine.transformers_models.transformers_model import quiet_transformers
 
 CONTEXT_LINES, CHOICES = 12, 4
-COUNTS: dict[str, tuple[Split, int]] = {
-    "train": ("training", 1024),
-    "validation": ("validation", 128),
-    "test": ("held-out", 128),
-}
-"""Files of prompts with responses: the split that their functions come from, and the number of rows."""
+COUNTS = {"train": 1024, "validation": 128, "test": 128}
+"""Files of prompts with responses, and their number of rows. No document is in two of them."""
 
 
 def next_lines(count: int) -> Iterator[dict[str, Any]]:
@@ -84,12 +80,12 @@ def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_instructions(path: Path) -> None:
-    """Write the functions of one split, in an order that does not follow the files."""
-    split, count = COUNTS[path.stem]
-    rows = list(examples(split))
-    random.Random(0).shuffle(rows)
-    write_rows(path, iter(rows[:count]))
+def write_instructions(directory: Path) -> None:
+    """Write the files of COUNTS, each in an order that does not follow the documents."""
+    directory.mkdir(exist_ok=True)
+    for name, rows in examples_by_file().items():
+        random.Random(0).shuffle(rows)
+        write_rows(directory / f"{name}.jsonl", iter(rows[: COUNTS[name]]))
 
 
 def write_student(path: Path) -> None:
@@ -126,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     made: dict[str, Callable[[Path], None]] = {
         "next_line.yaml": write_task,
-        **{f"{name}.jsonl": write_instructions for name in COUNTS},
+        "signatures": write_instructions,
         "student": write_student,
         "switch": lambda path: write_switch(path, arguments.switch_steps),
         "digits.npz": lambda path: write_digits(path, 256),

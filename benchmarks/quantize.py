@@ -130,7 +130,23 @@ def table(figures: dict[str, Any]) -> str:
     return about + markdown(["", "weights MB", "perplexity", "KL", "weights off by"], cells)
 
 
+def quoted(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the percent of the divergence that activation-aware scaling removes, and the megabytes of plain attention."""
+    rows = {row["title"]: row for row in figures["rows"]}
+
+    def removed(title: str) -> str:
+        return f"{100 * (1 - rows[f'{title}, activation-aware']['divergence'] / rows[title]['divergence']):.0f}"
+
+    plain = rows["4 bits, groups of 32, experts only"]["bytes"] - rows["4 bits, groups of 32"]["bytes"]
+    return {
+        "aware": removed("4 bits, groups of 32"),
+        "aware_rows": removed("4 bits, whole rows"),
+        "attention_mb": f"{plain / 1e6:.1f}",
+    }
+
+
 TABLES = {"quantize": table}
+IN_TEXT = {"quantize": quoted}
 
 
 if __name__ == "__main__":

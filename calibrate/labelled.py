@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ FOLDER_SIZE = (224, 224)
 _HELD_OUT_NAMES = ("val", "validation", "test")
 _GENERIC = "LABEL_"
 """Prefix of the names that transformers gives to unnamed classes."""
-Part = Literal["calibration", "held-out", "all"]
 PARTS: dict[str, tuple[bool, ...]] = {"calibration": (False,), "held-out": (True,), "all": (False, True)}
 """By split, whether its examples are held out."""
 

