@@ -153,7 +153,7 @@ class PresetOptions:
         None,
         group="Presets",
         choices=tuple(PRESETS),
-        help="Take the settings of the method's paper and print them (imagenet: MoE-KD's for ImageNet); options beside it win.",
+        help="Take the settings of the method's paper and print them (imagenet: MoE-KD's there); options beside it win.",
     )
 
 
