@@ -3,7 +3,7 @@
     python benchmarks/distill.py [--recipes sft,kd,…] [--steps 400] [--seeds 3]
     python benchmarks/distill.py --name distill_ka --recipes ka --ka-samples 1,2,4 --ka-probability 0.0,0.05,0.2
     python benchmarks/distill.py --name distill_k --recipes kd --experts-per-token 1,2,4,8
-    python benchmarks/distill.py --name distill_sar --search-router-rate 1e-5,1e-4,3e-4,1e-3 --seeds 5
+    python benchmarks/distill.py --name distill_sar --search-router-rate 1e-5,3e-5,1e-4,3e-4,1e-3 --seeds 5
 
 The teacher is the demo model. The student has every second layer of the dense model of the teacher's most used experts (1
 FFN a layer), distilled from it on text. Both are first fine-tuned on prompts with responses that the script makes from the
@@ -72,6 +72,11 @@ def examples_by_file() -> dict[str, list[dict[str, str]]]:
     return rows
 
 
+def spread(rows: list[dict[str, str]], count: int) -> list[dict[str, str]]:
+    """Return so many rows, or all if there are fewer, evenly spread over the documents."""
+    return [rows[place * len(rows) // count] for place in range(count)] if count < len(rows) else rows
+
+
 def every_second_layer(model: Path, made: Path) -> None:
     """Write a dense model with half the layers. Its tensors keep their names except for the layers' numbers."""
     prefix, kept = "model.layers.", {}
@@ -115,10 +120,12 @@ class Benchmark:
         steps = (arguments.text_steps, arguments.teacher_steps, arguments.student_steps)
         self.work = BUILD / "-".join(["distill-by-document", *map(str, steps)])
         self.work.mkdir(parents=True, exist_ok=True)
-        self.files = {name: self.work / f"{name}.jsonl" for name in FILES}
+        most = {"test": arguments.prompts, "validation": arguments.validation_prompts}
+        self.files = {name: self.work / f"{name}-{most.get(name, 'all')}.jsonl" for name in FILES}
         if not all(path.exists() for path in self.files.values()):
             for name, rows in examples_by_file().items():
-                self.files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+                own = spread(rows, most.get(name, len(rows)))
+                self.files[name].write_text("".join(json.dumps(row) + "\n" for row in own))
         self.data = [part for name, path in self.files.items() for part in (f"--{name}", str(path))]
         self.common = [*LIMITS, "--threads", str(arguments.threads)]
 
@@ -143,7 +150,7 @@ class Benchmark:
         ):
             made.append(self.work / name)
             if not made[-1].exists():
-                own = ["--learning-rate", "0.002", "--steps", str(steps), "--evaluation-samples", "512"]
+                own = ["--learning-rate", "0.002", "--steps", str(steps)]
                 sft = ["--student", model, "--recipe", "sft", *own, *self.data, *self.common]
                 figures = run("distill", *sft, "-o", str(made[-1]))
                 self.figures_of(name).write_text(json.dumps(figures))
@@ -195,16 +202,9 @@ class Benchmark:
             command += ["--ka-samples", str(row["samples"]), "--ka-probability", str(row["probability"])]
         if row["router"] is not None:
             command += ["--router-learning-rate", str(row["router"])]
-        command += [
-            "--steps",
-            str(own.steps),
-            "--learning-rate",
-            str(own.learning_rate),
-            "--batch-size",
-            str(own.batch_size),
-        ]
+        command += ["--steps", str(own.steps), "--learning-rate", str(own.learning_rate)]
+        command += ["--batch-size", str(own.batch_size)]
         command += ["--select-by", "rouge-l", "--validate-every", str(min(100, own.steps))]
-        command += ["--validation-samples", str(own.validation_prompts), "--evaluation-samples", str(own.prompts)]
         return [*command, *self.data, *self.common]
 
     def known(self, row: dict[str, Any], seed: int) -> bool:
@@ -218,7 +218,7 @@ class Benchmark:
             kept |= {"rouge_l_before": figures["metric_before"], "rouge_l": figures["metric_after"]}
             kept |= {name: figures[name] for name in DRIFT}
         else:
-            test = ["--test", str(self.files["test"]), "--samples", str(self.arguments.prompts)]
+            test = ["--test", str(self.files["test"])]
             rouge = run("evaluate", str(model), "--metric", "rouge-l", *test, *self.common)
             kept |= {"rouge_l": rouge["value"], "rouge_l_values": rouge["values"]}
         line = row | {"seed": seed} | kept
@@ -347,8 +347,9 @@ def main() -> None:
         arguments.recipes, arguments.router_learning_rate = ["all", "sar"], arguments.search_router_rate
     benchmark = Benchmark(arguments)
     benchmark.run()
-    names = ("steps", "batch_size", "threads", "prompts")
-    save(arguments.name, {name: getattr(arguments, name) for name in names} | {"lines": benchmark.done})
+    settings = {name: getattr(arguments, name) for name in ("steps", "batch_size", "threads")}
+    prompts = len(benchmark.files["test"].read_text().splitlines())
+    save(arguments.name, settings | {"prompts": prompts, "lines": benchmark.done})
 
 
 if __name__ == "__main__":

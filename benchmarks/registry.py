@@ -137,6 +137,11 @@ BENCHMARKS = (
         trial=("--name", "distill_ka", *TINY_DISTILL, "ka", "--ka-probability", "0.2"),
     ),
     Benchmark(
+        *("distill", ("distill_sar",), RECIPES),
+        arguments=("--name", "distill_sar", "--search-router-rate", "1e-5,3e-5,1e-4,3e-4,1e-3", "--seeds", "5"),
+        trial=("--name", "distill_sar", *TINY_DISTILL, "all,sar", "--search-router-rate", "1e-3"),
+    ),
+    Benchmark(
         *("reproduce", tuple(f"reproduce_{page}" for page in PAPERS), ("cli.py", "calibrate", "compress", "engine")),
         trial=("--tiny",),
     ),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.options import Limits
-from calibrate.pairs import by_split
+from calibrate.pairs import by_split, half_of
 from calibrate.rows import TEXT_FIELD, Row, first_object, form_of, has_rows, read_objects, read_row
 from engine.errors import DataError, OptionError
 
@@ -153,14 +153,18 @@ def instructions(
 def instructions_of(source: str, maker: ExampleMaker, split: str = WHOLE, *, seed: int = 0) -> Instructions:
     """Return the examples of one part of a source: every row in the source's order, or the held-out part, or the others.
 
-    split: `all`, `held-out`, or `calibration` for everything that is not held out.
+    split: `all`, `held-out` or one of its halves `selection` and `report`, or `calibration` for everything that is not held
+    out.
     """
     rows, left_out = read_rows(source)
     count = len(rows)
     if split != WHOLE:
         splits = by_split(rows, source, seed, lambda row: row.question)
         held_out = splits.pop("held-out")
-        rows = held_out if split == "held-out" else [row for own in splits.values() for row in own]
+        if split == "calibration":
+            rows = [row for own in splits.values() for row in own]
+        else:
+            rows = [row for row in held_out if split in ("held-out", half_of(row.question))]
     made = maker.examples(rows, source if split == WHOLE else f"{source}: its {split} part")
     made.rows_left_out, made.rows = left_out, count
     return made

@@ -99,8 +99,16 @@ def by_split(made: Iterable[Each], source: str, seed: int, question: Callable[[E
 
 def split_of(question: str) -> str:
     """Return the split of a pair by its source text. It is the same on every machine and in every run."""
-    tenth = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % 10
-    return SPLITS[min(tenth, len(SPLITS) - 1)]
+    return SPLITS[min(_number(question) % 10, len(SPLITS) - 1)]
+
+
+def half_of(question: str) -> str:
+    """Return the half of a held-out pair, by its source text: selection or report."""
+    return ("report", "selection")[_number(question) // 10 % 2]
+
+
+def _number(question: str) -> int:
+    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big")
 
 
 def tokenised(

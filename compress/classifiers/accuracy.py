@@ -94,6 +94,8 @@ def evaluate_accuracy(options: EvaluateOptions, samples: int | None, progress: P
     """
     started = time.monotonic()
     model, split, probes = options.model, options.split, options.probe
+    if split == "selection" or split == "report":
+        raise OptionError(f"--split {split} is for text and for prompts with responses; take held-out for a classifier")
     described, classify, where = open_classifier(resolve(model), options.backend, options.device, options.dtype)
     found, inputs = examples_for(described, options.calibration.data or described.data, options.limits.length)
     part = found.part("held-out" if probes else split)

@@ -32,10 +32,10 @@ def _distill_language_model(given: Given) -> Figures:
 
     own = names(ClassifierOptions) - names(DistillOptions)
     given.refuse(own, "for classifiers, and the student is a language model")
-    given = with_preset(given, (DistillOptions,), "distill", given.values["recipe"])
     for file, samples in (("validation", "validation_samples"), ("test", "evaluation_samples")):
         if given.values[file] is not None:
             given.refuse([samples], f"for a part of --data, and all of --{file} is used")
+    given = with_preset(given, (DistillOptions,), "distill", given.values["recipe"])
     counts = given.values["teacher_experts"]
     if counts is not None and len(counts) > 1:
         return _sweep(given, counts)

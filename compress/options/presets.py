@@ -106,6 +106,19 @@ CIFAR = {
 CIFAR_NOTE = "CIFAR-100; the rate is divided by 10 after 5/8, 6/8 and 7/8 of the epochs (150, 180, 210); mean of five runs"
 MOE_KD = Preset("MoE-KD", {**CIFAR, "temperature": (4.0, "§5")}, CIFAR_NOTE)
 
+IMAGES = {
+    "optimiser": ("sgd", "§5.1"),
+    "learning_rate": (0.1, "§5.1"),
+    "milestones": ((30, 60, 90), "§5.1: every 30 epochs"),
+    "momentum": (0.9, "§5.1"),
+    "weight_decay": (1e-4, "§5.1"),
+    "batch_size": (256, "§5.1"),
+    "epochs": (100, "§5.1"),
+    "augment": ("resized-crop-flip", "§5.1: the standard practice"),
+}
+IMAGES_NOTE = "ImageNet-1K; images are resized and cropped as each model's own preprocessing says"
+IMAGENET_MOE_KD = Preset("MoE-KD", {**IMAGES, "temperature": (1.0, "§5")}, IMAGES_NOTE)
+
 PRESETS: dict[str, dict[tuple[str, str], Preset]] = {
     PAPER: {
         ("prune", "diep"): DIEP,
@@ -122,6 +135,12 @@ PRESETS: dict[str, dict[tuple[str, str], Preset]] = {
         (CLASSIFIER, "srrl"): MOE_KD,
         (CLASSIFIER, "moe-kd"): MOE_KD,
     },
+    IMAGENET: {
+        (CLASSIFIER, "sft"): Preset("MoE-KD", IMAGES, IMAGES_NOTE),
+        (CLASSIFIER, "kd"): IMAGENET_MOE_KD,
+        (CLASSIFIER, "srrl"): IMAGENET_MOE_KD,
+        (CLASSIFIER, "moe-kd"): IMAGENET_MOE_KD,
+    },
 }
 """Rows by name of the preset, and by job: the command with its method or recipe."""
 
@@ -134,7 +153,7 @@ class PresetOptions:
         None,
         group="Presets",
         choices=tuple(PRESETS),
-        help="Take the settings of the method's paper and print them; options beside it win.",
+        help="Take the settings of the method's paper and print them (imagenet: MoE-KD's there); options beside it win.",
     )
 
 
@@ -143,5 +162,6 @@ def preset_of(name: str, command: str, kind: str = "") -> Preset:
     rows = PRESETS[name]
     if (command, kind) not in rows:
         known = [word for of, word in rows if of == command]
-        raise OptionError(f"preset {name} has no settings of {kind}, but of {', '.join(known)}; leave out --preset")
+        but = f", but of {', '.join(known)}" if known else ""
+        raise OptionError(f"preset {name} has no settings of {kind or command}{but}; leave out --preset")
     return rows[command, kind]

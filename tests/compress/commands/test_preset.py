@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 from click.testing import CliRunner, Result
@@ -38,8 +38,11 @@ def test_every_value_is_one_that_its_option_takes(name: str, command: str, kind:
     assert f"| {preset.paper}" in PAPERS
     for option, (value, place) in preset.values.items():
         leaf = found[option]
-        check_value(option, value, leaf.option)
-        assert isinstance(value, leaf.type) and re.search(r"§|eq\.|appendix|setting|not stated", place), option
+        for each in value if isinstance(value, tuple) else (value,):
+            check_value(option, each, leaf.option)
+        assert isinstance(value, get_origin(leaf.type) or leaf.type) and re.search(
+            r"§|eq\.|appendix|setting|not stated", place
+        ), option
 
 
 def test_rows_are_there_for_every_recipe() -> None:
@@ -106,6 +109,11 @@ def test_values_of_the_paper_of_classifiers() -> None:
     )
     assert (made.epochs, made.batch_size, made.temperature, made.augment) == (240, 64, 4.0, "crop-flip")
     assert made.learning_rate == 0.01
+    line = given(ClassifierOptions, recipe="moe-kd", preset="imagenet")
+    made = with_preset(line, (ClassifierOptions,), "classifier", "moe-kd")
+    made = made.make_named(ClassifierOptions, model="a", output=Path("o"))
+    assert (made.epochs, made.batch_size, made.temperature, made.milestones) == (100, 256, 1.0, (30, 60, 90))
+    assert (made.learning_rate, made.weight_decay, made.augment) == (0.1, 1e-4, "resized-crop-flip")
 
 
 # At the command line

@@ -22,7 +22,8 @@ from tokenizers_for_tests import VOCABULARY, add_tokenizer
 
 import cli
 import compress.training.training
-from calibrate.instructions import Example
+from calibrate.instructions import Example, ExampleMaker, instructions_of
+from calibrate.options import Limits
 from compress.classifiers.recipes import CLASSIFIER_RECIPES
 from compress.distillation.recipes import RECIPES
 from compress.distillation.responses import write_responses
@@ -355,6 +356,17 @@ def test_rouge_l_scores_the_rows_it_is_given(place: Path) -> None:
     assert "--data is for a file that is split" in evaluate(*data, "--test", "pairs.jsonl", code=1)
     assert "--stemming is for rouge-l" in evaluate(*data, "--stemming", "--metric", "perplexity", code=1)
     assert "give --data FILE.jsonl or --test" in evaluate(code=1)
+
+
+def test_held_out_examples_have_two_halves(place: Path) -> None:
+    maker = ExampleMaker(load_tokenizer(Checkpoint(place / "student")), Limits(512, 256))
+    parts = {
+        split: {tuple(each.prompt) for each in instructions_of("pairs.jsonl", maker, split).examples}
+        for split in ("selection", "report", "held-out", "calibration", "all")
+    }
+    assert parts["selection"] and parts["report"] and not parts["selection"] & parts["report"]
+    assert parts["held-out"] == parts["selection"] | parts["report"]
+    assert parts["all"] == parts["held-out"] | parts["calibration"] and not parts["held-out"] & parts["calibration"]
 
 
 def test_rouge_l_takes_the_nearest_of_several_references(place: Path) -> None:
