@@ -116,10 +116,6 @@ BENCHMARKS = (
         *("default_method", ("default_method",), PRUNING),
         trial=("--models", "demo", "--methods", "fisher,reap", "--seeds", "1", "--windows", "8"),
     ),
-    Benchmark(
-        *("layer_scores", ("layer_scores",), ("compress/methods", "calibrate")),
-        trial=("--rates", "0.005", "--sequences", "2"),
-    ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),
