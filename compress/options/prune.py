@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,7 +210,7 @@ class PruneOptions(JobOptions):
 
     def recorded(self) -> dict[str, Any]:
         """Return the deciding options with the search's defaults filled in too."""
-        return self.deciding() | {"diep": asdict(self.diep.filled())}
+        return replace(self, diep=self.diep.filled()).deciding()
 
 
 @dataclass(frozen=True, kw_only=True)

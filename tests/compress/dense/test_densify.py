@@ -163,7 +163,7 @@ def test_the_plan_can_be_carried_out_again(place: Path) -> None:
 def test_training_is_recorded_and_what_is_written_is_what_was_trained(place: Path) -> None:
     figures = run(*TRAIN)
     assert [part["steps"] for part in figures["training"].values()] == [6, 4]
-    assert figures["perplexity_after"] < 0.7 * run(*DENSIFY[:-1], "plain")["perplexity_after"]
+    assert figures["perplexity_after"] < 0.85 * run(*DENSIFY[:-1], "plain")["perplexity_after"]
     scales = figures["scales_per_layer"]
     assert len(scales) == 3 and all(len(row) == 2 for row in scales)
     card = (place / "out" / "README.md").read_text()
