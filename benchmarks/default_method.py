@@ -171,7 +171,7 @@ def in_text(figures: dict[str, Any]) -> dict[str, str]:
             for method in figures["methods"]:
                 if method != figures["default"]:
                     value, low, high = comparison(figures, model, method, sparsity)["ratio"]
-                    key = f"{model}-{round(100 * float(sparsity))}-{method}"
+                    key = f"{model}_{round(100 * float(sparsity))}_{method}".replace("-", "_")
                     found[key] = f"{value:.3f} ({low:.3f} to {high:.3f})"
     return found
 

@@ -97,6 +97,8 @@ def table(figures: Sequence[Mapping[str, Any]]) -> str:
 
 
 TABLES = {f"reproduce_{page}": table for page in PAGES}
+FILL = {f"reproduce_{page}": with_outputs for page in PAGES}
+"""The functions that fill a page beside its table: they write the outputs below the commands."""
 
 
 def main() -> None:
@@ -112,7 +114,6 @@ def main() -> None:
             text = page_path(page).read_text()
             ran = run_commands(list(demo_commands(text)), directory, directory / f"{page}.jsonl")
             save(f"reproduce_{page}", ran)
-            page_path(page).write_text(with_outputs(text, ran))
 
 
 if __name__ == "__main__":

@@ -168,6 +168,8 @@ def with_results(page: str) -> str:
         if block.search(page):
             text = f"{table_of(name, stored['figures']).rstrip()}\n\n{measured(stored, name)}\n"
             page = block.sub(lambda match, text=text: f"{match[1]}{text}{match[2]}", page)
+            if fill := getattr(_script(name), "FILL", {}).get(name):
+                page = fill(page, stored["figures"])
         if f"<!--{name}." in page:
             for key, number in numbers_of(name, stored["figures"]).items():
                 page = re.sub(rf"(<!--{name}\.{key}-->)[^<]*(<!--/-->)", rf"\g<1>{number}\g<2>", page)

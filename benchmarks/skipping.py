@@ -82,9 +82,10 @@ def in_text(figures: dict[str, Any]) -> dict[str, str]:
     found = {}
     whole = {row["model"]: row["perplexity"] for row in figures["rows"] if row["threshold"] == 0}
     for row in figures["rows"]:
+        name = row["model"].replace("-", "_")
         if (row["rule"], row["threshold"]) == (SKIP_RULES[0], 1.0):
-            found[f"{row['model']}-share"] = f"{row['skipped_share']:.0%}"
-            found[f"{row['model']}-cost"] = f"{row['perplexity'] / whole[row['model']] - 1:.1%}"
+            found[f"{name}_share"] = f"{row['skipped_share']:.0%}"
+            found[f"{name}_cost"] = f"{row['perplexity'] / whole[row['model']] - 1:.1%}"
     return found
 
 

@@ -173,11 +173,12 @@ def test_each_room_has_a_door_and_is_on_the_map():
 
 def test_index_lists_each_page_and_its_question():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    for path in sorted((ROOT / "docs").glob("*.md")):
-        if path.name not in ("README.md", "cli.md"):
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        name = path.relative_to(ROOT / "docs").as_posix()
+        if name not in ("README.md", "cli.md"):
             title = path.read_text(encoding="utf-8").splitlines()[0]
-            assert title.startswith("# ") and title.endswith("?"), f"the title of {path.name} is no question"
-            assert f"| [{path.name}]({path.name}) | {title[2:]} |" in index, f"{path.name} is not listed with its title"
+            assert title.startswith("# ") and title.endswith("?"), f"the title of {name} is no question"
+            assert f"| [{name}]({name}) | {title[2:]} |" in index, f"{name} is not listed with its title"
 
 
 if __name__ == "__main__":
