@@ -63,6 +63,7 @@ def calibrate_to_file(options: CalibrateOptions, progress: Progress = no_progres
     return {
         "statistics": str(output),
         "tokens": tokens.numel(),
+        "unselected_share_per_layer": [float(own.unselected_probability_share) for own in statistics.layers.values()],
         "seconds": time.monotonic() - started,
         "peak_memory_bytes": peak_memory_bytes(),
     }

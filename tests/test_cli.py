@@ -106,7 +106,10 @@ def test_recovery_changes_routers_and_norms_only(place: Path, tmp_path: Path) ->
 
 def test_calibrate_once_use_often(place: Path, tmp_path: Path) -> None:
     statistics = str(tmp_path / "statistics.safetensors")
-    assert set(KEYS["calibrate"].split()) <= set(run(place, "calibrate", "{model}", "-o", statistics, *TEXT))
+    figures = run(place, "calibrate", "{model}", "-o", statistics, *TEXT)
+    assert set(KEYS["calibrate"].split()) <= set(figures)
+    shares = figures["unselected_share_per_layer"]
+    assert len(shares) == 3 and all(0.0 < share < 1.0 for share in shares)
     for method in ("frequency", "man", "mc-moe"):
         options = ["--sparsity", "0.25", "--method", method, "--statistics", statistics, "-o", str(tmp_path / method)]
         assert run(place, "prune", "{model}", *options, *TEXT)["method"] == method

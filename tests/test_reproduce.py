@@ -57,7 +57,7 @@ TINY = {
     "calibrate": "--samples 4 --sequence-length 64",
     "plan-run": "--samples 4",
     "bench": "-p 16 -n 4 -r 1",
-    "compare": "--no-speed --samples 2 --sequence-length 64 --calibration-samples 2 --limit 4",
+    "compare": "--no-speed --data stdlib --samples 2 --sequence-length 64 --calibration-samples 2 --limit 4",
     "generate": "-n 4",
     "densify": f"--samples 8 --evaluation-samples 8 {FEW} --distill-steps 2 --finetune-steps 2",
     "distill": "--steps 1 --batch-size 2 --max-length 128 --max-prompt-length 96",

@@ -20,6 +20,8 @@ def calibrate(given: Given) -> Figures:
         f"{figures['statistics']}: {figures['tokens']:,} tokens in {figures['seconds']:.1f} s, "
         f"peak memory {size(figures['peak_memory_bytes'])}"
     )
+    shares = " ".join(f"{share:.0%}" for share in figures["unselected_share_per_layer"])
+    given.say(f"router probability of experts that are not chosen, by layer: {shares}")
     return figures
 
 
