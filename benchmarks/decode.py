@@ -342,9 +342,14 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def quoted(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the range of the memory bandwidth over the rounds, in GB/s."""
+    """Return the range of the memory bandwidth over the rounds, in GB/s, and ratios to the peers in 16 bits."""
     found = figures["stream_gb_per_second"]
-    return {"stream_low": f"{min(found):.0f}", "stream_high": f"{max(found):.0f}"}
+    said = {"stream_low": f"{min(found):.0f}", "stream_high": f"{max(found):.0f}"}
+    rows = {row["title"]: row for row in figures["rows"]}
+    for peer, title in (("transformers", BEST), ("llama_cpp", "llama.cpp BF16")):
+        said |= {f"decode_{peer}": f"{rows[title][f'{DECODE} ratio']:.2f}"}
+        said |= {f"prompt_{peer}": f"{rows[title][f'{PREFILL} ratio']:.2f}"}
+    return said
 
 
 TABLES = {"decode": table}
