@@ -29,7 +29,7 @@ from engine_speed import write_skip_tables
 from random_model import shape, write_random_model
 from results import RESULTS, markdown, require, save, times
 
-from engine.bench.backends import BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
+from engine.bench.backends import COMPILED, BenchCase, BenchSpec, TorchBackend, TransformersBackend, run_case
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.skip_table_file import FILE_NAME
 
@@ -41,13 +41,19 @@ TURNS = 3
 OURS = {"ours, bf16": "bf16", "ours, 8 bits": "8-bit", "ours, 4 bits": "4-bit"}
 SKIPPING = "ours, bf16, skipping at 1"
 DEFAULT, BEST = "transformers, bf16", "transformers, bf16, its best"
+COMPILED_LAYERS = "transformers, compiled layers"
 BITS = {"bf16": ("ours, bf16", DEFAULT, BEST, "llama.cpp BF16"), "8 bits": ("ours, 8 bits", "llama.cpp Q8_0")}
 BITS["4 bits"] = ("ours, 4 bits", "llama.cpp Q4_0", "llama.cpp Q4_K_M")
 EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 PREFILL, DECODE, TOGETHER = f"prefill {PROMPT}", f"decode {NEW}", f"decode {NEW}, {BATCH} sequences"
-IMPLEMENTATIONS = {PREFILL: ("grouped_mm", "eager"), DECODE: ("grouped_mm", "batched_mm", "eager")}
-"""Implementations of experts in transformers. batched_mm copies every token's experts: 18 GB for a prompt of 512."""
+IMPLEMENTATIONS = {
+    PREFILL: ("grouped_mm", "eager", f"{COMPILED}grouped_mm"),
+    DECODE: ("grouped_mm", "batched_mm", "eager", f"{COMPILED}grouped_mm", f"{COMPILED}batched_mm"),
+}
+"""Implementations of experts in transformers, some with each layer compiled by torch.compile. batched_mm is left out for
+prompts: it copies every token's experts, 18 GB for a prompt of 512.
+"""
 Rates = dict[str, dict[str, list[float]]]
 
 
@@ -149,11 +155,11 @@ def worker_of_ours(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
 def worker_of_transformers(given: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
     """Return the worker of transformers. A test's name may end with a colon and the implementation of experts."""
     backend = TransformersBackend(BenchSpec(given["model"], "transformers", threads=given["threads"]))
-    own = backend._model.config._experts_implementation
+    own: str = backend._model.config._experts_implementation
 
     def answer(request: str) -> dict[str, Any]:
         test, _, implementation = request.partition(":")
-        backend._model.set_experts_implementation(implementation or own)
+        backend.use_experts(implementation or own)
         return {"rate": _rate(backend, test)}
 
     return answer
@@ -220,7 +226,8 @@ def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str
     contenders = {title: Contender("ours", directory / name, threads) for title, name in OURS.items()}
     contenders[SKIPPING] = Contender("ours", directory / "bf16", threads, 1.0)
     contenders |= {f"llama.cpp {name}": Contender("llama.cpp", directory / f"{name}.gguf", threads) for name in LLAMA_TYPES}
-    contenders[DEFAULT] = Contender("transformers", directory / "bf16", threads)
+    for title in (DEFAULT, COMPILED_LAYERS):  # layers that are compiled once stay so
+        contenders[title] = Contender("transformers", directory / "bf16", threads)
     rates: Rates = {}
     said: dict[str, dict[str, Any]] = {}
     streams = []
@@ -241,17 +248,21 @@ def measure(directory: Path, rounds: int, threads: int) -> tuple[Rates, dict[str
                     time_once(title, DECODE, place)
             for test, names in IMPLEMENTATIONS.items():
                 for name in names if DEFAULT in members else ():
-                    time_once(DEFAULT, f"{test}:{name}", place)
+                    time_once(holder(name), f"{test}:{name}", place)
             time_once(titles[0], TOGETHER, place)
         streams.append(stream(threads))
     for contender in contenders.values():
         contender.end()
-    of_transformers = rates[DEFAULT]
     rates[BEST] = {
-        test: max((of_transformers[f"{test}:{name}"] for name in names), key=statistics.median)
+        test: max((rates[holder(name)][f"{test}:{name}"] for name in names), key=statistics.median)
         for test, names in IMPLEMENTATIONS.items()
     }
     return rates, said, streams[1:]
+
+
+def holder(implementation: str) -> str:
+    """Return the contender that runs an implementation of transformers."""
+    return COMPILED_LAYERS if implementation.startswith(COMPILED) else DEFAULT
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:

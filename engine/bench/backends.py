@@ -201,7 +201,8 @@ class TransformersBackend:
             self._model.set_experts_implementation(implementation.removeprefix(COMPILED))
         if implementation is not None and implementation.startswith(COMPILED):
             for layer in self._model.model.layers:  # layers share one compiled graph; a whole model would be unrolled
-                layer.compile()
+                if layer._compiled_call_impl is None:
+                    layer.compile()
 
     @property
     def kv_cache_bytes(self) -> int:
