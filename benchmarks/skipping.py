@@ -54,7 +54,7 @@ def measure(model: str, rule: str, threshold: float, task: Path, samples: int, l
     skipping = ["--skip-threshold", str(threshold), "--skip-rule", rule]
     text = evaluated(model, *skipping, "--split", "report", "--samples", str(samples))
     of_task = evaluated(model, *skipping, "--tasks", str(task), *(["--limit", str(limit)] if limit else []))
-    (scores,) = of_task["tasks"].values()
+    (scores,) = of_task["value"].values()
     return {
         "perplexity": text["value"],
         "perplexity_stderr": text["value_stderr"],

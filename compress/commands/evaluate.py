@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from compress.commands.command import Figures, Given, Revision, command
 from compress.commands.figures import show_left_out
@@ -10,6 +11,7 @@ from compress.commands.kinds import Kind, kind_of
 from compress.commands.output import progress_bar, table
 from compress.distillation.recipes import PERPLEXITY, ROUGE
 from compress.options.evaluate import ACCURACY, MEASURE, EvaluateOptions
+from compress.report.columns import with_error
 from engine.errors import OptionError
 from engine.generation.options import SKIP_OPTIONS
 
@@ -62,8 +64,27 @@ def _evaluate_tasks(given: Given, options: EvaluateOptions) -> Figures:
 
     given.chosen_device()  # raises OptionError for CUDA on a machine without it
     figures = evaluate_tasks(options, progress_bar)
-    given.say(table([["task", "value"], *([name, str(value)] for name, value in figures["value"].items())]))
+    given.say(table(task_rows(figures["value"])))
+    skipped = figures["experts_skipped_share"]
+    given.say(f"{figures['seconds']:.1f} s" + (f", experts skipped {skipped:.1%}" if skipped else ""))
     return figures
+
+
+def task_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return a row for each figure of each task, with its standard error.
+
+    results: figures by task, under names of lm-evaluation-harness such as "acc,none" and "acc_stderr,none", which have the
+    metric and the filter of the answers.
+    """
+    rows = [["task", "metric", "value"]]
+    for task, own in results.items():
+        for name, value in own.items():
+            metric, _, chosen = name.partition(",")
+            if chosen and not metric.endswith("_stderr") and isinstance(value, float | int):
+                error = own.get(f"{metric}_stderr,{chosen}")
+                shown = metric if chosen == "none" else f"{metric} ({chosen})"
+                rows.append([task, shown, with_error(value, error if isinstance(error, float) else None, 4)])
+    return rows
 
 
 def _evaluate_rouge(given: Given, options: EvaluateOptions) -> Figures:

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import cli
 from compress.commands.click_options import GroupedOption, all_leaves, default_of, make
 from compress.commands.command import GROUPS, HUB, Common, Private, Push, Revision
+from compress.commands.evaluate import task_rows
 from compress.commands.inspect import InspectOptions
 from compress.commands.prune import Afterwards, Uniform
 from compress.commands.push import PushOptions
@@ -149,3 +150,12 @@ def test_help_appears_without_heavy_imports(arguments: list[str]) -> None:
     root = os.path.dirname(cli.__file__)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert "Usage:" in done.stdout and done.stderr.strip() == "[]"
+
+
+def test_tasks_are_shown_with_their_errors() -> None:
+    own = {"alias": "own", "sample_len": 8, "acc,none": 0.5, "acc_stderr,none": 0.125, "exact_match,strict": 1.0}
+    assert task_rows({"own": own | {"exact_match_stderr,strict": "N/A"}}) == [
+        ["task", "metric", "value"],
+        ["own", "acc", "0.5000 ± 0.1250"],
+        ["own", "exact_match (strict)", "1.0000"],
+    ]
