@@ -4,7 +4,7 @@
 
 In a page a block of `sh` has the commands of a table or figure at full size, and a block of `console` the same at demo size:
 lines that begin with "$ " are commands, and all others are what they print. The page is the place where commands are
-written. This script runs the commands of a page in order in one directory, where an interrupted run goes on, and saves what
+written. This script runs the commands of a page in order in a directory, where an interrupted run goes on, and saves what
 they print and take in benchmarks/results/reproduce_PAGE.json.
 """
 
@@ -111,8 +111,11 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         subprocess.run(MATERIALS, shell=True, cwd=directory, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         for page in arguments.pages:
-            text = page_path(page).read_text()
-            ran = run_commands(list(demo_commands(text)), directory, directory / f"{page}.jsonl")
+            work = directory / page
+            work.mkdir(exist_ok=True)
+            if not (work / "materials").exists():
+                (work / "materials").symlink_to(directory.resolve() / "materials")
+            ran = run_commands(list(demo_commands(page_path(page).read_text())), work, directory / f"{page}.jsonl")
             save(f"reproduce_{page}", ran)
 
 
