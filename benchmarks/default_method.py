@@ -165,9 +165,13 @@ def table(figures: dict[str, Any]) -> str:
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
     """Return the default's perplexity over each other method's, with its interval, by model, share and method."""
-    found = {}
+    found = {"seeds": str(figures["seeds"])}
     for model in dict.fromkeys(run["model"] for run in figures["runs"]):
+        whole = losses_of(figures, model, FULL, "0", "report").perplexity
+        found[f"{model}_full".replace("-", "_")] = f"{whole:.2f}"
         for sparsity in figures["sparsities"]:
+            own = comparison(figures, model, figures["default"], sparsity)["report"]
+            found[f"{model}_{round(100 * float(sparsity))}".replace("-", "_")] = f"{own:.2f}"
             for method in figures["methods"]:
                 if method != figures["default"]:
                     value, low, high = comparison(figures, model, method, sparsity)["ratio"]

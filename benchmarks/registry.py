@@ -143,7 +143,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         *("reproduce", tuple(f"reproduce_{page}" for page in PAPERS), ("cli.py", "calibrate", "compress", "engine")),
-        trial=("--tiny",),
+        trial=("moe-kd", "--commands", "1"),
     ),
     Benchmark(
         *("skipping", ("skipping",), ("calibrate/skipping.py", "engine/decoder")),

@@ -72,9 +72,9 @@ def run_commands(wanted: Sequence[str], directory: Path, state: Path) -> list[di
     return [known[command] for command in wanted]
 
 
-def with_outputs(text: str, ran: Sequence[Mapping[str, Any]]) -> str:
+def with_outputs(text: str, figures: Mapping[str, Any]) -> str:
     """Return a page with the output of each command below it."""
-    outputs = {each["command"]: each["output"] for each in ran}
+    outputs = {each["command"]: each["output"] for each in figures["commands"]}
 
     def filled(match: re.Match[str]) -> str:
         lines, shown = match[2].splitlines(), []
@@ -91,9 +91,10 @@ def with_outputs(text: str, ran: Sequence[Mapping[str, Any]]) -> str:
     return CONSOLE.sub(filled, text)
 
 
-def table(figures: Sequence[Mapping[str, Any]]) -> str:
+def table(figures: Mapping[str, Any]) -> str:
     """Return how long the commands of a page took together."""
-    return markdown(["commands", "minutes"], [[str(len(figures)), f"{sum(each['seconds'] for each in figures) / 60:.0f}"]])
+    seconds = [each["seconds"] for each in figures["commands"]]
+    return markdown(["commands", "minutes"], [[str(len(seconds)), f"{sum(seconds) / 60:.1f}"]])
 
 
 TABLES = {f"reproduce_{page}": table for page in PAGES}
@@ -105,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="*", metavar="PAGE", default=list(PAGES))
     parser.add_argument("--directory", type=Path, help="where the models are made, and found again")
+    parser.add_argument("--commands", type=int, help="run so many commands of each page, the first ones; by default all")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary)
@@ -115,8 +117,9 @@ def main() -> None:
             work.mkdir(exist_ok=True)
             if not (work / "materials").exists():
                 (work / "materials").symlink_to(directory.resolve() / "materials")
-            ran = run_commands(list(demo_commands(page_path(page).read_text())), work, directory / f"{page}.jsonl")
-            save(f"reproduce_{page}", ran)
+            wanted = list(demo_commands(page_path(page).read_text()))[: arguments.commands]
+            ran = run_commands(wanted, work, directory / f"{page}.jsonl")
+            save(f"reproduce_{page}", {"commands": ran})
 
 
 if __name__ == "__main__":

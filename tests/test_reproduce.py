@@ -99,7 +99,7 @@ def test_every_command_parses(page: str, size: str, reproduce: Any) -> None:
 def test_pages_show_the_stored_outputs(page: str, reproduce: Any) -> None:
     text = reproduce.page_path(page).read_text()
     stored = json.loads((ROOT / "benchmarks" / "results" / f"reproduce_{page}.json").read_text())["figures"]
-    assert [each["command"] for each in stored] == commands(reproduce, page, "demo")
+    assert [each["command"] for each in stored["commands"]] == commands(reproduce, page, "demo")
     assert reproduce.with_outputs(text, stored) == text, f"run: python benchmarks/reproduce.py {page}"
 
 
@@ -107,7 +107,7 @@ def test_outputs_are_filled_in_below_their_commands(reproduce: Any) -> None:
     text = "A\n```console\n$ compress inspect a\nold\n$ compress inspect \\\n    b\nold too\n```\nB\n"
     ran = [{"command": "compress inspect a", "output": "new\n"}, {"command": "compress inspect b", "output": "1\n2\n"}]
     wanted = "A\n```console\n$ compress inspect a\nnew\n$ compress inspect \\\n    b\n1\n2\n```\nB\n"
-    assert reproduce.with_outputs(text, ran) == wanted
+    assert reproduce.with_outputs(text, {"commands": ran}) == wanted
     assert list(reproduce.demo_commands(text)) == [each["command"] for each in ran]
 
 
