@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ FRACTION = re.compile(r"\d+\.\d+")
 SEEDS = range(3)
 OPTIONS = {"probability", "router"}
 """Keys of fractions that were given and not measured; they are in the titles of rows."""
+
+
+@cache
+def quotable(name: str) -> Mapping[str, str]:
+    """Return the numbers that sentences may quote from a stored result."""
+    return results.numbers_of(name, STORED[name]["figures"])
 
 
 def script_of(name: str) -> Any:
@@ -45,7 +52,7 @@ def test_markers_name_results_and_numbers_that_exist(page: str) -> None:
     quoted = re.findall(r"<!--([\w-]+)\.(\w+)-->", text)
     assert len(quoted) == text.count("<!--/-->"), "a number's mark is not closed"
     for name, key in quoted:
-        assert key in results.numbers_of(name, STORED[name]["figures"]), f"{name} has no number {key}"
+        assert key in quotable(name), f"{name} has no number {key}"
 
 
 @pytest.mark.parametrize("benchmark", registry.BENCHMARKS, ids=lambda benchmark: benchmark.results[0])

@@ -19,6 +19,8 @@ from torch import Tensor
 
 DRAWS = 2000
 SEED = 0
+DRAWN_AT_ONCE = 1 << 20
+"""Number of drawn documents in memory at a time."""
 LARGEST_EXPONENT = 700.0
 """Mean loss, in nats, above which perplexity is not larger any more: exp of more than 709 is infinite."""
 TAILS = (0.025, 0.975)
@@ -76,5 +78,9 @@ class Losses:
             return None
         values_D = torch.zeros(count, dtype=torch.float64).index_add(0, owners_S, values_S)
         generator = torch.Generator().manual_seed(SEED)
-        draws = (torch.randint(count, (count,), generator=generator) for _ in range(DRAWS))
-        return torch.stack([values_D[drawn_D].sum() / (windows_D[drawn_D].sum() * self.predictions) for drawn_D in draws])
+        at_once = max(1, DRAWN_AT_ONCE // count)
+        means: list[Tensor] = []
+        for first in range(0, DRAWS, at_once):
+            drawn_RD = torch.randint(count, (min(at_once, DRAWS - first), count), generator=generator)
+            means.append(values_D[drawn_RD].sum(1) / (windows_D[drawn_RD].sum(1) * self.predictions))
+        return torch.cat(means)

@@ -114,6 +114,7 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
     assert [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)] == [{"from": 0}] * 2
 
 
+@pytest.mark.slow
 def test_two_processes_calibrate_and_search_as_one(tmp_path: Path) -> None:
     """Counts, medians, similarities, figures and subsets are equal, sums agree to 1e-12 and searched values to 1e-6."""
     save_reference("qwen2_moe", tmp_path / "model", mlp_only_layers=[1])

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+import pytest
 from attacks_for_tests import ATTACKS, attack_files, load_attack
 from doors_for_tests import DOORS, NEEDS_A_NETWORK, OF_EXPORTS, make_place, run_door
 
@@ -125,17 +126,18 @@ class Range:
         shutil.rmtree(place)
 
 
-def test_directory_attacks() -> None:
-    """All attacks run from a process of their own, because doors are forked and a process that runs tests has threads."""
+@pytest.mark.parametrize("names", [NAMES[::3], pytest.param(NAMES, marks=pytest.mark.slow)], ids=["one in three", "all"])
+def test_directory_attacks(names: list[str]) -> None:
+    """Attacks run from a process of their own, because doors are forked and a process that runs tests has threads."""
     result = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *names],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=900,
     )
     assert result.returncode == 0, result.stdout + result.stderr[-5000:]
-    assert result.stdout.count(": harmless\n") == len(NAMES)
+    assert result.stdout.count(": harmless\n") == len(names)
 
 
 def main() -> int:
