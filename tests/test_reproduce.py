@@ -38,6 +38,7 @@ STAND_INS = {
     "tiny-imagenet.npz": "materials/letters.npz",
     "imagenet": "materials/digits.npz",
     "birds": "materials/digits.npz",
+    "4,8,12,16": "2,8",
     "path/to/cifar-teacher": "materials/teacher-untrained",
     "path/to/cifar-student": "materials/student-resnet",
     "microsoft/resnet-34": "materials/teacher-untrained",
@@ -47,7 +48,7 @@ STAND_INS = {
     "path/to/strong-resnet-50": "materials/teacher-untrained",
     "path/to/untrained-resnet-34": "materials/student-resnet",
 }
-"""Models and data of the full size, and the small ones that take their place."""
+"""Models, data and numbers of experts of the full size, and the small ones that take their place."""
 TEXT = "--samples 4 --sequence-length 64 --evaluation-samples 2"
 FEW = "--validation-samples 2 --batch-size 2"
 CLASSIFIER = "--epochs 4 --milestones 1,2,3 --batch-size 64"
