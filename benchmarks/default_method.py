@@ -16,14 +16,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from methods import MODELS, SEQUENCES_AT_ONCE, Cell, default_scope, options_of, train_second_model
+from methods import MODELS, SEQUENCES_AT_ONCE, Cell, default_scope, prunings, train_second_model
 from results import RESULTS, markdown, remember, remembered, save
 from torch import Tensor
 
@@ -64,9 +61,7 @@ def window_losses(decoder: Any, tokens_SL: Tensor) -> list[float]:
 def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
     """Return the losses on every window of both halves, by sparsity; the full model has sparsity 0."""
     from compress.plans.apply import planned_decoder
-    from compress.prune import checked_budget, make_plan, prepare_pruning
-    from compress.run.job import Run
-    from compress.run.work_directory import WorkDirectory
+    from compress.prune import make_plan
     from engine.checkpoint.checkpoint import Checkpoint, resolve
     from engine.decoder.model import Decoder
 
@@ -77,20 +72,10 @@ def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
         decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
         losses["0"] = {half: window_losses(decoder, own.tokens_SL) for half, own in halves.items()}
     else:
-        with tempfile.TemporaryDirectory() as directory:
-            output = Path(directory) / "result"
-            shared = WorkDirectory(output, "shared")
-            shared.begin({}, resume=False)
-            cells = [Cell(sparsity, default_scope(method)) for sparsity in SPARSITIES]
-            first = prepare_pruning(options_of(MODELS[model], method, cells[0], seed, output))
-            for cell in cells:
-                options = options_of(MODELS[model], method, cell, seed, output)
-                work = WorkDirectory(output, shared=shared)
-                work.begin({}, resume=False)
-                prepared = replace(first, budget=checked_budget(options, first.checkpoint))
-                plan = make_plan(Run(options, prepared, work))
-                decoder = planned_decoder(plan, first.checkpoint, torch.float32)
-                losses[f"{cell.sparsity:g}"] = {half: window_losses(decoder, own.tokens_SL) for half, own in halves.items()}
+        cells = [Cell(sparsity, default_scope(method)) for sparsity in SPARSITIES]
+        for cell, pruning in prunings(model, method, seed, cells):
+            decoder = planned_decoder(make_plan(pruning), pruning.prepared.checkpoint, torch.float32)
+            losses[f"{cell.sparsity:g}"] = {half: window_losses(decoder, own.tokens_SL) for half, own in halves.items()}
     documents = {half: own.documents_S.tolist() for half, own in halves.items()}
     return {"model": model, "method": method, "seed": seed, "losses": losses, "documents": documents}
 
@@ -165,7 +150,7 @@ def table(figures: dict[str, Any]) -> str:
 
 def in_text(figures: dict[str, Any]) -> dict[str, str]:
     """Return the default's perplexity over each other method's, with its interval, by model, share and method."""
-    found = {"seeds": str(figures["seeds"])}
+    found = {}
     for model in dict.fromkeys(run["model"] for run in figures["runs"]):
         whole = losses_of(figures, model, FULL, "0", "report").perplexity
         found[f"{model}_full".replace("-", "_")] = f"{whole:.2f}"

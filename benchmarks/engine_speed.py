@@ -150,19 +150,7 @@ def table(figures: dict[str, Any]) -> str:
     return markdown(header, lines)
 
 
-def quoted(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the decoding speeds beside transformers that sentences quote, of the first model."""
-    rows = {row["title"].removeprefix("8 experts top-2, "): row for row in figures["rows"]}
-    peer = rows["transformers"]["decode"]
-    return {
-        "decode": f"{rows['ours']['decode'] / peer:.2f}",
-        "decode_half_skipping": f"{rows['half the experts, ours, skipping']['decode'] / peer:.2f}",
-        "skipped_half": f"{rows['half the experts, ours, skipping']['experts_skipped_share']:.0%}",
-    }
-
-
 TABLES = {"engine_speed": table}
-IN_TEXT = {"engine_speed": quoted}
 
 
 if __name__ == "__main__":

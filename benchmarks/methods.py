@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -85,41 +85,49 @@ def cells(method: str) -> list[Cell]:
 # One process
 
 
+def prunings(model: str, method: str, seed: int, wanted: Sequence[Cell]) -> Iterator[tuple[Cell, Any]]:
+    """Yield each cell with its Run, as `compress prune` begins it; what a method computes once is shared by all."""
+    from compress.prune import checked_budget, prepare_pruning
+    from compress.run.job import Run
+    from compress.run.work_directory import WorkDirectory
+
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "result"
+        shared = WorkDirectory(output, "shared")
+        shared.begin({}, resume=False)
+        first = prepare_pruning(options_of(MODELS[model], method, wanted[0], seed, output))
+        for cell in wanted:
+            options = options_of(MODELS[model], method, cell, seed, output)
+            work = WorkDirectory(output, shared=shared)
+            work.begin({}, resume=False)
+            yield cell, Run(options, replace(first, budget=checked_budget(options, first.checkpoint)), work)
+
+
 def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
     """Return the perplexity of every cell, with processor seconds and peak memory of the plan and of recovery."""
     from compress.plans.apply import planned_decoder
-    from compress.prune import checked_budget, make_plan, prepare_pruning, recovered
-    from compress.run.job import Run
-    from compress.run.work_directory import WorkDirectory
+    from compress.prune import make_plan, recovered
     from compress.training.layer_distillation import decoder_perplexity
     from engine.generation.report import peak_memory_bytes
     from engine.passes.memory_budget import resident_memory_bytes
 
     run: dict[str, Any] = {"model": model, "method": method, "seed": seed, "cells": {}}
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "result"
-        shared = WorkDirectory(output, "shared")
-        shared.begin({}, resume=False)
-        first = prepare_pruning(options_of(MODELS[model], method, cells(method)[0], seed, output))
-        held_out = held_out_text(first.checkpoint)
-        plans: dict[tuple[Any, ...], Any] = {}
-        resident = resident_memory_bytes()
-        for cell in cells(method):
-            options = options_of(MODELS[model], method, cell, seed, output)
-            prepared = replace(first, budget=checked_budget(options, first.checkpoint))
-            work = WorkDirectory(output, shared=shared)
-            work.begin({}, resume=False)
-            pruning = Run(options, prepared, work)
-            started = time.process_time()
-            if (place := (cell.sparsity, cell.scope, cell.merge)) not in plans:
-                plans[place] = make_plan(pruning)
-            trained = recovered(pruning, plans[place])
-            figures = {"seconds": time.process_time() - started, "peak": peak_memory_bytes() - resident}
-            decoder = planned_decoder(plans[place], first.checkpoint, torch.float32, replaced=trained)
-            run["cells"][cell.key] = figures | {
-                "perplexity": decoder_perplexity(decoder, held_out, SEQUENCES_AT_ONCE),
-                "experts_per_layer": list(decoder.config.experts_per_layer),
-            }
+    plans: dict[tuple[Any, ...], Any] = {}
+    held_out, resident = torch.empty(0), 0
+    for cell, pruning in prunings(model, method, seed, cells(method)):
+        checkpoint = pruning.prepared.checkpoint
+        if not plans:
+            held_out, resident = held_out_text(checkpoint), resident_memory_bytes()
+        started = time.process_time()
+        if (place := (cell.sparsity, cell.scope, cell.merge)) not in plans:
+            plans[place] = make_plan(pruning)
+        trained = recovered(pruning, plans[place])
+        figures = {"seconds": time.process_time() - started, "peak": peak_memory_bytes() - resident}
+        decoder = planned_decoder(plans[place], checkpoint, torch.float32, replaced=trained)
+        run["cells"][cell.key] = figures | {
+            "perplexity": decoder_perplexity(decoder, held_out, SEQUENCES_AT_ONCE),
+            "experts_per_layer": list(decoder.config.experts_per_layer),
+        }
     return run
 
 

@@ -19,8 +19,7 @@ from compress.report import plots
 from compress.report.figures import DistillFigures, TeacherExpertsFigures
 from compress.report.pictures import save
 from compress.run.claims import claiming
-from compress.run.result import check_outputs
-from engine.checkpoint.artifact import check_output
+from compress.run.result import check_sweep
 from engine.errors import OptionError
 from engine.files.json_file import write_json
 from engine.generation.report import peak_memory_bytes
@@ -46,12 +45,9 @@ def sweep_teacher_experts(runs: Sequence[DistillOptions], progress: Progress = n
     """
     started, first, output = time.monotonic(), runs[0], runs[0].output.parent
     with claiming(output):
-        if processes.is_first() and not (first.resume and output.is_dir()):
-            check_output(output, first.overwrite, SUMMARY)
+        check_sweep(output, runs, SUMMARY)
         for run in runs:
             run.check()
-            if not run.resume:
-                check_outputs(run)
         teacher = prepare_distillation(first).teacher
         assert teacher is not None
         for run in runs:

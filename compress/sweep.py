@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from compress.compare import COMPARISON, compare
@@ -23,9 +22,8 @@ from compress.prune import Shared, check_shard, checked_budget, prepare_pruning,
 from compress.report.figures import SweepFigures
 from compress.run.claims import claiming
 from compress.run.job import check_weights, fingerprints
-from compress.run.result import check_outputs
+from compress.run.result import check_sweep
 from compress.run.work_directory import WorkDirectory
-from engine.checkpoint.artifact import check_output
 from engine.errors import OptionError
 from engine.generation.report import peak_memory_bytes
 from engine.passes import processes
@@ -65,7 +63,7 @@ def sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Pr
 def _sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: Progress) -> SweepFigures | None:
     started = time.monotonic()
     first, output = runs[0], runs[0].output.parent
-    check_sweep(output, runs)
+    check_sweep(output, runs, f"{COMPARISON_DIRECTORY}/{COMPARISON}")
     check_shard(runs)
     shared = Shared(prepare_pruning(first), WorkDirectory(output, "shared"))
     for run in runs:
@@ -95,12 +93,3 @@ def _sweep(runs: Sequence[PruneOptions], comparison: CompareOptions, progress: P
 def in_common(run: PruneOptions) -> dict[str, Any]:
     """Return the options that all runs of a sweep have in common, as JSON."""
     return {key: value for key, value in run.deciding().items() if key not in ("method", "budget", "output")}
-
-
-def check_sweep(output: Path, runs: Sequence[PruneOptions]) -> None:
-    """Raise OutputError where results cannot be written. An earlier sweep is continued or, on request, replaced."""
-    if not processes.is_first() or (runs[0].resume and output.is_dir()):
-        return
-    check_output(output, runs[0].overwrite, f"{COMPARISON_DIRECTORY}/{COMPARISON}")
-    for run in runs:
-        check_outputs(run)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -87,6 +87,18 @@ def check_outputs(options: JobOptions) -> None:
     check_output(options.output, options.overwrite)
     if options.plan_output is not None:
         check_file_output(options.plan_output, options.overwrite)
+
+
+def check_sweep(output: Path, runs: Sequence[JobOptions], marker: str) -> None:
+    """Raise OutputError where results cannot be written. An earlier sweep is continued or, on request, replaced.
+
+    marker: the file in a sweep's directory by which --overwrite knows it.
+    """
+    if not processes.is_first() or (runs[0].resume and output.is_dir()):
+        return
+    check_output(output, runs[0].overwrite, marker)
+    for run in runs:
+        check_outputs(run)
 
 
 def carry_out(run: AnyRun, make: Callable[[], Made]) -> ModelFigures:
