@@ -452,7 +452,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=BUILD / "moe_kd")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--repetitions", type=int, default=25, help="of --speed")
-    parser.add_argument("--epochs", type=int, help="epochs of students, and a tenth of the teachers'; by default those of each setting")
+    parser.add_argument(
+        "--epochs", type=int, help="epochs of students, and a tenth of the teachers'; by default those of each setting"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.speed:
