@@ -13,7 +13,7 @@ from calibrate.batches import training_text
 from calibrate.collect import held_bytes as collecting_bytes
 from compress.distillation.recover import recover
 from compress.distillation.whole_recovery import recover_all
-from compress.methods import METHODS
+from compress.methods import METHODS, methods_of
 from compress.methods.cka import REMOVED_EXPERTS
 from compress.methods.criterion import aligning, criterion_of
 from compress.methods.inputs import MethodRun, Prunable
@@ -22,6 +22,7 @@ from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits
 from compress.plans.plan import Plan, plan_from_json
 from compress.plans.selection import Budget, check_groups, groups_of, moe_configs
+from compress.plans.unit_selection import check_units, default_multiple
 from compress.report.card import training_lines
 from compress.report.figures import PruneFigures
 from compress.report.pictures import draw_training
@@ -34,6 +35,7 @@ from compress.training.training import Trained
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
+from engine.families.config import DecoderConfig
 from engine.files.json_file import load_json
 from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
@@ -109,6 +111,8 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
     if budget is None:
         return None
     method = METHODS[options.method]
+    if (budget.granularity == "expert") != (method.granularity == "expert"):
+        raise OptionError(_other_granularity(options.method, budget.granularity))
     if budget.scope not in method.scopes:
         raise OptionError(
             f"{options.method} decides layer by layer and cannot rank across layers; leave out --scope {budget.scope}"
@@ -120,6 +124,8 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
     elif budget.min_experts < needed:
         name = checkpoint.config.architecture.model_type
         raise OptionError(f"min-experts is {budget.min_experts}; the router of a {name} takes {needed} in each layer")
+    if budget.granularity != "expert":
+        return _checked_unit_budget(budget, checkpoint.config)
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint.config))
     if budget.scope == "uniform" and not method.keeps_groups and groups_of(checkpoint.config):
@@ -128,6 +134,27 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
             "leave out --uniform, or choose another method"
         )
     return budget
+
+
+def _other_granularity(method: str, granularity: str) -> str:
+    """Return the message for a method that scores something else than what is to be removed."""
+    scored = "whole experts" if METHODS[method].granularity == "expert" else "hidden units"
+    fitting = [name for name in methods_of("prune") if (METHODS[name].granularity == "expert") == (granularity == "expert")]
+    return f"{method} scores {scored}; with --granularity {granularity}, give --method {' or '.join(fitting)}"
+
+
+def _checked_unit_budget(budget: Budget, config: DecoderConfig) -> Budget:
+    """Return the budget of hidden units with its multiple. Raises OptionError where it does not fit the model."""
+    if budget.sparsity is None:
+        raise OptionError("--experts counts whole experts; say by --sparsity which share of the hidden units to remove")
+    if not 0.0 < budget.sparsity < 1.0:
+        raise OptionError(f"sparsity is {budget.sparsity}; it must lie strictly between 0 and 1")
+    if budget.granularity == "both" and budget.scope == "uniform":
+        raise OptionError("a uniform result keeps every expert; leave out --uniform, or give --granularity unit")
+    widths = {layer: moe.widths for layer, moe in moe_configs(config).items()}
+    multiple = default_multiple(widths) if budget.unit_multiple is None else budget.unit_multiple
+    check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts)
+    return replace(budget, unit_multiple=multiple)
 
 
 def prepare_pruning(options: PruneOptions) -> Prunable:

@@ -33,9 +33,13 @@ COMPARISON_DIRECTORY = "comparison"
 
 
 def cells(
-    options: PruneOptions, methods: Sequence[str], sparsities: Sequence[float], scope: str | None
+    options: PruneOptions,
+    methods: Sequence[str],
+    sparsities: Sequence[float],
+    scope: str | None,
+    granularity: str | None = None,
 ) -> list[PruneOptions]:
-    """Return one run for each method and sparsity; without a scope, each method has its own default."""
+    """Return one run for each method and sparsity; without a scope or a granularity, each method has its own."""
     if len(set(methods)) < len(methods) or len(set(sparsities)) < len(sparsities):
         raise OptionError("a method or a sparsity is named twice; name each once")
     assert options.budget is not None
@@ -43,7 +47,12 @@ def cells(
         replace(
             options,
             method=method,
-            budget=replace(options.budget, sparsity=sparsity, scope=scope or METHODS[method].scopes[0]),
+            budget=replace(
+                options.budget,
+                sparsity=sparsity,
+                scope=scope or METHODS[method].scopes[0],
+                granularity=granularity or METHODS[method].granularity,
+            ),
             output=options.output / f"{method}-{sparsity:g}",
         )
         for method in methods

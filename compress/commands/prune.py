@@ -8,10 +8,11 @@ from compress.commands.command import HUB, Figures, Given, command
 from compress.commands.figures import show_figures
 from compress.commands.output import progress_bar, table
 from compress.commands.preset import with_preset
-from compress.methods import DEFAULT_METHOD, METHODS
+from compress.methods import DEFAULT_METHOD, DEFAULT_METHODS, METHODS
 from compress.options.compare import PICTURE_SEQUENCES, CompareOptions
 from compress.options.presets import PresetOptions
 from compress.options.prune import DiepOptions, PruneOptions
+from compress.options.refit import RefitOptions
 from compress.options.training import RECOVERY, TEXT_STEPS, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
 from compress.report.columns import text_table
@@ -19,12 +20,19 @@ from engine.errors import OptionError
 from engine.options import names, option
 
 
+UNIT_OPTIONS = names(RefitOptions) | {"unit_multiple"}
+"""Options that only methods for hidden units use."""
+
+
 @dataclass(frozen=True)
 class Uniform:
     """The option `--uniform`, which stands for `--scope uniform` (compress/plans/selection.py)."""
 
     uniform: bool = option(
-        False, group=REMOVE, help="Keep the same number of experts in every layer: a plain checkpoint of its family."
+        False,
+        group=REMOVE,
+        help="Keep the same number of experts in every layer, or the same number of hidden units in every expert: a plain "
+        "checkpoint of its family.",
     )
 
 
@@ -66,8 +74,12 @@ def prune(given: Given) -> Figures:
 
 
 def default_method(given: Given) -> str:
-    """Return DiEP where one of its options is on the command line, since other methods would ignore it."""
-    return "diep" if given.named & names(DiepOptions) else DEFAULT_METHOD
+    """Return the method without `--method`: one that uses the options on the command line, since others ignore them."""
+    if given.named & names(DiepOptions):
+        return "diep"
+    if (granularity := given.values["granularity"]) is not None:
+        return DEFAULT_METHODS[granularity]
+    return DEFAULT_METHODS["unit"] if given.named & UNIT_OPTIONS else DEFAULT_METHOD
 
 
 def _preset_method(given: Given) -> str:
@@ -90,13 +102,24 @@ def prune_options(given: Given, method: str, sparsity: float | None, name: str) 
         PruneOptions,
         name,
         method=method,
-        budget=None if has_plan else Budget(sparsity, experts, _scope(given, method), values["min_experts"]),
+        budget=None if has_plan else _budget(given, method, sparsity),
         distill=recovery(given),
     )
 
 
-def _scope(given: Given, method: str) -> str:
-    return "uniform" if given.values["uniform"] else given.values["scope"] or METHODS[method].scopes[0]
+def _budget(given: Given, method: str, sparsity: float | None) -> Budget:
+    values, row = given.values, METHODS[method]
+    granularity = values["granularity"] or row.granularity
+    if values["scope"] == "expert" and granularity == "expert":
+        raise OptionError("--scope expert keeps the same number of hidden units in every expert; add --granularity unit")
+    multiple, scope = values["unit_multiple"], _scope(given) or row.scopes[0]
+    return Budget(sparsity, values["experts"], scope, values["min_experts"], granularity, multiple)
+
+
+def _scope(given: Given) -> str | None:
+    """Return the scope on the command line; "expert" is the word for "uniform" where units are removed."""
+    is_uniform = given.values["uniform"] or given.values["scope"] == "expert"
+    return "uniform" if is_uniform else given.values["scope"]
 
 
 def recovery(given: Given) -> WholeRecoveryOptions:
@@ -112,7 +135,6 @@ def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...]
     if sparsities is None or given.values["plan_output"] is not None:
         raise OptionError("a sweep needs --sparsity and writes no --plan-output; each artifact carries its plan")
     base = prune_options(given, methods[0], sparsities[0], "sweep")
-    scope = "uniform" if given.values["uniform"] else given.values["scope"]
     comparison = CompareOptions(
         models=(),
         text=replace(base.calibration, samples=PICTURE_SEQUENCES),
@@ -121,7 +143,7 @@ def _sweep(given: Given, methods: tuple[str, ...], sparsities: tuple[float, ...]
         device=given.chosen_device(),
         threads=given.common.threads,
     )
-    figures = sweep(cells(base, methods, sparsities, scope), comparison, progress_bar)
+    figures = sweep(cells(base, methods, sparsities, _scope(given), given.values["granularity"]), comparison, progress_bar)
     if figures is None:
         return {}  # in a process that is not the first
     given.say(table(text_table(figures["rows"])))

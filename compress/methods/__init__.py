@@ -24,6 +24,8 @@ class Method:
     """Whether the method needs the whole model in memory. Other methods read it layer by layer and gain nothing from
     sharding.
     """
+    granularity: str = "expert"
+    """What the method scores: whole experts, or each hidden "unit" of an expert."""
     keeps_groups: bool = True
     """Whether scope "uniform" can keep equally many experts of each group of a layer."""
 
@@ -39,6 +41,9 @@ METHODS: dict[str, Method] = {
     "fisher": Method("prune", "compress.methods.gate_fisher:FISHER", needs_gradients=True),
     "taylor": Method("prune", "compress.methods.gate_taylor:TAYLOR", needs_gradients=True),
     "random": Method("prune", "compress.methods.random_scores:RANDOM"),
+    "unit-magnitude": Method("prune", "compress.methods.unit_magnitude:UNIT_MAGNITUDE", granularity="unit"),
+    "unit-fisher": Method("prune", "compress.methods.unit_fisher:UNIT_FISHER", needs_gradients=True, granularity="unit"),
+    "unit-obs": Method("prune", "compress.methods.unit_obs:UNIT_OBS", needs_gradients=True, granularity="unit"),
     "m-smoe": Method("merge", "compress.methods.m_smoe:M_SMOE", scopes=("layer",)),
     "s-smoe": Method("merge", "compress.methods.s_smoe:S_SMOE", scopes=("layer",)),
     "hc-smoe": Method("merge", "compress.methods.hc_smoe:HC_SMOE", scopes=("layer",)),
@@ -49,6 +54,8 @@ DEFAULT_METHOD = "fisher"
 noise of it.
 """
 DEFAULT_MERGE_METHOD = "ream"
+DEFAULT_METHODS = {"expert": DEFAULT_METHOD, "unit": "unit-fisher", "both": "unit-fisher"}
+"""The method for each choice of `--granularity`."""
 
 
 def methods_of(kind: str) -> tuple[str, ...]:

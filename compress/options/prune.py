@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compress.methods import DEFAULT_MERGE_METHOD, DEFAULT_METHOD, METHODS, methods_of
+from compress.methods import DEFAULT_MERGE_METHOD, DEFAULT_METHOD, DEFAULT_METHODS, METHODS, methods_of
 from compress.options.job import JobOptions
 from compress.options.quantize import QuantiserOptions
+from compress.options.refit import RefitOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.selection import REMOVE, Budget
 from engine.errors import OptionError
@@ -163,7 +164,8 @@ class PruneOptions(JobOptions):
                 help="Share of all experts to remove, between 0 and 1. Several make a sweep: a result for each, and then "
                 "their comparison.",
             ),
-            scope=changed(None, choices=("global", "layer"), unset=default_scopes()),
+            scope=changed(None, choices=("global", "layer", "expert"), unset=default_scopes()),
+            granularity=changed(None, unset="that of the method"),
             min_experts=changed(0, unset="experts per token"),
         )
     )
@@ -172,7 +174,7 @@ class PruneOptions(JobOptions):
         group=REMOVE,
         choices=methods_of("prune"),
         several="commas",
-        unset=f"{DEFAULT_METHOD}; diep where one of its options is given",
+        unset=f"{DEFAULT_METHOD}; {DEFAULT_METHODS['unit']} where an option of hidden units is given, diep where one of its own",
         help="Criterion. Several make a sweep.",
     )
     merge: str = option(
@@ -188,6 +190,7 @@ class PruneOptions(JobOptions):
         help="Most subsets of a layer's experts to compare; where there are more, experts are removed one by one.",
     )
     diep: DiepOptions = part(DiepOptions)
+    refit: RefitOptions = part(RefitOptions)
     recover: RecoverOptions = part(RecoverOptions)
     distill: WholeRecoveryOptions = field(default_factory=WholeRecoveryOptions)
     plan: Path | None = option(None, group=REMOVE, help="Carry out this plan instead of making one.")
@@ -224,12 +227,15 @@ class MergeOptions(PruneOptions):
             experts=changed(REQUIRED, group=MERGE, help="Experts per layer of the result."),
             scope=left_out("layer"),
             min_experts=left_out(),
+            granularity=left_out(),
+            unit_multiple=left_out(),
         )
     )
     method: str = option(DEFAULT_MERGE_METHOD, group=MERGE, choices=methods_of("merge"), help="How experts are grouped.")
     merge: str = unlisted(PruneOptions, "merge")
     naee_limit: int = unlisted(PruneOptions, "naee_limit")
     diep: DiepOptions = unlisted(PruneOptions, "diep")
+    refit: RefitOptions = unlisted(PruneOptions, "refit")
     plan: Path | None = unlisted(PruneOptions, "plan")
     quantiser: QuantiserOptions | None = unlisted(PruneOptions, "quantiser")
     shard: bool = unlisted(PruneOptions, "shard")

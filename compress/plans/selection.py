@@ -1,7 +1,7 @@
-"""Selection of the experts that stay, from scores: global ranking (DiEP §4.2), per layer, or uniform.
+"""Budgets, and the selection of the experts that stay, from scores: global ranking (DiEP §4.2), per layer, or uniform.
 
 `--uniform` is scope "uniform": every layer keeps the same number of experts, so that the result is a plain checkpoint
-of its family. That number is the budget applied to a layer of average size. Scope "global" (DiEP) ranks the experts of
+of its family; for hidden units (unit_selection.py) it is the same width. That number is the budget applied to a layer of average size. Scope "global" (DiEP) ranks the experts of
 all layers together, and scope "layer" removes the same share of each layer.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from compress.plans.unit_selection import LARGEST_MULTIPLE
 from engine.errors import OptionError
 from engine.options import check, option
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 REMOVE = "What to remove"
 SCOPES = ("global", "layer", "uniform")
+GRANULARITIES = ("expert", "unit", "both")
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,28 @@ class Budget:
     same share of each layer; "uniform" keeps the same count in each layer, that of a layer of average size.
     """
     min_experts: int = option(1, group=REMOVE, help="Fewest experts that a layer keeps.")
+    granularity: str = option(
+        "expert",
+        group=REMOVE,
+        choices=GRANULARITIES,
+        help="Remove whole experts, hidden units of experts, or both: an expert that loses all its units leaves.",
+    )
+    unit_multiple: int | None = option(
+        None,
+        group=REMOVE,
+        minimum=1,
+        metavar="N",
+        unset=f"a power of two up to {LARGEST_MULTIPLE}",
+        help="Experts keep multiples of N hidden units.",
+    )
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def least_experts(self) -> int | None:
+        """Fewest experts that a layer keeps where units and whole experts leave; None where all experts stay."""
+        return self.min_experts if self.granularity == "both" else None
 
     def check(self, counts: Mapping[int, int]) -> None:
         """Raise OptionError unless a model with `counts` experts by layer can be cut to this budget."""
