@@ -33,7 +33,7 @@ from compress.report.columns import to_csv
 from compress.report.diep_scores import load_scores
 from compress.report.expert_record import load_record
 from compress.report.page import page
-from compress.report.pictures import Picture, Pictured, kept_experts, save
+from compress.report.pictures import Picture, Pictured, kept_experts, save, unit_shares
 from compress.report.pictures import draw as draw_experts
 from compress.report.scatter import Point, scatter
 from compress.run.claims import claims_output
@@ -524,13 +524,16 @@ def _points(rows: Sequence[dict[str, Any]], key: str, deviation: str, scale: flo
 
 def _pictured(subject: Subject, statistics: Statistics | None) -> list[Pictured]:
     """Return the experts of a model as measured now, or else as its artifact recorded them, after those of its source."""
-    model, kept = subject.model, None
+    model, kept, units = subject.model, None, None
     # the plan of an artifact of a later version, for example; its experts are then numbered from 0
     with suppress(PlanError):
-        kept = kept_experts(plan_from_json((model.provenance or {}).get("plan")), model.config)
+        plan, figures = plan_from_json((model.provenance or {}).get("plan")), (model.provenance or {}).get("figures", {})
+        kept, before = kept_experts(plan, model.config), (figures.get("units_before"), figures.get("experts_before"))
+        if all(type(count) is int and count > 0 for count in before):
+            units = unit_shares(plan, model.config, before[0] // before[1])
     scores, counts = load_scores(model.directory), model.config.experts_by_layer
     record = load_record(model.directory) if statistics is None and counts else None
     if record is None or {layer: len(own) for layer, own in record.after.routed.items()} != counts:
-        return [Pictured(subject.label, counts, statistics, kept, scores)]
+        return [Pictured(subject.label, counts, statistics, kept, scores, units=units)]
     source = Pictured(f"{subject.label} (before)", {}, recorded=record.before)
-    return [source, Pictured(subject.label, counts, None, kept, scores, recorded=record.after)]
+    return [source, Pictured(subject.label, counts, None, kept, scores, units=units, recorded=record.after)]

@@ -21,7 +21,7 @@ from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
 from compress.plans.apply import check_fits
 from compress.plans.plan import Plan, plan_from_json
-from compress.plans.selection import Budget, check_groups, groups_of, moe_configs
+from compress.plans.selection import Budget, check_groups, expert_widths, groups_of, moe_configs
 from compress.plans.unit_selection import check_units, default_multiple
 from compress.report.card import training_lines
 from compress.report.figures import PruneFigures
@@ -151,7 +151,7 @@ def _checked_unit_budget(budget: Budget, config: DecoderConfig) -> Budget:
         raise OptionError(f"sparsity is {budget.sparsity}; it must lie strictly between 0 and 1")
     if budget.granularity == "both" and budget.scope == "uniform":
         raise OptionError("a uniform result keeps every expert; leave out --uniform, or give --granularity unit")
-    widths = {layer: moe.widths for layer, moe in moe_configs(config).items()}
+    widths = expert_widths(config)
     multiple = default_multiple(widths) if budget.unit_multiple is None else budget.unit_multiple
     check_units(budget.sparsity, budget.scope, multiple, widths, budget.least_experts)
     return replace(budget, unit_multiple=multiple)

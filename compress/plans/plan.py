@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import PlanError
@@ -57,6 +57,14 @@ class PlannedExpert:
             return False
         source = self.parts[0].sources[0]
         return source.permutation is None and source.coefficient == 1.0 and self.router == (Source(source.expert),)
+
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether this is one source expert with its own router row, whole or with some of its hidden units."""
+        if len(self.parts) != 1:
+            return False
+        return replace(self, parts=(replace(self.parts[0], units=None),)).is_copy
 
 
 @dataclass(frozen=True)

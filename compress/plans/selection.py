@@ -187,6 +187,11 @@ def moe_configs(config: DecoderConfig) -> dict[int, MoeConfig]:
     return {index: moe for index, layer in enumerate(config.layers) if (moe := layer.moe) is not None}
 
 
+def expert_widths(config: DecoderConfig) -> dict[int, tuple[int, ...]]:
+    """Return the width of each expert by decoder layer index."""
+    return {index: moe.widths for index, moe in moe_configs(config).items()}
+
+
 def groups_of(config: DecoderConfig) -> dict[int, tuple[int, ...]]:
     """Return the group of each expert by decoder layer index; empty for a model without groups."""
     return {index: moe.groups for index, moe in moe_configs(config).items() if moe.groups}

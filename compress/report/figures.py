@@ -51,6 +51,11 @@ class ModelFigures(PerplexityFigures):
     experts_before: int
     experts_after: int
     experts_per_layer: list[int]
+    units_before: NotRequired[int]
+    """Hidden units of all routed experts of the source; the next field is of the result."""
+    units_after: NotRequired[int]
+    widths_per_layer: NotRequired[list[list[int]]]
+    """Hidden units of each expert, by MoE layer."""
     parameters_before: int
     parameters_after: int
     bytes_before: int
@@ -97,11 +102,24 @@ class SearchFigures(TypedDict):
     """The largest number of subsets of a layer."""
 
 
+class RefitFigures(TypedDict):
+    """Figures of the refit of down projections, by MoE layer. Errors are of a part of the text that was not fitted."""
+
+    ridge_per_layer: list[float]
+    error_without_per_layer: list[float]
+    """Share of the mean square of the experts' outputs that their remaining units miss without the refit."""
+    error_per_layer: list[float]
+    """The same share after the refit."""
+
+
 class PruneFigures(ModelFigures):
     """Figures of `compress prune` and `compress merge`; with --bits also RoundingFigures."""
 
     recover_steps: int
     training: dict[str, TrainingFigures]
+    granularity: NotRequired[str]
+    refit: NotRequired[RefitFigures | None]
+    """The refit of the down projections; None where none was made."""
     naee: NotRequired[SearchFigures]
 
 

@@ -53,6 +53,8 @@ class Pictured:
     scores: DiepScores | None = None
     routed: Mapping[int, Sequence[int]] | None = None
     """By layer, tokens routed to each expert; None for those of the statistics."""
+    units: Mapping[int, Sequence[float]] | None = None
+    """By layer, the share of its hidden units that each expert kept; None where all kept all, or for other results."""
     recorded: Experts | None = None
     """The experts as they were recorded, for a model without statistics."""
 
@@ -82,11 +84,23 @@ def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | No
         return None
     kept: dict[int, list[int]] = {}
     for layer, experts in plan.layers.items():
-        sources = [expert.parts[0].sources[0].expert for expert in experts if expert.is_copy]
+        sources = [expert.parts[0].sources[0].expert for expert in experts if expert.is_kept]
         kept[layer] = [number for number in sources if isinstance(number, int) and 0 <= number < MOST_EXPERTS]
         if len(set(kept[layer])) != len(experts):
             return None
     return kept
+
+
+def unit_shares(plan: Plan, config: DecoderConfig, width: int) -> dict[int, list[float]] | None:
+    """Return, by layer, the share of its hidden units that each expert of a pruned model kept; None where all kept all.
+
+    width: hidden units of an expert of the source.
+    """
+    experts = [expert for own in plan.layers.values() for expert in own]
+    if kept_experts(plan, config) is None or all(expert.is_copy for expert in experts):
+        return None
+    widths = {index: moe.widths for index, layer in enumerate(config.layers) if (moe := layer.moe) is not None}
+    return {layer: [min(1.0, own / width) for own in widths[layer]] for layer in plan.layers}
 
 
 def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
@@ -97,6 +111,10 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
         figure = plots.experts_per_layer(counts)
         about = "Routed experts that each layer has."
         pictures.append(save(directory, "experts_per_layer", figure, "Experts per layer", about))
+    if narrowed := [model for model in models if model.units and model.kept]:
+        figure = plots.kept_units([plots.ExpertShares(model.label, model.units or {}, model.kept or {}) for model in narrowed])
+        about = "Share of its hidden units that each expert kept, per layer; experts carry the numbers that they had before."
+        pictures.append(save(directory, "kept_units", figure, "Hidden units that stayed", about))
     if used := [model for model in models if model.tokens_routed]:
         figure = plots.expert_usage([usage(model) for model in used])
         about = "Share of tokens routed to each expert, per layer; experts carry the numbers of the model they come from."
@@ -185,11 +203,11 @@ def by_neighbors(experts: Experts) -> dict[tuple[int, int], Matrix]:
     return {(layer, before): experts.between[layer] for before, layer in pairwise(layers) if layer in experts.between}
 
 
-def usage(model: Pictured) -> plots.UsageShares:
+def usage(model: Pictured) -> plots.ExpertShares:
     """Return shares of routed tokens. Experts whose source numbers are unknown are numbered from 0."""
     shares = {layer: [count / max(1, sum(counts)) for count in counts] for layer, counts in model.tokens_routed.items()}
     numbers = model.kept or {layer: list(range(len(own))) for layer, own in shares.items()}
-    return plots.UsageShares(model.label, shares, numbers)
+    return plots.ExpertShares(model.label, shares, numbers)
 
 
 def search_scores(model: Pictured) -> plots.SearchScores:

@@ -29,12 +29,12 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 
 
 @dataclass(frozen=True)
-class UsageShares:
-    """Distribution of a model's routed tokens over its experts."""
+class ExpertShares:
+    """A share for each of a model's experts."""
 
     name: str
     shares: Mapping[int, Sequence[float]]
-    """By layer, each expert's share of all (token, expert) pairs."""
+    """By layer, each expert's share: of the tokens routed in the layer, or of its own hidden units."""
     numbers: Mapping[int, Sequence[int]]
     """By layer, each expert's number in the source model."""
 
@@ -122,20 +122,29 @@ def experts_per_layer(counts: Mapping[str, Mapping[int, int]]) -> Any:
     return figure
 
 
-def expert_usage(usages: Sequence[UsageShares]) -> Any:
+def expert_usage(usages: Sequence[ExpertShares]) -> Any:
+    """Draw each expert's share of the tokens routed in its layer, a panel for each model."""
+    highest = max(share for usage in usages for shares in usage.shares.values() for share in shares)
+    return _shares(usages, highest, "Routed tokens, % of a layer (grey: no such expert)", "share of tokens")
+
+
+def kept_units(models: Sequence[ExpertShares]) -> Any:
+    """Draw the share of each expert's hidden units that stayed, a panel for each model."""
+    return _shares(models, 1.0, "Hidden units that stayed, % of an expert (grey: none)", "share of units")
+
+
+def _shares(usages: Sequence[ExpertShares], highest: float, title: str, measure: str) -> Any:
     """Draw a panel for each model: a row per layer, a column per source expert, gray where an expert is missing."""
     import numpy as np
     from matplotlib.figure import Figure
 
     layers = sorted({layer for usage in usages for layer in usage.shares})
     experts = 1 + max(number for usage in usages for numbers in usage.numbers.values() for number in numbers)
-    highest = max(share for usage in usages for shares in usage.shares.values() for share in shares)
     cell_across, cell_down = _between(6.0 / experts, 0.05, 0.42), _between(11.0 / len(layers), 0.16, 0.3)
     across, down = max(2.4, cell_across * experts), max(0.6, cell_down * len(layers))
     in_a_line = max(1, min(len(usages), int(13.0 // (across + 0.75))))
     with style():
         lines = math.ceil(len(usages) / in_a_line)
-        title = "Routed tokens, % of a layer (grey: no such expert)"
         page = _Page(_width(0.75 + in_a_line * (across + 0.75) + 0.6, title, 0.75), lines, down, title=0.36, below=0.62)
         figure = Figure(figsize=page.size)
         for index, usage in enumerate(usages):
@@ -153,7 +162,7 @@ def expert_usage(usages: Sequence[UsageShares]) -> Any:
             axes.set_xlabel("expert")
             axes.set_ylabel("layer")
         page.title(figure, title, 0.75)
-        _colour_bar(figure, page, picture, 0.75 + in_a_line * (across + 0.75) - 0.75, "share of tokens", percent=True)
+        _colour_bar(figure, page, picture, 0.75 + in_a_line * (across + 0.75) - 0.75, measure, percent=True)
     return figure
 
 

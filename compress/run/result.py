@@ -21,12 +21,13 @@ from calibrate.windows import Windows
 from compress.options.job import JobOptions
 from compress.plans.apply import apply, carried_files
 from compress.plans.plan import plan_to_json
+from compress.plans.selection import expert_widths
 from compress.report import plots
 from compress.report.card import model_card
 from compress.report.diep_scores import load_scores
 from compress.report.expert_record import ExpertRecord, save_record
 from compress.report.figures import ModelFigures, PerplexityFigures
-from compress.report.pictures import Pictured, draw, kept_experts
+from compress.report.pictures import Pictured, draw, kept_experts, unit_shares
 from compress.run.job import AnyRun, HeldOut, Made, fingerprints, held_out
 from compress.run.losses import Losses
 from compress.run.work_directory import WorkDirectory
@@ -147,7 +148,8 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         if own is not None:
             skip_tables(own).save(directory / SKIP_TABLES)
         made.add_files(directory)
-        models = [_before(run, before), _after(options, made, result, own, after)]
+        width = max(map(max, expert_widths(source.config).values()), default=0)
+        models = [_before(run, before), _after(options, made, result, own, after, width)]
         record = ExpertRecord(*(model.seen for model in models))
         if record.after.routed or record.after.within:
             save_record(record, directory)
@@ -187,7 +189,10 @@ def _before(run: AnyRun, seen: HeldOut) -> Pictured:
     return Pictured(label, config.experts_by_layer, statistics, routed=_routed(seen))
 
 
-def _after(options: JobOptions, made: Made, result: Checkpoint, statistics: Statistics | None, seen: HeldOut) -> Pictured:
+def _after(
+    options: JobOptions, made: Made, result: Checkpoint, statistics: Statistics | None, seen: HeldOut, width: int
+) -> Pictured:
+    """Return the result for pictures. width: hidden units of an expert of the source."""
     return Pictured(
         f"{options.output.name} (after)",
         result.config.experts_by_layer,
@@ -195,6 +200,7 @@ def _after(options: JobOptions, made: Made, result: Checkpoint, statistics: Stat
         kept_experts(made.plan, result.config),
         load_scores(result.directory),
         _routed(seen),
+        units=unit_shares(made.plan, result.config, width),
     )
 
 
@@ -227,7 +233,7 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
     """Return the figures of every smaller model, followed by the command's own."""
     options, source = run.options, run.prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
-    calibration = run.prepared.calibration
+    calibration, widths = run.prepared.calibration, expert_widths(result.config)
     own: Mapping[str, object] = {
         "artifact": str(options.output),
         "method": made.method,
@@ -235,6 +241,9 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
         "experts_before": experts_before,
         "experts_after": experts_after,
         "experts_per_layer": list(result.config.experts_per_layer),
+        "units_before": sum(map(sum, expert_widths(source.config).values())),
+        "units_after": sum(map(sum, widths.values())),
+        "widths_per_layer": [list(own) for own in widths.values()],
         "parameters_before": source.parameters,
         "parameters_after": result.parameters,
         "bytes_before": source.bytes,

@@ -36,10 +36,10 @@ def check_nothing_is_cut_off(figure: Any) -> None:
     assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{box} of {width} × {height}"
 
 
-def usage(name: str, layers: int, experts: int, kept: int) -> plots.UsageShares:
+def usage(name: str, layers: int, experts: int, kept: int) -> plots.ExpertShares:
     numbers = {layer: sorted((layer + 3 * i) % experts for i in range(kept)) for layer in range(layers)}
     shares = {layer: [(i + 1) / (kept * (kept + 1) / 2) for i in range(kept)] for layer in range(layers)}
-    return plots.UsageShares(name, shares, numbers)
+    return plots.ExpertShares(name, shares, numbers)
 
 
 LONG = "an-organisation/a-model-with-a-very-long-name-8x7B-instruct-v0.1"
@@ -88,7 +88,7 @@ def test_cells_carry_the_counts() -> None:
 
 @needs_matplotlib
 def test_removed_experts_are_grey_and_crossed_out() -> None:
-    grid = plots.expert_usage([plots.UsageShares("a", {4: [0.25, 0.75]}, {4: [0, 3]})]).axes[0].images[0].get_array()
+    grid = plots.expert_usage([plots.ExpertShares("a", {4: [0.25, 0.75]}, {4: [0, 3]})]).axes[0].images[0].get_array()
     assert grid.mask.tolist() == [[False, True, True, False]] and grid[0, 3] == 0.75
     scores = plots.SearchScores({0: [0.1, -0.2, 0.3]}, {0: 0.5}, {0: [0, 2]})
     axes = plots.search_scores("a", scores).axes
