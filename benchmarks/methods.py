@@ -87,6 +87,12 @@ def cells(method: str) -> list[Cell]:
 
 def prunings(model: str, method: str, seed: int, wanted: Sequence[Cell]) -> Iterator[tuple[Cell, Any]]:
     """Yield each cell with its Run, as `compress prune` begins it; what a method computes once is shared by all."""
+    every = [options_of(MODELS[model], method, cell, seed, Path("result")) for cell in wanted]
+    yield from zip(wanted, begun(every), strict=True)
+
+
+def begun(every: Sequence[Any]) -> Iterator[Any]:
+    """Yield the Run of each of these PruneOptions of one model, method and text, in directories that are removed at the end."""
     from compress.prune import checked_budget, prepare_pruning
     from compress.run.job import Run
     from compress.run.work_directory import WorkDirectory
@@ -95,12 +101,12 @@ def prunings(model: str, method: str, seed: int, wanted: Sequence[Cell]) -> Iter
         output = Path(directory) / "result"
         shared = WorkDirectory(output, "shared")
         shared.begin({}, resume=False)
-        first = prepare_pruning(options_of(MODELS[model], method, wanted[0], seed, output))
-        for cell in wanted:
-            options = options_of(MODELS[model], method, cell, seed, output)
+        first = prepare_pruning(replace(every[0], output=output))
+        for each in every:
+            options = replace(each, output=output)
             work = WorkDirectory(output, shared=shared)
             work.begin({}, resume=False)
-            yield cell, Run(options, replace(first, budget=checked_budget(options, first.checkpoint)), work)
+            yield Run(options, replace(first, budget=checked_budget(options, first.checkpoint)), work)
 
 
 def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def run_one(model: str, method: str, seed: int) -> dict[str, Any]:
         started = time.process_time()
         if (place := (cell.sparsity, cell.scope, cell.merge)) not in plans:
             plans[place] = make_plan(pruning)
-        trained = recovered(pruning, plans[place])
+        trained = recovered(pruning, plans[place], {})
         figures = {"seconds": time.process_time() - started, "peak": peak_memory_bytes() - resident}
         decoder = planned_decoder(plans[place], checkpoint, torch.float32, replaced=trained)
         run["cells"][cell.key] = figures | {

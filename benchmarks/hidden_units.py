@@ -1,0 +1,221 @@
+"""Hidden units pruned and refitted, beside whole experts: perplexity of two models by score, scope and share removed.
+
+    python benchmarks/hidden_units.py [--models demo,shared-expert] [--seeds 3] [--methods unit-fisher,…] [--jobs 2]
+
+The models are those of benchmarks/methods.py. Every result is made by the code of `compress prune` and judged on 256 windows
+of the half of the held-out documents that nothing was chosen on; losses are paired by document. The seed draws the
+calibration text. Each (model, method, seed) runs in a process of its own on one thread. Finished processes are saved in
+benchmarks/results/hidden_units.jsonl, so that an interrupted run resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from default_method import window_losses, windows_of
+from methods import MODELS, RECOVERY_BATCH, RECOVERY_RATE, RECOVERY_STEPS, begun, train_second_model
+from results import RESULTS, markdown, remember, remembered, save
+
+from compress.run.losses import Losses
+
+FULL, LENGTH = "full model", 256
+EXPERTS = ("fisher", "reap")
+"""Methods for whole experts, for comparison."""
+SPARSITIES = (0.25, 0.5, 0.75)
+SCOPES = ("global", "layer", "uniform")
+DONE = RESULTS / "hidden_units.jsonl"
+
+
+class Cell(NamedTuple):
+    """One result of a method."""
+
+    sparsity: float
+    scope: str
+    granularity: str
+    is_refitted: bool = False
+    is_recovered: bool = False
+
+    @property
+    def key(self) -> str:
+        """Return the cell's key in the results."""
+        return f"{self.sparsity:g} {self.row}"
+
+    @property
+    def row(self) -> str:
+        """Return the key of the cell's row in the table, which has a column for each share."""
+        ends = ["refit"] * self.is_refitted + ["recovered"] * self.is_recovered
+        return " ".join([self.granularity, self.scope, *ends])
+
+
+def cells(method: str) -> Iterator[Cell]:
+    """Yield the cells of one method, those of a row together."""
+    if method in EXPERTS:
+        rows = [("global", "expert", False, False), ("global", "expert", False, True)]
+    else:
+        rows = [(scope, "unit", is_refitted, False) for scope in SCOPES for is_refitted in (False, True)]
+        rows += [("global", "both", True, False), ("global", "unit", True, True), ("uniform", "unit", True, True)]
+    yield from (Cell(sparsity, *row) for row in rows for sparsity in SPARSITIES)
+
+
+def options_of(model: str, method: str, cell: Cell, seed: int) -> Any:
+    """Return the options that `compress prune` would be given."""
+    from calibrate.options import CalibrationOptions
+    from compress.options.prune import DiepOptions, PruneOptions
+    from compress.options.refit import RefitOptions
+    from compress.options.training import RecoverOptions
+    from compress.plans.selection import Budget
+
+    return PruneOptions(
+        model=MODELS[model],
+        output=Path("result"),
+        budget=Budget(sparsity=cell.sparsity, scope=cell.scope, min_experts=0, granularity=cell.granularity),
+        method=method,
+        diep=DiepOptions(seed=seed),
+        refit=RefitOptions(refit=cell.is_refitted),
+        recover=RecoverOptions(RECOVERY_STEPS if cell.is_recovered else 0, RECOVERY_RATE, RECOVERY_BATCH, seed),
+        calibration=CalibrationOptions("stdlib", 128, LENGTH, evaluation_samples=0, seed=seed),
+    )
+
+
+def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
+    """Return the losses on every window, by cell, with processor seconds."""
+    from compress.plans.apply import planned_decoder
+    from compress.prune import make_plan, recovered, refitted
+    from engine.checkpoint.checkpoint import Checkpoint, resolve
+    from engine.decoder.model import Decoder
+
+    windows = windows_of(model, "report", count)
+    run: dict[str, Any] = {"model": model, "method": method, "seed": seed, "documents": windows.documents_S.tolist()}
+    if method == FULL:
+        checkpoint = Checkpoint(resolve(MODELS[model]))
+        decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
+        return run | {"cells": {FULL: {"losses": window_losses(decoder, windows.tokens_SL)}}}
+    wanted, found = list(cells(method)), {}
+    for cell, pruning in zip(wanted, begun([options_of(model, method, cell, seed) for cell in wanted]), strict=True):
+        started = time.process_time()
+        plan = make_plan(pruning)
+        tensors = dict(refitted(pruning, plan).tensors)
+        tensors |= recovered(pruning, plan, tensors)
+        seconds = time.process_time() - started
+        decoder = planned_decoder(plan, pruning.prepared.checkpoint, torch.float32, replaced=tensors)
+        units = sum(sum(layer.moe.widths) for layer in decoder.config.layers if layer.moe is not None)
+        found[cell.key] = {"losses": window_losses(decoder, windows.tokens_SL), "seconds": seconds, "units": units}
+    return run | {"cells": found}
+
+
+def in_process(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
+    """Run `run_one` in a process with one thread, and remember what it returns."""
+    command = [sys.executable, __file__, "--worker", f"{model}:{method}:{seed}:{count}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    run: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{model} {method} seed {seed}: done", file=sys.stderr, flush=True)
+    remember(DONE, run)
+    return run
+
+
+# Table
+
+
+def losses_of(figures: dict[str, Any], model: str, method: str, key: str) -> Losses | None:
+    """Return the losses of a cell on each window, averaged over the seeds; None where no run has the cell."""
+    own = [run["cells"] for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
+    summed = torch.tensor([cells[key]["losses"] for cells in own if key in cells], dtype=torch.float64)
+    return Losses(summed.mean(0), LENGTH - 1) if len(summed) else None
+
+
+def ratio(figures: dict[str, Any], model: str, method: str, key: str) -> Any:
+    """Return a cell's perplexity over that of the full model, with its interval, paired by document."""
+    own, whole = losses_of(figures, model, method, key), losses_of(figures, model, FULL, FULL)
+    documents = next(run for run in figures["runs"] if run["model"] == model)["documents"]
+    return None if own is None or whole is None else own.ratio_to(whole, torch.tensor(documents))
+
+
+def rows_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the (method, row) pairs of the table, in order."""
+    return [(method, row) for method in figures["methods"] for row in dict.fromkeys(cell.row for cell in cells(method))]
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return a row for each method, scope and treatment, and a column for each model and share."""
+    models = list(dict.fromkeys(run["model"] for run in figures["runs"]))
+    header = ["method, scope"] + [f"{model}, {sparsity:.0%} removed" for model in models for sparsity in SPARSITIES]
+    rows = []
+    for method, row in rows_of(figures):
+        own = [ratio(figures, model, method, f"{sparsity:g} {row}") for model in models for sparsity in SPARSITIES]
+        shown = ["–" if each is None else f"{each.value:.3f} ({each.low:.3f} to {each.high:.3f})" for each in own]
+        granularity, *rest = row.split()
+        name = {"expert": "whole experts", "unit": "units", "both": "units and experts"}[granularity]
+        rows.append([f"{method}, {name}, {', '.join(rest)}", *shown])
+    whole = ((model, losses_of(figures, model, FULL, FULL)) for model in models)
+    full = ", ".join(f"{model} {own.perplexity:.2f}" for model, own in whole if own is not None)
+    seeds = f"Perplexity over that of the full model ({full}), with intervals of 95 % over documents; {figures['seeds']} seeds."
+    return f"{seeds}\n\n{markdown(header, rows)}"
+
+
+def in_text(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the ratio of each cell by model, method, row and share, and the processor seconds of a method at 50 %."""
+    found = {}
+    for model in dict.fromkeys(run["model"] for run in figures["runs"]):
+        for method, row in rows_of(figures):
+            for sparsity in SPARSITIES:
+                key = f"{model}_{method}_{row}_{100 * sparsity:.0f}".replace("-", "_").replace(" ", "_")
+                if (own := ratio(figures, model, method, f"{sparsity:g} {row}")) is not None:
+                    found[key] = f"{own.value:.3f}"
+        for method in figures["methods"]:
+            of_method = [run["cells"] for run in figures["runs"] if (run["model"], run["method"]) == (model, method)]
+            first = [next(iter(own.values()))["seconds"] for own in of_method]
+            found[f"{model}_{method}_seconds".replace("-", "_")] = f"{statistics.median(first):.0f}"
+    return found
+
+
+TABLES = {"hidden_units": table}
+IN_TEXT = {"hidden_units": in_text}
+
+
+def main() -> None:
+    from compress.methods import METHODS
+
+    methods = (*EXPERTS, *(name for name, method in METHODS.items() if method.granularity == "unit"))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--methods", default=",".join(methods))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--windows", type=int, default=256, help="windows of 256 tokens")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        model, method, seed, count = options.worker.split(":")
+        torch.set_num_threads(1)
+        print(json.dumps(run_one(model, method, int(seed), int(count))))
+        return
+    models = options.models.split(",")
+    if "shared-expert" in models:
+        train_second_model()
+    asked = [(model, FULL, 0) for model in models]
+    asked += [
+        (model, method, seed)
+        for seed in range(options.seeds)
+        for model in models
+        for method in options.methods.split(",")
+    ]
+    known = {(run["model"], run["method"], run["seed"]): run for run in remembered(DONE)}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        made = list(pool.map(lambda job: known.get(job) or in_process(*job, options.windows), asked))
+    save("hidden_units", {"methods": options.methods.split(","), "seeds": options.seeds, "runs": made})
+
+
+if __name__ == "__main__":
+    main()
