@@ -45,7 +45,7 @@ class TritonExperts:
         self.serves_few, self.serves_many = serves_few, serves_many
         self._ends = 0, 0
         self._table_NA = torch.empty(0, 0, dtype=torch.int64)
-        self._sizes: dict[str, int | None] = {}
+        self._sizes: dict[str, Any] = {}
         self._widest = 0
 
     def __call__(self, x_TD: Tensor, selection: Selection, experts: Any, scales_TS: Tensor | None = None) -> Tensor | None:
@@ -101,7 +101,7 @@ class TritonExperts:
             self._sizes, self._widest = sizes(experts), max(expert.width for expert in experts)
 
 
-def sizes(experts: Any) -> dict[str, int | None]:
+def sizes(experts: Any) -> dict[str, Any]:
     """Return the sizes for which the kernels are compiled. Differing widths are rounded, so that layers share a kernel."""
     widths, like = [expert.width for expert in experts], experts[0]
     made = {"D": like.gate_FD.shape[1], "A": len(like.projections)}
