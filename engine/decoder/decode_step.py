@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.decoder.attention import Attention, Positions
-from engine.decoder.experts import Expert, MoeBlock
+from engine.decoder.experts import Expert, MoeBlock, table_row
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.paged_cache import PagedBatch
 from engine.decoder.routing import Routing, Selection, Skipping, TopK
@@ -178,11 +178,8 @@ def _serves(kernels: Any, layer: Any) -> bool:
         experts = [expert for expert in ffn.experts if isinstance(expert, Expert)]
         plain += [bias for expert in experts for bias in expert.projections[3:] if isinstance(bias, Tensor)]
         matrices += [[weight for expert in experts for weight in expert.projections[:3]]]
-        widths = {expert.gate_FD.shape[0] for expert in experts}
-    else:
-        widths = {ffn.gate_FD.shape[0]}
     alone = _alone(ffn)
-    if len(widths) != 1 or (alone is not None and not alone.is_plain):
+    if alone is not None and not alone.is_plain:
         return False
     matrices += [] if alone is None else [list(alone.projections)]
     given = [weight for weight in plain if weight is not None]
@@ -205,8 +202,8 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
     table = np.zeros(len(layers), kernels.LAYER)
     routed = [_routed_experts(layer.feed_forward) for layer in layers]
     alone = [_alone(layer.feed_forward) for layer in layers]
-    experts = kernels.expert_table(map(_projections, itertools.chain(*routed)))
-    shared = kernels.expert_table(_projections(expert) for expert in alone if expert is not None)
+    experts = kernels.expert_table(map(table_row, itertools.chain(*routed)))
+    shared = kernels.expert_table(table_row(expert) for expert in alone if expert is not None)
     sinks: list[Tensor] = []
     next_expert, next_shared = int(experts.ctypes.data), int(shared.ctypes.data)
     for row, layer, own, one in zip(table, layers, routed, alone, strict=True):
@@ -219,8 +216,7 @@ def _tables(kernels: Any, layers: Any) -> _Tables:
             row["experts"] = next_expert
             next_expert += len(own) * experts.itemsize
         if one is not None:
-            row["shared"], row["shared_width"] = next_shared, one.gate_FD.shape[0]
-            row["shared_form"] = _form_address(kernels, one.projections)
+            row["shared"], row["shared_form"] = next_shared, _form_address(kernels, one.projections)
             next_shared += shared.itemsize
     return _Tables(table, experts, shared, sinks)
 
@@ -243,18 +239,13 @@ def _fill_experts(kernels: Any, row: Any, block: MoeBlock, experts: list[Expert]
     """The router, and what the routed experts have in common."""
     row["router"], row["router_bias"] = addresses(block.router_ND), _address(block.logit_bias_N)
     row["shared_gate"] = _address(block.shared_gate_1D), 0
-    row["expert_count"], row["width"] = len(experts), experts[0].gate_FD.shape[0]
-    row["expert_form"] = _form_address(kernels, experts[0].projections[:3])
+    row["expert_count"], row["expert_form"] = len(experts), _form_address(kernels, experts[0].projections[:3])
     swiglu = experts[0].swiglu
     row["alpha"], row["limit"] = (1.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
 
 
 def _routed_experts(ffn: MoeBlock | Expert) -> list[Expert]:
     return [expert for expert in ffn.experts if isinstance(expert, Expert)] if isinstance(ffn, MoeBlock) else []
-
-
-def _projections(expert: Expert) -> list[tuple[int, int]]:
-    return [addresses(weight) for weight in expert.projections]
 
 
 def _form_address(kernels: Any, weights: Sequence[Weight]) -> int:

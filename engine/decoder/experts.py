@@ -2,7 +2,7 @@
 
 `grouped` sorts the slots by expert and runs one product per expert: for prefill, calibration and everything with
 gradients. `sparse` runs the few experts of a few tokens as views without copies: for decoding. A test holds them equal.
-If the compiled kernels support the experts, decoding is one call.
+If the compiled kernels support the experts, decoding is one call. Experts of one block may differ in width.
 
 Shape suffixes: T tokens, D hidden, F expert width, S slots, N experts, R real (not skipped) slots, H hidden units of a
 gate network.
@@ -73,6 +73,11 @@ class Expert(nn.Module):
         self._compiled = CompiledExperts()
 
     @property
+    def width(self) -> int:
+        """Number of hidden units F."""
+        return self.gate_FD.shape[0]
+
+    @property
     def projections(self) -> tuple[nn.Parameter | QuantizedWeight, ...]:
         """Gate, up and down, followed by their biases if there are any, in the order of their indices."""
         biases = (self.gate_F, self.up_F, self.down_D)
@@ -103,6 +108,11 @@ def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: ClampedSwiglu | None) -> Tenso
     return (up_TF + 1.0) * gate_TF * torch.sigmoid(swiglu.alpha * gate_TF)
 
 
+def table_row(expert: Expert) -> tuple[list[tuple[int, int]], int]:
+    """Return the addresses of an expert's weights and its width, as the compiled kernels need them."""
+    return [addresses(weight) for weight in expert.projections], expert.width
+
+
 class CompiledExperts:
     """All chosen experts of a few tokens in one compiled call, with a table of their weights' addresses."""
 
@@ -113,9 +123,10 @@ class CompiledExperts:
         self._ends = (0, 0)
         """Where the first and the last weight lie."""
         self._clamp: tuple[float, float] | None = None
-        self._width = 0
         self._form: tuple[int, int] | None = None
         """Storage form of the weights; None for experts that the kernels do not support."""
+        self._takes_many = False
+        """Whether the kernels for many tokens support all matrices."""
 
     def __call__(
         self,
@@ -135,12 +146,12 @@ class CompiledExperts:
             return None
         if not self._knows(experts):
             self._look_up(kernels, experts)
-        if self._form is None or not serves_rows(kernels, self._weights[:3], many=many):
+        if self._form is None or (many and not self._takes_many):
             return None
         kind = self._form, self._clamp
         chosen, weights = (np.ascontiguousarray(part.detach().numpy()) for part in selection)
         scales = None if scales_TS is None else np.ascontiguousarray(scales_TS.detach().float().numpy())
-        made = kernels.swiglu(x_TD.data_ptr(), self._table, chosen, weights, (hidden, self._width), *kind, scales, many=many)
+        made = kernels.swiglu(x_TD.data_ptr(), self._table, chosen, weights, hidden, *kind, scales, many=many)
         return as_bfloat16(made)
 
     def _knows(self, experts: Any) -> bool:
@@ -152,16 +163,15 @@ class CompiledExperts:
     def _look_up(self, kernels: Any, experts: Any) -> None:
         every = [weight for expert in experts for weight in expert.projections]
         self._experts, self._weights = experts, every
-        self._table = kernels.expert_table([[addresses(weight) for weight in expert.projections] for expert in experts])
+        self._table = kernels.expert_table(map(table_row, experts))
         self._ends = addresses(every[0])[0], addresses(every[-1])[0]
         swiglu: ClampedSwiglu | None = experts[0].swiglu
         self._clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
-        widths = {expert.gate_FD.shape[0] for expert in experts}
-        self._width = min(widths)
         matrices = [weight for expert in experts for weight in expert.projections[:3]]
         biases = [weight for expert in experts for weight in expert.projections[3:]]
-        served = len(widths) == 1 and (not biases or kernel_form(kernels, biases) == kernels.PLAIN)
+        served = not biases or kernel_form(kernels, biases) == kernels.PLAIN
         self._form = kernel_form(kernels, matrices) if served else None
+        self._takes_many = serves_rows(kernels, matrices, many=True)
 
 
 class MoeBlock(nn.Module):

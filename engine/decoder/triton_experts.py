@@ -31,6 +31,8 @@ MANY = {"ROWS": 64, "OUTPUTS": 64}
 """Block sizes for many tokens: slots of one expert, and outputs."""
 BYTES = 128
 """Bytes of each row that are multiplied at a time."""
+MULTIPLE = 16
+"""Largest power of two by which differing widths are said to be divisible. The longest reads take 16 bytes."""
 TRIALS = 1, 512
 """Numbers of tokens in the trials: the first decides for a few tokens, the second for many."""
 TRIAL_ROUNDS = 5
@@ -43,6 +45,8 @@ class TritonExperts:
         self.serves_few, self.serves_many = serves_few, serves_many
         self._ends = 0, 0
         self._table_NA = torch.empty(0, 0, dtype=torch.int64)
+        self._sizes: dict[str, Any] = {}
+        self._widest = 0
 
     def __call__(self, x_TD: Tensor, selection: Selection, experts: Any, scales_TS: Tensor | None = None) -> Tensor | None:
         """Return Σ_s weight_s · FFN_s(scale_s · x), [T, D]; None if torch must compute it.
@@ -62,38 +66,48 @@ class TritonExperts:
 
     def few(self, x_TD: Tensor, selection: Selection, like: Expert, slots: int) -> Tensor:
         """Compute a few tokens. slots: number of consecutive slots that share a row of x."""
-        kernels, (tokens, per_token), (width, hidden) = _kernels(), selection.experts.shape, like.gate_FD.shape
+        kernels, (tokens, per_token), hidden = _kernels(), selection.experts.shape, x_TD.shape[1]
         experts_R, weights_R = _flat(selection)
-        h_RF = x_TD.new_empty(experts_R.numel(), width, dtype=torch.float32)
+        h_RF = x_TD.new_empty(experts_R.numel(), self._sizes["F"], dtype=torch.float32)
         y_TD = x_TD.new_empty(tokens, hidden)
-        sizes = {"D": hidden, "F": width, "A": len(like.projections), **FEW}
-        grid = experts_R.numel(), _blocks(width, FEW["ROWS"])
-        kernels.gate_up_of_few[grid](x_TD, self._table_NA, experts_R, h_RF, slots, **_clamp(like), **sizes)
+        own = {**self._sizes, **FEW}
+        grid = experts_R.numel(), _blocks(self._widest, FEW["ROWS"])
+        kernels.gate_up_of_few[grid](x_TD, self._table_NA, experts_R, h_RF, slots, **_clamp(like), **own)
         grid = tokens, _blocks(hidden, FEW["ROWS"])
-        kernels.down_of_few[grid](h_RF, self._table_NA, experts_R, weights_R, y_TD, per_token, **sizes)
+        kernels.down_of_few[grid](h_RF, self._table_NA, experts_R, weights_R, y_TD, per_token, **own)
         return y_TD
 
     def many(self, x_TD: Tensor, selection: Selection, like: Expert, slots: int) -> Tensor:
         """Compute any number of tokens. slots: as in `few`."""
-        kernels, (width, hidden) = _kernels(), like.gate_FD.shape
+        kernels, hidden = _kernels(), x_TD.shape[1]
         experts_R, weights_R = _flat(selection)
         order_R, tiles_M3 = tiles(experts_R, len(self._table_NA), MANY["ROWS"])
-        h_RF = x_TD.new_empty(experts_R.numel(), width)
+        h_RF = x_TD.new_empty(experts_R.numel(), self._sizes["F"])
         y_RD = x_TD.new_zeros(experts_R.numel(), hidden)  # slots without an expert stay zero
-        sizes = {"D": hidden, "F": width, "A": len(like.projections), "COLUMNS": BYTES // x_TD.itemsize, **MANY}
+        own = {**self._sizes, "COLUMNS": BYTES // x_TD.itemsize, **MANY}
         of_tiles = self._table_NA, order_R, tiles_M3
-        grid = len(tiles_M3), _blocks(width, MANY["OUTPUTS"])
-        kernels.gate_up_of_many[grid](x_TD, *of_tiles, h_RF, slots, **_clamp(like), **sizes)
+        grid = len(tiles_M3), _blocks(self._widest, MANY["OUTPUTS"])
+        kernels.gate_up_of_many[grid](x_TD, *of_tiles, h_RF, slots, **_clamp(like), **own)
         grid = len(tiles_M3), _blocks(hidden, MANY["OUTPUTS"])
-        kernels.down_of_many[grid](h_RF, *of_tiles, weights_R, y_RD, **sizes)
+        kernels.down_of_many[grid](h_RF, *of_tiles, weights_R, y_RD, **own)
         return y_RD.view(*selection.experts.shape, hidden).sum(dim=1)
 
     def _look_up(self, experts: Any) -> None:
         """Update the table if the experts have changed. Weights are moved all together or not at all."""
         ends = experts[0].gate_FD.data_ptr(), experts[-1].down_DF.data_ptr()
         if self._ends != ends or len(self._table_NA) != len(experts):
-            addresses = [[weight.data_ptr() for weight in expert.projections] for expert in experts]
-            self._ends, self._table_NA = ends, torch.tensor(addresses, device=experts[0].gate_FD.device)
+            rows = [[*(weight.data_ptr() for weight in expert.projections), expert.width] for expert in experts]
+            self._ends, self._table_NA = ends, torch.tensor(rows, device=experts[0].gate_FD.device)
+            self._sizes, self._widest = sizes(experts), max(expert.width for expert in experts)
+
+
+def sizes(experts: Any) -> dict[str, Any]:
+    """Return the sizes for which the kernels are compiled. Differing widths are rounded, so that layers share a kernel."""
+    widths, like = [expert.width for expert in experts], experts[0]
+    made = {"D": like.gate_FD.shape[1], "A": len(like.projections)}
+    if len(set(widths)) == 1:
+        return made | {"F": widths[0], "MULTIPLE": None}
+    return made | {"F": 1 << (max(widths) - 1).bit_length(), "MULTIPLE": math.gcd(MULTIPLE, *widths)}
 
 
 def _flat(selection: Selection) -> tuple[Tensor, Tensor]:
@@ -128,16 +142,16 @@ def tiles(experts_R: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def can_serve(experts: Any) -> bool:
-    """Return whether the kernels support these experts: plain matrices of one shape and dtype, aligned to 16 bytes."""
+    """Return whether the kernels support these experts: plain matrices of one dtype, aligned to 16 bytes."""
     weights = [weight for expert in experts for weight in expert.projections]
     if not weights or not all(isinstance(weight, Tensor) for weight in weights):
         return False
     kinds = {(weight.dtype, weight.device, weight.is_contiguous()) for weight in weights}
-    shapes = {tuple(tuple(weight.shape) for weight in expert.projections) for expert in experts}
+    parts = {len(expert.projections) for expert in experts}
     aligned = all(weight.data_ptr() % 16 == 0 for expert in experts for weight in expert.projections[:3])
-    first = weights[0]
-    known = first.dtype in (torch.bfloat16, torch.float16, torch.float32) and first.is_contiguous() and first.numel() < 2**31
-    return len(kinds) == len(shapes) == 1 and known and aligned
+    first, largest = weights[0], max(weight.numel() for weight in weights)
+    known = first.dtype in (torch.bfloat16, torch.float16, torch.float32) and first.is_contiguous() and largest < 2**31
+    return len(kinds) == len(parts) == 1 and known and aligned
 
 
 @cache
@@ -150,8 +164,8 @@ def _kernels() -> Any:
 def use_triton(blocks: Sequence[MoeBlock]) -> None:
     """Use Triton kernels for the experts of a model on a GPU if they are supported, correct and faster than torch.
 
-    Experts of one shape share one trial. If the kernels fail, one line of the log gives the reason, and torch computes
-    instead.
+    Layers that use the same compiled kernels share one trial. If the kernels fail, one line of the log gives the reason, and
+    torch computes instead.
 
     Raises:
         OptionError: `COMPRESS_KERNELS` has an unknown value.
@@ -162,7 +176,7 @@ def use_triton(blocks: Sequence[MoeBlock]) -> None:
     decided: dict[Any, tuple[bool, bool]] = {}
     for block in filter(lambda block: can_serve(block.experts), blocks):
         first: Any = block.experts[0]
-        kind = tuple(first.gate_FD.shape), first.gate_FD.dtype, len(first.projections), first.swiglu
+        kind = tuple(sizes(block.experts).items()), first.gate_FD.dtype, first.swiglu
         try:
             if kind not in decided:
                 few, many = (_pays(block, tokens, wanted == "auto") for tokens in TRIALS)

@@ -107,9 +107,14 @@ def products(
     return y_TO
 
 
-def expert_table(experts: Iterable[Sequence[Place]]) -> Any:
-    """Return the table for `swiglu`: the addresses of each expert's gate, up and down, and of their plain biases if any."""
-    rows = [(*each[:3], *(bias for bias, _ in each[3:]), *(0,) * (6 - len(each))) for each in experts]
+def expert_table(experts: Iterable[tuple[Sequence[Place], int]]) -> Any:
+    """Return the table for `swiglu`: each expert's width, and the addresses of its gate, up and down, and of their plain
+    biases if any.
+
+    experts: addresses and width of each expert. Widths are multiples of a low-bit form's group, and of 4 for the kernel for
+    many tokens.
+    """
+    rows = [(*each[:3], *(bias for bias, _ in each[3:]), *(0,) * (6 - len(each)), width) for each, width in experts]
     return np.array(rows, EXPERT)
 
 
@@ -118,7 +123,7 @@ def swiglu(
     experts_N: Any,
     chosen_TS: Any,
     weights_TS: Any,
-    sizes: tuple[int, int],
+    hidden: int,
     form: tuple[int, int] = PLAIN,
     clamp: tuple[float, float] | None = None,
     scales_TS: Any = None,
@@ -130,10 +135,10 @@ def swiglu(
     Each expert's weights are read once for all tokens that chose the expert.
 
     x [T, D]: contiguous bfloat16. experts_N: an `expert_table`. chosen_TS: int64, negative for an empty slot; weights_TS,
-    scales_TS: float32, None for scales of one. sizes: D and F. form: the form of the matrices. clamp: α and limit of a
+    scales_TS: float32, None for scales of one. hidden: D. form: the form of the matrices. clamp: α and limit of a
     ClampedSwiglu. many: whether to use the kernel for many tokens of each expert.
     """
-    (hidden, width), (alpha, limit) = sizes, clamp or (1.0, 0.0)
+    alpha, limit = clamp or (1.0, 0.0)
     assert chosen_TS.dtype == np.int64 and weights_TS.dtype == np.float32
     (tokens, slots), y_TD = chosen_TS.shape, np.empty((chosen_TS.shape[0], hidden), np.uint16)
     job = _record(
@@ -143,7 +148,6 @@ def swiglu(
         x=x,
         tokens=tokens,
         hidden=hidden,
-        width=width,
         experts=_address(experts_N),
         count=len(experts_N),
         chosen=_address(chosen_TS),

@@ -1,4 +1,7 @@
-"""All chosen experts of many tokens. The tokens of an expert lie in panels, and so do the inputs of its down projection."""
+"""All chosen experts of many tokens. The tokens of an expert lie in panels, and so do the inputs of its down projection.
+
+Experts may differ in width. Widths are multiples of 4, because four matrix rows are multiplied at once.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,39 @@ def _place_members(job: Any, next_N: Any, tokens_Z: Any, weights_Z: Any, scales_
                 next_N[expert] += 1
 
 
+@helper
+def unit_blocks(used_U: Any, widths_N: Any, size: Any) -> Any:
+    """Return the expert and the first unit of each block of up to `size` units of the used experts, [blocks, 2].
+
+    Experts have unequal numbers of tokens. The blocks of each expert are spread evenly over the result, which gives equal
+    amounts of work to threads that take runs of consecutive blocks. If all experts have one width, the first block of each
+    expert is followed by the second block of each.
+    """
+    most = total = 0
+    for expert in used_U:
+        blocks = (widths_N[expert] + size - 1) // size
+        most, total = max(most, blocks), total + blocks
+    blocks_B2, number = np.empty((total, 2), np.int64), 0
+    for turn in range(most):
+        for expert in used_U:
+            blocks = (widths_N[expert] + size - 1) // size
+            block = (turn * blocks + most // 2) // most
+            if block < ((turn + 1) * blocks + most // 2) // most:
+                blocks_B2[number, 0], blocks_B2[number, 1] = expert, block * size
+                number += 1
+    return blocks_B2
+
+
+@helper
+def _middle_begins(widths_N: Any, panels_N: Any, begins_P: Any) -> Any:
+    """Return where the hidden units of each panel begin, and where the last ones end, [P + 1]."""
+    middle_begins_P = np.zeros(begins_P.shape[0], np.int64)
+    for expert, width in enumerate(widths_N):
+        for panel in range(panels_N[expert], panels_N[expert + 1]):
+            middle_begins_P[panel + 1] = middle_begins_P[panel] + width * (begins_P[panel + 1] - begins_P[panel])
+    return middle_begins_P
+
+
 @kernel(JOB, calls=("parallel_for", "pack_experts_block", "unit_panels_block", "down_panels_block"))
 def panel_swiglu(address: Any) -> None:
     """Compute `swiglu` for many tokens."""
@@ -70,16 +106,18 @@ def panel_swiglu(address: Any) -> None:
                 members_N[chosen_TS[token, slot]] += 1
     panels_N, begins_P, vectors_P = panels(members_N)
     used_N, next_N, used = np.empty(job.count, np.int64), np.empty(job.count, np.int64), 0
+    widths_N, widest = np.empty(job.count, np.int64), 0
     for expert in range(job.count):
         next_N[expert] = begins_P[panels_N[expert]]
+        widths_N[expert] = expert_at(job.experts + expert * EXPERT_BYTES).width
         if members_N[expert] > 0:
             used_N[used] = expert
-            used += 1
-    places = begins_P[-1]
+            used, widest = used + 1, max(widest, widths_N[expert])
+    places, middle_begins_P = begins_P[-1], _middle_begins(widths_N, panels_N, begins_P)
     tokens_Z, weights_Z = np.full(places, -1), np.empty(places, np.float32)
     scales_Z = np.empty(places if job.scales != 0 else 0, np.float32)
     _place_members(job, next_N, tokens_Z, weights_Z, scales_Z)
-    x, middle = aligned(2 * job.hidden * places), aligned(2 * job.width * places)
+    x, middle = aligned(2 * job.hidden * places), aligned(2 * middle_begins_P[-1])
     job.used, job.used_count, job.members = address_of(used_N), used, places
     job.panels, job.panel_begins, job.panel_vectors = address_of(panels_N), address_of(begins_P), address_of(vectors_P)
     job.tokens_of_places, job.weights_of_places, job.scales_of_places = (
@@ -87,11 +125,12 @@ def panel_swiglu(address: Any) -> None:
         address_of(weights_Z),
         address_of(scales_Z),
     )
-    job.prepared, job.prepared_middle = address_of(x), address_of(middle)
+    job.prepared, job.prepared_middle, job.middle_begins = address_of(x), address_of(middle), address_of(middle_begins_P)
     call(table.parallel_for, (table.pack_experts_block, address, vectors_P.shape[0]))
-    job.block_rows = panel_rows(job.width, job.threads)
-    blocks = (job.width + job.block_rows - 1) // job.block_rows
-    call(table.parallel_for, (table.unit_panels_block, address, used * blocks))
+    job.block_rows = panel_rows(widest, job.threads)
+    blocks_B2 = unit_blocks(used_N[:used], widths_N, job.block_rows)
+    job.unit_blocks = address_of(blocks_B2)
+    call(table.parallel_for, (table.unit_panels_block, address, blocks_B2.shape[0]))
     job.block_rows = min(_DOWN_ROWS, panel_rows(job.hidden, job.threads))
     blocks = (job.hidden + job.block_rows - 1) // job.block_rows
     call(table.parallel_for, (table.down_panels_block, address, blocks))
@@ -104,6 +143,8 @@ def panel_swiglu(address: Any) -> None:
     keep(scales_Z)
     keep(x)
     keep(middle)
+    keep(middle_begins_P)
+    keep(blocks_B2)
 
 
 @kernel(BLOCK)
@@ -119,23 +160,19 @@ def pack_experts_block(address: Any, panel: Any) -> None:
 
 @kernel(BLOCK, calls=("multiply_panel",))
 def unit_panels_block(address: Any, place: Any) -> None:
-    """Compute some hidden units of one expert, for all its panels.
-
-    The outer loop goes over blocks of rows and the inner loop over experts. Experts have unequal numbers of tokens, and this
-    order gives all threads an equal amount of work.
-    """
+    """Compute some hidden units of one expert, for all its panels."""
     job = experts_at(address)
-    form, table, hidden, width, size = form_at(job.form), kernels_at(job.kernels), job.hidden, job.width, job.block_rows
-    used_N, panels_N = (
-        numba.carray(integers(job.used), (job.used_count,)),
-        numba.carray(integers(job.panels), (job.count + 1,)),
-    )
-    expert, first = used_N[place % job.used_count], place // job.used_count * size
-    count, own = min(size, width - first), expert_at(job.experts + expert * EXPERT_BYTES)
+    form, table, hidden = form_at(job.form), kernels_at(job.kernels), job.hidden
+    panels_N = numba.carray(integers(job.panels), (job.count + 1,))
+    block_2 = numba.carray(integers(job.unit_blocks + 16 * place), (2,))
+    expert, first = block_2[0], block_2[1]
+    own = expert_at(job.experts + expert * EXPERT_BYTES)
+    count = min(job.block_rows, own.width - first)
     gate_weights = plain_rows(form, own.gate, first, count, hidden)
     up_weights = plain_rows(form, own.up, first, count, hidden)
     begins_P = numba.carray(integers(job.panel_begins), (panels_N[job.count] + 1,))
     vectors_P = numba.carray(integers(job.panel_vectors), (panels_N[job.count],))
+    middle_begins_P = numba.carray(integers(job.middle_begins), (panels_N[job.count] + 1,))
     for panel in range(panels_N[expert], panels_N[expert + 1]):
         begin, vectors = begins_P[panel], vectors_P[panel]
         gate_WZ, up_WZ = np.zeros((count, LANES * vectors), np.float32), np.zeros((count, LANES * vectors), np.float32)
@@ -145,7 +182,7 @@ def unit_panels_block(address: Any, place: Any) -> None:
         if own.gate_bias != 0:
             _add_bias_to_rows(own.gate_bias, first, gate_WZ)
             _add_bias_to_rows(own.up_bias, first, up_WZ)
-        target = job.prepared_middle + 2 * width * begin + 2 * first * LANES * vectors
+        target = job.prepared_middle + 2 * middle_begins_P[panel] + 2 * first * LANES * vectors
         _unit_pairs(gate_WZ, up_WZ, job.alpha, job.limit, target)
     keep(gate_weights)
     keep(up_weights)
@@ -171,17 +208,19 @@ def down_panels_block(address: Any, place: Any) -> None:
 @helper
 def _add_expert(job: Any, chosen: Any, first: Any, count: Any, y_TW: Any) -> None:
     """Add `count` outputs of one expert to the outputs of its tokens."""
-    form, table, width, size = form_at(job.form), kernels_at(job.kernels), job.width, job.block_rows
+    form, table, size = form_at(job.form), kernels_at(job.kernels), job.block_rows
     panels_N, own = numba.carray(integers(job.panels), (job.count + 1,)), expert_at(job.experts + chosen * EXPERT_BYTES)
+    width = own.width
     begins_P = numba.carray(integers(job.panel_begins), (panels_N[job.count] + 1,))
     vectors_P = numba.carray(integers(job.panel_vectors), (panels_N[job.count],))
+    middle_begins_P = numba.carray(integers(job.middle_begins), (panels_N[job.count] + 1,))
     tokens_Z = numba.carray(integers(job.tokens_of_places), (job.members,))
     weights_Z = numba.carray(floats(job.weights_of_places), (job.members,))
     weights = plain_rows(form, own.down, first, count, width)
     for panel in range(panels_N[chosen], panels_N[chosen + 1]):
         begin, vectors = begins_P[panel], vectors_P[panel]
         down_WZ = np.zeros((size, LANES * vectors), np.float32)
-        middle = job.prepared_middle + 2 * width * begin
+        middle = job.prepared_middle + 2 * middle_begins_P[panel]
         call(table.multiply_panel, (address_of(weights), count, width, middle, vectors, address_of(down_WZ)))
         if own.down_bias != 0:
             _add_bias_to_rows(own.down_bias, first, down_WZ[:count])

@@ -1,6 +1,7 @@
 """All chosen experts of a few tokens in one call: Σ_s w_s · down_s(silu(gate_s·x_s) ⊙ up_s·x_s).
 
 Members are pairs of a token and one of its slots, sorted by expert: an expert's weights are read once for all its members.
+Experts may differ in width. Nothing is padded: the hidden units of all members lie one after another.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ EXPERT = np.dtype(
     [
         *((name, MATRIX) for name in ("gate", "up", "down")),
         *((name, np.int64) for name in ("gate_bias", "up_bias", "down_bias")),  # addresses; 0 for none
+        ("width", np.int64),
     ]
 )
-"""Addresses of an expert's matrices (gate and up [F, D], down [D, F]) and of its biases."""
+"""Addresses of an expert's matrices (gate and up [F, D], down [D, F]) and of its biases, and its width F."""
 expert_at = record_at(EXPERT)
 EXPERT_BYTES = EXPERT.itemsize
 EXPERTS = np.dtype(
@@ -33,7 +35,6 @@ EXPERTS = np.dtype(
         ("x", np.int64),  # [T, D] bfloat16
         ("tokens", np.int64),
         ("hidden", np.int64),
-        ("width", np.int64),
         ("experts", np.int64),  # EXPERT of each expert
         ("count", np.int64),
         ("chosen", np.int64),  # [T, S] int64, negative for an empty slot
@@ -50,11 +51,14 @@ EXPERTS = np.dtype(
         ("ends", np.int64),  # [N + 1] ends of each expert's members, beginning with 0
         ("places", np.int64),  # [T, S] the member of a slot, negative for an empty slot
         ("prepared", np.int64),
-        ("middle", np.int64),  # [M, F] float32
+        ("unit_ends", np.int64),  # [used_count + 1] ends of the used experts' units, beginning with 0
+        ("middle_begins", np.int64),  # [M + 1] where each member's hidden units begin
+        ("middle", np.int64),  # float32
         ("prepared_middle", np.int64),
         ("members", np.int64),
         ("block_rows", np.int64),
         # For many tokens, whose members lie in panels (expert_panels.py):
+        ("unit_blocks", np.int64),  # [blocks, 2] expert and first unit of each block of units
         ("panels", np.int64),
         ("panel_begins", np.int64),
         ("panel_vectors", np.int64),
@@ -130,6 +134,17 @@ def _prepare_members(job: Any, chosen_TS: Any, ends_N: Any, place_TS: Any, targe
     keep(scaled_D)
 
 
+@helper
+def _place_units(job: Any, used_N: Any, ends_N: Any, unit_ends: Any, middle_begins_M: Any) -> None:
+    """Write the cumulative widths of the used experts, and where the hidden units of each member begin."""
+    unit_ends[0] = middle_begins_M[0] = 0
+    for place, expert in enumerate(used_N):
+        width = expert_at(job.experts + expert * EXPERT_BYTES).width
+        unit_ends[place + 1] = unit_ends[place] + width
+        for member in range(ends_N[expert], ends_N[expert + 1]):
+            middle_begins_M[member + 1] = middle_begins_M[member] + width
+
+
 @kernel(JOB, calls=("parallel_for", "serial_for", "units_block", "middle_block", "down_block"))
 def swiglu(address: Any) -> None:
     """Compute `swiglu` for a few tokens: prepare members, multiply by gate and up, prepare the units, multiply by down."""
@@ -138,17 +153,21 @@ def swiglu(address: Any) -> None:
     chosen_TS = numba.carray(integers(job.chosen), (job.tokens, job.slots))
     ends_N, place_TS = np.zeros(job.count + 1, np.int64), np.empty((job.tokens, job.slots), np.int64)
     used_N = _sort(chosen_TS, ends_N)
-    members, used, width = ends_N[-1], used_N.shape[0], job.width
+    members, used = ends_N[-1], used_N.shape[0]
     x_M = aligned(members * vector_bytes(job.hidden, form.bits))
     _prepare_members(job, chosen_TS, ends_N, place_TS, address_of(x_M))
-    middle_MF = np.empty((members, width), np.float32)
-    middle_M = aligned(members * vector_bytes(width, form.bits))
+    unit_ends, middle_begins_M = np.empty(used + 1, np.int64), np.empty(members + 1, np.int64)
+    _place_units(job, used_N, ends_N, unit_ends, middle_begins_M)
+    units = unit_ends[-1]
+    middle = np.empty(middle_begins_M[-1], np.float32)
+    prepared_middle = aligned(vector_bytes(middle_begins_M[-1], form.bits))
     job.used, job.used_count, job.ends, job.places = address_of(used_N), used, address_of(ends_N), address_of(place_TS)
-    job.prepared, job.middle, job.prepared_middle = address_of(x_M), address_of(middle_MF), address_of(middle_M)
-    size = block_rows(used * width, job.threads, form.bits)
+    job.unit_ends, job.middle_begins = address_of(unit_ends), address_of(middle_begins_M)
+    job.prepared, job.middle, job.prepared_middle = address_of(x_M), address_of(middle), address_of(prepared_middle)
+    size = block_rows(units, job.threads, form.bits)
     job.members, job.block_rows = members, size
-    loop = loop_for(table, used * width * row_bytes(job.hidden, form.bits))
-    call(loop, (table.units_block, address, used * ((width + size - 1) // size)))
+    loop = loop_for(table, units * row_bytes(job.hidden, form.bits))
+    call(loop, (table.units_block, address, (units + size - 1) // size))
     call(loop, (table.middle_block, address, members))
     size = block_rows(job.hidden, job.threads, form.bits)
     job.block_rows = size
@@ -157,59 +176,80 @@ def swiglu(address: Any) -> None:
     keep(ends_N)
     keep(place_TS)
     keep(x_M)
-    keep(middle_MF)
-    keep(middle_M)
+    keep(unit_ends)
+    keep(middle_begins_M)
+    keep(middle)
+    keep(prepared_middle)
 
 
 @kernel(BLOCK)
 def units_block(address: Any, place: Any) -> None:
-    """Compute some hidden units of one expert, for all its members."""
+    """Compute some hidden units, counted through the used experts, for all members of each expert.
+
+    A block may end one expert and begin the next, so that threads get equal numbers of rows whatever the widths are.
+    """
     job = experts_at(address)
-    form, hidden, width, size = form_at(job.form), job.hidden, job.width, job.block_rows
-    used_N, ends_N = numba.carray(integers(job.used), (job.used_count,)), numba.carray(integers(job.ends), (job.count + 1,))
-    blocks = (width + size - 1) // size
-    expert, first = used_N[place // blocks], place % blocks * size
-    begin, rows, count = ends_N[expert], ends_N[expert + 1] - ends_N[expert], min(size, width - first)
+    used_N = numba.carray(integers(job.used), (job.used_count,))
+    unit_ends = numba.carray(integers(job.unit_ends), (job.used_count + 1,))
+    first, last = place * job.block_rows, min((place + 1) * job.block_rows, unit_ends[-1])
+    own = 0
+    while first < last:
+        end = min(last, unit_ends[own + 1])
+        if first < end:
+            _compute_units(job, used_N[own], first - unit_ends[own], end - first)
+            first = end
+        own += 1
+
+
+@helper
+def _compute_units(job: Any, expert: Any, first: Any, count: Any) -> None:
+    """Compute `count` hidden units of one expert, for all its members."""
+    form, hidden = form_at(job.form), job.hidden
+    ends_N = numba.carray(integers(job.ends), (job.count + 1,))
+    begin, rows = ends_N[expert], ends_N[expert + 1] - ends_N[expert]
     x, own = job.prepared + begin * vector_bytes(hidden, form.bits), expert_at(job.experts + expert * EXPERT_BYTES)
     values, scales = first * row_bytes(hidden, form.bits), first * row_scale_bytes(hidden, form.group)
-    gate, up = np.empty((rows, size), np.float32), np.empty((rows, size), np.float32)
+    gate, up = np.empty((rows, count), np.float32), np.empty((rows, count), np.float32)
     given = (form.group, count, hidden, x, rows)
-    call(form.multiply, (own.gate.values + values, own.gate.scales + scales, *given, address_of(gate), size))
-    call(form.multiply, (own.up.values + values, own.up.scales + scales, *given, address_of(up), size))
+    call(form.multiply, (own.gate.values + values, own.gate.scales + scales, *given, address_of(gate), count))
+    call(form.multiply, (own.up.values + values, own.up.scales + scales, *given, address_of(up), count))
     if own.gate_bias != 0:
         _add_bias(own.gate_bias, first, count, gate)
         _add_bias(own.up_bias, first, count, up)
-    middle_MF = numba.carray(floats(job.middle), (job.members, width))
+    middle_begins_M = numba.carray(integers(job.middle_begins), (job.members + 1,))
+    middle_MF = numba.carray(floats(job.middle + 4 * middle_begins_M[begin]), (rows, own.width))
     alpha, limit = job.alpha, job.limit
     for row in range(rows):
         for index in range(count):
-            middle_MF[begin + row, first + index] = unit(gate[row, index], up[row, index], alpha, limit)
+            middle_MF[row, first + index] = unit(gate[row, index], up[row, index], alpha, limit)
 
 
 @kernel(BLOCK)
 def middle_block(address: Any, member: Any) -> None:
     """Prepare one member's hidden units for the down projection."""
     job = experts_at(address)
-    form, width = form_at(job.form), job.width
-    target = job.prepared_middle + member * vector_bytes(width, form.bits)
-    call(form.prepare, (job.middle + 4 * member * width, width, target))
+    form = form_at(job.form)
+    middle_begins_M = numba.carray(integers(job.middle_begins), (job.members + 1,))
+    begin, end = middle_begins_M[member], middle_begins_M[member + 1]
+    call(form.prepare, (job.middle + 4 * begin, end - begin, job.prepared_middle + vector_bytes(begin, form.bits)))
 
 
 @kernel(BLOCK)
 def down_block(address: Any, place: Any) -> None:
     """Compute some outputs of all experts, and sum them for each token with the weights of its slots."""
     job = experts_at(address)
-    form, hidden, width, wide = form_at(job.form), job.hidden, job.width, job.block_rows
+    form, hidden, wide = form_at(job.form), job.hidden, job.block_rows
     used_N, ends_N = numba.carray(integers(job.used), (job.used_count,)), numba.carray(integers(job.ends), (job.count + 1,))
+    middle_begins_M = numba.carray(integers(job.middle_begins), (job.members + 1,))
     first = place * wide
     count = min(wide, hidden - first)
-    values, scales = first * row_bytes(width, form.bits), first * row_scale_bytes(width, form.group)
     down_MW = np.empty((job.members, wide), np.float32)
     for chosen in used_N:
         begin, rows = ends_N[chosen], ends_N[chosen + 1] - ends_N[chosen]
-        middle = job.prepared_middle + begin * vector_bytes(width, form.bits)
-        results, own = address_of(down_MW) + 4 * begin * wide, expert_at(job.experts + chosen * EXPERT_BYTES)
-        given = (form.group, count, width, middle, rows, results, wide)
+        own = expert_at(job.experts + chosen * EXPERT_BYTES)
+        width, middle = own.width, job.prepared_middle + vector_bytes(middle_begins_M[begin], form.bits)
+        values, scales = first * row_bytes(width, form.bits), first * row_scale_bytes(width, form.group)
+        given = (form.group, count, width, middle, rows, address_of(down_MW) + 4 * begin * wide, wide)
         call(form.multiply, (own.down.values + values, own.down.scales + scales, *given))
         if own.down_bias != 0:
             _add_bias(own.down_bias, first, count, down_MW[begin : begin + rows])

@@ -31,10 +31,8 @@ LAYER = np.dtype(
         ("window", np.int64),
         ("experts", np.int64),  # EXPERT of each routed expert
         ("expert_count", np.int64),  # 0 for a dense layer, whose FFN is the shared expert
-        ("width", np.int64),
         ("slots", np.int64),
         ("shared", np.int64),  # EXPERT; 0 for none
-        ("shared_width", np.int64),
         ("keep", np.int64),  # slots that remain after adaptive skipping
         ("normalizes", np.int64),  # whether the top-k weights are normalized to a sum of one
         ("restores", np.int64),  # whether the weights left by skipping are rescaled to their sum before skipping
@@ -202,7 +200,7 @@ def feed_forward_layer(address: Any, index: Any) -> None:
         chosen_T, weights_T = np.empty(job.tokens, np.int64), np.empty(job.tokens, np.float32)
         for token in range(job.tokens):
             chosen_T[token], weights_T[token] = 0, np.float32(1.0)
-        where, clamp = (layer.shared, 1, layer.shared_width, layer.shared_form), (np.float32(1.0), np.float32(0.0))
+        where, clamp = (layer.shared, 1, layer.shared_form), (np.float32(1.0), np.float32(0.0))
         _experts(job, where, address_of(chosen_T), address_of(weights_T), 1, clamp, results)
         keep(chosen_T)
         keep(weights_T)
@@ -233,7 +231,7 @@ def routed_experts(address: Any, index: Any) -> None:
             call(table.skip_slots, (place, thresholds_T[token], *own, job.normed + 2 * token * job.hidden, job.hidden))
     if job.seen_chosen != 0:
         call(table.tell_observers, (address, index, address_of(chosen), address_of(weights), address_of(logits)))
-    where, clamp = (layer.experts, count, layer.width, layer.expert_form), (layer.alpha, layer.limit)
+    where, clamp = (layer.experts, count, layer.expert_form), (layer.alpha, layer.limit)
     _experts(job, where, address_of(chosen), address_of(weights), slots, clamp, job.added)
     keep(logits)
     keep(chosen)
@@ -242,11 +240,11 @@ def routed_experts(address: Any, index: Any) -> None:
 
 @helper
 def _experts(job: Any, where: Any, chosen: Any, weights: Any, slots: Any, clamp: Any, results: Any) -> None:
-    """where: address of the EXPERT records, their number, width and form."""
+    """where: address of the EXPERT records, their number and form."""
     record = np.zeros(_EXPERTS_BYTES, np.uint8)
     own = experts_at(address_of(record))
     own.kernels, own.x, own.tokens, own.hidden = job.kernels, job.normed, job.tokens, job.hidden
-    own.experts, own.count, own.width, own.form = where
+    own.experts, own.count, own.form = where
     own.chosen, own.weights, own.slots = chosen, weights, slots
     own.threads, own.results = job.threads, results
     own.alpha, own.limit = clamp

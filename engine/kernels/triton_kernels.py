@@ -8,11 +8,15 @@ A few tokens (decoding) are bound by the bytes of the experts that they chose: e
 matrix with one vector. Many tokens (prompts) are sorted by expert and cut into tiles of slots of one expert, which are
 multiplied together.
 
+Experts may differ in width. The grids are then made for the widest expert, and programs beyond an expert's own width end at
+once. Only rows of hidden units h have one size, F. MULTIPLE is a divisor of all widths, by which the compiler knows which
+reads are aligned, or None if all experts are F wide.
+
 `engine/decoder/triton_experts.py` checks the arguments and launches the kernels. Triton is optional: CUDA builds of torch
 include it, and without it torch computes the experts.
 
 Shape suffixes: T tokens, D hidden, F expert width, N experts, A tensors of an expert (families.experts.GATE, UP, DOWN, then
-biases if any), R slots of all tokens, M tiles.
+biases if any), R slots of all tokens, M tiles. A row of the table has A addresses and the expert's width.
 """
 
 from __future__ import annotations
@@ -25,14 +29,20 @@ import triton.language as tl
 def _matrix(table_NA, expert, part: tl.constexpr, A: tl.constexpr, like):
     """Return the pointer to an expert's matrix, in `like`'s dtype."""
     # The guarantee of 16-byte alignment lets the compiler read 16 bytes at once.
-    return tl.multiple_of(tl.load(table_NA + expert * A + part).to(like.dtype), 16)
+    return tl.multiple_of(tl.load(table_NA + expert * (A + 1) + part).to(like.dtype), 16)
+
+
+@triton.jit
+def _width(table_NA, expert, A: tl.constexpr, F: tl.constexpr, MULTIPLE: tl.constexpr):
+    """Return an expert's width."""
+    return F if MULTIPLE is None else tl.multiple_of(tl.load(table_NA + expert * (A + 1) + A).to(tl.int32), MULTIPLE)
 
 
 @triton.jit
 def _biased(y, table_NA, expert, part: tl.constexpr, A: tl.constexpr, like, outputs, mask):
     """Return y plus the bias of these outputs, if experts have one. The outputs lie along y's last dimension."""
     if A == 6:
-        bias = tl.load(table_NA + expert * A + 3 + part).to(like.dtype)
+        bias = tl.load(table_NA + expert * (A + 1) + 3 + part).to(like.dtype)
         y += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)
     return y
 
@@ -58,6 +68,7 @@ def gate_up_of_few(
     slots,
     D: tl.constexpr,
     F: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     A: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -69,6 +80,9 @@ def gate_up_of_few(
     expert = tl.load(experts_R + slot)
     if expert < 0:
         return
+    width = _width(table_NA, expert, A, F, MULTIPLE)
+    if tl.program_id(1) * ROWS >= width:
+        return
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     x_D = x_TD + slot // slots * D
     gate_FD, up_FD = _matrix(table_NA, expert, 0, A, x_TD), _matrix(table_NA, expert, 1, A, x_TD)
@@ -77,12 +91,12 @@ def gate_up_of_few(
     for start in range(0, D, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         x = tl.load(x_D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
-        places, mask = rows[:, None] * D + columns[None, :], (rows[:, None] < F) & (columns[None, :] < D)
+        places, mask = rows[:, None] * D + columns[None, :], (rows[:, None] < width) & (columns[None, :] < D)
         gates += tl.load(gate_FD + places, mask=mask, other=0.0).to(tl.float32) * x
         ups += tl.load(up_FD + places, mask=mask, other=0.0).to(tl.float32) * x
-    gate = _biased(tl.sum(gates, axis=1), table_NA, expert, 0, A, x_TD, rows, rows < F)
-    up = _biased(tl.sum(ups, axis=1), table_NA, expert, 1, A, x_TD, rows, rows < F)
-    tl.store(h_RF + slot * F + rows, _gated(gate, up, ALPHA, LIMIT), mask=rows < F)
+    gate = _biased(tl.sum(gates, axis=1), table_NA, expert, 0, A, x_TD, rows, rows < width)
+    up = _biased(tl.sum(ups, axis=1), table_NA, expert, 1, A, x_TD, rows, rows < width)
+    tl.store(h_RF + slot * F + rows, _gated(gate, up, ALPHA, LIMIT), mask=rows < width)
 
 
 @triton.jit
@@ -95,6 +109,7 @@ def down_of_few(
     slots,
     D: tl.constexpr,
     F: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     A: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -106,13 +121,13 @@ def down_of_few(
     for slot in range(token * slots, (token + 1) * slots):
         expert = tl.load(experts_R + slot)
         if expert >= 0:
-            down_DF = _matrix(table_NA, expert, 2, A, y_TD)
+            down_DF, width = _matrix(table_NA, expert, 2, A, y_TD), _width(table_NA, expert, A, F, MULTIPLE)
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for start in range(0, F, COLUMNS):
+            for start in range(0, width, COLUMNS):
                 columns = start + tl.arange(0, COLUMNS)
-                h = tl.load(h_RF + slot * F + columns, mask=columns < F, other=0.0)[None, :]
-                mask = (rows[:, None] < D) & (columns[None, :] < F)
-                places = rows[:, None] * F + columns[None, :]
+                h = tl.load(h_RF + slot * F + columns, mask=columns < width, other=0.0)[None, :]
+                mask = (rows[:, None] < D) & (columns[None, :] < width)
+                places = rows[:, None] * width + columns[None, :]
                 sums += tl.load(down_DF + places, mask=mask, other=0.0).to(tl.float32) * h
             down = _biased(tl.sum(sums, axis=1), table_NA, expert, 2, A, y_TD, rows, rows < D)
             y += tl.load(weights_R + slot) * down
@@ -129,6 +144,7 @@ def gate_up_of_many(
     slots,
     D: tl.constexpr,
     F: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     A: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -141,6 +157,9 @@ def gate_up_of_many(
     expert, first, last = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if expert < 0:
         return
+    width = _width(table_NA, expert, A, F, MULTIPLE)
+    if tl.program_id(1) * OUTPUTS >= width:
+        return
     rows = first + tl.arange(0, ROWS)
     tokens = tl.load(order_R + rows, mask=rows < last, other=0) // slots
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -151,13 +170,13 @@ def gate_up_of_many(
         columns = start + tl.arange(0, COLUMNS)
         mask = (rows[:, None] < last) & (columns[None, :] < D)
         x = tl.load(x_TD + tokens[:, None] * D + columns[None, :], mask=mask, other=0.0)
-        places, mask = outputs[None, :] * D + columns[:, None], (outputs[None, :] < F) & (columns[:, None] < D)
+        places, mask = outputs[None, :] * D + columns[:, None], (outputs[None, :] < width) & (columns[:, None] < D)
         gate = tl.dot(x, tl.load(gate_FD + places, mask=mask, other=0.0), gate, input_precision="ieee")
         up = tl.dot(x, tl.load(up_FD + places, mask=mask, other=0.0), up, input_precision="ieee")
-    gate = _biased(gate, table_NA, expert, 0, A, x_TD, outputs[None, :], outputs[None, :] < F)
-    up = _biased(up, table_NA, expert, 1, A, x_TD, outputs[None, :], outputs[None, :] < F)
+    gate = _biased(gate, table_NA, expert, 0, A, x_TD, outputs[None, :], outputs[None, :] < width)
+    up = _biased(up, table_NA, expert, 1, A, x_TD, outputs[None, :], outputs[None, :] < width)
     h = _gated(gate, up, ALPHA, LIMIT).to(h_RF.dtype.element_ty)
-    tl.store(h_RF + rows[:, None] * F + outputs[None, :], h, mask=(rows[:, None] < last) & (outputs[None, :] < F))
+    tl.store(h_RF + rows[:, None] * F + outputs[None, :], h, mask=(rows[:, None] < last) & (outputs[None, :] < width))
 
 
 @triton.jit
@@ -170,6 +189,7 @@ def down_of_many(
     y_RD,
     D: tl.constexpr,
     F: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     A: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -183,13 +203,13 @@ def down_of_many(
     rows = first + tl.arange(0, ROWS)
     slots = tl.load(order_R + rows, mask=rows < last, other=0)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    down_DF = _matrix(table_NA, expert, 2, A, h_RF)
+    down_DF, width = _matrix(table_NA, expert, 2, A, h_RF), _width(table_NA, expert, A, F, MULTIPLE)
     y = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in range(0, F, COLUMNS):
+    for start in range(0, width, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        mask = (rows[:, None] < last) & (columns[None, :] < F)
+        mask = (rows[:, None] < last) & (columns[None, :] < width)
         h = tl.load(h_RF + rows[:, None] * F + columns[None, :], mask=mask, other=0.0)
-        places, mask = outputs[None, :] * F + columns[:, None], (outputs[None, :] < D) & (columns[:, None] < F)
+        places, mask = outputs[None, :] * width + columns[:, None], (outputs[None, :] < D) & (columns[:, None] < width)
         y = tl.dot(h, tl.load(down_DF + places, mask=mask, other=0.0), y, input_precision="ieee")
     y = _biased(y, table_NA, expert, 2, A, h_RF, outputs[None, :], outputs[None, :] < D)
     y *= tl.load(weights_R + slots, mask=rows < last, other=0.0)[:, None]

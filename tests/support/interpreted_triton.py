@@ -61,15 +61,19 @@ def without_gradients() -> Any:
         yield
 
 
-def some_experts(dtype: torch.dtype, swiglu: ClampedSwiglu | None = None, sizes: tuple[int, int] = MANY) -> nn.ModuleList:
-    """Return random experts; with biases if they have a clamp, as in the families that have one."""
-    hidden, width = sizes
-    shapes: list[tuple[int, ...]] = [(width, hidden), (width, hidden), (hidden, width)]
-    shapes += [(width,), (width,), (hidden,)] if swiglu else []
-    return nn.ModuleList(
-        Expert(*((torch.randn(shape) * shape[-1] ** -0.5).to(dtype) for shape in shapes), swiglu=swiglu)
-        for _ in range(EXPERTS)
-    )
+def some_experts(dtype: torch.dtype, swiglu: ClampedSwiglu | None = None, sizes: tuple[int, ...] = MANY) -> nn.ModuleList:
+    """Return random experts; with biases if they have a clamp, as in the families that have one.
+
+    sizes: hidden size, and one width for all experts or one for each expert.
+    """
+    hidden, *widths = sizes
+    experts = []
+    for width in widths * (EXPERTS // len(widths)):
+        shapes: list[tuple[int, ...]] = [(width, hidden), (width, hidden), (hidden, width)]
+        shapes += [(width,), (width,), (hidden,)] if swiglu else []
+        made = ((torch.randn(shape) * shape[-1] ** -0.5).to(dtype) for shape in shapes)
+        experts.append(Expert(*made, swiglu=swiglu))
+    return nn.ModuleList(experts)
 
 
 def chosen_by(tokens: int, slots: int) -> Selection:
@@ -112,6 +116,20 @@ def test_equals_torch(tokens: int, slots: int, is_plain: bool, dtype: torch.dtyp
     x_TD, selection = torch.randn(tokens, sizes[0]).to(dtype), chosen_by(tokens, slots)
     scales_TS = None if is_plain else torch.rand(tokens, slots)
     check(x_TD, selection, some_experts(dtype, None if is_plain else CLAMPED, sizes), scales_TS)
+
+
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "scaled, biased, clamped"])
+@pytest.mark.parametrize("widths", [(7, 33, 12, 64, 20), (16, 80, 48, 16, 96)], ids=["odd", "multiples of 16"])
+@pytest.mark.parametrize(("tokens", "slots"), [(2, 4), (30, 3)])
+def test_differing_widths_equal_torch(
+    tokens: int, slots: int, widths: tuple[int, ...], is_plain: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(tokens)
+    x_TD, selection = torch.randn(tokens, 44).to(dtype), chosen_by(tokens, slots)
+    scales_TS = None if is_plain else torch.rand(tokens, slots)
+    check(x_TD, selection, some_experts(dtype, None if is_plain else CLAMPED, (44, *widths)), scales_TS)
 
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(5, FEW), (1, (520, 12)), (1, (12, 520))])

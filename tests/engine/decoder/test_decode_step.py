@@ -13,8 +13,10 @@ from kernels_for_tests import needs_integers
 from packages_for_tests import needs_numba
 from torch import Tensor
 
+import engine.kernels.kernel_choice
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.decode_step import DecodeStep
+from engine.decoder.experts import Expert
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import Decoder, routed_by
 from engine.decoder.routing import Selection, Skipping
@@ -94,6 +96,61 @@ def test_weights_of_few_bits(bits: int, tmp_path: Path, monkeypatch: pytest.Monk
     layer_by_layer(layers, monkeypatch)
     taken = served(whole, monkeypatch)
     clear = TOKENS[:2]  # in the third sequence two experts tie on some processors, and either choice is right
+    assert torch.equal(decoded(whole, clear), decoded(layers, clear))
+    assert taken and all(taken)
+
+
+def narrowed(decoder: Decoder, multiple: int = 1, bits: int | None = None) -> Decoder:
+    """Keep random hidden units of the experts, a multiple of `multiple`: the same number in the second mixture of layers,
+    and another number in each expert of the others. With `bits`, experts are then quantized."""
+    generator = torch.Generator().manual_seed(0)
+    for layer, block in enumerate(decoder.moe_blocks):
+        most = block.experts[0].width // multiple
+        for index, expert in enumerate(block.experts):
+            width = most // 2 if layer == 1 else [1, most, *range(2, most)][index % most]
+            units = torch.randperm(most * multiple, generator=generator)[: width * multiple].sort().values
+            gate, up, down, *biases = expert.projections
+            parts = [gate[units], up[units], down[:, units].contiguous()]
+            parts = parts if bits is None else [quantise(part, bits, 32, torch.bfloat16) for part in parts]
+            extra = [biases[0][units], biases[1][units], biases[2]] if biases else []
+            block.experts[index] = Expert(*parts, *extra, swiglu=expert.swiglu)
+        assert len({expert.width for expert in block.experts}) == (1 if layer == 1 else min(most, len(block.experts)))
+    return decoder
+
+
+@needs_numba
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_experts_of_differing_widths(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step gives the bits of the layers, and is as near to the logits in float64 as torch is."""
+    save_reference(family, tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    plain = checkpoint.source(torch.bfloat16)
+    whole, layers = (narrowed(Decoder(checkpoint.config, plain)) for _ in range(2))
+    layer_by_layer(layers, monkeypatch)
+    taken = served(whole, monkeypatch)
+    clear = TOKENS[:2]  # in the third sequence two experts tie on some processors, and either choice is right
+    for tokens_BL, at_once in ((clear, 1), (clear[:1], 1), (clear[:1], 3)):
+        assert torch.equal(decoded(whole, tokens_BL, at_once), decoded(layers, tokens_BL, at_once))
+    assert taken and all(taken)
+    compiled = decoded(whole, clear)
+    exact = narrowed(Decoder(checkpoint.config, lambda name: plain(name).double()))
+    with torch.inference_mode():
+        exact_logits = exact(clear)[:, 4:]
+    monkeypatch.setattr(engine.kernels.kernel_choice, "_load_kernels", lambda: None)
+    by_torch = decoded(whole, clear)
+    errors = [(made.double() - exact_logits).norm() for made in (compiled, by_torch)]
+    assert errors[0] < 1.25 * errors[1] and errors[0] < 0.05 * exact_logits.norm()
+
+
+@needs_integers
+@pytest.mark.parametrize("bits", [4, 8])
+def test_low_bit_experts_of_differing_widths(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_reference("mixtral", tmp_path, hidden_size=64, intermediate_size=192)
+    checkpoint = Checkpoint(tmp_path)
+    whole, layers = (narrowed(Decoder(checkpoint.config, checkpoint.source(torch.bfloat16)), 32, bits) for _ in range(2))
+    layer_by_layer(layers, monkeypatch)
+    taken = served(whole, monkeypatch)
+    clear = TOKENS[:2]  # as above
     assert torch.equal(decoded(whole, clear), decoded(layers, clear))
     assert taken and all(taken)
 

@@ -69,12 +69,12 @@ def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
     hidden, width = 24, 77  # no multiple of a block of rows
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     experts = [tuple(torch.randn(shape).bfloat16() for shape in shapes) for _ in range(5)]
-    table = kernels.expert_table([[addresses(weight) for weight in expert] for expert in experts])
+    table = kernels.expert_table([([addresses(weight) for weight in expert], width) for expert in experts])
     x = torch.randn(tokens, hidden).bfloat16() * 4  # gates up to ±60: all of exp's range
     chosen = torch.stack([torch.randperm(5)[:slots] for _ in range(tokens)])
     chosen[:, 1:2][::2] = NO_EXPERT
     weights = torch.rand(tokens, slots)
-    y = as_bfloat16(kernels.swiglu(x.data_ptr(), table, chosen.numpy(), weights.numpy(), (hidden, width)))
+    y = as_bfloat16(kernels.swiglu(x.data_ptr(), table, chosen.numpy(), weights.numpy(), hidden))
     for token in range(tokens):
         wide, exact = x[token].double(), torch.zeros(hidden, dtype=torch.float64)
         for index, weight in zip(chosen[token].tolist(), weights[token].tolist(), strict=True):
@@ -86,7 +86,7 @@ def test_compiled_experts_equal_float64(slots: int, tokens: int) -> None:
                 exact += weight * (down @ middle)
         assert torch.allclose(y[token].double(), exact, rtol=2**-8, atol=1e-3)
         of_one = x[token].data_ptr(), table, chosen[token : token + 1].numpy(), weights[token : token + 1].numpy()
-        assert torch.equal(as_bfloat16(kernels.swiglu(*of_one, (hidden, width)))[0], y[token])
+        assert torch.equal(as_bfloat16(kernels.swiglu(*of_one, hidden))[0], y[token])
 
 
 def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.decoder import triton_experts
 from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.routing import NO_EXPERT, Selection, Skipping, TopK
-from engine.decoder.triton_experts import TritonExperts, can_serve, tiles, use_triton
+from engine.decoder.triton_experts import TritonExperts, can_serve, sizes, tiles, use_triton
 from engine.errors import OptionError
 from engine.families.layer_config import ClampedSwiglu
 from engine.kernels.quantized_weight import quantise
@@ -74,11 +74,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return made
 
 
-def some_experts(sizes: tuple[int, int], dtype: torch.dtype, swiglu: ClampedSwiglu | None = None) -> nn.ModuleList:
-    hidden, width = sizes
-    shapes: list[tuple[int, ...]] = [(width, hidden), (width, hidden), (hidden, width)]
-    shapes += [(width,), (width,), (hidden,)] if swiglu else []
-    return nn.ModuleList(Expert(*(torch.zeros(shape, dtype=dtype) for shape in shapes), swiglu=swiglu) for _ in range(3))
+def some_experts(sizes: tuple[int, ...], dtype: torch.dtype, swiglu: ClampedSwiglu | None = None) -> nn.ModuleList:
+    """Return experts of zeros. sizes: hidden size, and one width for all three experts or one for each expert."""
+    hidden, *widths = sizes
+    experts = []
+    for width in widths * (3 // len(widths)):
+        shapes: list[tuple[int, ...]] = [(width, hidden), (width, hidden), (hidden, width)]
+        shapes += [(width,), (width,), (hidden,)] if swiglu else []
+        experts.append(Expert(*(torch.zeros(shape, dtype=dtype) for shape in shapes), swiglu=swiglu))
+    return nn.ModuleList(experts)
 
 
 @needs_triton
@@ -89,11 +93,13 @@ def some_experts(sizes: tuple[int, int], dtype: torch.dtype, swiglu: ClampedSwig
         ((1024, 3584), torch.bfloat16, None),
         ((1024, 3584), torch.float32, None),
         ((2880, 2880), torch.bfloat16, ClampedSwiglu(1.702, 7.0)),
+        ((1024, 3584, 96, 512), torch.bfloat16, None),
+        ((1024, 3584, 96, 512), torch.float32, None),
     ],
-    ids=["bfloat16", "float32", "clamped with biases"],
+    ids=["bfloat16", "float32", "clamped with biases", "differing widths in bfloat16", "differing widths in float32"],
 )
 def test_compiles_for_cards_that_are_not_here(
-    sizes: tuple[int, int],
+    sizes: tuple[int, ...],
     dtype: torch.dtype,
     swiglu: ClampedSwiglu | None,
     card: int,
@@ -192,11 +198,30 @@ def test_there_are_always_enough_tiles(rows: int) -> None:
 def test_what_is_not_served() -> None:
     plain = some_experts((32, 64), torch.bfloat16)
     assert can_serve(plain) and can_serve(some_experts((32, 64), torch.float32, ClampedSwiglu(1.7, 7.0)))
-    assert not can_serve([*plain, *some_experts((32, 48), torch.bfloat16)]), "two widths"
+    assert can_serve([*plain, *some_experts((32, 47), torch.bfloat16)]), "two widths"
     assert not can_serve([*plain, *some_experts((32, 64), torch.float32)]), "two dtypes"
     assert not can_serve([Expert(*(quantise(torch.randn(32, 32), 8, 32) for _ in range(3)))]), "low-bit weights"
     apart = torch.zeros(1 + 3 * 32 * 32, dtype=torch.bfloat16)[1:].view(3, 32, 32)
     assert not can_serve([Expert(*apart)]), "at odd addresses"
+
+
+def test_layers_of_differing_widths_share_compiled_kernels() -> None:
+    """The width of all experts is compiled into the kernels, but of differing widths only what reads have to know."""
+    plain = {"D": 32, "A": 3}
+    assert sizes(some_experts((32, 48), torch.bfloat16)) == plain | {"F": 48, "MULTIPLE": None}
+    assert sizes(some_experts((32, 96, 48, 80), torch.bfloat16)) == plain | {"F": 128, "MULTIPLE": 16}
+    assert sizes(some_experts((32, 128, 64, 32), torch.bfloat16)) == plain | {"F": 128, "MULTIPLE": 16}
+    assert sizes(some_experts((32, 12, 20, 47), torch.bfloat16)) == plain | {"F": 64, "MULTIPLE": 1}
+
+
+def test_the_grid_is_made_for_the_widest_expert(launches: Launches) -> None:
+    experts = some_experts((32, 40, 640, 64), torch.float32)
+    for tokens, kind, rows in ((1, "few", triton_experts.FEW["ROWS"]), (20, "many", triton_experts.MANY["OUTPUTS"])):
+        chosen = Selection(torch.zeros(tokens, 2, dtype=torch.int64), torch.ones(tokens, 2))
+        TritonExperts()(torch.zeros(tokens, 32), chosen, experts)
+        grid, given, _ = launches.made[f"gate_up_of_{kind}"]
+        assert grid[1] == 640 / rows
+        assert given[1][:, -1].tolist() == [40, 640, 64]
 
 
 def a_block() -> MoeBlock:
