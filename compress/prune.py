@@ -23,6 +23,7 @@ from compress.plans.apply import check_fits
 from compress.plans.plan import Plan, plan_from_json
 from compress.plans.selection import Budget, check_groups, expert_widths, groups_of, moe_configs
 from compress.plans.unit_selection import check_units, default_multiple
+from compress.refit import refitted
 from compress.report.card import training_lines
 from compress.report.figures import PruneFigures
 from compress.report.pictures import draw_training
@@ -88,13 +89,15 @@ def _make(run: MethodRun) -> Made:
     plan = prepared.plan or make_plan(run)
     check_fits(plan, prepared.checkpoint)
     own: dict[str, object] = {"recover_steps": options.recover.steps, **criterion.figures(run)}
-    trained = recovered(run, plan)
+    fitted = refitted(run, plan)
+    trained = fitted.tensors | recovered(run, plan, fitted.tensors)
     distilled = _distilled(run, plan, trained)
+    own |= {"granularity": granularity(plan), "refit": fitted.figures, "training": distilled.parts}
     return Made(
         plan,
         "plan" if prepared.plan is not None else options.method,
         trained | distilled.tensors,
-        own | {"training": distilled.parts},
+        own,
         card=tuple(training_lines(distilled.parts)),
         add_files=lambda directory: criterion.add_files(run, directory),
         draw=lambda directory: draw_training(directory, options.output.name, distilled.histories),
@@ -219,8 +222,17 @@ def make_plan(run: MethodRun) -> Plan:
     return criterion_of(run.options.method).plan(run)
 
 
-def recovered(run: MethodRun, plan: Plan) -> dict[str, Tensor]:
-    """Return the tensors that recovery has trained, by name; empty where recovery was not requested."""
+def granularity(plan: Plan) -> str:
+    """Return whether a plan removes whole experts or hidden units ("unit")."""
+    experts = [expert for own in plan.layers.values() for expert in own]
+    return "unit" if any(part.units is not None for expert in experts for part in expert.parts) else "expert"
+
+
+def recovered(run: MethodRun, plan: Plan, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that recovery has trained, by name; empty where recovery was not requested.
+
+    made: tensors of the result that the plan does not say.
+    """
     if not run.options.recover.steps:
         return {}
     return recover(
@@ -233,6 +245,7 @@ def recovered(run: MethodRun, plan: Plan) -> dict[str, Tensor]:
         state_path=run.work.path / "recovery.safetensors",
         resume=run.options.resume,
         progress=run.bar("recovering (steps)"),
+        made=made,
     )
 
 

@@ -228,6 +228,36 @@ class Passes:
             calls=moe.experts * EXPERT_CALLS,
         )
 
+    def unit_moments(self, tokens: int, length: int) -> OperationCounts:
+        """Return the counts of the moments of hidden units: a streamed pass in which experts run on their tokens twice."""
+        return self.streamed(tokens, length) + self.sum_layers(lambda index: self._layer_moments(index, tokens))
+
+    def _layer_moments(self, index: int, tokens: int) -> OperationCounts:
+        moe = self.config.layers[index].moe
+        if moe is None:
+            return OperationCounts()
+        slots, width = tokens * moe.experts_per_token, moe.expert_width
+        return OperationCounts(
+            flops=2.0 * slots * 2 * width * self.config.hidden_size,
+            single_flops=2.0 * slots * width**2,
+            written_bytes=8.0 * moe.experts * width**2,
+            calls=moe.experts * EXPERT_CALLS,
+        )
+
+    def refit(self, ridges: int) -> OperationCounts:
+        """Return the counts of the refit of every expert: a factorization and two products for each ridge and the result."""
+        return self.sum_layers(lambda index: self._layer_refit(index, ridges))
+
+    def _layer_refit(self, index: int, ridges: int) -> OperationCounts:
+        moe, hidden = self.config.layers[index].moe, self.config.hidden_size
+        if moe is None:
+            return OperationCounts()
+        width = moe.expert_width
+        each = width**3 / 3 + 2 * 2.0 * hidden * width**2
+        return OperationCounts(
+            double_flops=(ridges + 1) * moe.experts * each, read_bytes=8.0 * moe.experts * width**2, calls=moe.experts
+        )
+
     def _experts_before(self, index: int) -> int:
         before = [layer for layer in self.config.moe_layers if layer < index]
         return self.config.experts_by_layer[before[-1]] if before else 0

@@ -11,7 +11,7 @@ Shape suffixes: S sequences, L positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -46,8 +46,9 @@ def recover(
     state_path: Path | None = None,
     resume: bool = False,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    made: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Train the result of `plan`; return the trained tensors by name, float32, for `apply(…, replaced=…)`.
+    """Train the result of `plan`, with the tensors in `made` in place of the plan's; return the trained tensors by name, float32, for `apply(…, replaced=…)`.
 
     `state_path`: where the state is saved during training; `resume` continues from it to the same result.
     """
@@ -55,7 +56,7 @@ def recover(
     with full_hidden_states(teacher, tokens_SL) as full:
         del teacher
         checkpoint.release()
-        decoder = planned_decoder(plan, checkpoint, dtype, device)
+        decoder = planned_decoder(plan, checkpoint, dtype, device, replaced=made)
         decoder.checkpoint_activations = True
         trainer = recovery(decoder, tokens_SL, full, options)
         return trainer.run(state_path=state_path, resume=resume, progress=progress)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from engine.files.safetensors_file import SafetensorsFile
 from engine.files.state_file import check_digest, write_state
 from engine.kernels.linear import linear
 from engine.passes import processes
-from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Route, backward, in_company
+from engine.passes.layerwise import AnyDecoder, LayerwiseDecoder, Loss, Route, backward, in_company
 from engine.passes.memory_budget import UNLIMITED, MemoryBudget
 from engine.passes.memory_need import MemoryDemand
 from engine.passes.streaming import chunk_tokens
@@ -43,40 +43,29 @@ SWEEP_TOKENS = 32768
 """Tokens that pass through all layers together where layers are read one by one; each layer is read twice per sweep."""
 
 
-@dataclass
 class Sums:
     """Sums of the gradients of this process's sequences, from which an interrupted pass continues."""
 
-    first: list[Tensor]
-    """Σ_s ∂L_s/∂g, [N] float64 for each MoE layer."""
-    second: list[Tensor]
-    """Σ_s (∂L_s/∂g)², [N] float64 for each MoE layer."""
-    generator: torch.Generator
-    """Random numbers for the model's own samples."""
-    sequences: int = 0
-
-    def add(self, gradients: list[Tensor]) -> None:
-        """Add the gradients of some sequences, [B, N] for each MoE layer."""
-        for first, second, gradient_BN in zip(self.first, self.second, gradients, strict=True):
-            gradient_BN = gradient_BN.double().cpu()
-            first += gradient_BN.sum(0)
-            second += gradient_BN.square().sum(0)
-        self.sequences += len(gradients[0])
+    def __init__(self, tensors: dict[str, Tensor], seed: int, device: torch.device | str) -> None:
+        self.tensors = tensors
+        """The sums by name, float64."""
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+        """Random numbers for the model's own samples."""
+        self.sequences = 0
 
     def save(self, path: Path) -> None:
         """Write the file. An existing file is replaced only when the new one is complete."""
-        tensors = {"first": torch.cat(self.first), "second": torch.cat(self.second), "random": self.generator.get_state()}
-        write_state(path, tensors, {"gate_gradients": str(self.sequences)}, "the state of gate gradients")
+        tensors = self.tensors | {"random": self.generator.get_state()}
+        write_state(path, tensors, {"gradients": str(self.sequences)}, "the state of gradients")
 
     def load(self, path: Path) -> None:
         """Read a file of `save`. Raises DataError for any other file."""
-        counts = [len(first) for first in self.first]
         with SafetensorsFile(path) as file:
-            seen = file.metadata.get("gate_gradients", "")
-            if not seen.isdecimal() or sum(counts) != file.tensor("first").numel():
+            seen, shapes = file.metadata.get("gradients", ""), {name: own.shape for name, own in file.entries.items()}
+            if not seen.isdecimal() or any(shapes.get(name) != tuple(own.shape) for name, own in self.tensors.items()):
                 raise DataError(f"{path}: is not the state of this pass; leave out --resume")
             check_digest(file)
-            self.first, self.second = (list(file.tensor(name).clone().split(counts)) for name in ("first", "second"))
+            self.tensors = {name: file.tensor(name).clone() for name in self.tensors}
             self.generator.set_state(file.tensor("random").clone())
             self.sequences = int(seen)
 
@@ -99,10 +88,39 @@ def gate_gradients(
     state_path: where the sums are saved during the pass, so that an interrupted pass continues from there, or at its layer
     where layers are read one by one. Each process has its own file.
     """
-    layers, device = decoder.config.moe_layers, decoder.device
-    zeros = [torch.zeros(count, dtype=torch.float64) for count in decoder.config.experts_per_layer]
-    generator = torch.Generator(device=device).manual_seed(seed)
-    sums = Sums(zeros, [torch.zeros_like(zero) for zero in zeros], generator)
+    layers, counts = decoder.config.moe_layers, decoder.config.experts_per_layer
+    zeros = torch.zeros(sum(counts), dtype=torch.float64)
+    sums = Sums({"first": zeros, "second": zeros.clone()}, seed, decoder.device)
+
+    def add(tokens_BL: Tensor, directory: Path | None) -> None:
+        gradients = _of_batch(decoder, tokens_BL, sums.generator if own_samples else None, directory, budget)
+        gradient_BN = torch.cat([each.double().cpu() for each in gradients], dim=1)
+        sums.tensors["first"] += gradient_BN.sum(0)
+        sums.tensors["second"] += gradient_BN.square().sum(0)
+
+    pass_over_text(
+        decoder, tokens_SL, sums, add, own_samples=own_samples, state_path=state_path, budget=budget, progress=progress
+    )
+    first, second = (dict(zip(layers, sums.tensors[name].split(counts), strict=True)) for name in ("first", "second"))
+    return first, second
+
+
+def pass_over_text(
+    decoder: AnyDecoder,
+    tokens_SL: Tensor,
+    sums: Sums,
+    add: Callable[[Tensor, Path | None], None],
+    *,
+    own_samples: bool,
+    state_path: Path | None = None,
+    budget: MemoryBudget = UNLIMITED,
+    progress: Callable[[Iterable[slice]], Iterable[slice]] = iter,
+) -> None:
+    """Add the gradients of all sequences to `sums`, in which those of all processes are added up at the end.
+
+    add: adds those of some sequences [B, L]; its second argument is where a pass layer by layer keeps its state.
+    state_path: where the sums are saved. Each process has its own file.
+    """
     own = processes.own_rows(*tokens_SL.shape, budget=budget)
     own_SL = tokens_SL[own]
     if state_path is not None:
@@ -111,22 +129,22 @@ def gate_gradients(
         sums.load(state_path)
     elif own_samples:
         for _ in range(own.start):
-            _pass_over(tokens_SL.shape[1], decoder.config.vocabulary_size, generator)
+            _pass_over(tokens_SL.shape[1], decoder.config.vocabulary_size, sums.generator)
     saved, (count, length) = time.monotonic(), own_SL.shape
     is_layerwise = isinstance(decoder, LayerwiseDecoder)
     size = max(1, SWEEP_TOKENS // length) if is_layerwise else budget.sequences_per_batch(length)
     parts = [slice(start, min(start + size, count)) for start in range(sums.sequences, count, size)]
-    with in_company(decoder, len(parts), tokens_SL[:1], *_gated(decoder, 1)):
+    with in_company(decoder, len(parts), tokens_SL[:1], *gated(decoder, 1)):
         for rows in progress(parts):
             kept = state_path.with_suffix("") / f"from-{rows.start}" if state_path is not None and is_layerwise else None
-            sums.add(_of_batch(decoder, own_SL[rows], sums.generator if own_samples else None, kept, budget))
+            add(own_SL[rows], kept)
+            sums.sequences = rows.stop
             if state_path is not None and (kept or time.monotonic() - saved >= SAVE_EVERY_SECONDS):
                 sums.save(state_path)
                 saved = time.monotonic()
             if kept is not None:
                 shutil.rmtree(kept, ignore_errors=True)
-    processes.add_up([*sums.first, *sums.second])
-    return dict(zip(layers, sums.first, strict=True)), dict(zip(layers, sums.second, strict=True))
+    processes.add_up(list(sums.tensors.values()))
 
 
 def _of_batch(
@@ -140,7 +158,14 @@ def _of_batch(
 
     With a generator, L is of tokens sampled from the model's own predictions.
     """
-    route, gates = _gated(decoder, len(tokens_BL))
+    route, gates = gated(decoder, len(tokens_BL))
+    loss = sampled_loss(decoder, tokens_BL, generator)
+    backward(decoder, tokens_BL, route, loss, trained=gates, generator=generator, directory=directory, budget=budget)
+    return [torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in gates.values()]
+
+
+def sampled_loss(decoder: AnyDecoder, tokens_BL: Tensor, generator: torch.Generator | None) -> Loss:
+    """Return the negative log-likelihood of tokens that the model samples itself or, without a generator, of the text."""
 
     def loss(hidden_BLD: Tensor, model: Decoder | Outer, part: slice) -> Tensor:
         targets_BL = tokens_BL[part].to(decoder.device)
@@ -151,11 +176,10 @@ def _of_batch(
             )
         return next_token_loss(hidden_BLD, model.head_VD, targets_BL, model.head_bias_V)
 
-    backward(decoder, tokens_BL, route, loss, trained=gates, generator=generator, directory=directory, budget=budget)
-    return [torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in gates.values()]
+    return loss
 
 
-def _gated(decoder: AnyDecoder, sequences: int) -> tuple[Route, dict[str, Tensor]]:
+def gated(decoder: AnyDecoder, sequences: int) -> tuple[Route, dict[str, Tensor]]:
     """Return the model's own routings with gates of one, and those gates, [B, N] for each MoE layer."""
     gates = [
         torch.ones(sequences, count, device=decoder.device, requires_grad=True) for count in decoder.config.experts_per_layer

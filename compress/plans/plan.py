@@ -41,6 +41,8 @@ class Part:
 
     sources: tuple[Source, ...]
     scale: float = 1.0
+    units: tuple[int, ...] | None = None
+    """Hidden units of the sum that stay, ascending; None keeps all."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class PlannedExpert:
         if len(self.parts) != 1 or len(self.parts[0].sources) != 1 or self.parts[0].scale != 1.0:
             return False
         source = self.parts[0].sources[0]
+        if self.parts[0].units is not None:
+            return False
         return source.permutation is None and source.coefficient == 1.0 and self.router == (Source(source.expert),)
 
 
@@ -83,6 +87,11 @@ class Plan:
 def kept_expert(expert: int) -> PlannedExpert:
     """Return a source expert unchanged, with its router row."""
     return PlannedExpert((Part((Source(expert),)),), (Source(expert),))
+
+
+def narrowed_expert(expert: int, units: Sequence[int]) -> PlannedExpert:
+    """Return a source expert with some of its hidden units, with its router row."""
+    return PlannedExpert((Part((Source(expert),), units=tuple(units)),), (Source(expert),))
 
 
 def pruning_plan(kept: Mapping[int, Iterable[int]]) -> Plan:

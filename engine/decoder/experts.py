@@ -11,7 +11,8 @@ gate network.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +35,18 @@ from engine.kernels.linear import (
 from engine.kernels.quantized_weight import QuantizedWeight, Weight, as_tensor, frozen
 
 ExpertObserver = Callable[[int, Tensor, Tensor], None]
+
+
+class UnitObserver(Protocol):
+    """Sees the hidden units and the output of the routed experts of a block; gradients pass through what it returns."""
+
+    def units(self, expert: int, h_RF: Tensor) -> Tensor:
+        """Take the input of an expert's down projection, [R, F] for the tokens that chose it, and return it."""
+
+    def output(self, y_TD: Tensor) -> Tensor:
+        """Take the routed output, and return it."""
+
+
 
 SPARSE_MAX_TOKENS = 4
 """Maximum number of tokens for the sparse path, if no gradient is needed; with more tokens, experts are often shared."""
@@ -83,8 +96,17 @@ class Expert(nn.Module):
         biases = (self.gate_F, self.up_F, self.down_D)
         return self.gate_FD, self.up_FD, self.down_DF, *(bias for bias in biases if bias is not None)
 
-    def forward(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
-        """Map [T, D] to [T, D]."""
+    def units(self, x_TD: Tensor, choice: KernelChoice = TORCH) -> Tensor:
+        """Return the hidden units h, the input of the down projection, [T, F]."""
+        gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (self.gate_F, self.up_F), choice)
+        return gated(gate_TF, up_TF, self.swiglu)
+
+    def forward(
+        self, x_TD: Tensor, choice: KernelChoice = TORCH, observe: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Map [T, D] to [T, D]. observe: is given the hidden units, and returns those that are multiplied."""
+        if observe is not None:
+            return linear(observe(self.units(x_TD, choice)), self.down_DF, self.down_D, choice)
         tokens = x_TD.shape[0]
         if choice.for_products(tokens, x_TD) is not None:
             alone = Selection(torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1))
@@ -96,8 +118,7 @@ class Expert(nn.Module):
             x_DT, dtype = F.pad(x_TD, (0, 0, 0, -tokens % MULTIPLE_OF_TOKENS)).T, x_TD.dtype
             gate_FT = F.silu(plain(self.gate_FD, dtype) @ x_DT, inplace=True)
             return (plain(self.down_DF, dtype) @ gate_FT.mul_(plain(self.up_FD, dtype) @ x_DT)).T[:tokens]
-        gate_TF, up_TF = linears(x_TD, (self.gate_FD, self.up_FD), (self.gate_F, self.up_F), choice)
-        return linear(gated(gate_TF, up_TF, self.swiglu), self.down_DF, self.down_D, choice)
+        return linear(self.units(x_TD, choice), self.down_DF, self.down_D, choice)
 
 
 def gated(gate_TF: Tensor, up_TF: Tensor, swiglu: ClampedSwiglu | None) -> Tensor:
@@ -208,6 +229,7 @@ class MoeBlock(nn.Module):
         self.logit_bias_N = _frozen(logit_bias_N)
         self.observer: Callable[[Tensor, Tensor, Selection], None] | None = None
         self.expert_observer: ExpertObserver | None = None
+        self.unit_observer: UnitObserver | None = None
         self.on_gpu: Callable[..., Tensor | None] | None = None
         """Function that runs the routed experts on a GPU in place of torch (triton_experts.TritonExperts), or None."""
         self._compiled = CompiledExperts()
@@ -251,6 +273,9 @@ class MoeBlock(nn.Module):
 
     def _routed(self, x_TD: Tensor, selection: Selection, scales_TN: Tensor | None, choice: KernelChoice = TORCH) -> Tensor:
         scales_TS = None if scales_TN is None else scales_TN.gather(1, selection.experts.clamp_min(0))
+        if self.unit_observer is not None:
+            units = self.unit_observer.units
+            return self.unit_observer.output(grouped(x_TD, selection, self.experts, None, scales_TS, choice, units))
         may_compile = choice.may_compile and self.expert_observer is None and selection.experts.is_cpu
         compiled = self._compiled if may_compile else None
         if compiled is not None and (y_TD := compiled(x_TD, self.experts, selection, scales_TS, choice)) is not None:
@@ -320,8 +345,9 @@ def grouped(
     observer: ExpertObserver | None = None,
     scales_TS: Tensor | None = None,
     choice: KernelChoice = TORCH,
+    units: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the routed output with one product per expert over its tokens.
+    """Return the routed output with one product per expert over its tokens. units: UnitObserver.units, if there is one.
 
     Slots are sorted by expert once, and the results are restored by the inverse permutation: gathers in both directions
     have a far cheaper backward pass than a scatter-add into the output.
@@ -339,7 +365,7 @@ def grouped(
     outputs = [x_TD.new_zeros(empty, x_TD.shape[1])]
     for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
         if piece.shape[0]:
-            output = experts[index](piece, choice)
+            output = experts[index](piece, choice, None if units is None else partial(units, index))
             if observer is not None:
                 observer(index, output, weight)
             outputs.append(output * weight[:, None])

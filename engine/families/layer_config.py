@@ -43,6 +43,8 @@ class MoeConfig:
     """Whether an expert is given σ(its router logit) · x, and its output is added unscaled."""
     least_sum: float = 0.0
     """Minimum divisor of probabilities that are chosen with a bias."""
+    expert_widths: tuple[int, ...] = ()
+    """Width of each expert; empty where all are `expert_width` wide, which otherwise is the largest."""
     swiglu: ClampedSwiglu | None = None
     """The activation between an expert's projections; None for silu(g) · u."""
     mixer_jitter: float | None = None
@@ -51,6 +53,12 @@ class MoeConfig:
     """Number of hidden units of the router; 0 if the router is one matrix."""
     noise_epsilon: float | None = None
     """Minimum deviation of noisy top-k; None if the router has no noise."""
+
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Width of each expert, N of them."""
+        return self.expert_widths or (self.expert_width,) * self.experts
 
 
 @dataclass(frozen=True)

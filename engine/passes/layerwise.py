@@ -10,7 +10,7 @@ Shape suffixes: S sequences, B sequences of one batch, L positions, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.experts import MoeBlock
+from engine.decoder.experts import MoeBlock, UnitObserver
 from engine.decoder.model import Decoder, DecoderLayer, Outer, routed_by
 from engine.decoder.routing import Routing
 from engine.families.config import DecoderConfig
@@ -31,6 +31,8 @@ from engine.passes.streaming import embed, layer_positions, one_layer, stream_la
 
 Route = Callable[[int, Routing, slice], Routing]
 """Function from (number of the MoE layer, its own routing, slice of sequences) to the routing to use instead."""
+Observe = Callable[[int], UnitObserver]
+"""Function from the number of the MoE layer to the observer of its hidden units."""
 Loss = Callable[[Tensor, Decoder | Outer, slice], Tensor]
 """Function that returns a part of the loss.
 
@@ -91,28 +93,44 @@ def backward(
     loss: Loss,
     *,
     trained: Mapping[str, Tensor],
+    observe: Observe | None = None,
     generator: torch.Generator | None = None,
     directory: Path | None = None,
     budget: MemoryBudget = UNLIMITED,
 ) -> float:
     """Add the gradient of Σ loss over batches of sequences to .grad of the `trained` tensors; return the loss.
 
-    `trained` are leaves of the Routings from `route`. For a LayerwiseDecoder they must not have gradients yet. A pass
+    `trained` are leaves of the Routings from `route`, or of the observers from `observe`. For a LayerwiseDecoder they must not have gradients yet. A pass
     resumes from the content that `directory` holds of the same pass; the caller removes it. `generator` is the random
     generator of `loss`.
     """
     if isinstance(model, LayerwiseDecoder):
-        return _Pass(model, tokens_SL, route, loss, trained, generator, directory, budget).run()
+        return _Pass(model, tokens_SL, (route, observe), loss, trained, generator, directory, budget).run()
     total = 0.0
     for rows in budget.batches(*tokens_SL.shape):
         routings = [route(number, block.routing, rows) for number, block in enumerate(model.moe_blocks)]
-        with routed_by(model, routings):  # checkpointed layers run again in the backward pass
+        with routed_by(model, routings), _observed(model.moe_blocks, observe):  # checkpointed layers run again in the backward pass
             value = loss(model.hidden_states(tokens_SL[rows].to(model.device)), model, rows)
             value.backward()
         total += float(value.detach())
         del value
         heap.give_back()
     return total
+
+
+@contextmanager
+def _observed(blocks: Iterable[MoeBlock], observe: Observe | None) -> Iterator[None]:
+    """Give each MoE block its observer of hidden units during the body."""
+    if observe is None:
+        yield
+        return
+    for number, block in enumerate(blocks):
+        block.unit_observer = observe(number)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.unit_observer = None
 
 
 @contextmanager
@@ -141,14 +159,14 @@ class _Pass:
         self,
         model: LayerwiseDecoder,
         tokens_SL: Tensor,
-        route: Route,
+        seen: tuple[Route, Observe | None],
         loss: Loss,
         trained: Mapping[str, Tensor],
         generator: torch.Generator | None,
         directory: Path | None,
         budget: MemoryBudget,
     ) -> None:
-        self.model, self.tokens_SL, self.route, self.loss = model, tokens_SL, route, loss
+        self.model, self.tokens_SL, (self.route, self.observe), self.loss = model, tokens_SL, seen, loss
         self.trained, self.generator, self.budget = trained, generator, budget
         self.layers, self.total = len(model.config.layers), 0.0
         shape = (*tokens_SL.shape, model.config.hidden_size)
@@ -227,8 +245,9 @@ class _Pass:
         if not isinstance(block, MoeBlock):
             y_BLD: Tensor = layer(x_BLD.to(self.model.device), self.positions)
             return y_BLD
-        own = block.routing
-        block.routing = self.route(self.model.config.moe_layers.index(index), own, rows)
+        own, number = block.routing, self.model.config.moe_layers.index(index)
+        block.routing = self.route(number, own, rows)
+        block.unit_observer = None if self.observe is None else self.observe(number)
         y_BLD = layer(x_BLD.to(self.model.device), self.positions)
         block.routing = own
         return y_BLD

@@ -1,0 +1,157 @@
+"""Fisher information of hidden units: Σ over tokens of (h_f·∂L/∂h_f)².
+
+L is the negative log-likelihood of the model's own samples over a sequence, as in gate Fisher (gate_gradients.py); the
+square is taken for each token. One forward and one backward pass. The same pass sums up the squares of ∂L/∂y, the gradient
+of the block's routed output, for the methods that weigh output errors by it.
+
+Shape suffixes: B sequences of one batch, L positions, N experts, R tokens of one expert, T tokens, F expert width, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.methods.gate_gradients import Sums, gated, loaded_decoder, pass_over_text, sampled_loss
+from compress.methods.inputs import MethodRun
+from compress.methods.unit_criterion import UnitScores, unit_criterion
+from compress.plans.selection import expert_widths
+from engine.passes.layerwise import AnyDecoder, backward
+from engine.passes.memory_budget import UNLIMITED, MemoryBudget
+
+
+class UnitGradients(NamedTuple):
+    """Sums of squared gradients by decoder layer index, over all tokens."""
+
+    units: dict[int, list[Tensor]]
+    """Σ (h·∂L/∂h)², [F] float64 for each expert."""
+    output: dict[int, Tensor]
+    """Σ (∂L/∂y)², [D] float64."""
+
+
+class _SquaredUse(torch.autograd.Function):
+    """The identity of h. Its backward pass adds Σ (h·∂L/∂h)² to the gradient of a second input, which sums them up."""
+
+    @staticmethod
+    def forward(ctx: Any, h_RF: Tensor, sum_F: Tensor) -> Tensor:
+        ctx.save_for_backward(h_RF)
+        return h_RF.view_as(h_RF)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (h_RF,) = ctx.saved_tensors
+        (gradient_RF,) = gradients
+        return gradient_RF, (h_RF.float() * gradient_RF.float()).double().square().sum(0)
+
+
+class _SquaredGradient(torch.autograd.Function):
+    """The identity of y. Its backward pass adds Σ (∂L/∂y)² to the gradient of a second input."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TD: Tensor, sum_D: Tensor) -> Tensor:
+        return y_TD.view_as(y_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient_TD,) = gradients
+        return gradient_TD, gradient_TD.double().square().sum(0)
+
+
+class _Observer:
+    """Sums up the squares of one block."""
+
+    def __init__(self, units: list[Tensor], output_D: Tensor) -> None:
+        self._units, self._output_D = units, output_D
+
+    def units(self, expert: int, h_RF: Tensor) -> Tensor:
+        """Return h, whose backward pass is observed."""
+        observed: Tensor = _SquaredUse.apply(h_RF, self._units[expert])
+        return observed
+
+    def output(self, y_TD: Tensor) -> Tensor:
+        """Return y, whose backward pass is observed."""
+        observed: Tensor = _SquaredGradient.apply(y_TD, self._output_D)
+        return observed
+
+
+def unit_gradients(
+    decoder: AnyDecoder,
+    tokens_SL: Tensor,
+    seed: int = 0,
+    *,
+    state_path: Path | None = None,
+    budget: MemoryBudget = UNLIMITED,
+    progress: Callable[[Iterable[slice]], Iterable[slice]] = iter,
+) -> UnitGradients:
+    """Return the sums over the text. state_path: where they are saved, so that an interrupted pass continues from there."""
+    config, device = decoder.config, decoder.device
+    widths = list(expert_widths(config).values())
+    shapes = {f"units.{number}.{expert}": width for number, own in enumerate(widths) for expert, width in enumerate(own)}
+    shapes |= {f"output.{number}": config.hidden_size for number in range(len(widths))}
+    sums = Sums({name: torch.zeros(size, dtype=torch.float64) for name, size in shapes.items()}, seed, device)
+
+    def add(tokens_BL: Tensor, directory: Path | None) -> None:
+        leaves = {name: zero.clone().to(device).requires_grad_() for name, zero in sums.tensors.items()}
+        observers = [
+            _Observer([leaves[f"units.{number}.{expert}"] for expert in range(len(own))], leaves[f"output.{number}"])
+            for number, own in enumerate(widths)
+        ]
+        backward(
+            decoder,
+            tokens_BL,
+            gated(decoder, len(tokens_BL))[0],
+            sampled_loss(decoder, tokens_BL, sums.generator),
+            trained=leaves,
+            observe=observers.__getitem__,
+            generator=sums.generator,
+            directory=directory,
+            budget=budget,
+        )
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                sums.tensors[name] += leaf.grad.cpu()
+
+    pass_over_text(
+        decoder, tokens_SL, sums, add, own_samples=True, state_path=state_path, budget=budget, progress=progress
+    )
+    units = {
+        layer: [sums.tensors[f"units.{number}.{expert}"] for expert in range(len(widths[number]))]
+        for number, layer in enumerate(config.moe_layers)
+    }
+    return UnitGradients(units, {layer: sums.tensors[f"output.{number}"] for number, layer in enumerate(config.moe_layers)})
+
+
+def gradients_of(run: MethodRun) -> UnitGradients:
+    """Return the sums of a run, which are computed once for all runs on this model and text."""
+
+    def compute() -> dict[str, Any]:
+        found = unit_gradients(
+            loaded_decoder(run),
+            run.prepared.tokens_SL,
+            run.options.diep.seed,
+            state_path=run.work.shared / "unit-gradients.safetensors",
+            budget=run.memory_budget,
+            progress=run.bar("gradients of hidden units (batches)"),
+        )
+        units = {str(layer): [own.tolist() for own in experts] for layer, experts in found.units.items()}
+        return {"units": units, "output": {str(layer): own.tolist() for layer, own in found.output.items()}}
+
+    values = run.work.once("unit_gradients", compute, shared=True)
+
+    def tensor(row: list[float]) -> Tensor:
+        return torch.tensor(row, dtype=torch.float64)
+
+    units = {int(layer): [tensor(own) for own in experts] for layer, experts in values["units"].items()}
+    return UnitGradients(units, {int(layer): tensor(own) for layer, own in values["output"].items()})
+
+
+def fisher_scores(run: MethodRun) -> UnitScores:
+    """Return the score of each unit, [F] float64 for each expert, by decoder layer index."""
+    return gradients_of(run).units
+
+
+UNIT_FISHER = unit_criterion(fisher_scores, gradients=True)

@@ -1,0 +1,94 @@
+"""The refit of a run: least squares for the down projections of all experts of a plan that lost hidden units.
+
+Layer by layer, the moments of hidden units (calibrate/unit_statistics.py) and the solutions (methods/refit.py) are in memory;
+the new projections are written into the work directory, from which `apply` reads them memory-mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from calibrate.unit_statistics import unit_moments
+from compress.methods.inputs import MethodRun
+from compress.methods.refit import Narrowed, refit_layer
+from compress.methods.unit_criterion import down_projection, unit_directory
+from compress.plans.plan import Plan
+from compress.report.figures import RefitFigures
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.families.experts import DOWN
+from engine.families.tensor_names import expert_tensor
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.state_file import check_digest, write_state
+from engine.passes import heap, processes
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """The refitted projections of a plan's result."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By name, memory-mapped, in the dtype of the weights."""
+    figures: RefitFigures | None = None
+
+
+def refitted(run: MethodRun, plan: Plan) -> Refitted:
+    """Return the refit of a run; nothing where it was not requested, or no expert lost units."""
+    narrowed = narrowed_experts(plan)
+    if not run.options.refit.refit or not narrowed:
+        return Refitted()
+    checkpoint, directory = run.prepared.checkpoint, run.work.path / "refit"
+    moments = unit_directory(run, moments=True)
+    ridges, without, errors, tensors = [], [], [], {}
+    for layer in run.bar("refitting (layers)")(sorted(narrowed)):
+        path = directory / f"layer-{layer}.safetensors"
+        found = run.work.once(
+            f"refit-{layer}", lambda layer=layer, path=path: _refit(run, moments, layer, narrowed[layer], path)
+        )
+        ridges.append(found["ridge"])
+        without.append(found["error_without"])
+        errors.append(found["error"])
+        with SafetensorsFile(path) as file:
+            check_digest(file)
+            tensors |= {name: file.tensor(name) for name in file.entries}
+        heap.give_back()
+    figures: RefitFigures = {"ridge_per_layer": ridges, "error_without_per_layer": without, "error_per_layer": errors}
+    return Refitted(tensors, figures)
+
+
+def narrowed_experts(plan: Plan) -> dict[int, dict[int, tuple[int, tuple[int, ...]]]]:
+    """Return (source expert, units that stay) of each expert of the result that lost units, by layer and number."""
+    found: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}
+    for layer, experts in plan.layers.items():
+        for index, expert in enumerate(experts):
+            units, source = expert.parts[0].units, expert.parts[0].sources[0].expert
+            if expert.is_kept and units is not None and isinstance(source, int):
+                found.setdefault(layer, {})[index] = source, units
+    return found
+
+
+def _refit(
+    run: MethodRun, moments: Path, layer: int, experts: dict[int, tuple[int, tuple[int, ...]]], path: Path
+) -> dict[str, float]:
+    """Refit one layer and write its projections; return the ridge and the errors."""
+    if not processes.is_first():
+        return {}
+    checkpoint = run.prepared.checkpoint
+    found = refit_layer(
+        lambda: _experts(checkpoint, moments, layer, experts), run.options.refit.ridge, checkpoint.model_dtype
+    )
+    names = (expert_tensor(checkpoint.config.architecture, layer, index, DOWN) for index in experts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_state(path, dict(zip(names, found.downs, strict=True)), {}, "the refit")
+    checkpoint.release()
+    return {"ridge": found.ridge, "error_without": found.error_without, "error": found.error}
+
+
+def _experts(
+    checkpoint: Checkpoint, moments: Path, layer: int, experts: dict[int, tuple[int, tuple[int, ...]]]
+) -> Iterator[Narrowed]:
+    for source, units in experts.values():
+        yield Narrowed(unit_moments(moments, layer, source), down_projection(checkpoint, layer, source), units)
