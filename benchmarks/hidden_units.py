@@ -160,7 +160,9 @@ def table(figures: dict[str, Any]) -> str:
         rows.append([f"{method}, {name}, {', '.join(rest)}", *shown])
     whole = ((model, losses_of(figures, model, FULL, FULL)) for model in models)
     full = ", ".join(f"{model} {own.perplexity:.2f}" for model, own in whole if own is not None)
-    seeds = f"Perplexity over that of the full model ({full}), with intervals of 95 % over documents; {figures['seeds']} seeds."
+    seeds = (
+        f"Perplexity over that of the full model ({full}), with intervals of 95 % over documents; {figures['seeds']} seeds."
+    )
     return f"{seeds}\n\n{markdown(header, rows)}"
 
 
@@ -206,10 +208,7 @@ def main() -> None:
         train_second_model()
     asked = [(model, FULL, 0) for model in models]
     asked += [
-        (model, method, seed)
-        for seed in range(options.seeds)
-        for model in models
-        for method in options.methods.split(",")
+        (model, method, seed) for seed in range(options.seeds) for model in models for method in options.methods.split(",")
     ]
     known = {(run["model"], run["method"], run["seed"]): run for run in remembered(DONE)}
     with ThreadPoolExecutor(options.jobs) as pool:

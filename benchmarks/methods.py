@@ -92,7 +92,7 @@ def prunings(model: str, method: str, seed: int, wanted: Sequence[Cell]) -> Iter
 
 
 def begun(every: Sequence[Any]) -> Iterator[Any]:
-    """Yield the Run of each of these PruneOptions of one model, method and text, in directories that are removed at the end."""
+    """Yield the Run of each of these PruneOptions of one model, method and text; directories are removed at the end."""
     from compress.prune import checked_budget, prepare_pruning
     from compress.run.job import Run
     from compress.run.work_directory import WorkDirectory

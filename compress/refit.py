@@ -1,4 +1,4 @@
-"""The refit of a run: least squares for the down projections of all experts of a plan that lost hidden units.
+"""The refit of a run: least squares for the down projections of all experts that lost hidden units.
 
 Layer by layer, the moments of hidden units (calibrate/unit_statistics.py) and the solutions (methods/refit.py) are in memory;
 the new projections are written into the work directory, from which `apply` reads them memory-mapped.
@@ -40,7 +40,7 @@ def refitted(run: MethodRun, plan: Plan) -> Refitted:
     narrowed = narrowed_experts(plan)
     if not run.options.refit.refit or not narrowed:
         return Refitted()
-    checkpoint, directory = run.prepared.checkpoint, run.work.path / "refit"
+    directory = run.work.path / "refit"
     moments = unit_directory(run, moments=True)
     ridges, without, errors, tensors = [], [], [], {}
     for layer in run.bar("refitting (layers)")(sorted(narrowed)):

@@ -19,7 +19,6 @@ from compress.report.columns import text_table
 from engine.errors import OptionError
 from engine.options import names, option
 
-
 UNIT_OPTIONS = names(RefitOptions) | {"unit_multiple"}
 """Options that only methods for hidden units use."""
 

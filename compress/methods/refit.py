@@ -5,7 +5,7 @@ With H = Σ w²·h·hᵀ over the tokens of an expert, D its down projection and
     D′ = argmin Σ_t w_t²·‖D·h_t − D′·h_{t,K}‖² + ρ̄·‖D′ − D_K‖²,    ρ̄ = ρ·mean(diag H)
     D′ᵀ = (H_KK + ρ̄·I)⁻¹ (H_{K,:}·Dᵀ + ρ̄·D_Kᵀ)
 
-For experts that are wider than their Gram matrix would allow, H = AᵀA with n sampled rows A [n, F]. The same solution is then
+For experts too wide for a Gram matrix, H = AᵀA with n sampled rows A [n, F]. The same solution is then
 
     D′ = D_K + E·(A_K·A_Kᵀ + ρ̄·I)⁻¹·A_K,    E = D_M·A_Mᵀ
 
@@ -103,9 +103,7 @@ def refit_layer(
         for each in errors:
             errors[each] += _held_error(own, each)
     chosen = min(errors, key=lambda each: errors[each])
-    downs = [
-        refitted(_both(own.moments), own.moments.is_gram, own.down_DF, own.kept, chosen).to(dtype) for own in experts()
-    ]
+    downs = [refitted(_both(own.moments), own.moments.is_gram, own.down_DF, own.kept, chosen).to(dtype) for own in experts()]
     return Fitted(downs, chosen, without / whole if whole else 0.0, errors[chosen] / whole if whole else 0.0)
 
 

@@ -115,9 +115,7 @@ def unit_gradients(
             if leaf.grad is not None:
                 sums.tensors[name] += leaf.grad.cpu()
 
-    pass_over_text(
-        decoder, tokens_SL, sums, add, own_samples=True, state_path=state_path, budget=budget, progress=progress
-    )
+    pass_over_text(decoder, tokens_SL, sums, add, own_samples=True, state_path=state_path, budget=budget, progress=progress)
     units = {
         layer: [sums.tensors[f"units.{number}.{expert}"] for expert in range(len(widths[number]))]
         for number, layer in enumerate(config.moe_layers)

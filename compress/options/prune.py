@@ -174,7 +174,7 @@ class PruneOptions(JobOptions):
         group=REMOVE,
         choices=methods_of("prune"),
         several="commas",
-        unset=f"{DEFAULT_METHOD}; {DEFAULT_METHODS['unit']} where an option of hidden units is given, diep where one of its own",
+        unset=f"{DEFAULT_METHOD}; {DEFAULT_METHODS['unit']} with an option of hidden units, diep with one of its own",
         help="Criterion. Several make a sweep.",
     )
     merge: str = option(

@@ -62,7 +62,6 @@ class PlannedExpert:
             return False
         return source.permutation is None and source.coefficient == 1.0 and self.router == (Source(source.expert),)
 
-
     @property
     def is_kept(self) -> bool:
         """Whether this is one source expert with its own router row, whole or with some of its hidden units."""

@@ -1,8 +1,9 @@
 """Budgets, and the selection of the experts that stay, from scores: global ranking (DiEP §4.2), per layer, or uniform.
 
 `--uniform` is scope "uniform": every layer keeps the same number of experts, so that the result is a plain checkpoint
-of its family; for hidden units (unit_selection.py) it is the same width. That number is the budget applied to a layer of average size. Scope "global" (DiEP) ranks the experts of
-all layers together, and scope "layer" removes the same share of each layer.
+of its family. That number is the budget applied to a layer of average size. Scope "global" (DiEP) ranks the experts of
+all layers together, and scope "layer" removes the same share of each layer. The scopes of hidden units are in
+unit_selection.py.
 """
 
 from __future__ import annotations

@@ -112,7 +112,9 @@ def draw(directory: Path, models: Sequence[Pictured]) -> list[Picture]:
         about = "Routed experts that each layer has."
         pictures.append(save(directory, "experts_per_layer", figure, "Experts per layer", about))
     if narrowed := [model for model in models if model.units and model.kept]:
-        figure = plots.kept_units([plots.ExpertShares(model.label, model.units or {}, model.kept or {}) for model in narrowed])
+        figure = plots.kept_units(
+            [plots.ExpertShares(model.label, model.units or {}, model.kept or {}) for model in narrowed]
+        )
         about = "Share of its hidden units that each expert kept, per layer; experts carry the numbers that they had before."
         pictures.append(save(directory, "kept_units", figure, "Hidden units that stayed", about))
     if used := [model for model in models if model.tokens_routed]:

@@ -100,7 +100,7 @@ class DecodeStep:
             self._first, self._routings = first, []
             self._is_served = self.serves(kernels)
             self._tables = _tables(kernels, self._layers) if self._is_served else None
-        if self._tables is None or any(block.expert_observer is not None for block in self._blocks):
+        if self._tables is None or any(block.is_observed for block in self._blocks):
             return False
         if len(routings) != len(self._routings) or any(a is not b for a, b in zip(routings, self._routings, strict=True)):
             self._routings = routings

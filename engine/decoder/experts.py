@@ -47,7 +47,6 @@ class UnitObserver(Protocol):
         """Take the routed output, and return it."""
 
 
-
 SPARSE_MAX_TOKENS = 4
 """Maximum number of tokens for the sparse path, if no gradient is needed; with more tokens, experts are often shared."""
 
@@ -235,6 +234,11 @@ class MoeBlock(nn.Module):
         self._compiled = CompiledExperts()
 
     @property
+    def is_observed(self) -> bool:
+        """Whether something sees what the experts compute, which compiled kernels do not show."""
+        return self.expert_observer is not None or self.unit_observer is not None
+
+    @property
     def hidden_size(self) -> int:
         """Hidden size D."""
         return (self.router_ND if self.gate_hidden_HD is None else self.gate_hidden_HD).shape[1]
@@ -276,7 +280,7 @@ class MoeBlock(nn.Module):
         if self.unit_observer is not None:
             units = self.unit_observer.units
             return self.unit_observer.output(grouped(x_TD, selection, self.experts, None, scales_TS, choice, units))
-        may_compile = choice.may_compile and self.expert_observer is None and selection.experts.is_cpu
+        may_compile = choice.may_compile and not self.is_observed and selection.experts.is_cpu
         compiled = self._compiled if may_compile else None
         if compiled is not None and (y_TD := compiled(x_TD, self.experts, selection, scales_TS, choice)) is not None:
             return y_TD

@@ -54,7 +54,6 @@ class MoeConfig:
     noise_epsilon: float | None = None
     """Minimum deviation of noisy top-k; None if the router has no noise."""
 
-
     @property
     def widths(self) -> tuple[int, ...]:
         """Width of each expert, N of them."""

@@ -100,16 +100,19 @@ def backward(
 ) -> float:
     """Add the gradient of Σ loss over batches of sequences to .grad of the `trained` tensors; return the loss.
 
-    `trained` are leaves of the Routings from `route`, or of the observers from `observe`. For a LayerwiseDecoder they must not have gradients yet. A pass
-    resumes from the content that `directory` holds of the same pass; the caller removes it. `generator` is the random
-    generator of `loss`.
+    `trained` are leaves of the Routings from `route`, or of the observers from `observe`. For a LayerwiseDecoder they must
+    not have gradients yet. A pass resumes from the content that `directory` holds of the same pass; the caller removes it.
+    `generator` is the random generator of `loss`.
     """
     if isinstance(model, LayerwiseDecoder):
         return _Pass(model, tokens_SL, (route, observe), loss, trained, generator, directory, budget).run()
     total = 0.0
     for rows in budget.batches(*tokens_SL.shape):
         routings = [route(number, block.routing, rows) for number, block in enumerate(model.moe_blocks)]
-        with routed_by(model, routings), _observed(model.moe_blocks, observe):  # checkpointed layers run again in the backward pass
+        with (
+            routed_by(model, routings),
+            _observed(model.moe_blocks, observe),
+        ):  # checkpointed layers run again in the backward pass
             value = loss(model.hidden_states(tokens_SL[rows].to(model.device)), model, rows)
             value.backward()
         total += float(value.detach())

@@ -38,7 +38,10 @@ def test_uniform_scope_keeps_the_same_width_in_every_expert() -> None:
 
 
 def test_whole_experts_leave_only_where_that_is_allowed() -> None:
-    low = {0: [torch.tensor([0.1, 0.2]), torch.tensor([0.5, 0.9])], 1: [torch.tensor([0.01, 0.02]), torch.tensor([0.6, 0.7])]}
+    low = {
+        0: [torch.tensor([0.1, 0.2]), torch.tensor([0.5, 0.9])],
+        1: [torch.tensor([0.01, 0.02]), torch.tensor([0.6, 0.7])],
+    }
     assert select_units(low, 0.5, "global", 1) == {0: [[1], [1]], 1: [[1], [1]]}
     assert select_units(low, 0.5, "global", 1, min_experts=1) == {0: [[], [0, 1]], 1: [[], [0, 1]]}
     assert select_units(low, 0.5, "global", 1, min_experts=2) == select_units(low, 0.5, "global", 1)
