@@ -1,7 +1,7 @@
 """The refit of a run: least squares for the down projections of all experts that lost hidden units.
 
-Layer by layer, the moments of hidden units (calibrate/unit_statistics.py) and the solutions (methods/refit.py) are in memory;
-the new projections are written into the work directory, from which `apply` reads them memory-mapped.
+The moments of hidden units (calibrate/unit_statistics.py) are read one expert at a time, and solved layer by layer
+(methods/refit.py). The new projections are written into the work directory, from which `apply` reads them memory-mapped.
 """
 
 from __future__ import annotations

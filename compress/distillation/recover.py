@@ -50,7 +50,9 @@ def recover(
 ) -> dict[str, Tensor]:
     """Train the result of `plan`; return the trained tensors by name, float32, for `apply(…, replaced=…)`.
 
-    `made`: tensors of the result that take the place of the plan's. `state_path`: where the state is saved during training; `resume` continues from it to the same result.
+    `made`: tensors of the result that take the place of the plan's.
+
+    `state_path`: where the state is saved during training; `resume` continues from it to the same result.
     """
     teacher = Decoder(checkpoint.config, checkpoint.weights(dtype, device))
     with full_hidden_states(teacher, tokens_SL) as full:
