@@ -159,12 +159,12 @@ def options_of(model: str, method: str, cell: Cell, seed: int, output: Path) -> 
 
 
 def held_out_text(checkpoint: Any) -> torch.Tensor:
-    """Return the held-out text [64, 256], the same for all."""
-    from calibrate.text import token_batches
+    """Return windows [256, 256] of the half of the held-out documents on which nothing was chosen, the same for all."""
+    from calibrate.windows import text_windows
     from engine.checkpoint.tokenizer import load_tokenizer
 
-    text = {"samples": 64, "sequence_length": 256, "seed": 0, "split": "held-out"}
-    return token_batches("stdlib", load_tokenizer(checkpoint), **text)
+    text = {"samples": 256, "sequence_length": 256, "seed": 0, "split": "report"}
+    return text_windows("stdlib", load_tokenizer(checkpoint), **text).tokens_SL
 
 
 def full_perplexity(model: str) -> float:

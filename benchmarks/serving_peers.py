@@ -114,11 +114,16 @@ async def send(url: str, model: str, prompts: list[str], concurrency: int) -> tu
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return tokens per second of each server, and how many times as fast ours is with the most requests at once."""
+    """Return tokens per second of each server, and how many times as fast ours is with the most requests at once.
+
+    The first row of a peer is the fastest with the most requests at once: the fairest comparison.
+    """
     rates, counts = figures["rates"], list(next(iter(figures["rates"].values())))
     most = counts[-1]
     rows = []
-    for name, own in rates.items():
+    fastest = sorted(rates, key=lambda name: statistics.median(rates[name][most]), reverse=True)
+    for name in sorted(fastest, key=lambda name: name != OURS):
+        own = rates[name]
         ratio = statistics.median(rates[OURS][most]) / statistics.median(own[most])
         pairs = [a / b for a, b in zip(rates[OURS][most], own[most], strict=True)]
         faster = "" if name == OURS else f"{ratio:.1f}× ({min(pairs):.1f} to {max(pairs):.1f})"

@@ -52,7 +52,7 @@ def evaluated(model: str, *options: str) -> dict[str, Any]:
 def measure(model: str, rule: str, threshold: float, task: Path, samples: int, limit: int | None) -> dict[str, Any]:
     """Return the figures of one row."""
     skipping = ["--skip-threshold", str(threshold), "--skip-rule", rule]
-    text = evaluated(model, *skipping, "--split", "report", "--samples", str(samples))
+    text = evaluated(model, *skipping, "--data", "stdlib", "--split", "report", "--samples", str(samples))
     of_task = evaluated(model, *skipping, "--tasks", str(task), *(["--limit", str(limit)] if limit else []))
     (scores,) = of_task["value"].values()
     return {
