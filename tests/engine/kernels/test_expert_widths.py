@@ -240,8 +240,8 @@ def test_blocks_of_units_by_hand() -> None:
     from engine.kernels.expert_panels import unit_blocks
 
     widths_N = np.array([64, 128, 96, 4])
-    made_B2 = unit_blocks.py_func(np.array([0, 1, 3]), widths_N, 32)
-    assert made_B2.tolist() == [[0, 0], [1, 0], [1, 32], [3, 0], [0, 32], [1, 64], [1, 96]]
+    made_K2 = unit_blocks.py_func(np.array([0, 1, 3]), widths_N, 32)
+    assert made_K2.tolist() == [[0, 0], [1, 0], [1, 32], [3, 0], [0, 32], [1, 64], [1, 96]]
     equal = unit_blocks.py_func(np.array([0, 2]), np.full(3, 80), 32)
     assert equal.tolist() == [[0, 0], [2, 0], [0, 32], [2, 32], [0, 64], [2, 64]]
 
