@@ -22,5 +22,6 @@ model of 8-bit weights compiles no kernel for 4-bit weights.
 
 Shape suffixes: T tokens, O output features, I input features, S slots (chosen experts), N experts, D hidden, F expert
 width, M matrices or pairs of token and slot, B sequences, G key-value heads, H query heads, R query heads of one group,
-P positions or panels, E head dimension, W matrix rows of a block, Z places of panels, C pairs of inputs.
+P positions or panels, E head dimension, W matrix rows of a block, Z places of panels, C pairs of inputs, U experts that some
+token chose, K blocks of hidden units.
 """

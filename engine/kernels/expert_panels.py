@@ -63,7 +63,7 @@ def _place_members(job: Any, next_N: Any, tokens_Z: Any, weights_Z: Any, scales_
 
 @helper
 def unit_blocks(used_U: Any, widths_N: Any, size: Any) -> Any:
-    """Return the expert and the first unit of each block of up to `size` units of the used experts, [blocks, 2].
+    """Return the expert and the first unit of each block of up to `size` units of the used experts, [K, 2].
 
     Experts have unequal numbers of tokens. The blocks of each expert are spread evenly over the result, which gives equal
     amounts of work to threads that take runs of consecutive blocks. If all experts have one width, the first block of each
@@ -73,15 +73,15 @@ def unit_blocks(used_U: Any, widths_N: Any, size: Any) -> Any:
     for expert in used_U:
         blocks = (widths_N[expert] + size - 1) // size
         most, total = max(most, blocks), total + blocks
-    blocks_B2, number = np.empty((total, 2), np.int64), 0
+    blocks_K2, number = np.empty((total, 2), np.int64), 0
     for turn in range(most):
         for expert in used_U:
             blocks = (widths_N[expert] + size - 1) // size
             block = (turn * blocks + most // 2) // most
             if block < ((turn + 1) * blocks + most // 2) // most:
-                blocks_B2[number, 0], blocks_B2[number, 1] = expert, block * size
+                blocks_K2[number, 0], blocks_K2[number, 1] = expert, block * size
                 number += 1
-    return blocks_B2
+    return blocks_K2
 
 
 @helper
@@ -128,9 +128,9 @@ def panel_swiglu(address: Any) -> None:
     job.prepared, job.prepared_middle, job.middle_begins = address_of(x), address_of(middle), address_of(middle_begins_P)
     call(table.parallel_for, (table.pack_experts_block, address, vectors_P.shape[0]))
     job.block_rows = panel_rows(widest, job.threads)
-    blocks_B2 = unit_blocks(used_N[:used], widths_N, job.block_rows)
-    job.unit_blocks = address_of(blocks_B2)
-    call(table.parallel_for, (table.unit_panels_block, address, blocks_B2.shape[0]))
+    blocks_K2 = unit_blocks(used_N[:used], widths_N, job.block_rows)
+    job.unit_blocks = address_of(blocks_K2)
+    call(table.parallel_for, (table.unit_panels_block, address, blocks_K2.shape[0]))
     job.block_rows = min(_DOWN_ROWS, panel_rows(job.hidden, job.threads))
     blocks = (job.hidden + job.block_rows - 1) // job.block_rows
     call(table.parallel_for, (table.down_panels_block, address, blocks))
@@ -144,7 +144,7 @@ def panel_swiglu(address: Any) -> None:
     keep(x)
     keep(middle)
     keep(middle_begins_P)
-    keep(blocks_B2)
+    keep(blocks_K2)
 
 
 @kernel(BLOCK)

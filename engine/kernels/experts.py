@@ -58,7 +58,7 @@ EXPERTS = np.dtype(
         ("members", np.int64),
         ("block_rows", np.int64),
         # For many tokens, whose members lie in panels (expert_panels.py):
-        ("unit_blocks", np.int64),  # [blocks, 2] expert and first unit of each block of units
+        ("unit_blocks", np.int64),  # [K, 2] expert and first unit of each block of units
         ("panels", np.int64),
         ("panel_begins", np.int64),
         ("panel_vectors", np.int64),

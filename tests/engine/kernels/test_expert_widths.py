@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import CFUNCTYPE, c_int64, c_void_p, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,6 +127,54 @@ def test_widths_of_a_few_units_share_blocks_of_rows() -> None:
     check(some_experts(64, (1, 2, 3, 5, 1, 90, 1, 1)), 40, PLAIN)
 
 
+@contextmanager
+def replaced(address_1: Any, function: Any) -> Iterator[None]:
+    """Put a function's address into a table of kernels for a while."""
+    before = address_1.copy()
+    address_1[:] = cast(function, c_void_p).value
+    try:
+        yield
+    finally:
+        address_1[:] = before
+
+
+@needs_numba
+def test_every_weight_of_the_chosen_experts_is_read_once_in_equal_blocks() -> None:
+    """Python functions stand in for the loop over blocks and for the product, and write down what they are given."""
+    from engine.kernels.compiling import TABLE
+    from engine.kernels.forms import _record
+
+    form, blocks, read = _record(kernels.PLAIN), [], []
+    multiply = CFUNCTYPE(None, *[c_int64] * 9)(int(form["multiply"][0]))
+
+    def loop(block: int, job: int, count: int) -> None:
+        for index in range(count):
+            blocks.append((block, index))
+            CFUNCTYPE(None, c_int64, c_int64)(block)(job, index)
+
+    def product(*given: int) -> None:
+        read.append((blocks[-1], given[0], given[3], given[4]))
+        multiply(*given)
+
+    experts, x_TD = some_experts(40, ODD), torch.randn(2, 40).bfloat16()
+    chosen = Selection(torch.tensor([[5, 0, 2], [2, 3, NO_EXPERT]]), torch.rand(2, 3))
+    compiled = CompiledExperts()
+    with torch.no_grad():
+        expected_TD = compiled(x_TD, experts, chosen, choice=DECODING)
+        of_blocks, of_products = CFUNCTYPE(None, *[c_int64] * 3)(loop), CFUNCTYPE(None, *[c_int64] * 9)(product)
+        with replaced(TABLE["serial_for"], of_blocks), replaced(form["multiply"], of_products):
+            made_TD = compiled(x_TD, experts, chosen, choice=DECODING)
+    assert expected_TD is not None and made_TD is not None and torch.equal(made_TD, expected_TD)
+    every = [weight for index in (0, 2, 3, 5) for weight in experts[index].projections]
+    places = sorted(place for _, first, rows, inputs in read for place in range(first, first + 2 * rows * inputs, 2))
+    assert places == sorted(weight.data_ptr() + 2 * index for weight in every for index in range(weight.shape.numel()))
+    rows: Counter[tuple[int, int]] = Counter()
+    for block, _, count, inputs in read:
+        rows[block] += count if inputs == 40 else 0
+    units = [count // 2 for count in rows.values() if count]
+    assert units[:-1] == [32] * (len(units) - 1) and 0 < units[-1] <= 32 and sum(units) == sum(ODD[i] for i in (0, 2, 3, 5))
+
+
 @needs_pairs
 @pytest.mark.parametrize("form", [(16, 1), *LOW_BIT])
 @pytest.mark.parametrize("kind", [PLAIN, SCALED, BIASED])
@@ -188,8 +240,8 @@ def test_blocks_of_units_by_hand() -> None:
     from engine.kernels.expert_panels import unit_blocks
 
     widths_N = np.array([64, 128, 96, 4])
-    made_B2 = unit_blocks.py_func(np.array([0, 1, 3]), widths_N, 32)
-    assert made_B2.tolist() == [[0, 0], [1, 0], [1, 32], [3, 0], [0, 32], [1, 64], [1, 96]]
+    made_K2 = unit_blocks.py_func(np.array([0, 1, 3]), widths_N, 32)
+    assert made_K2.tolist() == [[0, 0], [1, 0], [1, 32], [3, 0], [0, 32], [1, 64], [1, 96]]
     equal = unit_blocks.py_func(np.array([0, 2]), np.full(3, 80), 32)
     assert equal.tolist() == [[0, 0], [2, 0], [0, 32], [2, 32], [0, 64], [2, 64]]
 
