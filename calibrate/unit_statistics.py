@@ -248,6 +248,8 @@ class _ExpertSums:
         self.weighted_F = torch.zeros_like(self.square_F)
         self.grams = {part: torch.zeros(width, width, dtype=torch.float64) for part in PARTS if moments and self.is_gram}
         self.samples: dict[str, list[Tensor]] = {part: [] for part in PARTS if moments and not self.is_gram}
+        self._passed = dict.fromkeys(PARTS, 0)
+        """Tokens of each part so far, so that sampled tokens are equally far apart across batches."""
 
     def add(self, h_RF: Tensor, weight_R: Tensor, is_held_R: Tensor, count: int) -> None:
         """Add some tokens. count: number of the expert's tokens in this process, which decides how many are sampled."""
@@ -261,7 +263,9 @@ class _ExpertSums:
                 self.grams[part] += own_RF.T @ own_RF
             elif self.samples:
                 step = max(1, -(-count * processes.count() // SAMPLED_TOKENS))
-                self.samples[part].append(a_RF[is_part_R][::step] * step**0.5)
+                own_RF = a_RF[is_part_R]
+                self.samples[part].append(own_RF[(step // 2 - self._passed[part]) % step :: step] * step**0.5)
+                self._passed[part] += len(own_RF)
 
     def add_up_processes(self) -> None:
         """Combine the sums of all processes."""

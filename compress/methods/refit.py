@@ -23,9 +23,14 @@ import torch
 from torch import Tensor
 
 from calibrate.unit_statistics import Moments
+from engine.errors import DataError
 
 RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
 """Values of ρ that are tried on the held-out part of the calibration text."""
+DEFAULT_RIDGE = 1e-2
+"""ρ where no token of the calibration text is held out."""
+STRONGER = 10.0
+"""Factor of a ridge that does not outweigh the rounding of a float32 Gram matrix."""
 
 
 class Narrowed(NamedTuple):
@@ -62,16 +67,29 @@ def refitted(moments: Tensor, is_gram: bool, down_DF: Tensor, kept: Sequence[int
         return own_DK
     if is_gram:
         rows_KF = moments.double()[kept_K]
-        system_KK = rows_KF[:, kept_K]
-        system_KK.diagonal().add_(absolute)
+        factor_KK, absolute = factored(rows_KF[:, kept_K], absolute)
         right_KD = rows_KF @ wide_DF.T + absolute * own_DK.T
-        return torch.cholesky_solve(right_KD, torch.linalg.cholesky(system_KK)).T.contiguous()
+        return torch.cholesky_solve(right_KD, factor_KK).T.contiguous()
     sample_RF = moments.double()
     sample_RK = sample_RF[:, kept_K]
     missing_DR = wide_DF @ sample_RF.T - own_DK @ sample_RK.T
-    system_RR = sample_RK @ sample_RK.T
-    system_RR.diagonal().add_(absolute)
-    return own_DK + torch.cholesky_solve(missing_DR.T, torch.linalg.cholesky(system_RR)).T @ sample_RK
+    factor_RR, _ = factored(sample_RK @ sample_RK.T, absolute)
+    return own_DK + torch.cholesky_solve(missing_DR.T, factor_RR).T @ sample_RK
+
+
+def factored(moments: Tensor, absolute: float) -> tuple[Tensor, float]:
+    """Return the Cholesky factor of H + ρ̄·I, and ρ̄: a stronger one where rounding made the matrix indefinite.
+
+    Raises DataError where H holds NaN or infinity.
+    """
+    if not bool(moments.isfinite().all()):
+        raise DataError("moments of hidden units hold NaN or infinity; activations overflow, try --dtype float32")
+    identity = torch.eye(len(moments), dtype=moments.dtype)
+    while True:
+        factor, failed = torch.linalg.cholesky_ex(moments + absolute * identity)
+        if not bool(failed):
+            return factor, absolute
+        absolute *= STRONGER
 
 
 def lost(moments: Tensor, is_gram: bool, down_DF: Tensor, kept: Sequence[int], down_DK: Tensor) -> float:
@@ -102,7 +120,8 @@ def refit_layer(
         whole += _energy(own.moments.held, own.moments.is_gram, own.down_DF.double())
         for each in errors:
             errors[each] += _held_error(own, each)
-    chosen = min(errors, key=lambda each: errors[each])
+    chosen = DEFAULT_RIDGE if ridge is None and not whole else min(errors, key=lambda each: errors[each])
+    errors.setdefault(chosen, 0.0)
     downs = [refitted(_both(own.moments), own.moments.is_gram, own.down_DF, own.kept, chosen).to(dtype) for own in experts()]
     return Fitted(downs, chosen, without / whole if whole else 0.0, errors[chosen] / whole if whole else 0.0)
 

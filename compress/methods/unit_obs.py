@@ -22,7 +22,7 @@ from torch import Tensor
 
 from calibrate.unit_statistics import unit_moments
 from compress.methods.inputs import MethodRun
-from compress.methods.refit import mean_square
+from compress.methods.refit import factored, mean_square
 from compress.methods.unit_criterion import UnitScores, down_projection, unit_criterion, unit_directory
 from compress.methods.unit_fisher import gradients_of
 from compress.plans.selection import expert_widths
@@ -42,9 +42,7 @@ def surgeon_scores(gram_FF: Tensor, down_DF: Tensor, weight_D: Tensor, ridge: fl
     scores_F, absolute = torch.zeros(width, dtype=torch.float64), ridge * mean_square(gram_FF, True)
     if absolute == 0.0:
         return scores_F
-    system_FF = gram_FF.double().clone()
-    system_FF.diagonal().add_(absolute)
-    inverse_FF = torch.cholesky_inverse(torch.linalg.cholesky(system_FF))
+    inverse_FF = torch.cholesky_inverse(factored(gram_FF.double(), absolute)[0])
     own_DF, left_F, block, lowest = down_DF.double().clone(), torch.arange(width), -(-width // steps), 0.0
     while len(left_F):
         cost_F = 0.5 * (weight_D[:, None] * own_DF.square()).sum(0) / inverse_FF.diagonal()

@@ -19,11 +19,13 @@ import compress.methods.gate_gradients
 import engine.passes.layerwise
 from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics
+from calibrate.unit_statistics import collect_units, unit_moments, unit_sums
 from compress.methods.diep import search
 from compress.methods.gate_fisher import fisher_scores
 from compress.methods.gate_taylor import taylor_scores
 from compress.methods.naee import SubsetSearch, naee
 from compress.methods.relaxations import RELAXATIONS
+from compress.methods.unit_fisher import unit_gradients
 from compress.options.prune import DiepOptions
 from compress.run.perplexity import perplexity, routed_counts
 from engine.checkpoint.checkpoint import Checkpoint
@@ -70,6 +72,7 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
         )
     layerwise = LayerwiseDecoder(checkpoint, torch.float32)
     scored["layerwise fisher"] = fisher_scores(layerwise, TOKENS, 3, budget=IN_PAIRS)
+    tensors |= hidden_units(checkpoint, decoder, place)
     scored["layerwise"] = search_in_pairs(layerwise, TOKENS, LAYERWISE)
     tensors |= {f"{name}.{layer}": score for name, own in scored.items() for layer, score in own.items()}
     counts: dict[int, list[int]] = {}
@@ -81,6 +84,26 @@ def calibrated(model: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, A
         for text, limit in cases
     ]
     return tensors, json.loads(json.dumps({"perplexity": value, "routed": counts, "subsets": subsets}))
+
+
+def hidden_units(checkpoint: Checkpoint, decoder: Decoder, place: Path) -> dict[str, Tensor]:
+    """Return the statistics of hidden units, on all sequences and on a single one, and their gradients."""
+    found: dict[str, Tensor] = {}
+    for text in (TOKENS, TOKENS[:1]):
+        # All processes read the moments that one of them wrote.
+        directory = Path(processes.told(str(place / f"units-{processes.count()}-{len(text)}")))
+        collect_units(checkpoint, text, directory, moments=True, dtype=torch.float32, budget=IN_PAIRS)
+        for layer, count in checkpoint.config.experts_by_layer.items():
+            sums = unit_sums(directory, layer, checkpoint.config)
+            found[f"unit tokens.{layer}.{len(text)}"] = sums.tokens_routed
+            found[f"unit squares.{layer}.{len(text)}"] = torch.cat([*sums.square_sum, *sums.weighted_square_sum])
+            for expert in range(count):
+                moments = unit_moments(directory, layer, expert)
+                found[f"unit moments.{layer}.{expert}.{len(text)}"] = torch.stack([moments.fit, moments.held])
+    gradients = unit_gradients(decoder, TOKENS, 3, budget=IN_PAIRS)
+    for layer, output in gradients.output.items():
+        found[f"unit gradients.{layer}"] = torch.cat([*gradients.units[layer], output])
+    return found
 
 
 class Interrupted(Exception):

@@ -121,9 +121,18 @@ def test_two_processes_calibrate_and_search_as_one(tmp_path: Path) -> None:
     done = two_processes(str(ROOT / "tests" / "support" / "calibration_in_processes.py"), str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     tensors, values = calibrated(tmp_path / "model", tmp_path)
-    exact = {"tokens", "tokens_routed", "weight_ratio_median", "output_mean", "linear_cka", "rbf_cka", "rbf_cka_before"}
+    exact = {
+        "tokens",
+        "tokens_routed",
+        "unit tokens",
+        "weight_ratio_median",
+        "output_mean",
+        "linear_cka",
+        "rbf_cka",
+        "rbf_cka_before",
+    }
     searched = {*RELAXATIONS, *(f"sharded {name}" for name in RELAXATIONS), "sharded gated of one sequence"}
-    searched |= {"layerwise", "output_sum"}  # in float32
+    searched |= {"layerwise", "output_sum", "unit moments"}  # in float32
     for rank in (0, 1):
         found = load_file(tmp_path / f"process-{rank}" / "tensors.safetensors")
         assert set(found) == set(tensors)
