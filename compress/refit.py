@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -42,20 +43,18 @@ def refitted(run: MethodRun, plan: Plan) -> Refitted:
         return Refitted()
     directory = run.work.path / "refit"
     moments = unit_directory(run, moments=True)
-    ridges, without, errors, tensors = [], [], [], {}
+    figures: RefitFigures = {"ridge_per_layer": [], "error_without_per_layer": [], "error_per_layer": []}
+    tensors: dict[str, Tensor] = {}
     for layer in run.bar("refitting (layers)")(sorted(narrowed)):
         path = directory / f"layer-{layer}.safetensors"
-        found = run.work.once(
-            f"refit-{layer}", lambda layer=layer, path=path: _refit(run, moments, layer, narrowed[layer], path)
-        )
-        ridges.append(found["ridge"])
-        without.append(found["error_without"])
-        errors.append(found["error"])
+        found = run.work.once(f"refit-{layer}", partial(_refit, run, moments, layer, narrowed[layer], path))
+        figures["ridge_per_layer"].append(found["ridge"])
+        figures["error_without_per_layer"].append(found["error_without"])
+        figures["error_per_layer"].append(found["error"])
         with SafetensorsFile(path) as file:
             check_digest(file)
             tensors |= {name: file.tensor(name) for name in file.entries}
         heap.give_back()
-    figures: RefitFigures = {"ridge_per_layer": ridges, "error_without_per_layer": without, "error_per_layer": errors}
     return Refitted(tensors, figures)
 
 
