@@ -27,6 +27,7 @@ class MoeConfig:
     experts: int
     experts_per_token: int
     expert_width: int
+    """Number of hidden units of the widest expert."""
     normalise_top_k: bool
     shared_width: int = 0
     """Width of the shared expert, 0 for none."""
@@ -51,6 +52,13 @@ class MoeConfig:
     """Number of hidden units of the router; 0 if the router is one matrix."""
     noise_epsilon: float | None = None
     """Minimum deviation of noisy top-k; None if the router has no noise."""
+    expert_widths: tuple[int, ...] = ()
+    """Number of hidden units of each expert; empty if all experts have `expert_width`."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Number of hidden units of each expert."""
+        return self.expert_widths or (self.expert_width,) * self.experts
 
 
 @dataclass(frozen=True)
