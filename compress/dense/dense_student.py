@@ -9,12 +9,13 @@ Shape suffixes: T tokens, D hidden, F width of one FFN, K FFNs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from compress.plans.apply import dense_ffns, ffn_tensor, part_tensor, planned_config, side_by_side
-from compress.plans.plan import Part, Plan
+from compress.plans.plan import Plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert
 from engine.decoder.model import Decoder, DecoderLayer
@@ -51,7 +52,7 @@ def ffn_sum(
     assert moe is not None
     ffns = []
     for part in planned.parts:
-        unscaled = Part(part.sources)
+        unscaled = replace(part, scale=1.0)
         tensors = [part_tensor(checkpoint, layer, unscaled, p) for p in expert_parts(checkpoint.config.architecture)]
         ffns.append(Expert(*(tensor.to(device=device, dtype=dtype) for tensor in tensors), swiglu=moe.swiglu))
     return FfnSum(ffns, [part.scale for part in planned.parts], device)

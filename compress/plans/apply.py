@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan
+from compress.plans.plan import SHARED_EXPERT, Part, Plan, PlannedExpert, Source, check_plan, expert_width
 from compress.rounding.quantizer import Quantiser
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint, computed_dtype, in_parts
 from engine.checkpoint.mxfp4 import BLOCKS, METHOD, POWERS
 from engine.checkpoint.pack_quantized import CONFIG_KEY, layout_of, tensors_of
-from engine.checkpoint.stacks import Stored, dense_names, joined, stacked_names, stored_tensors
+from engine.checkpoint.stacks import Stored, dense_names, expert_stacks, joined, stacked_names, stored_tensors
 from engine.decoder.model import Decoder
 from engine.errors import PlanError, UnsupportedError
+from engine.families.architecture import Architecture
 from engine.families.config import DecoderConfig
 from engine.families.experts import DOWN, DOWN_BIAS
 from engine.families.resolve import architecture_of, decoder_config
-from engine.families.results import as_dense, with_experts
+from engine.families.results import as_dense, too_ragged_for_transformers, with_experts
 from engine.families.tensor_names import (
     block_prefix,
     dense_tensor,
@@ -32,7 +33,6 @@ from engine.families.tensor_names import (
     expert_tensor,
     is_router_bias,
     shared_tensor,
-    stacks_on_disk,
 )
 from engine.families.tensor_shapes import expected_tensors, expert_rows
 from engine.files.json_file import write_json
@@ -47,31 +47,43 @@ def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
     """Raise PlanError unless the plan fits this checkpoint, and UnsupportedError where its family cannot store the
     result.
     """
-    moes = {index: checkpoint.config.layers[index].moe for index in checkpoint.config.moe_layers}
-    experts = {index: moe.experts for index, moe in moes.items() if moe is not None}
-    width = next((moe.expert_width for moe in moes.values() if moe is not None), 0)
-    row = checkpoint.config.architecture
-    check_plan(plan, experts, width, any(moe is not None and moe.shared_width for moe in moes.values()))
+    row, layers = checkpoint.config.architecture, enumerate(checkpoint.config.layers)
+    check_plan(plan, {index: layer.moe for index, layer in layers if layer.moe is not None})
     if plan.kind == "dense" and row.not_dense is not None:
         raise UnsupportedError(f"{checkpoint.directory}: a {row.model_type} cannot be made dense: {row.not_dense}")
     for layer, planned in plan.layers.items():
         if plan.kind == "moe" and len(planned) < row.least_experts:
             needed = f"the router of a {row.model_type} takes {row.least_experts}"
             raise PlanError(f"plan, layer {layer}: has {len(planned)} expert, and {needed}")
-    widths = set()
-    for layer, planned in plan.layers.items():
-        for index, expert in enumerate(planned):
-            parts = [{_width(source, layer, checkpoint) for source in part.sources} for part in expert.parts]
-            where = f"plan, layer {layer}, expert {index}"
-            if any(len(part) > 1 for part in parts):
-                raise PlanError(f"{where}: adds up experts that are {sorted(set.union(*parts))} hidden units wide")
-            widths.add(sum(part.pop() for part in parts))
-            if plan.kind == "moe" and widths != {width}:
-                raise PlanError(f"{where}: is {max(widths - {width})} hidden units wide; the model's are {width}")
-    if len(widths) > 1:
+    widths = {width for own in _widths(plan, checkpoint).values() for width in own}
+    if plan.kind == "dense" and len(widths) > 1 and not _selects_units(plan, checkpoint):
         raise PlanError(f"the plan's dense layers are {sorted(widths)} hidden units wide; they must all be equal")
+    _check_units_can_go(plan, checkpoint)
     if checkpoint.schemes_used:
         _check_nothing_is_mixed(plan, checkpoint)
+
+
+def _selects_units(plan: Plan, checkpoint: Checkpoint) -> bool:
+    """Return whether hidden units go by this plan, or went from its source: dense layers are then padded to one width."""
+    sources = {width for layer in checkpoint.config.layers if layer.moe is not None for width in layer.moe.widths}
+    parts = [part for experts in plan.layers.values() for expert in experts for part in expert.parts]
+    return len(sources) > 1 or any(part.units is not None for part in parts)
+
+
+def _check_units_can_go(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError for a selection of hidden units of packed weights.
+
+    The rows of gate and up could go one by one, but the groups of down projections lie along the hidden units.
+    """
+    row = checkpoint.config.architecture
+    for layer, experts in plan.layers.items():
+        for source in (source for expert in experts for part in expert.parts if part.units for source in part.sources):
+            name = _source_name(row, layer, source, DOWN)
+            if checkpoint.is_packed(name):
+                raise UnsupportedError(
+                    f"{checkpoint.directory}: {name} is packed in groups of hidden units, so single units cannot be taken "
+                    "out; prune the unquantized model, then `compress quantize` the result"
+                )
 
 
 def _check_nothing_is_mixed(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -108,10 +120,10 @@ def check_nothing_is_lost(plan: Plan, checkpoint: Checkpoint) -> None:
             )
 
 
-def _width(source: Source, layer: int, checkpoint: Checkpoint) -> int:
-    moe = checkpoint.config.layers[layer].moe
-    assert moe is not None
-    return moe.shared_width if source.expert == SHARED_EXPERT else moe.expert_width
+def _widths(plan: Plan, checkpoint: Checkpoint) -> dict[int, list[int]]:
+    """Return the number of hidden units of each expert of the result, by layer."""
+    moes = {index: checkpoint.config.layers[index].moe for index in plan.layers}
+    return {index: [expert_width(own, moe) for own in plan.layers[index]] for index, moe in moes.items() if moe is not None}
 
 
 def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -123,9 +135,11 @@ def planned_config(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
         return as_dense(raw, _dense_width(plan, checkpoint))
     counts = [len(plan.layers[index]) if index in plan.layers else 0 for index in range(len(checkpoint.config.layers))]
     groups = {layer: _groups(plan, checkpoint, layer) for layer in plan.layers}
-    changed = with_experts(raw, counts, {layer: own for layer, own in groups.items() if own})
+    own_groups = {layer: own for layer, own in groups.items() if own}
+    changed = with_experts(raw, counts, own_groups, _widths(plan, checkpoint))
     changed["architectures"] = [checkpoint.config.architecture.causal_lm_class]
     needs_code = "block_configs" in changed and architecture_of(changed).in_transformers
+    needs_code = needs_code and too_ragged_for_transformers(changed) is None
     return changed | {"auto_map": remote_code.auto_map()} if needs_code else changed
 
 
@@ -142,9 +156,8 @@ def _groups(plan: Plan, checkpoint: Checkpoint, layer: int) -> list[int]:
 
 
 def _dense_width(plan: Plan, checkpoint: Checkpoint) -> int:
-    """Return the common FFN width of a dense sibling. Narrower FFNs are padded with hidden units that are zero."""
-    layer, (expert,) = next(iter(plan.layers.items()))
-    width = sum(_width(part.sources[0], layer, checkpoint) for part in expert.parts)
+    """Return the common FFN width of a dense model. Narrower FFNs are padded with hidden units that are zero."""
+    width = max(width for own in _widths(plan, checkpoint).values() for width in own)
     if checkpoint.config.architecture.dense_sibling is None:
         return width
     return max([width, *(own.dense_width for own in checkpoint.config.layers if own.moe is None)])
@@ -161,7 +174,7 @@ def _fitted(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(tensor.shape) == shape:
         return tensor
     fitted = tensor.new_zeros(shape)
-    fitted[: tensor.shape[0], : tensor.shape[1]] = tensor
+    fitted[tuple(slice(size) for size in tensor.shape)] = tensor
     return fitted
 
 
@@ -190,6 +203,8 @@ def apply(
     schemes = _schemes(config, checkpoint, origins, made, quantiser)
     packed = {} if schemes else _kept_packed(plan, checkpoint, replaced or {})
     raw |= _quantisation(config, checkpoint, quantiser) if schemes or packed else {}
+    if schemes and too_ragged_for_transformers(raw, few_bits=True) is not None:
+        raw.pop("auto_map", None)
     # Low-bit weights are stored one tensor per expert, also in families that stack experts.
     one_by_one = {dense_names(config).get(name, name): Stored(shape) for name, shape in shapes.items()}
     stored = one_by_one if schemes else stored_tensors(config)
@@ -262,7 +277,7 @@ def _kept_packed(plan: Plan, checkpoint: Checkpoint, replaced: Mapping[str, Tens
     found: dict[str, tuple[Tensor, list[int]]] = {}
     for layer, experts in plan.layers.items():
         kept = [int(expert.router[0].expert) for expert in experts]
-        for stack in stacks_on_disk(checkpoint.config.architecture, layer):
+        for stack in expert_stacks(checkpoint.config, layer):
             if replaced.keys() & set(stacked_names(checkpoint.config, layer, stack, 0)):
                 return {}
             parts = {stack.name + part: checkpoint.packed(stack.name + part) for part in (BLOCKS, POWERS)}
@@ -393,24 +408,41 @@ def side_by_side(blocks: Sequence[Tensor], projection: int) -> Tensor:
 
 
 def part_tensor(checkpoint: Checkpoint, layer: int, part: Part, projection: int) -> Tensor:
-    """Return Σ coefficient · permuted source, for the down projection times the part's scale. A plain copy stays mapped."""
+    """Return Σ coefficient · permuted source, for the down projection times the part's scale. A plain copy stays mapped.
+
+    Of the sum, only the part's hidden units are computed; the bias of a down projection has none.
+    """
     scale = part.scale if projection in (DOWN, DOWN_BIAS) else 1.0
-    tensors = [(source, _source_tensor(checkpoint, layer, source, projection)) for source in part.sources]
-    if len(tensors) == 1 and tensors[0][0].coefficient * scale == 1.0 and tensors[0][0].permutation is None:
-        return tensors[0][1]
-    total = torch.zeros(tensors[0][1].shape, dtype=torch.float32)
-    for source, tensor in tensors:
-        if source.permutation is not None and projection != DOWN_BIAS:
-            tensor = tensor.index_select(1 if projection == DOWN else 0, torch.tensor(source.permutation))
-        total += source.coefficient * scale * tensor.float()
+
+    def taken(source: Source) -> Tensor:
+        tensor, units = _source_tensor(checkpoint, layer, source, projection), _units_of(part, source)
+        if units is None or projection == DOWN_BIAS:
+            return tensor
+        return tensor.index_select(1 if projection == DOWN else 0, torch.tensor(units))
+
+    if len(part.sources) == 1 and part.sources[0].coefficient * scale == 1.0:
+        return taken(part.sources[0])
+    total = torch.zeros_like(taken(part.sources[0]), dtype=torch.float32)
+    for source in part.sources:
+        total += source.coefficient * scale * taken(source).float()
     return total
 
 
+def _units_of(part: Part, source: Source) -> tuple[int, ...] | None:
+    """Return the source's hidden units in the order of the part's; None for all in the source's order."""
+    if part.units is None or source.permutation is None:
+        return source.permutation if part.units is None else part.units
+    return tuple(source.permutation[unit] for unit in part.units)
+
+
 def _source_tensor(checkpoint: Checkpoint, layer: int, source: Source, projection: int) -> Tensor:
-    row = checkpoint.config.architecture
+    return checkpoint.tensor(_source_name(checkpoint.config.architecture, layer, source, projection))
+
+
+def _source_name(row: Architecture, layer: int, source: Source, projection: int) -> str:
     if source.expert == SHARED_EXPERT:
-        return checkpoint.tensor(shared_tensor(row, layer, projection))
-    return checkpoint.tensor(expert_tensor(row, layer, int(source.expert), projection))
+        return shared_tensor(row, layer, projection)
+    return expert_tensor(row, layer, int(source.expert), projection)
 
 
 def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...]) -> Tensor:
@@ -425,8 +457,9 @@ def _rows(checkpoint: Checkpoint, name: str, experts: tuple[PlannedExpert, ...])
 
 
 def _rows_of_router(weight: Tensor, experts: tuple[PlannedExpert, ...]) -> Tensor:
-    if all(expert.is_copy for expert in experts):
-        return weight[[int(expert.router[0].expert) for expert in experts]]
+    copied = [expert.copied_row for expert in experts if expert.copied_row is not None]
+    if len(copied) == len(experts):
+        return weight[copied]
     rows = [sum(s.coefficient * weight[int(s.expert)].float() for s in expert.router) for expert in experts]
     return torch.stack([row for row in rows if isinstance(row, Tensor)])
 

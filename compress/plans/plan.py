@@ -1,9 +1,9 @@
 """Plan: how the experts of every MoE layer of the result are made from source experts.
 
 An expert of the result is one or more parts, concatenated along the hidden units (MoE→dense). Each part is a weighted
-sum of source experts, whose hidden units may be permuted first (merging). The expert also has a weighted sum of source
-router rows. Pruning is the one-hot case. In JSON an unchanged expert is its number, so a pruning plan reads `"0": [0,
-3, 5]`, and a permutation is one string of numbers.
+sum of source experts, whose hidden units may be permuted first (merging), or a selection of the sum's hidden units. The
+expert also has a weighted sum of source router rows. Pruning is the one-hot case. In JSON an unchanged expert is its
+number, so a pruning plan reads `"0": [0, 3, 5]`; a permutation or a selection of units is one string of numbers.
 
 A plan is small and readable, and it is part of the artifact's provenance. `apply` (apply.py) executes any plan.
 """
@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from engine.errors import PlanError
+from engine.families.layer_config import MoeConfig
 from engine.files.json_file import shown
 
 SCHEMA_VERSION = 1
@@ -42,7 +44,7 @@ class Part:
     sources: tuple[Source, ...]
     scale: float = 1.0
     units: tuple[int, ...] | None = None
-    """Hidden units of the sum that stay, ascending; None keeps all."""
+    """Hidden units of the sum that stay, in ascending order, numbered after the permutations; None keeps all."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,17 @@ class PlannedExpert:
     @property
     def is_copy(self) -> bool:
         """Whether this is an unchanged source expert with its own router row, as in pruning."""
-        if len(self.parts) != 1 or len(self.parts[0].sources) != 1 or self.parts[0].scale != 1.0:
+        if len(self.parts) != 1 or len(self.parts[0].sources) != 1:
             return False
         source = self.parts[0].sources[0]
-        if self.parts[0].units is not None:
-            return False
-        return source.permutation is None and source.coefficient == 1.0 and self.router == (Source(source.expert),)
+        return self.parts[0] == Part((Source(source.expert),)) and self.router == (Source(source.expert),)
+
+    @property
+    def copied_row(self) -> int | None:
+        """The expert whose router row this expert has unchanged; None for any other sum of rows."""
+        if len(self.router) != 1 or self.router[0].coefficient != 1.0:
+            return None
+        return int(self.router[0].expert)
 
     @property
     def is_kept(self) -> bool:
@@ -89,7 +96,7 @@ def kept_expert(expert: int) -> PlannedExpert:
 
 
 def narrowed_expert(expert: int, units: Sequence[int]) -> PlannedExpert:
-    """Return a source expert with some of its hidden units, with its router row."""
+    """Return a source expert that keeps these hidden units (ascending), with its router row."""
     return PlannedExpert((Part((Source(expert),), units=tuple(units)),), (Source(expert),))
 
 
@@ -114,13 +121,28 @@ def concatenation_plan(selected: Mapping[int, Sequence[tuple[int | str, float]]]
     )
 
 
-def check_plan(plan: Plan, experts: Mapping[int, int], expert_width: int, shared: bool = False) -> None:
-    """Raise PlanError unless the plan fits a model with `experts` routed experts by decoder layer index."""
+def source_width(source: Source, moe: MoeConfig) -> int:
+    """Return the number of hidden units of a source expert of this layer."""
+    return moe.shared_width if source.expert == SHARED_EXPERT else moe.widths[int(source.expert)]
+
+
+def part_width(part: Part, moe: MoeConfig) -> int:
+    """Return the number of hidden units of a part that is made of this layer's experts."""
+    return source_width(part.sources[0], moe) if part.units is None else len(part.units)
+
+
+def expert_width(expert: PlannedExpert, moe: MoeConfig) -> int:
+    """Return the number of hidden units of an expert of the result that is made of this layer's experts."""
+    return sum(part_width(part, moe) for part in expert.parts)
+
+
+def check_plan(plan: Plan, layers: Mapping[int, MoeConfig]) -> None:
+    """Raise PlanError unless the plan fits a model with these MoE layers, by decoder layer index."""
     if plan.kind not in ("moe", "dense"):
         raise PlanError(f"plan kind is {plan.kind!r}; it must be 'moe' or 'dense'")
-    if set(plan.layers) != set(experts):
+    if set(plan.layers) != set(layers):
         raise PlanError(
-            f"the plan is for layers {sorted(plan.layers)} and the model's MoE layers are {sorted(experts)}; "
+            f"the plan is for layers {sorted(plan.layers)} and the model's MoE layers are {sorted(layers)}; "
             "make the plan from this model"
         )
     for layer, planned in plan.layers.items():
@@ -130,34 +152,60 @@ def check_plan(plan: Plan, experts: Mapping[int, int], expert_width: int, shared
         if plan.kind == "dense" and (len(planned) != 1 or planned[0].router):
             raise PlanError(f"{where}: a dense plan has exactly one expert a layer and no router row")
         for index, expert in enumerate(planned):
-            _check_expert(expert, f"{where}, expert {index}", experts[layer], expert_width, plan.kind, shared)
+            _check_expert(expert, f"{where}, expert {index}", layers[layer], plan.kind)
+    widest = max((moe.expert_width for moe in layers.values()), default=0)
+    for layer, planned in plan.layers.items() if plan.kind == "moe" else ():
+        if (width := max(expert_width(expert, layers[layer]) for expert in planned)) > widest:
+            raise PlanError(
+                f"plan, layer {layer}: has an expert that is {width} hidden units wide; the model's are {widest} at most"
+            )
 
 
-def _check_expert(expert: PlannedExpert, where: str, experts: int, width: int, kind: str, shared: bool) -> None:
+def _check_expert(expert: PlannedExpert, where: str, moe: MoeConfig, kind: str) -> None:
     if not expert.parts or any(not part.sources for part in expert.parts):
         raise PlanError(f"{where}: has no source; name at least one expert of the model")
     if kind == "moe" and len(expert.parts) != 1:
-        raise PlanError(f"{where}: routed experts keep the model's width, so only a dense plan concatenates")
+        raise PlanError(f"{where}: routed experts are not wider than the model's, so only a dense plan concatenates")
     if kind == "moe" and not expert.router:
         raise PlanError(f"{where}: keeps no router row, so no token could reach it")
     for source in (*expert.router, *(source for part in expert.parts for source in part.sources)):
-        _check_source(source, where, experts, width, shared)
+        _check_source(source, where, moe)
+    for part in expert.parts:
+        _check_part(part, where, moe)
     if any(source.permutation is not None or source.expert == SHARED_EXPERT for source in expert.router):
         raise PlanError(f"{where}: router rows come from routed experts and have nothing to permute")
     if not all(math.isfinite(part.scale) for part in expert.parts):
         raise PlanError(f"{where}: a scale is not finite")
 
 
-def _check_source(source: Source, where: str, experts: int, width: int, shared: bool) -> None:
+def _check_source(source: Source, where: str, moe: MoeConfig) -> None:
     if source.expert == SHARED_EXPERT:
-        if not shared:
+        if not moe.shared_width:
             raise PlanError(f"{where}: names the shared expert, and this model has none")
-    elif not isinstance(source.expert, int) or not 0 <= source.expert < experts:
-        raise PlanError(f"{where}: names expert {source.expert}; the layer has experts 0 to {experts - 1}")
+    elif not isinstance(source.expert, int) or not 0 <= source.expert < moe.experts:
+        raise PlanError(f"{where}: names expert {source.expert}; the layer has experts 0 to {moe.experts - 1}")
     if not math.isfinite(source.coefficient):
         raise PlanError(f"{where}: the coefficient of expert {source.expert} is not finite")
+    width = source_width(source, moe)
     if source.permutation is not None and sorted(source.permutation) != list(range(width)):
         raise PlanError(f"{where}: the permutation of expert {source.expert} is not one of {width} hidden units")
+
+
+def _check_part(part: Part, where: str, moe: MoeConfig) -> None:
+    widths = sorted({source_width(source, moe) for source in part.sources})
+    if len(widths) > 1:
+        raise PlanError(f"{where}: adds up experts that are {widths} hidden units wide")
+    if part.units is None:
+        return
+    if not part.units:
+        raise PlanError(f"{where}: keeps no hidden unit; leave the expert out of the plan, so that its router row goes too")
+    if (unit := next((unit for unit in part.units if not 0 <= unit < widths[0]), None)) is not None:
+        raise PlanError(f"{where}: keeps hidden unit {unit}; its sources have units 0 to {widths[0] - 1}")
+    for before, unit in pairwise(part.units):
+        if unit == before:
+            raise PlanError(f"{where}: keeps hidden unit {unit} twice; name each unit once")
+        if unit < before:
+            raise PlanError(f"{where}: keeps hidden unit {unit} after {before}; name units in ascending order")
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -175,6 +223,7 @@ def _expert_to_json(expert: PlannedExpert) -> Any:
     parts = [
         {"sources": [_source_to_json(source) for source in part.sources]}
         | ({} if part.scale == 1.0 else {"scale": part.scale})
+        | ({} if part.units is None else {"units": _in_one_line(part.units)})
         for part in expert.parts
     ]
     return {"parts": parts} | ({"router": [_source_to_json(row) for row in expert.router]} if expert.router else {})
@@ -185,9 +234,18 @@ def _source_to_json(source: Source) -> Any:
     if source.coefficient != 1.0:
         values["coefficient"] = source.coefficient
     if source.permutation is not None:
-        # One string: as a list, each of thousands of hidden units would take one line of the indented file.
-        values["permutation"] = " ".join(map(str, source.permutation))
+        values["permutation"] = _in_one_line(source.permutation)
     return values
+
+
+def _in_one_line(units: Sequence[int]) -> str:
+    # One string: as a list, each of thousands of hidden units would take one line of the indented file.
+    return " ".join(map(str, units))
+
+
+def _units(values: Any) -> tuple[int, ...] | None:
+    units = values.split() if isinstance(values, str) else values
+    return None if units is None else tuple(int(unit) for unit in units)
 
 
 def plan_from_json(values: Any) -> Plan:
@@ -212,7 +270,11 @@ def _expert_from_json(values: Any, where: str) -> PlannedExpert:
         return kept_expert(values)
     try:
         parts = tuple(
-            Part(tuple(_source_from_json(source) for source in part["sources"]), float(part.get("scale", 1.0)))
+            Part(
+                tuple(_source_from_json(source) for source in part["sources"]),
+                float(part.get("scale", 1.0)),
+                _units(part.get("units")),
+            )
             for part in values["parts"]
         )
         return PlannedExpert(parts, tuple(_source_from_json(row) for row in values.get("router", ())))
@@ -221,10 +283,7 @@ def _expert_from_json(values: Any, where: str) -> PlannedExpert:
 
 
 def _source_from_json(values: Mapping[str, Any]) -> Source:
-    expert, permutation = values["expert"], values.get("permutation")
+    expert = values["expert"]
     if isinstance(expert, bool) or not isinstance(expert, int | str):
         raise ValueError(f"{expert!r} is no expert")
-    units = permutation.split() if isinstance(permutation, str) else permutation
-    return Source(
-        expert, float(values.get("coefficient", 1.0)), None if units is None else tuple(int(unit) for unit in units)
-    )
+    return Source(expert, float(values.get("coefficient", 1.0)), _units(values.get("permutation")))

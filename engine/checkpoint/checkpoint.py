@@ -127,13 +127,18 @@ class ModelDirectory:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token uses: only the top-k of the routed experts count."""
+        """Number of parameters that one token uses: only the top-k of the routed experts count, with their mean width."""
         total = self.parameters
         for index, layer in enumerate(self.config.layers):
             if layer.moe is not None:
                 idle = layer.moe.experts - layer.moe.experts_per_token
-                total -= idle * sum(math.prod(shape) for shape in expert_shapes(self.config, index))
+                total -= idle * self._expert_parameters(index) // layer.moe.experts
         return total
+
+    def _expert_parameters(self, layer: int) -> int:
+        """Return the number of parameters of all routed experts of a layer."""
+        experts = range(self.config.experts_by_layer[layer])
+        return sum(math.prod(shape) for expert in experts for shape in expert_shapes(self.config, layer, expert))
 
 
 class Checkpoint(ModelDirectory):
@@ -239,6 +244,11 @@ class Checkpoint(ModelDirectory):
         """Return the storage scheme of a low-bit weight; None for any other tensor."""
         view = self._views[name]
         return view.scheme if isinstance(view, QuantizedView) else None
+
+    def is_packed(self, name: str) -> bool:
+        """Return whether a tensor is stored as packed integers or in MXFP4 blocks."""
+        view = self._views[name]
+        return isinstance(view, QuantizedView) or view.is_packed
 
     @cached_property
     def schemes_used(self) -> tuple[Scheme, ...]:

@@ -1,10 +1,10 @@
-"""The modeling file written with a checkpoint whose layers keep different numbers of experts.
+"""The modeling file written with a checkpoint whose layers keep different numbers of experts, or of hidden units.
 
-transformers builds every layer with the one count in `config.json`. The file written here subclasses the family's own
-class and shrinks each layer to its entry in `block_configs`, so the directory loads with `trust_remote_code=True` where
-this package is not installed. This package itself never uses that flag, because the flag would let transformers run any
-other code in the directory. Instead it passes transformers the class compiled from the template in memory. The config
-stays an instance of the family's own class.
+transformers builds every layer with the one count and the one width in `config.json`. The file written here subclasses the
+family's own class and shrinks each layer to its entry in `block_configs`, so the directory loads with
+`trust_remote_code=True` where this package is not installed. This package itself never uses that flag, because the flag
+would let transformers run any other code in the directory. Instead it passes transformers the class compiled from the
+template in memory. The config stays an instance of the family's own class.
 """
 
 import os
@@ -18,7 +18,8 @@ from typing import Any
 from engine.checkpoint.pack_quantized import CONFIG_KEY
 from engine.errors import OptionError
 from engine.families.architecture import Architecture
-from engine.families.results import otherwise_in_transformers
+from engine.families.experts import DOWN
+from engine.families.results import otherwise_in_transformers, too_ragged_for_transformers
 from engine.families.table import ARCHITECTURES
 from engine.files.json_file import load_json, shown
 from engine.files.model_files import code_in, named
@@ -37,21 +38,75 @@ _TEMPLATE = '''\
 # SPDX-License-Identifier: Apache-2.0
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 # Distributed on an "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-"""A pruned mixture-of-experts model whose layers keep different numbers of experts.
+"""A pruned mixture-of-experts model whose layers keep different numbers of experts, or of their hidden units.
 
 `block_configs[i].ffn.moe.num_local_experts` in config.json is the count of layer i; a layer without that entry has
 no experts and is left as it is. `expert_groups` beside it is the group of each expert, where a router has groups.
+`intermediate_size` is the number of hidden units of the layer's experts, and `expert_widths` that of each expert, where
+they differ: experts are stacked in memory, and all but the widest are followed there by hidden units that are zero.
 Load with `AutoModelForCausalLM.from_pretrained(dir, trust_remote_code=True)`.
 """
 
 import functools
+import re
 
 import torch
 from torch import nn
 from transformers import {base}
+from transformers.core_model_loading import MergeModulelist, SplitModulelist
+
+_UNITS = {units}
+"""The dimension of hidden units in each parameter of the experts, and the numbers that a unit has along it."""
 
 
-def _resize(block, count, top_k, groups):
+def _narrow(experts, width):
+    """Keep the first `width` hidden units of each expert: only shapes matter here."""
+    for name, (along, each) in _UNITS.items():
+        tensor = getattr(experts, name, None)
+        if tensor is not None:
+            if each * width > tensor.shape[along]:
+                raise ValueError(f"block_configs asks for {{width}} hidden units, and {{name}} is {{tuple(tensor.shape)}}")
+            kept = tensor.detach().narrow(along, 0, each * width).clone()
+            setattr(experts, name, nn.Parameter(kept, tensor.requires_grad))
+    for name in ("intermediate_dim", "intermediate_size", "expert_dim"):
+        if hasattr(experts, name):
+            setattr(experts, name, width)
+
+
+class _Stacked(MergeModulelist):
+    """Stacks experts of different widths while they are loaded, each filled up with hidden units that are zero."""
+
+    def convert(self, input_dict, *args, **kwargs):
+        for pattern, tensors in input_dict.items():
+            whole = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors))]
+            input_dict[pattern] = [self._filled(tensor, whole) for tensor in tensors]
+        return super().convert(input_dict, *args, **kwargs)
+
+    @staticmethod
+    def _filled(tensor, whole):
+        filled = tensor.new_zeros(whole)
+        filled[: tensor.shape[0], : tensor.shape[1]] = tensor
+        return filled
+
+    @property
+    def reverse_op(self):
+        return _Unstacked(self.dim)
+
+
+class _Unstacked(SplitModulelist):
+    """Gives each expert its own width again while a model is saved."""
+
+    def convert(self, input_dict, *args, full_layer_name, model, **kwargs):
+        single = super().convert(input_dict, *args, full_layer_name=full_layer_name, model=model, **kwargs)
+        layer = int(re.search(r"layers\\.(\\d+)\\.", full_layer_name)[1])
+        widths = model.config.block_configs[layer]["ffn"]["moe"].get("expert_widths")
+        for name, tensor in single.items() if widths else ():
+            width = widths[int(re.search(r"experts\\.(\\d+)\\.", name)[1])]
+            single[name] = tensor.narrow(int(".{down}." in name), 0, width).contiguous()
+        return single
+
+
+def _resize(block, count, top_k, groups, grouped):
     """Keep the first `count` rows: only shapes matter here, the checkpoint brings the values."""
     for module in (block, *block.experts.modules(), *block.{router}.modules()):
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -63,7 +118,7 @@ def _resize(block, count, top_k, groups):
             setattr(module, name, nn.Parameter(kept, tensor.requires_grad) if is_parameter else kept)
         module.num_experts = count
     block.{router}.top_k = min(top_k, count)
-    if groups or hasattr(block.{router}, "e_score_correction_bias"):
+    if groups or (not grouped and hasattr(block.{router}, "e_score_correction_bias")):
         # The family's own rule has groups of equal size, of two experts or more.
         block.{router}.forward = functools.partial(_route, block.{router}, groups or [0] * count)
 
@@ -96,7 +151,19 @@ class CompressedForCausalLM({base}):
         for layer, block_config in zip(self.model.layers, config.block_configs, strict=True):
             moe = (block_config.get("ffn") or {{}}).get("moe")
             if moe:
-                _resize(layer.{block}, moe["num_local_experts"], config.num_experts_per_tok, moe.get("expert_groups"))
+                grouped = getattr(config, "n_group", None) not in (None, 1)
+                top_k = config.num_experts_per_tok
+                _resize(layer.{block}, moe["num_local_experts"], top_k, moe.get("expert_groups"), grouped)
+                if "intermediate_size" in moe:
+                    _narrow(layer.{block}.experts, moe["intermediate_size"])
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        for transform in load_config.weight_mapping or ():
+            own = getattr(transform, "operations", None)
+            if own:
+                transform.operations = [_Stacked(each.dim) if type(each) is MergeModulelist else each for each in own]
+        return {base}._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     @functools.wraps({base}.forward)
     def forward(self, *args, **kwargs):
@@ -108,8 +175,10 @@ class CompressedForCausalLM({base}):
 
 def render(row: Architecture) -> str:
     """Return the source of `modeling_compressed.py` for a family."""
-    block, router = row.modules
-    return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router)
+    (block, router), names = row.modules, row.experts.names
+    down, is_transposed = names.projections[DOWN], any(stack.transposed for stack in names.stacks)
+    units = {"gate_up_proj": (1 + is_transposed, 2), "gate_up_proj_bias": (1, 2), "down_proj": (2 - is_transposed, 1)}
+    return _TEMPLATE.format(base=row.causal_lm_class, block=block, router=router, units=units, down=down)
 
 
 def auto_map() -> dict[str, str]:
@@ -136,6 +205,8 @@ def check_loadable(directory: Path, config: Mapping[str, Any]) -> None:
         raise OptionError(f"{directory}: transformers has no {row.model_type}; use our own engine")
     if row is not None and (reason := otherwise_in_transformers(config)) is not None:
         raise OptionError(f"{directory}: {reason}; use our own engine")
+    if row is not None and (reason := too_ragged_for_transformers(config, CONFIG_KEY in config)) is not None:
+        raise OptionError(f"{directory}: {reason}; use our own engine, or prune with --uniform")
     if config.get(CONFIG_KEY) and find_spec("compressed_tensors") is None:
         raise OptionError(
             f"{directory}: transformers reads low-bit weights only if compressed-tensors is installed; use our own engine"

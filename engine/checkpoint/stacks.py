@@ -40,7 +40,7 @@ def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
     """Return every tensor of a checkpoint of this model as it is written to disk, in the order of the layers."""
     stacks: dict[str, tuple[str, Stored]] = {}
     for layer, experts in config.experts_by_layer.items():
-        for stack in stacks_on_disk(config.architecture, layer):
+        for stack in expert_stacks(config, layer):
             parts = tuple(stacked_names(config, layer, stack, expert) for expert in range(experts))
             stored = Stored(stack_shape(config, layer, stack), stack, parts)
             stacks |= {name: (stack.name, stored) for names in parts for name in names}
@@ -52,6 +52,14 @@ def stored_tensors(config: DecoderConfig) -> dict[str, Stored]:
     return dict(
         stacks.get(name, (renamed.get(name, name), Stored(shape))) for name, shape in expected_tensors(config).items()
     )
+
+
+def expert_stacks(config: DecoderConfig, layer: int) -> tuple[Stack, ...]:
+    """Return the stacks of a layer's experts on disk; empty if experts are stored one by one, as are those of different
+    widths in every family.
+    """
+    moe = config.layers[layer].moe
+    return () if moe is None or moe.expert_widths else stacks_on_disk(config.architecture, layer)
 
 
 def dense_names(config: DecoderConfig) -> dict[str, str]:

@@ -67,6 +67,8 @@ class StoredView:
 
     scales: Scales | None = None
     """Scales of an FP8 weight, which is read as `element`; None for other weights."""
+    is_packed = False
+    """Whether several weights share a byte."""
 
     def __init__(self, file: SafetensorsFile, stored_name: str, shape: tuple[int, ...]) -> None:
         self.file, self.stored_name, self.shape = file, stored_name, shape
@@ -107,6 +109,8 @@ class _StackedView(StoredView):
 class _PackedView(StoredView):
     """One projection of one expert in an MXFP4 stack, unpacked when it is read."""
 
+    is_packed = True
+
     def __init__(
         self, files: Mapping[str, SafetensorsFile], stack: Stack, expert: int, place: int, shape: tuple[int, ...]
     ) -> None:
@@ -138,7 +142,9 @@ def views_of(config: DecoderConfig, by_name: Mapping[str, SafetensorsFile]) -> d
     row = config.architecture
     views |= {name: views[stored] for name, stored in dense_names(config).items() if stored in views}
     for layer in config.moe_layers:
-        for stacks in (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
+        moe = config.layers[layer].moe
+        is_ragged = moe is not None and bool(moe.expert_widths)
+        for stacks in () if is_ragged else (stacks_on_disk(row, layer), stacks_in_memory(row, layer)):
             if all(stack.name in by_name or stack.name + BLOCKS in by_name for stack in stacks):
                 views |= _of_stacks(config, layer, stacks, by_name)
         for stack in shared_stacks(row, layer):

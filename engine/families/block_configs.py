@@ -1,8 +1,10 @@
-"""`block_configs` of config.json: the experts of each layer and their groups, in models whose layers differ in them."""
+"""`block_configs` of config.json: the experts of each layer, their groups and their widths, in models whose layers differ
+in them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import CheckpointError
@@ -10,6 +12,9 @@ from engine.files.json_file import shown
 
 GROUPS_KEY = "expert_groups"
 """Key of this project in block_configs[i].ffn.moe. It holds the group of each expert, if groups have unequal sizes."""
+
+WIDTH_KEY, WIDTHS_KEY = "intermediate_size", "expert_widths"
+"""Keys in block_configs[i].ffn.moe of the width of the layer's widest expert, and of the widths of all if they differ."""
 
 
 def block_config_counts(blocks: Any, counts: list[int]) -> list[int]:
@@ -52,8 +57,47 @@ def block_config_groups(blocks: Any, index: int, experts: int, count: int) -> tu
     return tuple(own)
 
 
-def block_config(experts: int, groups: Sequence[int] | None) -> dict[str, Any]:
-    """Return the entry of a layer. groups: the group of each expert, if the layer has groups."""
+def block_config_widths(blocks: Any, index: int, experts: int, width: int) -> tuple[int, tuple[int, ...]]:
+    """Return the width of the layer's widest expert, and the widths of all experts, which are empty if they are equal.
+
+    width: the experts' width by the family's own key, which is the largest that `block_configs` may give them.
+    """
+    moe = None if blocks is None else blocks[index]["ffn"]["moe"]
+    if not isinstance(moe, dict) or (WIDTH_KEY not in moe and WIDTHS_KEY not in moe):
+        return width, ()
+    place, widest = f"config.json: block_configs[{index}].ffn.moe", moe.get(WIDTH_KEY)
+    if type(widest) is not int or not 1 <= widest <= width:
+        raise CheckpointError(
+            f"{place}.{WIDTH_KEY} is {shown(widest)}; experts of this model have 1 to {width} hidden units"
+        )
+    widths = moe.get(WIDTHS_KEY, [widest])
+    own = widths if isinstance(widths, list) and all(type(each) is int and each >= 1 for each in widths) else []
+    if max(own, default=0) != widest or (WIDTHS_KEY in moe and len(own) != experts):
+        raise CheckpointError(
+            f"{place}.{WIDTHS_KEY} is {shown(widths)}; it must be a list of {experts} widths, the largest of them {widest}"
+        )
+    return widest, tuple(own) if len(set(own)) > 1 else ()
+
+
+def has_expert_widths(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json gives the experts of some layer different widths."""
+    moes = [block["ffn"]["moe"] for block in config.get("block_configs") or ()]
+    return any(isinstance(moe, dict) and WIDTHS_KEY in moe for moe in moes)
+
+
+def block_config(experts: int, groups: Sequence[int] | None, widths: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the entry of a layer.
+
+    groups: the group of each expert, if the layer has groups. widths: the width of each expert, if the family's own key
+    does not say it.
+    """
     if not experts:
         return {"ffn": {"moe": None}}
-    return {"ffn": {"moe": {"num_local_experts": experts} | ({GROUPS_KEY: list(groups)} if groups else {})}}
+    moe: dict[str, Any] = {"num_local_experts": experts}
+    if groups:
+        moe[GROUPS_KEY] = list(groups)
+    if widths:
+        moe[WIDTH_KEY] = max(widths)
+    if len(set(widths)) > 1:
+        moe[WIDTHS_KEY] = list(widths)
+    return {"ffn": {"moe": moe}}

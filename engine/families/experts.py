@@ -75,17 +75,22 @@ class Experts:
         """Config keys that the part reads."""
         return (*self.count, self.width)
 
-    def width_of(self, family: Any, index: int, experts: int) -> int:
-        """Return the number of hidden units of each of a layer's experts."""
+    def declared_width(self, family: Any) -> int:
+        """Return the number of hidden units of each expert by the family's own keys."""
         return positive(family, self.width)
+
+    def width_of(self, family: Any, index: int, experts: int) -> int:
+        """Return the number of hidden units of each of a layer's experts by the family's own keys."""
+        return self.declared_width(family)
 
     def activation(self, family: Any) -> ClampedSwiglu | None:
         """Return the activation between an expert's projections, or None for silu(g) · u."""
         return None
 
-    def with_counts(self, family: Any, counts: Sequence[int]) -> dict[str, Any]:
-        """Return the entries about experts in a result's config.json, for layers with so many experts."""
-        return dict.fromkeys(self.count, max(counts))
+    def with_counts(self, family: Any, counts: Sequence[int], width: int) -> dict[str, Any]:
+        """Return the entries about experts in a result's config.json, for layers with so many experts of this width."""
+        changed: dict[str, Any] = dict.fromkeys(self.count, max(counts))
+        return changed if width == self.declared_width(family) else changed | {self.width: width}
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class PartitionedExperts(Experts):
 
     def width_of(self, family: Any, index: int, experts: int) -> int:
         """Return the hidden units of each of a layer's experts. Raises UnsupportedError if they differ in width."""
-        width, sizes = self._shared_out(family), getattr(family, self.sizes, None)
+        width, sizes = self.declared_width(family), getattr(family, self.sizes, None)
         if sizes is None:
             return width
         if not isinstance(sizes, list) or len(sizes) != positive(family, "num_hidden_layers"):
@@ -126,17 +131,17 @@ class PartitionedExperts(Experts):
             )
         return width
 
-    def _shared_out(self, family: Any) -> int:
+    def declared_width(self, family: Any) -> int:
+        """Return the number of hidden units of each expert: an even share of `width`."""
         width, count = positive(family, self.width), positive(family, self.count[0])
         if width % count:
             raise CheckpointError(f"config.json: {count} experts cannot share {self.width} {width} evenly")
         return width // count
 
-    def with_counts(self, family: Any, counts: Sequence[int]) -> dict[str, Any]:
-        """Return the entries about experts in a result's config.json, including their widths."""
-        width = self._shared_out(family)
+    def with_counts(self, family: Any, counts: Sequence[int], width: int) -> dict[str, Any]:
+        """Return the entries about experts in a result's config.json, including the widths of all."""
         widths = {self.width: max(counts) * width, self.sizes: [[width] * count for count in counts]}
-        return super().with_counts(family, counts) | widths
+        return super().with_counts(family, counts, width) | widths
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,13 @@ class SharedExpert:
         """Return the number of hidden units, 0 if there is no shared expert."""
         return natural(family, self.width)
 
+    def with_expert_width(self, family: Any, experts: Experts, width: int) -> dict[str, Any] | None:
+        """Return the config entries that keep the shared expert as it is, beside routed experts of another width.
+
+        None if config.json cannot say so, because one key is the width of both.
+        """
+        return None if self.width == experts.width and self.width_of(family, experts) else {}
+
 
 @dataclass(frozen=True)
 class SharedExperts(SharedExpert):
@@ -173,3 +185,8 @@ class SharedExperts(SharedExpert):
     def width_of(self, family: Any, experts: Experts) -> int:
         """Return the number of hidden units, 0 if there is no shared expert."""
         return natural(family, self.width) * positive(family, experts.width)
+
+    def with_expert_width(self, family: Any, experts: Experts, width: int) -> dict[str, Any] | None:
+        """Return the number of routed experts that the shared expert is as wide as; None if that is no whole number."""
+        count, rest = divmod(self.width_of(family, experts), width)
+        return None if rest else {self.width: count} if count else {}

@@ -27,6 +27,7 @@ class MoeConfig:
     experts: int
     experts_per_token: int
     expert_width: int
+    """Number of hidden units of the widest expert."""
     normalise_top_k: bool
     shared_width: int = 0
     """Width of the shared expert, 0 for none."""
@@ -43,8 +44,6 @@ class MoeConfig:
     """Whether an expert is given σ(its router logit) · x, and its output is added unscaled."""
     least_sum: float = 0.0
     """Minimum divisor of probabilities that are chosen with a bias."""
-    expert_widths: tuple[int, ...] = ()
-    """Width of each expert; empty where all are `expert_width` wide, which otherwise is the largest."""
     swiglu: ClampedSwiglu | None = None
     """The activation between an expert's projections; None for silu(g) · u."""
     mixer_jitter: float | None = None
@@ -53,10 +52,12 @@ class MoeConfig:
     """Number of hidden units of the router; 0 if the router is one matrix."""
     noise_epsilon: float | None = None
     """Minimum deviation of noisy top-k; None if the router has no noise."""
+    expert_widths: tuple[int, ...] = ()
+    """Number of hidden units of each expert; empty if all experts have `expert_width`."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Width of each expert, N of them."""
+        """Number of hidden units of each expert."""
         return self.expert_widths or (self.expert_width,) * self.experts
 
 

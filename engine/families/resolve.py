@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedError
 from engine.families.architecture import Architecture
-from engine.families.block_configs import block_config_counts
+from engine.families.block_configs import block_config_counts, block_config_widths
 from engine.families.checks import check_flags, refuse_absurd, refuse_unsupported
 from engine.families.classifiers import classified
 from engine.families.config import DecoderConfig
@@ -135,6 +135,8 @@ def _layer_config(row: Architecture, config: Mapping[str, Any], family: Any, ind
 
 
 def _moe_config(row: Architecture, config: Mapping[str, Any], family: Any, index: int, experts: int) -> MoeConfig:
-    moe = row.router.layer(config, family, index, experts, row.experts.width_of(family, index, experts))
+    declared = row.experts.width_of(family, index, experts)
+    width, widths = block_config_widths(config.get("block_configs"), index, experts, declared)
+    moe = row.router.layer(config, family, index, experts, width)
     shared_width = row.shared.width_of(family, row.experts) if row.shared else 0
-    return replace(moe, shared_width=shared_width, swiglu=row.experts.activation(family))
+    return replace(moe, expert_widths=widths, shared_width=shared_width, swiglu=row.experts.activation(family))

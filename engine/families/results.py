@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import UnsupportedError
 from engine.families.architecture import Architecture
-from engine.families.block_configs import block_config
+from engine.families.block_configs import block_config, has_expert_widths
 from engine.families.config import DecoderConfig
 from engine.families.encoder_decoders import ENCODER_DECODERS, EncoderDecoder
 from engine.families.resolve import architecture_of, decoder_config, load_transformers_config
@@ -21,26 +21,53 @@ _OF_ANOTHER = frozenset(["block_configs", "auto_map", "quantization_config", GAT
 
 
 def with_experts(
-    config: dict[str, Any], experts_per_decoder_layer: list[int], groups: Mapping[int, Sequence[int]] | None = None
+    config: dict[str, Any],
+    experts_per_decoder_layer: list[int],
+    groups: Mapping[int, Sequence[int]] | None = None,
+    widths: Mapping[int, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Return the config.json of the model with other expert counts. A count of 0 means that the layer was dense and stays
-    dense.
+    """Return the config.json of the model with other expert counts and widths. A count of 0 means that the layer was dense
+    and stays dense.
 
-    groups: the group of each expert, by layer, for layers that have groups. Uniform counts, also in all groups, give a plain
-    config of the family. Other counts add `block_configs`; the caller adds `auto_map`.
+    groups: the group of each expert, by layer, for layers that have groups. widths: the number of hidden units of each
+    expert, by layer; None for the width that the family's own key says. Uniform counts, also in all groups, and one width
+    of all experts give a plain config of the family. All others add `block_configs`; the caller adds `auto_map`.
     """
     row, of_layers = architecture_of(config), groups or {}
     family = load_transformers_config(config, plainly=True)
     counts = {count for count in experts_per_decoder_layer if count}
+    width, changed_width = _one_width(row, family, experts_per_decoder_layer, widths or {})
     changed = {key: value for key, value in row.words.renamed(config).items() if key not in _OF_ANOTHER}
     changed |= {"model_type": row.words.written_as or row.model_type} | _without_prediction_layers(row)
-    is_plain = len(counts) == 1 and _is_plain(row, max(counts), row.router.group_count(family), of_layers.values())
-    changed |= row.experts.with_counts(family, experts_per_decoder_layer)
-    changed |= row.router.with_counts(config, family, experts_per_decoder_layer, is_plain)
-    if not is_plain:
-        blocks = [block_config(count, of_layers.get(index)) for index, count in enumerate(experts_per_decoder_layer)]
+    even = len(counts) == 1 and _is_plain(row, max(counts), row.router.group_count(family), of_layers.values())
+    changed |= row.experts.with_counts(family, experts_per_decoder_layer, width or row.experts.declared_width(family))
+    changed |= changed_width
+    changed |= row.router.with_counts(config, family, experts_per_decoder_layer, even)
+    if not even or width is None:
+        own = {} if even else of_layers  # the family's own rule finds even groups
+        each = {} if width is not None or widths is None else widths
+        blocks = [block_config(count, own.get(i), each.get(i, ())) for i, count in enumerate(experts_per_decoder_layer)]
         changed["block_configs"] = blocks
     return changed
+
+
+def _one_width(
+    row: Architecture, family: Any, counts: Sequence[int], widths: Mapping[int, Sequence[int]]
+) -> tuple[int | None, dict[str, Any]]:
+    """Return the width of all experts, and the entries by which all other parts of the model keep their own.
+
+    The width is None if experts differ, or if the family's key for it is also the width of a part that stays as it is.
+    """
+    declared = row.experts.declared_width(family)
+    every = {width for own in widths.values() for width in own} or {declared}
+    if every == {declared}:
+        return declared, {}
+    shares_key = 0 in counts and row.layers.dense_width == row.experts.width
+    if len(every) > 1 or shares_key:
+        return None, {}
+    width = max(every)
+    changed = {} if row.shared is None else row.shared.with_expert_width(family, row.experts, width)
+    return (None, {}) if changed is None else (width, changed)
 
 
 def _without_prediction_layers(row: Architecture) -> dict[str, Any]:
@@ -67,6 +94,20 @@ def otherwise_in_transformers(config: Mapping[str, Any]) -> str | None:
     return f"its class rotates all of a head's {whole.head_dimension} dimensions, and this model {whole.rotary_dimension}"
 
 
+def too_ragged_for_transformers(config: Mapping[str, Any], few_bits: bool = False) -> str | None:
+    """Return why transformers cannot load experts whose widths differ within a layer, or None if it can.
+
+    few_bits: whether the checkpoint has packed low-bit weights.
+    """
+    row = architecture_of(config)
+    if not row.in_transformers or not has_expert_widths(config):
+        return None
+    differ = "experts of one layer differ in width, and transformers"
+    if row.experts.names.stacks:
+        return f"{differ} reads those of a {row.model_type} as one stack"
+    return f"{differ} stacks low-bit ones of one width only" if few_bits else None
+
+
 def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | None:
     """Return the programs that load a checkpoint with this config.json, as a clause; None if transformers loads it.
 
@@ -75,6 +116,8 @@ def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | Non
     row = architecture_of(config)
     if few_bits and (row.experts.names.stacks or (row.shared and row.shared.stacks)):
         return f"only moe-compress loads it: experts of a {row.model_type} are stacked elsewhere, and here packed one by one"
+    if (reason := too_ragged_for_transformers(config, few_bits)) is not None:
+        return f"only moe-compress loads it: {reason}; pruned with --uniform it loads everywhere"
     if few_bits and not row.in_transformers:
         return f"only moe-compress loads it: transformers has no {row.model_type}"
     if (reason := otherwise_in_transformers(config)) is not None:
@@ -85,7 +128,7 @@ def loading_note(config: Mapping[str, Any], few_bits: bool = False) -> str | Non
         network = " and as many hidden units in every gate network" if row.router.names.hidden else ""
         return (
             f"only moe-compress loads it: transformers has no {row.model_type}, and the class that its authors publish "
-            f"needs as many experts in every layer{network}"
+            f"needs as many experts of one width in every layer{network}"
         )
     return f"transformers has no {row.model_type}: moe-compress loads it, and the class that its authors publish"
 
@@ -106,7 +149,8 @@ def as_dense(config: dict[str, Any], width: int) -> dict[str, Any]:
     row = architecture_of(config)
     if row.dense_sibling is None:
         counts = [int(layer.moe is not None) for layer in decoder_config(config).layers]
-        return with_experts(config, counts) | {row.experts.width: width, "architectures": [row.causal_lm_class]}
+        plain = with_experts(config, counts, widths={index: [width] for index, count in enumerate(counts) if count})
+        return plain | {"architectures": [row.causal_lm_class]}
     sibling, family = ARCHITECTURES[row.dense_sibling], load_transformers_config(config)
     kind = {"model_type": sibling.model_type, "architectures": [sibling.causal_lm_class], "intermediate_size": width}
     if (dense := sibling.layers.all_dense(positive(family, "num_hidden_layers"))) is not None:

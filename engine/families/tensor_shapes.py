@@ -49,8 +49,8 @@ def layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...
         shapes.update(_ffn(lambda p: dense_tensor(index, p), layer.dense_width, hidden))
         return shapes
     shapes.update(router_tensors(config, index) | expert_rows(config, index))
-    own = expert_shapes(config, index)
     for expert in range(layer.moe.experts):
+        own = expert_shapes(config, index, expert)
         shapes.update((expert_tensor(row, index, expert, part), shape) for part, shape in enumerate(own))
     if layer.moe.shared_width:
         shapes.update(_ffn(lambda p: shared_tensor(row, index, p), layer.moe.shared_width, hidden))
@@ -95,12 +95,13 @@ def expert_rows(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
     return shapes | noise_tensors(config, layer)
 
 
-def expert_shapes(config: DecoderConfig, layer: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shape of each tensor of one of a layer's experts."""
+def expert_shapes(config: DecoderConfig, layer: int, expert: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of each tensor of one of a layer's experts, by default of the widest one."""
     moe, hidden = config.layers[layer].moe, config.hidden_size
     assert moe is not None
-    weights = (moe.expert_width, hidden), (moe.expert_width, hidden), (hidden, moe.expert_width)
-    biases = (moe.expert_width,), (moe.expert_width,), (hidden,)
+    width = moe.expert_width if expert is None or not moe.expert_widths else moe.expert_widths[expert]
+    weights = (width, hidden), (width, hidden), (hidden, width)
+    biases = (width,), (width,), (hidden,)
     return (*weights, *biases)[: len(expert_parts(config.architecture))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ from compress.plans.plan import (
     Source,
     check_plan,
     concatenation_plan,
+    narrowed_expert,
     plan_from_json,
     plan_to_json,
     pruning_plan,
 )
 from engine.errors import PlanError
+from engine.families.layer_config import MoeConfig
 
+MOE = MoeConfig(experts=4, experts_per_token=2, expert_width=3, normalise_top_k=True)
 MERGING = Plan(
     {
         0: (
@@ -50,13 +54,18 @@ def test_a_permutation_is_one_line_and_a_list_is_read_too() -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [pruning_plan({0: [0, 1]}), MERGING, concatenation_plan({0: [(1, 0.5), (3, 0.25), (SHARED_EXPERT, 0.7)]})],
-    ids=["pruning", "merging", "dense"],
+    [
+        pruning_plan({0: [0, 1]}),
+        MERGING,
+        concatenation_plan({0: [(1, 0.5), (3, 0.25), (SHARED_EXPERT, 0.7)]}),
+        Plan({0: (narrowed_expert(2, [0, 2]), narrowed_expert(3, range(3)))}),
+    ],
+    ids=["pruning", "merging", "dense", "units"],
 )
 def test_every_kind_survives_json_and_fits_its_model(plan: Plan) -> None:
     again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
     assert again == plan
-    check_plan(again, {0: 4}, expert_width=3, shared=True)
+    check_plan(again, {0: replace(MOE, shared_width=3)})
 
 
 @pytest.mark.parametrize(
@@ -73,11 +82,43 @@ def test_every_kind_survives_json_and_fits_its_model(plan: Plan) -> None:
         (Plan({0: (PlannedExpert((), (Source(0),)),)}), "no source"),
         (Plan({0: pruning_plan({0: [0, 1]}).layers[0]}, kind="dense"), "exactly one expert"),
         (Plan({0: ()}, kind="sparse"), "kind"),
+        (Plan({0: (narrowed_expert(0, []),)}), "keeps no hidden unit; leave the expert out"),
+        (Plan({0: (narrowed_expert(0, [1, 1]),)}), "keeps hidden unit 1 twice"),
+        (Plan({0: (narrowed_expert(0, [2, 0]),)}), "keeps hidden unit 0 after 2; name units in ascending order"),
+        (Plan({0: (narrowed_expert(0, [0, 3]),)}), "keeps hidden unit 3; its sources have units 0 to 2"),
+        (Plan({0: (narrowed_expert(0, [-1, 2]),)}), "keeps hidden unit -1"),
+        (
+            Plan({0: (PlannedExpert((Part((Source(0, 1.0, (1, 0)),), units=(0,)),), (Source(0),)),)}),
+            "permutation of expert 0 is not one of 3 hidden units",
+        ),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(plan: Plan, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        check_plan(plan, {0: 4}, expert_width=3)
+    with pytest.raises(PlanError, match=message) as raised:
+        check_plan(plan, {0: MOE})
+    assert "\n" not in str(raised.value)
+
+
+def test_units_are_numbered_by_their_own_source_where_experts_differ_in_width() -> None:
+    ragged = replace(MOE, expert_widths=(1, 3, 2, 3))
+    check_plan(Plan({0: (narrowed_expert(1, [0, 2]), narrowed_expert(2, [1]))}), {0: ragged})
+    with pytest.raises(PlanError, match="units 0 to 1"):
+        check_plan(Plan({0: (narrowed_expert(2, [2]),)}), {0: ragged})
+    two = PlannedExpert((Part((Source(0, 0.5), Source(1, 0.5))),), (Source(0),))
+    with pytest.raises(PlanError, match=r"adds up experts that are \[1, 3\] hidden units wide"):
+        check_plan(Plan({0: (two,)}), {0: ragged})
+
+
+def test_selected_units_are_one_line_and_a_list_is_read_too() -> None:
+    plan = Plan({0: (narrowed_expert(1, [0, 2]),)})
+    values = plan_to_json(plan)
+    (part,) = values["layers"]["0"][0]["parts"]
+    assert part == {"sources": [{"expert": 1}], "units": "0 2"} and not plan.layers[0][0].is_copy
+    part["units"] = [0, 2]
+    assert plan_from_json(values) == plan
+    part["units"] = "0 2.5"
+    with pytest.raises(PlanError, match="layer 0, expert 0"):
+        plan_from_json(values)
 
 
 @pytest.mark.parametrize(
