@@ -12,6 +12,11 @@ def show_figures(given: Given, figures: Figures) -> Figures:
     given.say(table(_rows(figures)))
     if figures["experts_per_layer"]:
         given.say(f"experts per layer: {' '.join(map(str, figures['experts_per_layer']))}")
+    if refit := figures.get("refit"):
+        layers = zip(refit["error_without_per_layer"], refit["error_per_layer"], strict=True)
+        given.say(
+            "output error of each layer, before and after the refit: " + ", ".join(f"{a:.1%} {b:.1%}" for a, b in layers)
+        )
     if bits := figures.get("weight_bits"):
         share, off = figures["bytes_not_quantized_share"], figures["relative_weight_error"]
         given.say(f"weights of {bits} bits are off by {off or 0:.2%}; {share:.0%} of the bytes keep their dtype")
@@ -31,6 +36,7 @@ def _rows(figures: Figures) -> list[list[str]]:
     rows = [
         ["", "before", "after"],
         ["experts", str(figures["experts_before"]), str(figures["experts_after"])],
+        *_unit_rows(figures),
         ["parameters", f"{figures['parameters_before']:,}", f"{figures['parameters_after']:,}"],
         ["weights", size(figures["bytes_before"]), size(figures["bytes_after"])],
         ["perplexity", *(_perplexity(figures, when) for when in ("before", "after"))],
@@ -41,6 +47,13 @@ def _rows(figures: Figures) -> list[list[str]]:
     if "token_accuracy_after" in figures:
         rows.append(["token accuracy", *(number(figures[f"token_accuracy_{when}"], 3) for when in ("before", "after"))])
     return rows
+
+
+def _unit_rows(figures: Figures) -> list[list[str]]:
+    """Return the row of hidden units, for results that lost more than whole experts."""
+    if figures.get("granularity", "expert") == "expert":
+        return []
+    return [["hidden units", f"{figures['units_before']:,}", f"{figures['units_after']:,}"]]
 
 
 def _perplexity(figures: Figures, when: str) -> str:

@@ -27,8 +27,9 @@ def model_card(
     `layers`: decoder layer index of each MoE layer. `pictures` are in the same directory. `title` replaces the number of
     removed experts; `own` has lines that are particular to the command.
     """
-    rows = [
+    rows: list[tuple[str, object, object]] = [
         ("experts", figures["experts_before"], figures["experts_after"]),
+        ("hidden units of experts", f"{figures.get('units_before', 0):,}", f"{figures.get('units_after', 0):,}"),
         ("parameters", f"{figures['parameters_before']:,}", f"{figures['parameters_after']:,}"),
         ("bytes of weights", f"{figures['bytes_before']:,}", f"{figures['bytes_after']:,}"),
         (
@@ -43,7 +44,8 @@ def model_card(
     if "token_accuracy_before" in figures:
         rows.append(("token accuracy", _number(figures["token_accuracy_before"]), _number(figures["token_accuracy_after"])))
     kept = [f"| {layer} | {count} |" for layer, count in zip(layers, figures["experts_per_layer"], strict=True)]
-    heading = title or f"{source}, {figures['sparsity']:.0%} fewer experts"
+    lost = "fewer experts" if figures["experts_after"] < figures["experts_before"] else "fewer hidden units"
+    heading = title or f"{source}, {figures['sparsity']:.0%} {lost}"
     return "\n".join(
         [
             *front_matter(
@@ -58,7 +60,7 @@ def model_card(
             "",
             "| | before | after |",
             "| --- | ---: | ---: |",
-            *(f"| {name} | {before} | {after} |" for name, before, after in rows),
+            *(f"| {name} | {before} | {after} |" for name, before, after in rows if (before, after) != ("0", "0")),
             "",
             f"Perplexity is on {figures['evaluation']}{_documents(figures)}.",
             f"It took {figures['seconds']:.0f} s and at most {figures['peak_memory_bytes'] / 1e9:.2f} GB of memory.",

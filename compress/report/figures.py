@@ -47,7 +47,7 @@ class ModelFigures(PerplexityFigures):
     artifact: str
     method: str
     sparsity: float
-    """Share of the experts that were removed."""
+    """Share of the experts' hidden units that were removed, with whole experts or without."""
     experts_before: int
     experts_after: int
     experts_per_layer: list[int]

@@ -233,16 +233,18 @@ def _figures(run: AnyRun, made: Made, result: Checkpoint, perplexities: Perplexi
     """Return the figures of every smaller model, followed by the command's own."""
     options, source = run.options, run.prepared.checkpoint
     experts_before, experts_after = sum(source.config.experts_per_layer), sum(result.config.experts_per_layer)
+    removed = 1.0 - experts_after / experts_before if experts_before else 0.0
     calibration, widths = run.prepared.calibration, expert_widths(result.config)
+    units_before, units_after = (sum(map(sum, own.values())) for own in (expert_widths(source.config), widths))
     own: Mapping[str, object] = {
         "artifact": str(options.output),
         "method": made.method,
-        "sparsity": 1.0 - experts_after / experts_before if experts_before else 0.0,
+        "sparsity": 1.0 - units_after / units_before if units_before and made.plan.kind == "moe" else removed,
         "experts_before": experts_before,
         "experts_after": experts_after,
         "experts_per_layer": list(result.config.experts_per_layer),
-        "units_before": sum(map(sum, expert_widths(source.config).values())),
-        "units_after": sum(map(sum, widths.values())),
+        "units_before": units_before,
+        "units_after": units_after,
         "widths_per_layer": [list(own) for own in widths.values()],
         "parameters_before": source.parameters,
         "parameters_after": result.parameters,
