@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.decoder.experts import MoeBlock
+from engine.decoder.experts import Expert, MoeBlock
 from engine.decoder.model import DecoderLayer
 from engine.decoder.routing import Selection
 from engine.families.config import DecoderConfig
@@ -184,7 +184,7 @@ class _LayerCollector:
         sums: dict[str, Tensor] = {}
         routed_N = torch.zeros(len(self.block.experts), dtype=torch.float64)
         for group in self._groups(moments):
-            found = [_ExpertSums(expert, self.block.experts[expert].width, moments) for expert in group]
+            found = [_ExpertSums(expert, self._expert(expert).width, moments) for expert in group]
             self._add_up(found)
             for own in found:
                 own.add_up_processes()
@@ -199,12 +199,17 @@ class _LayerCollector:
             write_state(_sums_path(directory, layer), sums, {}, "statistics of hidden units")
         processes.wait()
 
+    def _expert(self, index: int) -> Expert:
+        expert = self.block.experts[index]
+        assert isinstance(expert, Expert)
+        return expert
+
     def _groups(self, moments: bool) -> Iterator[list[int]]:
         """Yield the experts whose moments are summed up together."""
         group: list[int] = []
         held = 0
-        for expert, module in enumerate(self.block.experts):
-            size = expert_gram_bytes(module.width) if moments else 0
+        for expert in range(len(self.block.experts)):
+            size = expert_gram_bytes(self._expert(expert).width) if moments else 0
             if group and held + size > GRAM_BYTES:
                 yield group
                 group, held = [], 0
@@ -228,7 +233,7 @@ class _LayerCollector:
                 x_RD = x_TD[token_R.to(device)]
                 if self.scales:
                     x_RD = x_RD * self.scales[number][token_R, slot_R, None].to(x_RD)
-                h_RF = self.block.experts[own.expert].units(x_RD).float().cpu()
+                h_RF = self._expert(own.expert).units(x_RD).float().cpu()
                 own.add(h_RF, self.weights[number][token_R, slot_R], is_held_T[token_R], counts[own.expert])
                 self.budget.relieve(self.release)
             start = rows.stop

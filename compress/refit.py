@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -42,12 +43,13 @@ def refitted(run: MethodRun, plan: Plan) -> Refitted:
         return Refitted()
     directory = run.work.path / "refit"
     moments = unit_directory(run, moments=True)
-    ridges, without, errors, tensors = [], [], [], {}
+    ridges: list[float] = []
+    without: list[float] = []
+    errors: list[float] = []
+    tensors: dict[str, Tensor] = {}
     for layer in run.bar("refitting (layers)")(sorted(narrowed)):
         path = directory / f"layer-{layer}.safetensors"
-        found = run.work.once(
-            f"refit-{layer}", lambda layer=layer, path=path: _refit(run, moments, layer, narrowed[layer], path)
-        )
+        found = run.work.once(f"refit-{layer}", partial(_refit, run, moments, layer, narrowed[layer], path))
         ridges.append(found["ridge"])
         without.append(found["error_without"])
         errors.append(found["error"])

@@ -69,12 +69,12 @@ class _Observer:
 
     def units(self, expert: int, h_RF: Tensor) -> Tensor:
         """Return h, whose backward pass is observed."""
-        observed: Tensor = _SquaredUse.apply(h_RF, self._units[expert])
+        observed: Tensor = _SquaredUse.apply(h_RF, self._units[expert])  # type: ignore[no-untyped-call]
         return observed
 
     def output(self, y_TD: Tensor) -> Tensor:
         """Return y, whose backward pass is observed."""
-        observed: Tensor = _SquaredGradient.apply(y_TD, self._output_D)
+        observed: Tensor = _SquaredGradient.apply(y_TD, self._output_D)  # type: ignore[no-untyped-call]
         return observed
 
 
