@@ -199,6 +199,11 @@ class _LayerCollector:
             write_state(_sums_path(directory, layer), sums, {}, "statistics of hidden units")
         processes.wait()
 
+    def _expert(self, index: int) -> Expert:
+        expert = self.block.experts[index]
+        assert isinstance(expert, Expert)
+        return expert
+
     def _groups(self, moments: bool) -> Iterator[list[int]]:
         """Yield the experts whose moments are summed up together."""
         group: list[int] = []

@@ -39,6 +39,7 @@ GROUPS = (
     "Calibration text",
     "Text",
     "Prompts and responses",
+    "Hidden units",
     "DiEP",
     "NAEE",
     "Training",

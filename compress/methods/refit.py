@@ -50,7 +50,7 @@ class Fitted(NamedTuple):
     error_without: float
     """Share of the experts' mean square outputs, on held-out text, that is lost without the refit."""
     error: float
-    """The same share after the refit."""
+    """Share that is lost after the refit."""
 
 
 def mean_square(moments: Tensor, is_gram: bool) -> float:
