@@ -217,11 +217,6 @@ class _LayerCollector:
             held += size
         yield group
 
-    def _expert(self, expert: int) -> Expert:
-        found = self.block.experts[expert]
-        assert isinstance(found, Expert)
-        return found
-
     def _add_up(self, group: Sequence[_ExpertSums]) -> None:
         """Run these experts on all their tokens, batch by batch."""
         device = self.block.router_ND.device

@@ -76,7 +76,7 @@ def default_method(given: Given) -> str:
     """Return the method without `--method`: one that uses the options on the command line, since others ignore them."""
     if given.named & names(DiepOptions):
         return "diep"
-    if (granularity := given.values["granularity"]) is not None:
+    if (granularity := given.values.get("granularity")) is not None:  # `plan-run` has no such option
         return DEFAULT_METHODS[granularity]
     return DEFAULT_METHODS["unit"] if given.named & UNIT_OPTIONS else DEFAULT_METHOD
 

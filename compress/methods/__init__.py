@@ -25,7 +25,7 @@ class Method:
     sharding.
     """
     granularity: str = "expert"
-    """What the method scores: whole experts, or each hidden "unit" of an expert."""
+    """The method scores whole experts, or each hidden "unit" of an expert."""
     keeps_groups: bool = True
     """Whether scope "uniform" can keep equally many experts of each group of a layer."""
 

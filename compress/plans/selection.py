@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compress.plans.unit_selection import LARGEST_MULTIPLE
 from engine.errors import OptionError
 from engine.options import check, option
 
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 REMOVE = "What to remove"
 SCOPES = ("global", "layer", "uniform")
 GRANULARITIES = ("expert", "unit", "both")
+LARGEST_MULTIPLE = 64
+"""Largest default of `unit_multiple`: tiles of vLLM's kernels have 64 units, packed groups 32 or 64 weights."""
 
 
 @dataclass(frozen=True)

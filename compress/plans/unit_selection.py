@@ -15,13 +15,12 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from compress.plans.plan import Plan, PlannedExpert, kept_expert, narrowed_expert
+from compress.plans.selection import LARGEST_MULTIPLE
 from engine.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGEST_MULTIPLE = 64
-"""Tiles of vLLM's kernels have 64 units, packed groups 32 or 64 weights, and our kernels need 16 at most."""
 LEAST_BLOCKS = 8
 """Number of blocks of an expert, at least, with the multiple that is the default."""
 

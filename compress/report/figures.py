@@ -109,7 +109,7 @@ class RefitFigures(TypedDict):
     error_without_per_layer: list[float]
     """Share of the mean square of the experts' outputs that their remaining units miss without the refit."""
     error_per_layer: list[float]
-    """The same share after the refit."""
+    """That share after the refit."""
 
 
 class PruneFigures(ModelFigures):
