@@ -15,7 +15,7 @@ from compress.distillation.recover import recover
 from compress.distillation.whole_recovery import recover_all
 from compress.methods import METHODS
 from compress.methods.cka import REMOVED_EXPERTS
-from compress.methods.criterion import aligning, criterion_of
+from compress.methods.criterion import aligning, averaging, criterion_of
 from compress.methods.inputs import MethodRun, Prunable
 from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
@@ -75,8 +75,10 @@ def memory_demand(options: PruneOptions, prepared: Prepared) -> MemoryDemand:
     """Return the memory that the run needs, by purpose."""
     config = prepared.checkpoint.config
     demand = MemoryDemand(prepared.dtype, prepared.tokens_SL.shape[1], other_bytes=collecting_bytes(config))
-    if REMOVED_EXPERTS[options.merge] is not None or options.plan is not None:
+    if options.plan is not None:
         demand = aligning(demand, options, config)
+    elif REMOVED_EXPERTS[options.merge] is not None:
+        demand = averaging(demand, options, config)
     return criterion_of(options.method).memory(demand, options, config)
 
 

@@ -11,6 +11,7 @@ import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, others_slow, save_reference
 from torch import Tensor
 
+from compress.cost.counts import Passes
 from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import (
@@ -35,6 +36,8 @@ from engine.families.experts import DOWN
 from engine.families.results import loading_note
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_tensor
+from engine.inspect import inspect
+from engine.progress import no_progress
 
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
 MIXTURES = [name for name in (*FAMILIES, *FURTHER_FAMILIES) if ARCHITECTURES[name].has_experts]
@@ -261,6 +264,23 @@ def test_parts_with_units_become_one_dense_network(tmp_path: Path) -> None:
     down = dense.tensor("model.layers.1.mlp.down_proj.weight")
     one = full.tensor(expert_tensor(full.config.architecture, 1, 0, DOWN))
     assert torch.allclose(down[:, :3], 0.5 * one[:, [1, 2, 9]]) and not bool(down[:, 3:].any())
+
+
+def test_a_narrowed_model_is_described_by_its_own_widths(tmp_path: Path) -> None:
+    full = full_model("qwen3_moe", tmp_path / "full")
+    units = chosen_units(full, "expert")
+    apply(unit_plan(units), full, tmp_path / "narrow")
+    widths = [list(map(len, own.values())) for own in units.values()]
+    narrow = Checkpoint(tmp_path / "narrow")
+    figures, before = (inspect(str(tmp_path / name), checksums=False, progress=no_progress) for name in ("narrow", "full"))
+    assert figures["widths_per_layer"] == widths and before["widths_per_layer"] == [24] * 3
+    hidden, unit = full.config.hidden_size, 3 * full.config.hidden_size
+    gone = sum(3 * hidden * (24 * 6 - sum(own)) + hidden for own in widths)  # one router row too
+    assert figures["parameters"] == full.parameters - gone
+    idle = sum((len(own) - 2) * unit * sum(own) // len(own) for own in widths)
+    assert figures["active_parameters"] == figures["parameters"] - idle
+    counted = Passes(narrow.config, 4, 4.0).all_experts(0, 1).flops
+    assert counted == pytest.approx(2 * unit * sum(widths[0]))
 
 
 # Refusals
