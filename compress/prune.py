@@ -19,7 +19,7 @@ from compress.methods.criterion import aligning, averaging, criterion_of
 from compress.methods.inputs import MethodRun, Prunable
 from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
-from compress.plans.apply import check_fits
+from compress.plans.apply import check_fits, planned_config
 from compress.plans.plan import Plan, plan_from_json
 from compress.plans.selection import Budget, check_groups, groups_of, moe_configs
 from compress.report.card import training_lines
@@ -34,6 +34,7 @@ from compress.training.training import Trained
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
+from engine.families.resolve import decoder_config
 from engine.files.json_file import load_json
 from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
@@ -87,6 +88,8 @@ def _make(run: MethodRun) -> Made:
     criterion = criterion_of(options.method)
     plan = prepared.plan or make_plan(run)
     check_fits(plan, prepared.checkpoint)
+    if options.quantiser is not None:
+        options.quantiser.check(decoder_config(planned_config(plan, prepared.checkpoint)))
     own: dict[str, object] = {"recover_steps": options.recover.steps, **criterion.figures(run)}
     trained = recovered(run, plan)
     distilled = _distilled(run, plan, trained)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -57,10 +57,16 @@ class PlannedExpert:
     @property
     def is_copy(self) -> bool:
         """Whether this is an unchanged source expert with its own router row, as in pruning."""
+        return self.origin is not None and self.parts[0].units is None
+
+    @property
+    def origin(self) -> int | str | None:
+        """The source expert that this is with its own router row, whole or some of its hidden units; None for others."""
         if len(self.parts) != 1 or len(self.parts[0].sources) != 1:
-            return False
-        source = self.parts[0].sources[0]
-        return self.parts[0] == Part((Source(source.expert),)) and self.router == (Source(source.expert),)
+            return None
+        source = Source(self.parts[0].sources[0].expert)
+        is_pruned = replace(self.parts[0], units=None) == Part((source,)) and self.router == (source,)
+        return source.expert if is_pruned else None
 
     @property
     def copied_row(self) -> int | None:
