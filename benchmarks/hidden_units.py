@@ -4,7 +4,7 @@
 
 The models are those of benchmarks/methods.py. Every result is made by the code of `compress prune` and judged on 256 windows
 of the half of the held-out documents that nothing was chosen on; losses are paired by document. The seed draws the
-calibration text. Each (model, method, seed) runs in a process of its own on one thread. Finished processes are saved in
+calibration text of 512 × 256 tokens for every method. Each (model, method, seed) runs in a process of its own on one thread. Finished processes are saved in
 benchmarks/results/hidden_units.jsonl, so that an interrupted run resumes.
 """
 
@@ -29,7 +29,7 @@ from results import RESULTS, markdown, remember, remembered, save
 
 from compress.run.losses import Losses
 
-FULL, LENGTH = "full model", 256
+FULL, LENGTH, SAMPLES = "full model", 256, 512
 EXPERTS = ("fisher", "reap")
 """Methods for whole experts, for comparison."""
 SPARSITIES = (0.25, 0.5, 0.75)
@@ -84,7 +84,7 @@ def options_of(model: str, method: str, cell: Cell, seed: int) -> Any:
         diep=DiepOptions(seed=seed),
         refit=RefitOptions(refit=cell.is_refitted),
         recover=RecoverOptions(RECOVERY_STEPS if cell.is_recovered else 0, RECOVERY_RATE, RECOVERY_BATCH, seed),
-        calibration=CalibrationOptions("stdlib", 128, LENGTH, evaluation_samples=0, seed=seed),
+        calibration=CalibrationOptions("stdlib", SAMPLES, LENGTH, evaluation_samples=0, seed=seed),
     )
 
 

@@ -15,11 +15,11 @@ from compress.distillation.recover import recover
 from compress.distillation.whole_recovery import recover_all
 from compress.methods import METHODS, methods_of
 from compress.methods.cka import REMOVED_EXPERTS
-from compress.methods.criterion import aligning, criterion_of
+from compress.methods.criterion import aligning, averaging, criterion_of
 from compress.methods.inputs import MethodRun, Prunable
 from compress.options.prune import PruneOptions
 from compress.options.training import RecoverOptions, WholeRecoveryOptions
-from compress.plans.apply import check_fits
+from compress.plans.apply import check_fits, planned_config
 from compress.plans.plan import Plan, plan_from_json
 from compress.plans.selection import Budget, check_groups, expert_widths, groups_of, moe_configs
 from compress.plans.unit_selection import check_units, default_multiple
@@ -37,6 +37,7 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.tokenizer import load_tokenizer
 from engine.errors import OptionError
 from engine.families.config import DecoderConfig
+from engine.families.resolve import decoder_config
 from engine.files.json_file import load_json
 from engine.passes import processes
 from engine.passes.memory_need import MemoryDemand, budget_for
@@ -78,8 +79,10 @@ def memory_demand(options: PruneOptions, prepared: Prepared) -> MemoryDemand:
     """Return the memory that the run needs, by purpose."""
     config = prepared.checkpoint.config
     demand = MemoryDemand(prepared.dtype, prepared.tokens_SL.shape[1], other_bytes=collecting_bytes(config))
-    if REMOVED_EXPERTS[options.merge] is not None or options.plan is not None:
+    if options.plan is not None:
         demand = aligning(demand, options, config)
+    elif REMOVED_EXPERTS[options.merge] is not None:
+        demand = averaging(demand, options, config)
     return criterion_of(options.method).memory(demand, options, config)
 
 
@@ -88,6 +91,8 @@ def _make(run: MethodRun) -> Made:
     criterion = criterion_of(options.method)
     plan = prepared.plan or make_plan(run)
     check_fits(plan, prepared.checkpoint)
+    if options.quantiser is not None:
+        options.quantiser.check(decoder_config(planned_config(plan, prepared.checkpoint)))
     own: dict[str, object] = {"recover_steps": options.recover.steps, **criterion.figures(run)}
     fitted = refitted(run, plan)
     trained = fitted.tensors | recovered(run, plan, fitted.tensors)

@@ -63,8 +63,8 @@ def narrowed_experts(plan: Plan) -> dict[int, dict[int, tuple[int, tuple[int, ..
     found: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}
     for layer, experts in plan.layers.items():
         for index, expert in enumerate(experts):
-            units, source = expert.parts[0].units, expert.parts[0].sources[0].expert
-            if expert.is_kept and units is not None and isinstance(source, int):
+            units, source = expert.parts[0].units, expert.origin
+            if units is not None and isinstance(source, int):
                 found.setdefault(layer, {})[index] = source, units
     return found
 

@@ -16,6 +16,7 @@ from engine.checkpoint.hub import describe, is_hub_id, lacks_weights, outline
 from engine.checkpoint.kinds import is_classifier, is_encoder_decoder, is_exported, is_exported_encoder_decoder
 from engine.checkpoint.skip_table_file import has_skip_tables
 from engine.errors import CheckpointError, CompressError
+from engine.families.config import DecoderConfig
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
@@ -71,6 +72,7 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
         "architecture": checkpoint.config.architecture.model_type,
         "layers": len(checkpoint.config.layers),
         "experts_per_layer": list(checkpoint.config.experts_per_layer),
+        "widths_per_layer": _widths(checkpoint.config),
         "experts_per_token": checkpoint.config.experts_per_token,
         "parameters": checkpoint.parameters,
         "active_parameters": checkpoint.active_parameters,
@@ -90,6 +92,11 @@ def _decoder(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def _widths(config: DecoderConfig) -> list[int | list[int]]:
+    """Return the number of hidden units of each MoE layer's experts: one number, or one for each expert."""
+    return [width if isinstance(width, int) else list(width) for width in config.widths_per_layer]
+
+
 def _exported(directory: Path, checksums: bool) -> dict[str, Any]:
     """Describe an ONNX export; loading it checks that its weights are complete."""
     from engine.onnx.runtime import open_exported  # here: it imports torch
@@ -101,6 +108,7 @@ def _exported(directory: Path, checksums: bool) -> dict[str, Any]:
         "architecture": model.config.architecture.model_type,
         "layers": len(model.config.layers),
         "experts_per_layer": list(model.config.experts_per_layer),
+        "widths_per_layer": _widths(model.config),
         "experts_per_token": model.config.experts_per_token,
         "parameters": model.parameters,
         "active_parameters": model.active_parameters,

@@ -120,7 +120,7 @@ class Passes:
         slots: number of experts that process it, if that is not the model's own K.
         """
         config, layer = self.config, self.config.layers[index]
-        active = self._parameters[index][1]
+        active: float = self._parameters[index][1]
         if layer.moe is not None:
             idle = layer.moe.experts - (layer.moe.experts_per_token if slots is None else slots)
             active -= idle * _expert_weights(config, index)
@@ -224,7 +224,7 @@ class Passes:
             moved_bytes=self.bytes_per_element
             * tokens
             * moe.experts
-            * (WIDTH_VECTORS * moe.expert_width + SLOT_VECTORS * hidden),
+            * (WIDTH_VECTORS * moe.mean_width + SLOT_VECTORS * hidden),
             calls=moe.experts * EXPERT_CALLS,
         )
 
@@ -311,11 +311,14 @@ def _slots(config: DecoderConfig, index: int, slots: int | None) -> tuple[float,
     if moe is None:
         return layer.dense_width, 1.0
     met = moe.experts_per_token if slots is None else slots
-    return moe.expert_width, met + moe.shared_width / moe.expert_width
+    return moe.mean_width, met + moe.shared_width / moe.mean_width
 
 
-def _expert_weights(config: DecoderConfig, index: int) -> int:
-    return sum(prod(shape) for shape in expert_shapes(config, index) if len(shape) == 2)
+def _expert_weights(config: DecoderConfig, index: int) -> float:
+    """Return the number of weights of a layer's expert of mean width."""
+    moe = config.layers[index].moe
+    assert moe is not None
+    return sum(prod(shape) for shape in expert_shapes(config, index) if len(shape) == 2) * moe.mean_width / moe.expert_width
 
 
 def _in_batch(tokens: int, length: int) -> int:

@@ -18,6 +18,7 @@ from engine.decoder.model import own_routings
 from engine.decoder.skip_tables import load_skip_tables, skipping_routings
 from engine.errors import UnsupportedError
 from engine.families.results import check_onnx
+from engine.onnx.quantize import block_size
 from engine.progress import Progress, no_progress
 
 FILE_KEYS = ("auto_map", "quantization_config")
@@ -104,7 +105,10 @@ def _check_sizes(options: ExportOptions, checkpoint: Checkpoint) -> None:
     sizes = {"hidden size": config.hidden_size, "attention width": config.attention_heads * value}
     if config.latent is not None and config.latent.query_rank:
         sizes["query rank"] = config.latent.query_rank
-    for layer in config.layers:
-        widths = {"FFN width": layer.dense_width} if layer.moe is None else {"expert width": layer.moe.expert_width}
-        sizes |= widths | ({"shared expert's width": layer.moe.shared_width} if layer.moe and layer.moe.shared_width else {})
+    for index, layer in enumerate(config.layers):
+        if layer.moe is None:
+            sizes["FFN width"] = layer.dense_width
+            continue
+        sizes |= {f"layer {index}'s expert width": width for width in layer.moe.widths if block_size(width) is None}
+        sizes |= {"shared expert's width": layer.moe.shared_width} if layer.moe.shared_width else {}
     check_blocks(options, sizes)

@@ -54,7 +54,7 @@ DEFAULT_METHOD = "fisher"
 noise of it.
 """
 DEFAULT_MERGE_METHOD = "ream"
-DEFAULT_METHODS = {"expert": DEFAULT_METHOD, "unit": "unit-fisher", "both": "unit-fisher"}
+DEFAULT_METHODS = {"expert": DEFAULT_METHOD, "unit": "unit-obs", "both": "unit-obs"}
 """The method for each choice of `--granularity`."""
 
 

@@ -17,7 +17,7 @@ from compress.methods.alignment import held_bytes as aligning_bytes
 from compress.methods.cka import REMOVED_EXPERTS
 from compress.methods.groups import Group
 from compress.methods.inputs import MethodRun
-from compress.methods.merging import merge_groups, merged_plan
+from compress.methods.merging import check_averaging, merge_groups, merged_plan
 from compress.options.plan_run import RunOptions
 from compress.options.prune import PruneOptions
 from compress.plans.plan import Plan, pruning_plan
@@ -114,7 +114,14 @@ def grouping(groups: Callable[[LayerStatistics, int], list[Group]]) -> Criterion
         assert budget is not None and budget.experts is not None
         return merged_plan(run, merge_groups(groups, statistics_of(run), budget.experts))
 
-    return Criterion(plan, calibrating, aligning)
+    return Criterion(plan, calibrating, averaging)
+
+
+def averaging(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:
+    """Return the memory demand of a run that chooses experts to average. Raises UnsupportedError if they differ in width."""
+    if options.plan is None:
+        check_averaging(config)
+    return aligning(demand, options, config)
 
 
 def aligning(demand: MemoryDemand, options: PruneOptions, config: DecoderConfig) -> MemoryDemand:

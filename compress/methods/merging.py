@@ -24,6 +24,8 @@ from compress.methods.groups import Group
 from compress.methods.inputs import MethodRun
 from compress.plans.plan import Part, Plan, PlannedExpert, Source, kept_expert, plan_from_json, plan_to_json
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.errors import UnsupportedError
+from engine.families.config import DecoderConfig
 from engine.passes import processes
 
 
@@ -60,6 +62,16 @@ def merged_plan(run: MethodRun, groups: Mapping[int, Sequence[Group]]) -> Plan:
     return plan_from_json(run.work.once("merging_plan", aligned))
 
 
+def check_averaging(config: DecoderConfig) -> None:
+    """Raise UnsupportedError for layers whose experts differ in width, because their hidden units have no counterparts."""
+    layers = [index for index, layer in enumerate(config.layers) if layer.moe is not None and layer.moe.expert_widths]
+    if layers:
+        raise UnsupportedError(
+            f"experts of layer {layers[0]} differ in width, so they cannot be averaged; merge the model before its hidden "
+            "units are pruned, or prune experts with --merge none"
+        )
+
+
 def merging_plan(
     groups: Mapping[int, Sequence[Group]],
     checkpoint: Checkpoint,
@@ -72,6 +84,7 @@ def merging_plan(
     The merged experts are read one pair at a time and released after each layer. A permutation has one number per hidden
     unit, so a merging plan has about 0.1 % of the size of the experts that it merges.
     """
+    check_averaging(checkpoint.config)
     layers = {}
     for index in progress(sorted(groups)):
         ordered = sorted(groups[index], key=lambda group: group.centre)

@@ -123,22 +123,26 @@ def unit_gradients(
     return UnitGradients(units, {layer: sums.tensors[f"output.{number}"] for number, layer in enumerate(config.moe_layers)})
 
 
-def gradients_of(run: MethodRun) -> UnitGradients:
-    """Return the sums of a run, which are computed once for all runs on this model and text."""
+def gradients_of(run: MethodRun, sequences: int | None = None) -> UnitGradients:
+    """Return the sums of a run, which are computed once for all runs on this model and text.
+
+    sequences: how many of the calibration text's sequences are read, at most; None for all.
+    """
+    tokens_SL = run.prepared.tokens_SL[:sequences]
 
     def compute() -> dict[str, Any]:
         found = unit_gradients(
             loaded_decoder(run),
-            run.prepared.tokens_SL,
+            tokens_SL,
             run.options.diep.seed,
-            state_path=run.work.shared / "unit-gradients.safetensors",
+            state_path=run.work.shared / f"unit-gradients-{len(tokens_SL)}.safetensors",
             budget=run.memory_budget,
             progress=run.bar("gradients of hidden units (batches)"),
         )
         units = {str(layer): [own.tolist() for own in experts] for layer, experts in found.units.items()}
         return {"units": units, "output": {str(layer): own.tolist() for layer, own in found.output.items()}}
 
-    values = run.work.once("unit_gradients", compute, shared=True)
+    values = run.work.once(f"unit_gradients_{len(tokens_SL)}", compute, shared=True)
 
     def tensor(row: list[float]) -> Tensor:
         return torch.tensor(row, dtype=torch.float64)

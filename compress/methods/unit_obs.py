@@ -29,6 +29,8 @@ from compress.plans.selection import expert_widths
 
 RIDGE = 1e-2
 """ρ of H, where ρ̄ = ρ·mean(diag H)."""
+GRADIENT_SEQUENCES = 128
+"""Most sequences of the calibration text of which G is the mean: a mean square needs less text than H (docs/LOG.md)."""
 STEPS = 24
 """Number of blocks in which the units of an expert are removed."""
 
@@ -59,8 +61,8 @@ def surgeon_scores(gram_FF: Tensor, down_DF: Tensor, weight_D: Tensor, ridge: fl
 
 def obs_scores(run: MethodRun) -> UnitScores:
     """Return the score of each unit, [F] float64 for each expert, by decoder layer index."""
-    directory, output = unit_directory(run, moments=True), gradients_of(run).output
-    checkpoint, tokens = run.prepared.checkpoint, run.prepared.tokens_SL.numel()
+    directory, output = unit_directory(run, moments=True), gradients_of(run, GRADIENT_SEQUENCES).output
+    checkpoint, tokens = run.prepared.checkpoint, run.prepared.tokens_SL[:GRADIENT_SEQUENCES].numel()
     scores: dict[int, list[Tensor]] = {}
     for layer, widths in expert_widths(checkpoint.config).items():
         scores[layer] = []

@@ -198,6 +198,8 @@ def apply(
     raw = planned_config(plan, checkpoint)
     made = _made_tensors(plan, checkpoint) | _given(replaced)
     config = decoder_config(raw)
+    if quantiser is not None:
+        quantiser.options.check(config)
     shapes, origins = expected_tensors(config), _origins(plan, checkpoint)
     canonical = {on_disk: name for name, on_disk in dense_names(config).items()}
     schemes = _schemes(config, checkpoint, origins, made, quantiser)

@@ -57,10 +57,16 @@ class PlannedExpert:
     @property
     def is_copy(self) -> bool:
         """Whether this is an unchanged source expert with its own router row, as in pruning."""
+        return self.origin is not None and self.parts[0].units is None
+
+    @property
+    def origin(self) -> int | str | None:
+        """The source expert that this is with its own router row, whole or some of its hidden units; None for others."""
         if len(self.parts) != 1 or len(self.parts[0].sources) != 1:
-            return False
-        source = self.parts[0].sources[0]
-        return self.parts[0] == Part((Source(source.expert),)) and self.router == (Source(source.expert),)
+            return None
+        source = Source(self.parts[0].sources[0].expert)
+        is_pruned = replace(self.parts[0], units=None) == Part((source,)) and self.router == (source,)
+        return source.expert if is_pruned else None
 
     @property
     def copied_row(self) -> int | None:
@@ -68,13 +74,6 @@ class PlannedExpert:
         if len(self.router) != 1 or self.router[0].coefficient != 1.0:
             return None
         return int(self.router[0].expert)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether this is one source expert with its own router row, whole or with some of its hidden units."""
-        if len(self.parts) != 1:
-            return False
-        return replace(self, parts=(replace(self.parts[0], units=None),)).is_copy
 
 
 @dataclass(frozen=True)

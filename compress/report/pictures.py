@@ -84,7 +84,7 @@ def kept_experts(plan: Plan, config: DecoderConfig) -> dict[int, list[int]] | No
         return None
     kept: dict[int, list[int]] = {}
     for layer, experts in plan.layers.items():
-        sources = [expert.parts[0].sources[0].expert for expert in experts if expert.is_kept]
+        sources = [expert.origin for expert in experts]
         kept[layer] = [number for number in sources if isinstance(number, int) and 0 <= number < MOST_EXPERTS]
         if len(set(kept[layer])) != len(experts):
             return None

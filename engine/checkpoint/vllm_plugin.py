@@ -1,13 +1,14 @@
-"""A vLLM plugin for models whose layers keep different numbers of experts.
+"""A vLLM plugin for models whose layers keep different numbers of experts, or of hidden units.
 
-vLLM builds every layer of a family with the one expert count in config.json. vLLM calls `register` in each of its
-processes (through the entry point in pyproject.toml); `register` replaces vLLM's class of each family by a subclass.
-The subclass builds layer i with its count in `block_configs`, and builds a model without `block_configs` as vLLM does.
-Weights need no change: each layer of vLLM takes the names of its own experts from the checkpoint.
+vLLM builds every layer of a family with the one expert count and the one width in config.json. vLLM calls `register` in
+each of its processes (through the entry point in pyproject.toml); `register` replaces vLLM's class of each family by a
+subclass. The subclass builds layer i with its count and its width in `block_configs`, and builds a model without
+`block_configs` as vLLM does. Weights need no change: each layer of vLLM takes the names of its own experts from the
+checkpoint.
 
 Besides its registry, the plugin relies on two properties of vLLM: a model's file has `make_layers`, which receives a
-function from a layer's prefix to the layer; and this function reads the counts from the model's config. No other module
-of this project imports this file.
+function from a layer's prefix to the layer; and this function reads counts and widths from the model's config. No other
+module of this project imports this file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from engine.errors import OptionError, UnsupportedError
 from engine.families.architecture import Architecture
-from engine.families.block_configs import GROUPS_KEY
+from engine.families.block_configs import GROUPS_KEY, block_config_widths
 from engine.families.resolve import experts_per_layer
 from engine.families.table import ARCHITECTURES
 
@@ -71,6 +72,7 @@ def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) ->
         return
     counts = experts_per_layer(row, config.to_dict(), config)
     check_groups(config.to_dict())
+    shown = [_shown(row, config, index, count) for index, count in enumerate(counts)]
     if vllm_config.parallel_config.enable_eplb:
         raise OptionError(
             "layers of this model keep different numbers of experts, which --enable-eplb cannot balance; leave it out"
@@ -84,7 +86,7 @@ def _layers_with_own_counts(module: Any, vllm_config: Any, row: Architecture) ->
 
     def with_own_counts(number: int, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def build(prefix: str) -> Any:
-            with _count(config, row, counts[int(prefix.rpartition(".")[2])]):
+            with _config_with(config, shown[int(prefix.rpartition(".")[2])]):
                 return layer_fn(prefix=prefix)
 
         return make_layers(number, build, *args, **kwargs)
@@ -105,18 +107,39 @@ def check_groups(config: Mapping[str, Any]) -> None:
         )
 
 
-@contextmanager
-def _count(config: Any, row: Architecture, experts: int) -> Iterator[None]:
-    """Give the config this expert count, and a top-k that is not above it, during the body.
+def _shown(row: Architecture, config: Any, index: int, experts: int) -> dict[str, int]:
+    """Return the values of the config that a layer is to see: its count, a top-k that is not above it, and its width.
 
-    0, a dense layer, changes nothing.
+    A dense layer, of 0 experts, sees the config as it is. Raises UnsupportedError for widths that vLLM cannot build.
     """
-    keys = [key for key in row.count_keys if hasattr(config, key)] if experts else []
-    top_k = row.experts_per_token_key
-    before = {key: getattr(config, key) for key in (*keys, top_k)}
-    for key in keys:
-        setattr(config, key, experts)
-    setattr(config, top_k, min(before[top_k], experts or before[top_k]))
+    if not experts:
+        return {}
+    top_k, declared = row.experts_per_token_key, row.experts.declared_width(config)
+    values = dict.fromkeys((key for key in row.count_keys if hasattr(config, key)), experts)
+    values[top_k] = min(getattr(config, top_k), experts)
+    width, widths = block_config_widths(config.block_configs, index, experts, declared)
+    if widths:
+        raise UnsupportedError(
+            "experts of one layer of this model differ in width, and vLLM builds layers of one width only; serve it with "
+            "our own engine, or prune with --uniform"
+        )
+    if width == declared:
+        return values
+    others = {} if row.shared is None else row.shared.with_expert_width(config, row.experts, width)
+    if others is None:
+        raise UnsupportedError(
+            f"layer {index} has experts of {width} hidden units, and vLLM takes the width of the shared expert from "
+            f"the same key of config.json, {row.experts.width}; serve it with our own engine"
+        )
+    return values | {row.experts.width: width} | others
+
+
+@contextmanager
+def _config_with(config: Any, values: Mapping[str, int]) -> Iterator[None]:
+    """Give the config these values during the body."""
+    before = {key: getattr(config, key) for key in values}
+    for key, value in values.items():
+        setattr(config, key, value)
     try:
         yield
     finally:

@@ -81,6 +81,11 @@ class DecoderConfig:
         return tuple(layer.moe.experts for layer in self.layers if layer.moe is not None)
 
     @property
+    def widths_per_layer(self) -> tuple[int | tuple[int, ...], ...]:
+        """Number of hidden units of the experts of each MoE layer, in order: one number, or one for each expert."""
+        return tuple(layer.moe.expert_widths or layer.moe.expert_width for layer in self.layers if layer.moe is not None)
+
+    @property
     def experts_by_layer(self) -> dict[int, int]:
         """Number of routed experts of each MoE layer, by decoder layer index."""
         return dict(zip(self.moe_layers, self.experts_per_layer, strict=True))

@@ -60,6 +60,11 @@ class MoeConfig:
         """Number of hidden units of each expert."""
         return self.expert_widths or (self.expert_width,) * self.experts
 
+    @property
+    def mean_width(self) -> float:
+        """Mean number of hidden units of an expert."""
+        return sum(self.expert_widths) / self.experts if self.expert_widths else self.expert_width
+
 
 @dataclass(frozen=True)
 class LatentConfig:

@@ -8,6 +8,9 @@ of the weights, and its output is multiplied by the sum of the weights. Experts 
 The second form uses standard operators only: each expert is a branch that is executed if a token chose it. The branch
 gathers its tokens, and its output is scattered to their rows.
 
+Experts of different widths keep them in the second form. The first form stacks them, so narrower experts are filled up
+with hidden units that are zero, which add nothing.
+
 Shape suffixes: B batch, L new positions, T tokens (B·L), D hidden, F expert width, N routed experts of the layer, S
 slots, R tokens of one expert.
 """
@@ -20,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.decoder.routing import Routing, Skipping, TopK
@@ -36,6 +40,7 @@ from engine.families.tensor_names import (
     shared_gate_tensor,
     shared_tensor,
 )
+from engine.kernels.quantized_weight import QuantizedWeight
 from engine.onnx.graph import FLOAT, INT64, MICROSOFT, Graph
 from engine.onnx.layers import ROUNDED_ACTIVATIONS, Parts, cast, float32, in_turns
 from engine.onnx.quantize import block_size
@@ -149,8 +154,8 @@ def _quantised_mixture(parts: Parts, layer: int, moe: MoeConfig, x_TD: str, logi
     graph, hidden, bits = parts.graph, parts.config.hidden_size, parts.bits
     assert bits is not None
     weights_TN = expert_weights(graph, _selected(parts, layer, moe, x_TD, logits_TN, routing), logits_TN)
-    block = block_size(hidden, moe.expert_width)
-    assert block is not None, f"{hidden} and {moe.expert_width} inputs"
+    block = block_size(hidden, *moe.widths)
+    assert block is not None, f"{hidden} and {sorted(set(moe.widths))} inputs"
     gate_up, gate_up_scales = _stacked_in_bits(parts, layer, moe, "gate_up", bits, block)
     down, down_scales = _stacked_in_bits(parts, layer, moe, "down", bits, block)
     return graph.node(
@@ -179,8 +184,27 @@ def _stacked(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
 
 def _experts(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[Tensor]:
     """Yield each expert's `gate_up` [2F, D], with interleaved rows of gate and up, or `down` [D, F]."""
+    width = moe.expert_width
     for names in _names(parts, layer, moe, what):
-        yield in_turns([parts.source(name) for name in names])
+        sources = (parts.source(name) for name in names)
+        yield in_turns([_filled(source, columns=width) if what == "down" else _filled(source, width) for source in sources])
+
+
+def _filled(tensor: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
+    """Return a tensor with zeros after its rows, or its columns, up to these numbers."""
+    after = max(rows - tensor.shape[0], 0)
+    if tensor.dim() == 1:
+        return F.pad(tensor, (0, after)) if after else tensor
+    across = max(columns - tensor.shape[1], 0)
+    return F.pad(tensor, (0, across, 0, after)) if after or across else tensor
+
+
+def _filled_in_bits(weight: QuantizedWeight, rows: int = 0, columns: int = 0) -> QuantizedWeight:
+    """Return a low-bit weight with zeros after its rows, or its columns: their scales are zero."""
+    columns = max(columns, weight.shape[1])
+    packed = _filled(weight.packed_OB, rows, columns * weight.bits // 8)
+    scales = _filled(weight.scales_OC, rows, columns // weight.group_size)
+    return QuantizedWeight(packed, scales, weight.bits, columns)
 
 
 def _names(parts: Parts, layer: int, moe: MoeConfig, what: str) -> Iterator[list[str]]:
@@ -203,7 +227,8 @@ def _stacked_biases(parts: Parts, layer: int, moe: MoeConfig, what: str) -> str:
         ]
         if what == "down":
             return torch.stack([down for _, _, down in each])
-        return torch.stack([torch.stack((gate, up), dim=1).flatten() for gate, up, _ in each])
+        filled = [(_filled(gate, moe.expert_width), _filled(up, moe.expert_width)) for gate, up, _ in each]
+        return torch.stack([torch.stack(both, dim=1).flatten() for both in filled])
 
     return parts.graph.weight(f"{block_prefix(row, layer)}.experts.{what}.biases", made)
 
@@ -213,7 +238,11 @@ def _stacked_in_bits(parts: Parts, layer: int, moe: MoeConfig, what: str, bits: 
     row, hidden, width = parts.config.architecture, parts.config.hidden_size, moe.expert_width
     shape = (moe.experts, hidden, width) if what == "down" else (moe.experts, 2 * width, hidden)
     name = f"{block_prefix(row, layer)}.experts.{what}"
-    rounded = ([parts.rounded(weight, bits, block) for weight in names] for names in _names(parts, layer, moe, what))
+    size = {"columns": width} if what == "down" else {"rows": width}
+    rounded = (
+        [_filled_in_bits(parts.rounded(weight, bits, block), **size) for weight in names]
+        for names in _names(parts, layer, moe, what)
+    )
     return parts.stacked_in_bits(name, shape, rounded, bits)
 
 

@@ -22,18 +22,23 @@ from calibrate.collect import collect
 from calibrate.statistics import LayerStatistics, Statistics
 from compress.methods.alignment import expert_weights
 from compress.methods.cka import cka_groups
+from compress.methods.criterion import averaging
 from compress.methods.groups import Group
 from compress.methods.hc_smoe import hc_smoe
 from compress.methods.m_smoe import m_smoe
 from compress.methods.merging import merge_groups, merging_plan
 from compress.methods.ream import ream
 from compress.methods.s_smoe import s_smoe
+from compress.options.prune import PruneOptions
 from compress.plans.apply import apply
-from compress.plans.plan import kept_expert
+from compress.plans.plan import Plan, kept_expert, narrowed_expert
+from compress.plans.selection import Budget
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.experts import Expert
 from engine.decoder.model import Decoder, own_routing
+from engine.errors import UnsupportedError
 from engine.families.tensor_names import router_tensor
+from engine.passes.memory_need import MemoryDemand
 
 METHODS = pytest.mark.parametrize("method", GROUPS)
 
@@ -51,6 +56,20 @@ def same(got: list[Group], expected: dict[int, dict[int, float]]) -> None:
     assert sorted(group.centre for group in got) == sorted(expected)
     for group in got:
         assert dict(group.weights) == pytest.approx(expected[group.centre], abs=1e-6), group
+
+
+def test_experts_of_different_widths_are_not_averaged(tmp_path: Path) -> None:
+    save_reference("mixtral", tmp_path / "full")
+    full = Checkpoint(tmp_path / "full")
+    narrow = (narrowed_expert(0, range(8)), *(kept_expert(expert) for expert in range(1, 6)))
+    apply(Plan(dict.fromkeys(range(3), narrow)), full, tmp_path / "narrow")
+    ragged = Checkpoint(tmp_path / "narrow")
+    with pytest.raises(UnsupportedError, match="experts of layer 0 differ in width, so they cannot be averaged"):
+        merging_plan({layer: [Group(0, {0: 0.5, 1: 0.5})] for layer in range(3)}, ragged)
+    with pytest.raises(UnsupportedError, match="prune experts with --merge none"):
+        averaging(
+            MemoryDemand(torch.float32, 8), PruneOptions(output=tmp_path / "out", budget=Budget(experts=2)), ragged.config
+        )
 
 
 # By hand. LAYER's experts were used 10, 6, 4 and 0 times; their REAP scores are 1.2, 2.0, 2.5 and 0.

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import FAMILIES, FURTHER_FAMILIES, others_slow, save_reference
+from safetensors.torch import load_file, save_file
+from test_mxfp4 import save_packed
 from torch import Tensor
 
+from compress.cost.counts import Passes
 from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply, planned_decoder
 from compress.plans.plan import (
@@ -35,6 +41,8 @@ from engine.families.experts import DOWN
 from engine.families.results import loading_note
 from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_tensor
+from engine.inspect import inspect
+from engine.progress import no_progress
 
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
 MIXTURES = [name for name in (*FAMILIES, *FURTHER_FAMILIES) if ARCHITECTURES[name].has_experts]
@@ -263,6 +271,92 @@ def test_parts_with_units_become_one_dense_network(tmp_path: Path) -> None:
     assert torch.allclose(down[:, :3], 0.5 * one[:, [1, 2, 9]]) and not bool(down[:, 3:].any())
 
 
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+def test_low_bit_experts_of_different_widths(family: str, tmp_path: Path) -> None:
+    """They are rounded as they are written, and stay as they are when experts go afterwards."""
+    full = full_model(family, tmp_path / "full")
+    units = chosen_units(full, "expert", multiple=8)
+    quantiser = Quantiser(QuantiserOptions(8, 8))
+    apply(unit_plan(units), full, tmp_path / "low", quantiser=quantiser)
+    low = Checkpoint(tmp_path / "low")
+    assert low.config.widths_per_layer == tuple(tuple(map(len, own.values())) for own in units.values())
+    for layer, own in units.items():
+        for place, (expert, kept) in enumerate(own.items()):
+            name = expert_tensor(full.config.architecture, layer, expert, DOWN)
+            plain = full.tensor(name)[:, kept]
+            found = low.tensor(expert_tensor(full.config.architecture, layer, place, DOWN))
+            assert float((found - plain).abs().max()) <= float(plain.abs().max()) / 127
+    assert "auto_map" not in low.raw_config and "only moe-compress" in str(loading_note(low.raw_config, True))
+    apply(pruning_plan({layer: [0, 2, 3] for layer in units}), low, tmp_path / "fewer")
+    fewer = Checkpoint(tmp_path / "fewer")
+    assert fewer.schemes_used == low.schemes_used
+    name, source = (expert_tensor(full.config.architecture, 1, expert, DOWN) for expert in (1, 2))
+    assert torch.equal(fewer.tensor(name), low.tensor(source))
+
+
+def test_a_width_that_no_group_fits_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    full = full_model("mixtral", tmp_path / "full")
+    plan = unit_plan(chosen_units(full, "expert", multiple=4))
+    with pytest.raises(OptionError, match="has 12 inputs, which groups of 8 do not fill"):
+        apply(plan, full, tmp_path / "low", quantiser=Quantiser(QuantiserOptions(8, 8)))
+    assert not (tmp_path / "low").exists()
+
+
+HIDDEN = """
+import sys
+sys.modules.update(dict.fromkeys(("engine", "compress", "calibrate")))  # None: importing one of them raises
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+for argument in sys.argv[1:]:
+    directory, trust = argument.split("=")
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust == "code", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(load_file(directory + "/tokens.safetensors")["tokens"]).logits
+    save_file({"logits": logits}, directory + "/logits.safetensors")
+"""
+
+
+def test_transformers_loads_the_results_where_this_package_is_not_importable(tmp_path: Path) -> None:
+    cases = dict.fromkeys(("mixtral", "qwen3_moe", "deepseek_v3"), "plain") | {"olmoe": "code"}
+    for family, loading in cases.items():
+        full = full_model(family, tmp_path / "full" / family)
+        apply(unit_plan(chosen_units(full, "uniform" if loading == "plain" else "expert", 4)), full, tmp_path / family)
+        save_file({"tokens": TOKENS}, tmp_path / family / "tokens.safetensors")
+    arguments = [f"{tmp_path / family}={loading}" for family, loading in cases.items()]
+    settings = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", HIDDEN, *arguments]
+    subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | settings, capture_output=True)
+    for family in cases:
+        found = load_file(tmp_path / family / "logits.safetensors")["logits"]
+        for name in ("logits", "tokens"):
+            (tmp_path / family / f"{name}.safetensors").unlink()
+        assert worst(found, logits(Checkpoint(tmp_path / family))[0]) <= 1e-4
+
+
+def test_pictures_know_from_which_expert_units_went() -> None:
+    plan = Plan({0: (narrowed_expert(3, [0, 2]), kept_expert(5))})
+    assert [expert.origin for expert in plan.layers[0]] == [3, 5]
+    assert PlannedExpert((Part((Source(1),), 2.0, (0,)),), (Source(1),)).origin is None
+
+
+def test_a_narrowed_model_is_described_by_its_own_widths(tmp_path: Path) -> None:
+    full = full_model("qwen3_moe", tmp_path / "full")
+    units = chosen_units(full, "expert")
+    apply(unit_plan(units), full, tmp_path / "narrow")
+    widths = [list(map(len, own.values())) for own in units.values()]
+    narrow = Checkpoint(tmp_path / "narrow")
+    figures, before = (inspect(str(tmp_path / name), checksums=False, progress=no_progress) for name in ("narrow", "full"))
+    assert figures["widths_per_layer"] == widths and before["widths_per_layer"] == [24] * 3
+    hidden, unit = full.config.hidden_size, 3 * full.config.hidden_size
+    gone = sum(3 * hidden * (24 * 6 - sum(own)) + hidden for own in widths)  # one router row too
+    assert figures["parameters"] == full.parameters - gone
+    idle = sum((len(own) - 2) * unit * sum(own) // len(own) for own in widths)
+    assert figures["active_parameters"] == figures["parameters"] - idle
+    counted = Passes(narrow.config, 4, 4.0).all_experts(0, 1).flops
+    assert counted == pytest.approx(2 * unit * sum(widths[0]))
+
+
 # Refusals
 
 
@@ -287,10 +381,12 @@ def test_units_of_packed_weights_are_refused_before_anything_is_written(tmp_path
     full = full_model("mixtral", tmp_path / "full")
     quantiser = Quantiser(QuantiserOptions(8, 8))
     apply(same_plan(full.config.experts_by_layer), full, tmp_path / "packed", quantiser=quantiser)
-    packed = Checkpoint(tmp_path / "packed")
-    with pytest.raises(UnsupportedError, match="prune the unquantized model, then `compress quantize`"):
-        apply(unit_plan(chosen_units(packed, "layer")), packed, tmp_path / "narrow")
-    assert not (tmp_path / "narrow").exists()
+    save_packed(tmp_path / "mxfp4")
+    for name in ("packed", "mxfp4"):
+        packed = Checkpoint(tmp_path / name)
+        with pytest.raises(UnsupportedError, match="prune the unquantized model, then `compress quantize`"):
+            apply(unit_plan(chosen_units(packed, "layer")), packed, tmp_path / "narrow")
+        assert not (tmp_path / "narrow").exists()
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from conftest import save_reference
 from transformers import AutoConfig
 
 from compress.plans.apply import apply
-from compress.plans.plan import pruning_plan
+from compress.plans.plan import Plan, narrowed_expert, pruning_plan
 from engine.checkpoint import vllm_plugin
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import CheckpointError, OptionError, UnsupportedError
+from engine.families.table import ARCHITECTURES
 from engine.families.tensor_names import expert_tensor, router_tensor
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
@@ -90,6 +91,42 @@ def test_a_uniform_model_is_built_as_vllm_does(registry: Any, family: str, tmp_p
     model = build(registry, tmp_path / "pruned", eplb=True)
     assert [(block.experts, block.top_k) for block in model.moe.values()] == [(3, 2)] * 3
     check_weights(model, checkpoint)
+
+
+def narrowed(family: str, path: Path, units: Any, **changes: Any) -> Checkpoint:
+    """Write an artifact that keeps the first `units(layer, expert)` hidden units of each of its experts 0 to 3."""
+    save_reference(family, path / "full", **changes)
+    full = Checkpoint(path / "full")
+    layers = {i: tuple(narrowed_expert(e, range(units(i, e))) for e in range(4)) for i in full.config.moe_layers}
+    apply(Plan(layers), full, path / "pruned")
+    return Checkpoint(path / "pruned")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_layer_is_built_with_its_own_width(registry: Any, family: str, tmp_path: Path) -> None:
+    checkpoint = narrowed(family, tmp_path, lambda layer, _: 8 + 4 * layer)
+    model = build(registry, tmp_path / "pruned")
+    assert {layer: block.w2.shape[2] for layer, block in model.moe.items()} == {0: 8, 1: 12, 2: 16}
+    check_weights(model, checkpoint)
+    assert vllm_stand_in.Layer(model.config, "model.layers.0").moe.w2.shape[2] > 16, "the config is as it was"
+
+
+def test_experts_of_different_widths_in_a_layer_are_refused(registry: Any, tmp_path: Path) -> None:
+    narrowed("mixtral", tmp_path, lambda layer, expert: 8 + 4 * expert)
+    with pytest.raises(UnsupportedError, match="experts of one layer of this model differ in width"):
+        build(registry, tmp_path / "pruned")
+
+
+def test_the_shared_expert_of_a_layer_keeps_its_width(tmp_path: Path) -> None:
+    """Its key is a multiple of the routed experts' width, which must divide it."""
+    row = ARCHITECTURES["deepseek_v3"]
+    shared = {"n_shared_experts": 1, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    blocks = [{"ffn": {"moe": {"num_local_experts": 4, "intermediate_size": width}}} for width in (8, 12)]
+    config = SimpleNamespace(block_configs=blocks, **shared)
+    seen = vllm_plugin._shown(row, config, 0, 4)
+    assert (seen["moe_intermediate_size"], seen["n_shared_experts"]) == (8, 2)
+    with pytest.raises(UnsupportedError, match="layer 1 has experts of 12 hidden units"):
+        vllm_plugin._shown(row, config, 1, 4)
 
 
 def test_dense_layers_stay_dense(registry: Any, tmp_path: Path) -> None:

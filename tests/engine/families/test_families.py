@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from compress.plans.apply import apply
-from compress.plans.plan import SHARED_EXPERT, concatenation_plan, pruning_plan
+from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, kept_expert, narrowed_expert, pruning_plan
 from engine.checkpoint import remote_code
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder import lightning_attention
@@ -489,6 +489,10 @@ def test_weights_in_float8_are_read_as_what_they_stand_for(float8: Any, made_of:
     pruned = Checkpoint(tmp_path / "pruned")
     assert "quantization_config" not in pruned.raw_config and pruned.dtype("lm_head.weight") == torch.float32
     assert torch.equal(pruned.tensor("model.layers.2.mlp.experts.0.up_proj.weight"), meant[WEIGHT])
+    narrow = (narrowed_expert(3, [2, 15]), kept_expert(0))
+    apply(Plan({1: narrow, 2: narrow}), checkpoint, tmp_path / "narrow")
+    units = Checkpoint(tmp_path / "narrow").tensor("model.layers.2.mlp.experts.0.up_proj.weight")
+    assert torch.equal(units, meant[WEIGHT][[2, 15]])
 
 
 WEIGHT = "model.layers.2.mlp.experts.3.up_proj.weight"

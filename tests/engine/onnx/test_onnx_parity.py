@@ -13,12 +13,13 @@ from onnx_for_tests import differences, exported
 from test_parity import ROPES, VARIANTS
 
 from compress.plans.apply import apply
-from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, pruning_plan
+from compress.plans.plan import SHARED_EXPERT, Plan, concatenation_plan, narrowed_expert, pruning_plan, same_plan
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.decoder.kv_cache import KeyValueCache
 from engine.decoder.model import own_routings
 from engine.decoder.routing import NO_EXPERT, Routing, SigmoidTopK, select
 from engine.decoder.skip_tables import SkipTables, skipping_routings
+from engine.families.tensor_names import expert_tensor
 
 EXPERTS = 6
 TOP_K = {"llama_moe": "num_selects"}
@@ -85,6 +86,52 @@ def test_logits_equal_the_engine(family: str, result: str, portable: bool, tmp_p
     if not portable:
         mixtures = {"MoE"} if any(count > 1 for count in checkpoint.config.experts_per_layer) else set()
         assert used["com.microsoft"] == {"GroupQueryAttention"} | mixtures
+
+
+def narrowed(family: str, path: Path, units: Any, **changes: Any) -> Checkpoint:
+    """Return a tiny model whose experts keep their last `units(expert)` hidden units."""
+    save_reference(family, path / "full", **GROUPED | changes)
+    full = Checkpoint(path / "full")
+    layers = {}
+    for layer in full.config.moe_layers:
+        moe = full.config.layers[layer].moe
+        assert moe is not None
+        kept = [range(moe.expert_width - units(expert), moe.expert_width) for expert in range(moe.experts)]
+        layers[layer] = tuple(narrowed_expert(expert, own) for expert, own in enumerate(kept))
+    apply(Plan(layers), full, path / "narrow")
+    return Checkpoint(path / "narrow")
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["moe", "portable"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe"])
+def test_experts_of_different_widths(family: str, portable: bool, tmp_path: Path, onnx_parity: Any) -> None:
+    checkpoint = narrowed(family, tmp_path, lambda expert: 3 + 2 * expert)
+    found = exported(checkpoint, tmp_path / "onnx", portable=portable)
+    for what, difference in differences(checkpoint, found).items():
+        onnx_parity(family, f"other widths, {'portable' if portable else 'moe'}", what, difference)
+    if portable:  # each expert has the width of its own
+        graph = onnx.load(tmp_path / "onnx" / "model.onnx", load_external_data=False).graph
+        shapes = {weight.name: tuple(weight.dims) for weight in graph.initializer}
+        row = checkpoint.config.architecture
+        down = [shapes[expert_tensor(row, 1, expert, 2)] for expert in range(EXPERTS)]
+        assert down == [(64, 3 + 2 * expert) for expert in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_low_bit_experts_of_different_widths(bits: int, tmp_path: Path) -> None:
+    """The graph computes what that of a model computes whose experts have units of zeros in the place of missing ones."""
+    checkpoint = narrowed("qwen3_moe", tmp_path, lambda expert: 32 * (1 + expert % 3), moe_intermediate_size=96)
+    full, zeroed = Checkpoint(tmp_path / "full"), {}
+    for name, tensor in ((name, checkpoint.tensor(name)) for name in checkpoint.shapes if ".experts." in name):
+        zeroed[name] = torch.zeros(full.shapes[name])
+        zeroed[name][: tensor.shape[0], : tensor.shape[1]] = tensor
+    apply(same_plan(full.config.experts_by_layer), full, tmp_path / "zeroed", replaced=zeroed)
+    tokens = torch.arange(3, 40)[None]
+    logits = [
+        exported(own, tmp_path / f"onnx-{number}", bits=bits)(tokens).float()
+        for number, own in enumerate((checkpoint, Checkpoint(tmp_path / "zeroed")))
+    ]
+    assert float((logits[0] - logits[1]).abs().max()) <= 1e-5
 
 
 CONFIGS = [
