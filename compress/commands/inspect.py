@@ -37,7 +37,7 @@ def _shown(key: str, value: Any) -> str:
     if key.startswith("bytes"):
         return size(value)
     if isinstance(value, list):
-        return " ".join(map(str, value)) or "–"
+        return " ".join(f"{min(each)}–{max(each)}" if isinstance(each, list) else str(each) for each in value) or "–"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

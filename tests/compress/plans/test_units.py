@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import FAMILIES, FURTHER_FAMILIES, others_slow, save_reference
 from safetensors.torch import load_file, save_file
 from test_mxfp4 import save_packed
 from torch import Tensor
 
+import cli
 from compress.cost.counts import Passes
 from compress.options.quantize import QuantiserOptions
 from compress.plans.apply import apply, planned_decoder
@@ -203,12 +205,10 @@ def test_transformers_loads_other_widths_by_the_modeling_file(family: str, kind:
 
 
 def test_transformers_saves_each_expert_with_its_own_width(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     full = full_model("mixtral", tmp_path / "full")
     apply(unit_plan(chosen_units(full, "expert")), full, tmp_path / "narrow")
-    auto: Any = AutoModelForCausalLM
-    auto.from_pretrained(tmp_path / "narrow", trust_remote_code=True).save_pretrained(tmp_path / "again")
+    own = remote_code.own_class(full.config.architecture)
+    own.from_pretrained(tmp_path / "narrow").save_pretrained(tmp_path / "again")
     again, narrow = Checkpoint(tmp_path / "again"), Checkpoint(tmp_path / "narrow")
     assert again.shapes == narrow.shapes
     assert all(torch.equal(again.tensor(name), narrow.tensor(name)) for name in narrow.shapes)
@@ -240,6 +240,20 @@ def test_dropping_experts_of_a_narrowed_model_keeps_the_others_widths(tmp_path: 
     experts = {layer: list(own)[:1] + list(own)[2:4] for layer, own in units.items()}
     left = {layer: {e: units[layer][e] for e in own} for layer, own in experts.items()}
     assert worst(logits(Checkpoint(tmp_path / "twice")), with_zeroed_units(full, left)) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+@pytest.mark.parametrize("kind", ["expert", "uniform"])
+def test_refitted_down_projections_are_tensors_of_the_result(family: str, kind: str, tmp_path: Path) -> None:
+    full = full_model(family, tmp_path / "full")
+    units = chosen_units(full, kind)
+    name = expert_tensor(full.config.architecture, 1, 1, DOWN)
+    refitted = torch.randn(full.config.hidden_size, len(list(units[1].values())[1]))
+    apply(unit_plan(units), full, tmp_path / "narrow", replaced={name: refitted})
+    narrow = Checkpoint(tmp_path / "narrow")
+    assert torch.equal(narrow.tensor(name), refitted)
+    unwritten = planned_decoder(unit_plan(units), full, torch.float32, replaced={name: refitted})
+    assert worst(prompt_and_steps(unwritten), logits(narrow)) <= 1e-5
 
 
 def test_units_of_a_merged_expert_are_those_of_the_permuted_sum(tmp_path: Path) -> None:
@@ -348,6 +362,8 @@ def test_a_narrowed_model_is_described_by_its_own_widths(tmp_path: Path) -> None
     narrow = Checkpoint(tmp_path / "narrow")
     figures, before = (inspect(str(tmp_path / name), checksums=False, progress=no_progress) for name in ("narrow", "full"))
     assert figures["widths_per_layer"] == widths and before["widths_per_layer"] == [24] * 3
+    shown = CliRunner().invoke(cli.main, ["inspect", str(tmp_path / "narrow")])
+    assert "1–3 1–3 1–3" in shown.output
     hidden, unit = full.config.hidden_size, 3 * full.config.hidden_size
     gone = sum(3 * hidden * (24 * 6 - sum(own)) + hidden for own in widths)  # one router row too
     assert figures["parameters"] == full.parameters - gone
