@@ -4,8 +4,8 @@
 
 The models are those of benchmarks/methods.py. Every result is made by the code of `compress prune` and judged on 256 windows
 of the half of the held-out documents that nothing was chosen on; losses are paired by document. The seed draws the
-calibration text of 512 × 256 tokens for every method. Each (model, method, seed) runs in a process of its own on one thread. Finished processes are saved in
-benchmarks/results/hidden_units.jsonl, so that an interrupted run resumes.
+calibration text, 512 × 256 tokens for every method. Each (model, method, seed) runs in a process of its own on one thread.
+Finished processes are saved in benchmarks/results/hidden_units.jsonl, so that an interrupted run resumes.
 """
 
 from __future__ import annotations
