@@ -20,25 +20,34 @@ from typing import Any
 
 from methods import MODELS, train_second_model
 from paper_materials import write_task
-from results import ROOT, markdown, save
+from results import RESULTS, ROOT, markdown, remember, remembered, save
 
 from calibrate.collect import collect
 from calibrate.skipping import skip_tables
 from calibrate.text import token_batches
 from engine.checkpoint.checkpoint import Checkpoint, resolve
-from engine.checkpoint.skip_table_file import FILE_NAME, SKIP_RULES
+from engine.checkpoint.skip_table_file import FILE_NAME, SKIP_RULES, has_importance, has_skip_tables
 from engine.checkpoint.tokenizer import load_tokenizer
+from engine.files.safetensors_file import SafetensorsFile
 
 THRESHOLDS = (0.5, 1.0, 1.5)
+DONE = RESULTS / "skipping.jsonl"
 
 
 def calibrated(model: str) -> None:
-    """Write tables for skipping beside a model that has none, from 128 × 256 tokens of the standard library."""
+    """Write tables for all rules beside a model that lacks them, from 128 × 256 tokens of the standard library."""
     checkpoint = Checkpoint(resolve(model))
-    if not (checkpoint.directory / FILE_NAME).exists():
+    if not _has_all_tables(checkpoint):
         text = {"samples": 128, "sequence_length": 256, "seed": 0}
         tokens = token_batches("stdlib", load_tokenizer(checkpoint), **text)
         skip_tables(collect(checkpoint, tokens)).save(checkpoint.directory / FILE_NAME)
+
+
+def _has_all_tables(checkpoint: Checkpoint) -> bool:
+    if not has_skip_tables(checkpoint.directory, checkpoint.config):
+        return False
+    with SafetensorsFile(checkpoint.directory / FILE_NAME) as file:
+        return has_importance(file)
 
 
 def evaluated(model: str, *options: str) -> dict[str, Any]:
@@ -94,8 +103,8 @@ IN_TEXT = {"skipping": in_text}
 
 
 def rows(models: Sequence[str], samples: int, limit: int | None) -> list[dict[str, Any]]:
-    """Return the rows of all models."""
-    made = []
+    """Return the rows of all models; those of an interrupted run are in benchmarks/results/skipping.jsonl."""
+    made, known = [], remembered(DONE)
     with tempfile.TemporaryDirectory() as directory:
         task = Path(directory) / "next_line.yaml"
         write_task(task)
@@ -103,9 +112,13 @@ def rows(models: Sequence[str], samples: int, limit: int | None) -> list[dict[st
             calibrated(MODELS[name])
             asked = [(SKIP_RULES[0], 0.0), *((rule, threshold) for rule in SKIP_RULES for threshold in THRESHOLDS)]
             for rule, threshold in asked:
-                found = measure(MODELS[name], rule, threshold, task, samples, limit)
-                made.append({"model": name, "rule": rule, "threshold": threshold} | found)
-                print(made[-1], file=sys.stderr, flush=True)
+                row = {"model": name, "rule": rule, "threshold": threshold, "samples": samples, "limit": limit}
+                found = next((own for own in known if row.items() <= own.items()), None)
+                if found is None:
+                    found = row | measure(MODELS[name], rule, threshold, task, samples, limit)
+                    print(found, file=sys.stderr, flush=True)
+                    remember(DONE, found)
+                made.append(found)
     return made
 
 

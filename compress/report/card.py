@@ -21,11 +21,13 @@ def model_card(
     title: str | None = None,
     own: Sequence[str] = (),
     loader: str = "AutoModelForCausalLM",
+    needs_code: bool = False,
 ) -> str:
     """Return README.md of an artifact.
 
     `layers`: decoder layer index of each MoE layer. `pictures` are in the same directory. `title` replaces the number of
-    removed experts; `own` has lines that are particular to the command.
+    removed experts; `own` has lines that are particular to the command. `needs_code`: whether transformers loads the artifact
+    by its modeling file.
     """
     rows: list[tuple[str, object, object]] = [
         ("experts", figures["experts_before"], figures["experts_after"]),
@@ -65,7 +67,7 @@ def model_card(
             f"Perplexity is on {figures['evaluation']}{_documents(figures)}.",
             f"It took {figures['seconds']:.0f} s and at most {figures['peak_memory_bytes'] / 1e9:.2f} GB of memory.",
             "",
-            *_loading(figures, loader),
+            *_loading(figures, loader, needs_code),
             "",
             *(
                 [
@@ -112,12 +114,12 @@ def _kind(figures: Mapping[str, Any], title: str | None) -> str:
     return kind if "weight_bits" not in figures else "quantized" if title else f"{kind}, quantized"
 
 
-def _loading(figures: Mapping[str, Any], loader: str) -> list[str]:
+def _loading(figures: Mapping[str, Any], loader: str, needs_code: bool) -> list[str]:
     """Return how the artifact is loaded, and by which library where that is not transformers."""
     if note := figures.get("loading_note"):
         code = ["from engine import Engine", 'engine = Engine.open("this directory")']
         return [f"{note[0].upper()}{note[1:]}.", "", "```python", *code, "```"]
-    load = "" if len(set(figures["experts_per_layer"])) <= 1 else ", trust_remote_code=True"
+    load = ", trust_remote_code=True" if needs_code else ""
     code = [f"from transformers import {loader}", f'model = {loader}.from_pretrained("this directory"{load})']
     return ["```python", *code, "```"]
 

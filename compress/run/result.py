@@ -157,7 +157,10 @@ def write_artifact(run: AnyRun, made: Made, before: HeldOut) -> ModelFigures:
         figures = _figures(run, made, result, perplexity_figures(run.prepared.held_out, before, after))
         figures["plots"] = [picture.path.name for picture in pictures]
         skipping, lines = (directory / SKIP_TABLES).exists(), (*made.card, *(made.quantiser.card if made.quantiser else ()))
-        card = model_card(figures, options.model, result.config.moe_layers, skipping, pictures, made.title, lines)
+        card = model_card(
+            *(figures, options.model, result.config.moe_layers, skipping, pictures, made.title, lines),
+            needs_code="auto_map" in result.raw_config,
+        )
         (directory / "README.md").write_text(card, encoding="utf-8")
         write_provenance(directory, _provenance(run, made, figures, skipping))
     processes.told(figures)
