@@ -68,7 +68,7 @@ def cells(method: str) -> Iterator[Cell]:
     yield from (Cell(sparsity, *row) for row in rows for sparsity in SPARSITIES)
 
 
-def options_of(model: str, method: str, cell: Cell, seed: int) -> Any:
+def options_of(model: str, method: str, cell: Cell, seed: int, samples: int = SAMPLES) -> Any:
     """Return the options that `compress prune` would be given."""
     from calibrate.options import CalibrationOptions
     from compress.options.prune import DiepOptions, PruneOptions
@@ -84,11 +84,11 @@ def options_of(model: str, method: str, cell: Cell, seed: int) -> Any:
         diep=DiepOptions(seed=seed),
         refit=RefitOptions(refit=cell.is_refitted),
         recover=RecoverOptions(RECOVERY_STEPS if cell.is_recovered else 0, RECOVERY_RATE, RECOVERY_BATCH, seed),
-        calibration=CalibrationOptions("stdlib", SAMPLES, LENGTH, evaluation_samples=0, seed=seed),
+        calibration=CalibrationOptions("stdlib", samples, LENGTH, evaluation_samples=0, seed=seed),
     )
 
 
-def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
+def run_one(model: str, method: str, seed: int, count: int, samples: int) -> dict[str, Any]:
     """Return the losses on every window, by cell, with processor seconds."""
     from compress.plans.apply import planned_decoder
     from compress.prune import make_plan, recovered, refitted
@@ -102,7 +102,9 @@ def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
         decoder = Decoder(checkpoint.config, checkpoint.source(torch.float32))
         return run | {"cells": {FULL: {"losses": window_losses(decoder, windows.tokens_SL)}}}
     wanted, found = list(cells(method)), {}
-    for cell, pruning in zip(wanted, begun([options_of(model, method, cell, seed) for cell in wanted]), strict=True):
+    for cell, pruning in zip(
+        wanted, begun([options_of(model, method, cell, seed, samples) for cell in wanted]), strict=True
+    ):
         started = time.process_time()
         plan = make_plan(pruning)
         tensors = dict(refitted(pruning, plan).tensors)
@@ -114,9 +116,9 @@ def run_one(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
     return run | {"cells": found}
 
 
-def in_process(model: str, method: str, seed: int, count: int) -> dict[str, Any]:
+def in_process(model: str, method: str, seed: int, count: int, samples: int) -> dict[str, Any]:
     """Run `run_one` in a process with one thread, and remember what it returns."""
-    command = [sys.executable, __file__, "--worker", f"{model}:{method}:{seed}:{count}"]
+    command = [sys.executable, __file__, "--worker", f"{model}:{method}:{seed}:{count}:{samples}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     run: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -195,13 +197,14 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(methods))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--windows", type=int, default=256, help="windows of 256 tokens")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="sequences of the calibration text")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        model, method, seed, count = options.worker.split(":")
+        model, method, *numbers = options.worker.split(":")
         torch.set_num_threads(1)
-        print(json.dumps(run_one(model, method, int(seed), int(count))))
+        print(json.dumps(run_one(model, method, *map(int, numbers))))
         return
     models = options.models.split(",")
     if "shared-expert" in models:
@@ -212,7 +215,7 @@ def main() -> None:
     ]
     known = {(run["model"], run["method"], run["seed"]): run for run in remembered(DONE)}
     with ThreadPoolExecutor(options.jobs) as pool:
-        made = list(pool.map(lambda job: known.get(job) or in_process(*job, options.windows), asked))
+        made = list(pool.map(lambda job: known.get(job) or in_process(*job, options.windows, options.samples), asked))
     save("hidden_units", {"methods": options.methods.split(","), "seeds": options.seeds, "runs": made})
 
 

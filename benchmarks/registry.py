@@ -116,6 +116,10 @@ BENCHMARKS = (
         *("default_method", ("default_method",), PRUNING),
         trial=("--models", "demo", "--methods", "fisher,reap", "--seeds", "1", "--windows", "8"),
     ),
+    Benchmark(
+        *("hidden_units", ("hidden_units",), PRUNING),
+        trial=("--models", "demo", "--methods", "unit-magnitude", "--seeds", "1", "--windows", "4", "--samples", "4"),
+    ),
     Benchmark("quantize", ("quantize",), ("compress/rounding", "compress/quantize.py"), trial=("--samples", "2")),
     Benchmark(
         *("densify", ("densify",), DENSE),

@@ -133,7 +133,7 @@ def checked_budget(options: PruneOptions, checkpoint: Checkpoint) -> Budget | No
         name = checkpoint.config.architecture.model_type
         raise OptionError(f"min-experts is {budget.min_experts}; the router of a {name} takes {needed} in each layer")
     if budget.granularity != "expert":
-        return _checked_unit_budget(budget, checkpoint.config)
+        return _checked_unit_budget(budget, checkpoint.config, options.merge)
     budget.check(checkpoint.config.experts_by_layer)
     check_groups(budget, moe_configs(checkpoint.config))
     if budget.scope == "uniform" and not method.keeps_groups and groups_of(checkpoint.config):
@@ -151,8 +151,10 @@ def _other_granularity(method: str, granularity: str) -> str:
     return f"{method} scores {scored}; with --granularity {granularity}, give --method {' or '.join(fitting)}"
 
 
-def _checked_unit_budget(budget: Budget, config: DecoderConfig) -> Budget:
+def _checked_unit_budget(budget: Budget, config: DecoderConfig, merge: str) -> Budget:
     """Return the budget of hidden units with its multiple. Raises OptionError where it does not fit the model."""
+    if merge != "none":
+        raise OptionError("hidden units are dropped, not merged; leave out --merge, or give --granularity expert")
     if budget.sparsity is None:
         raise OptionError("--experts counts whole experts; say by --sparsity which share of the hidden units to remove")
     if not 0.0 < budget.sparsity < 1.0:
