@@ -26,8 +26,8 @@ def model_card(
     """Return README.md of an artifact.
 
     `layers`: decoder layer index of each MoE layer. `pictures` are in the same directory. `title` replaces the number of
-    removed experts; `own` has lines that are particular to the command. `needs_code`: whether transformers loads the artifact
-    by its modeling file.
+    removed experts; `own` has lines that are particular to the command. `needs_code`: whether transformers needs the
+    modeling file.
     """
     rows: list[tuple[str, object, object]] = [
         ("experts", figures["experts_before"], figures["experts_after"]),
