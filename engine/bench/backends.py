@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -33,6 +34,8 @@ KINDS = ("pp", "tg")
 COMPILED = "compiled "
 EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", f"{COMPILED}batched_mm", f"{COMPILED}grouped_mm")
 """How transformers can compute experts, also with each layer compiled by torch.compile."""
+GRAPHS_PER_LAYER = 8
+"""Graphs of one compiled layer, at most: for prompts and steps, for each implementation and size of batch."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,16 @@ class TorchBackend:
         return self._engine.prefill(tokens_BL, None, self._cache).argmax(dim=-1, keepdim=True)
 
 
+def _allow_recompiling(graphs: int) -> None:
+    """Let torch.compile make so many graphs of one function; beyond its own limit of 8, further layers are not compiled.
+
+    The cache of transformers has a flag for each layer, so layers do not share a graph.
+    """
+    dynamo: Any = importlib.import_module("torch._dynamo").config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
+
+
 class TransformersBackend:
     """Backend of unmodified transformers, used as by its own `generate`: cached, with the last logits only."""
 
@@ -200,7 +213,9 @@ class TransformersBackend:
         if implementation is not None:
             self._model.set_experts_implementation(implementation.removeprefix(COMPILED))
         if implementation is not None and implementation.startswith(COMPILED):
-            for layer in self._model.model.layers:  # layers share one compiled graph; a whole model would be unrolled
+            layers = self._model.model.layers
+            _allow_recompiling(GRAPHS_PER_LAYER * len(layers))
+            for layer in layers:  # one by one: a whole model would be unrolled
                 if layer._compiled_call_impl is None:
                     layer.compile()
 
